@@ -1,0 +1,1 @@
+"""Run configs (one YAML per machine, model and recipe), the recipes' defaults and the hardware profiles."""

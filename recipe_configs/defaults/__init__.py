@@ -1,0 +1,1 @@
+"""Every key a recipe reads, with its default."""

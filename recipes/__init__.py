@@ -1,0 +1,1 @@
+"""The recipes, importable as ``rocm_ext.recipes`` once installed."""

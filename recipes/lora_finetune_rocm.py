@@ -1,0 +1,580 @@
+"""LoRA supervised fine-tuning on 1…N ranks.
+
+    tune run lora_finetune_rocm --config strix_halo_qwen7b
+    tune run --nproc_per_node 8 lora_finetune_rocm --config mi300x_qwen72b
+
+``LoRAFinetune.setup`` is the table of contents. To change a part, subclass and override its ``_setup_*``.
+"""
+
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import training
+from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
+
+from rocm_ext import activations, config, data, device, export, model, precision
+from rocm_ext.attention import use_packed_attention
+from rocm_ext.batches import Batch, StepLoader, Steps, micro_batch_budget
+from rocm_ext.checkpoint import Checkpoints, rng_state, set_rng_state
+from rocm_ext.errors import UserError
+from rocm_ext.files import replace_folder, replace_text
+from rocm_ext.lora import adapter_parameters, adapters
+from rocm_ext.loss import from_config
+from rocm_ext.machine import detect
+from rocm_ext.monitor import Metrics, Progress, duration, log, peak_memory, setup_logging
+from rocm_ext.ranks import Ranks, local_rank, world_size
+
+# Keys that may change between a run and its resumption: they do not touch what is computed, or they
+# are compared by their effect (rows per step, data, base model).
+FREE_KEYS = frozenset(
+    ["hardware", "hardware_overrides", "device", "memory_fraction", "startup_checks", "num_workers", "pin_memory", "compile", "checkpointer", "tokenizer", "enable_activation_checkpointing", "enable_activation_offloading", "low_cpu_ram", "dataset", "dataset_val", "batch_size", "gradient_accumulation_steps", "sequences_per_step", "tokens_per_micro_batch", "cudnn_deterministic_mode", "resume_from_checkpoint", "overwrite_output_dir", "save_every_n_steps", "seed", "keep_last_n_checkpoints", "save_adapter_weights_only", "output_dir", "metric_logger", "log_every_n_steps", "log_peak_memory_stats", "profiler"]
+)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimiser step did, over all ranks.
+
+    Attributes:
+        loss: mean NLL of the step's labels.
+        grad_norm: of the adapters, before clipping.
+        lr: that the step used.
+        tokens: real ones, computed.
+        padding: share of computed tokens that were not real.
+        interrupted: whether some rank was asked to stop.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    padding: float
+    interrupted: bool
+
+
+class LoRAFinetune:
+    """Fine-tunes LoRA or DoRA adapters of a torchtune model.
+
+    Args:
+        cfg: what :func:`rocm_ext.config.load` returns for ``lora_finetune_rocm``.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        _check_values(cfg)
+        self.cfg = cfg
+        self.output_dir = Path(cfg.output_dir)
+        self.step = 0  # optimiser steps done; everything about progress derives from it
+        self.best: dict[str, Any] | None = None  # of the validations so far: loss, step, adapter
+        self.worse = 0  # validations since then
+        self._signal: int | None = None
+
+    def setup(self) -> None:
+        """Everything that can fail for the user's reasons, the cheap parts first."""
+        self._setup_machine()
+        self._setup_output_dir()
+        self._setup_tokenizer()
+        self._setup_data()
+        self._setup_model()
+        self._setup_loaders()
+        self._setup_optimizer()
+        self._setup_logging()
+        self._resume()
+
+    def _setup_machine(self) -> None:
+        cfg = self.cfg
+        self.profile, self.machine = device.load_profile(cfg.hardware), detect()
+        warnings = device.check_profile(self.profile, self.machine, world_size())
+        settings = OmegaConf.to_container(cfg)
+        warnings += device.check_locked(self.profile, settings, list(cfg.hardware_overrides))  # type: ignore[arg-type]
+        self.dtype, why = precision.pick_dtype(cfg.dtype, self.machine)
+        self.device = device.open_device(self.profile, self.machine, local_rank(), cfg.memory_fraction, cfg.device)
+        self.ranks = Ranks.from_env(self.device)
+        for line in warnings:
+            log.warning("%s", line)
+        log.info("hardware %s: %s", self.profile.name, self.machine)
+        log.info("dtype %s (%s)", self.dtype, why)
+
+    def _setup_output_dir(self) -> None:
+        cfg, out = self.cfg, self.output_dir
+        self.checkpoints = Checkpoints(out / "checkpoints", cfg.keep_last_n_checkpoints)
+        self._resumed = self.checkpoints.newest() if cfg.resume_from_checkpoint else None
+        earlier = [p.name for p in (out / "checkpoints", out / "adapter", out / "metrics.jsonl") if p.exists()]
+        if earlier and not cfg.resume_from_checkpoint and not cfg.overwrite_output_dir:
+            raise UserError(
+                f"output_dir {out} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True goes on "
+                "with it, overwrite_output_dir=True replaces it, or choose another output_dir"
+            )
+        # the run's seed: the config's, else the one it began with, else a new one, the same on all ranks
+        saved = self._resumed[1]["config"]["seed"] if self._resumed else None
+        seed = next(s for s in (cfg.seed, saved, random.SystemRandom().randrange(2**31)) if s is not None)
+        cfg.seed = self.ranks.agree(seed)
+        training.set_seed(seed=cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
+        if self.ranks.is_main:
+            from rocm_ext.files import disk_errors
+
+            with disk_errors(out):
+                out.mkdir(parents=True, exist_ok=True)
+            if cfg.overwrite_output_dir and not cfg.resume_from_checkpoint:
+                self.checkpoints.clear()
+            replace_text(out / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        self.ranks.barrier()
+
+    def _setup_tokenizer(self) -> None:
+        try:
+            self.tokenizer = config.instantiate(self.cfg.tokenizer, key="tokenizer")
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"tokenizer: {error}") from error
+
+    def _setup_data(self) -> None:
+        cfg = self.cfg
+        rows = self._rows(cfg.dataset, "dataset")
+        if cfg.dataset_val is not None and cfg.validation_fraction:
+            raise UserError("dataset_val and validation_fraction are both set; keep one of them")
+        validation = self._rows(cfg.dataset_val, "dataset_val") if cfg.dataset_val is not None else None
+        if cfg.validation_fraction:
+            rows, validation = rows.split(cfg.validation_fraction, cfg.data_seed)
+        if cfg.early_stopping_patience and validation is None:
+            raise UserError("early_stopping_patience needs validation rows: set dataset_val or validation_fraction")
+        self.rows, self.validation_rows = rows, validation
+
+    def _rows(self, node: Any, key: str) -> data.Rows:
+        limit = getattr(self.tokenizer, "max_seq_len", None)
+        packed = any(part.get("packed", False) for part in (node if isinstance(node, list | tuple) else [node]))
+        if limit is not None and not packed:
+            self.tokenizer.max_seq_len = None  # torchtune would truncate without a word; the policy is ours
+        rows = data.tokenize(
+            data.open_dataset(node, self.tokenizer),
+            max_seq_len=limit,
+            too_long=self.cfg.too_long,
+            progress=self.ranks.is_main and os.isatty(2),
+        )
+        self.tokenizer.max_seq_len = limit
+        log.info("%s: %s", key, ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in rows.counts.items()))
+        return rows
+
+    def _setup_model(self) -> None:
+        cfg, ranks = self.cfg, self.ranks
+        decoder = model.build(cfg.model, self.dtype, cfg.seed, self.device)
+        if any(layer._quantize_base for _, layer in adapters(decoder)):
+            quantized = {"quantize_base": True}
+            for line in device.check_locked(self.profile, quantized, list(cfg.hardware_overrides)):
+                log.warning("%s", line)
+            if ranks.world > 1:
+                raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or use a bf16 builder")
+        self.packed = use_packed_attention(decoder)
+        if cfg.startup_checks:
+            checks = precision.canaries(self.machine, self.device, self.dtype, decoder.head_dim, decoder.num_heads)
+            for line in precision.require(checks):
+                log.warning("%s", line)
+
+        weights = model.read_weights(cfg.checkpointer)
+        self.base_fingerprint = weights.fingerprint()
+        longest = max(sum(lengths) for lengths in self.rows.lengths)
+        self.tokens_per_micro_batch = micro_batch_budget(longest, cfg.batch_size, cfg.tokens_per_micro_batch)
+        self.loss = from_config(config.instantiate(cfg.loss, key="loss"))
+
+        budget, _ = device.memory_budget(self.profile, self.machine)
+        plan = activations.plan_memory(
+            decoder, self.tokens_per_micro_batch, self.dtype, self.loss.chunk_for(self.device), ranks.world
+        )
+        layers, why = activations.checkpointed_layers(cfg.enable_activation_checkpointing, plan, budget)
+        activations.apply_checkpointing(decoder, layers)
+        log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
+
+        if cfg.compile:
+            for layer in decoder.layers:
+                layer.compile(dynamic=True)
+        self.adapter = list(adapter_parameters(decoder).values())
+        self.decoder = decoder
+        self.model = model.CausalLM(decoder, self.loss)
+        ranks.shard(decoder.layers, self.model, set(self.adapter))
+        model.load_weights(decoder, weights, ranks)
+        if cfg.checkpointer.get("adapter_checkpoint"):
+            source = Path(cfg.checkpointer.adapter_checkpoint)
+            state = export.read_adapter(source, decoder, weights.model_type)
+            model.load_adapter(decoder, state, str(source))
+        self.offloading = contextlib.nullcontext()
+        if cfg.enable_activation_offloading:
+            if self.device.type != "cuda":
+                raise UserError("enable_activation_offloading needs a GPU; activations are in host memory already")
+            self.offloading = training.get_act_offloading_ctx_manager(decoder, True)
+        trainable = sum(p.numel() for p in self.adapter)
+        total = sum(p.numel() for p in decoder.parameters())
+        log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
+
+    def _setup_loaders(self) -> None:
+        cfg = self.cfg
+        per_step = cfg.sequences_per_step or cfg.batch_size * (cfg.gradient_accumulation_steps or 1) * self.ranks.world
+        steps = Steps(len(self.rows), per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
+        self.loader = self._loader(self.rows, steps)
+        self.total_steps = steps.per_epoch * cfg.epochs
+        self.validation_loader = None
+        if self.validation_rows is not None:
+            once = Steps(len(self.validation_rows), per_step, shuffle=False)
+            self.validation_loader = self._loader(self.validation_rows, once)
+        log.info("%s rows, %d a step, %d steps an epoch", f"{len(self.rows):,}", per_step, steps.per_epoch)
+
+    def _loader(self, rows: data.Rows, steps: Steps) -> StepLoader:
+        return StepLoader(
+            rows,
+            steps,
+            rank=self.ranks.rank,
+            ranks=self.ranks.world,
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+            packed=self.packed,
+            pad_id=getattr(self.tokenizer, "pad_id", 0) or 0,
+            multiple=128 if self.cfg.compile else 1,  # few distinct shapes
+            num_workers=self.cfg.num_workers,
+            pin_memory=self.cfg.pin_memory,
+        )
+
+    def _setup_optimizer(self) -> None:
+        cfg = self.cfg
+        self.optimizer = config.instantiate(cfg.optimizer, self.adapter, key="optimizer")
+        self.scheduler = None
+        if cfg.lr_scheduler is not None:
+            self.scheduler = config.instantiate(
+                cfg.lr_scheduler, self.optimizer, num_training_steps=self.total_steps, key="lr_scheduler"
+            )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+
+    def _setup_logging(self) -> None:
+        cfg = self.cfg
+        self.metric_logger = None
+        if self.ranks.is_main and cfg.metric_logger is not None:
+            self.metric_logger = config.instantiate(cfg.metric_logger, key="metric_logger")
+        profiler = OmegaConf.create({config.COMPONENT: "torchtune.training.setup_torch_profiler", "enabled": False})
+        self.profiler, _ = config.instantiate(OmegaConf.merge(profiler, cfg.profiler or {}), key="profiler")
+
+    def _resume(self) -> None:
+        start = 0
+        if self._resumed is not None:
+            path, state = self._resumed
+            self._check_same_run(path, state)
+            model.load_adapter(self.decoder, state["adapter"], str(path))
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+            self.scaler.load_state_dict(state["scaler"])
+            self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
+            if len(state["rng"]) == self.ranks.world:
+                set_rng_state(state["rng"][self.ranks.rank], self.device)
+            else:
+                log.warning("the run had %d ranks, now %d: dropout differs", len(state["rng"]), self.ranks.world)
+            start = self.step
+            log.info("resumed from %s", path)
+            self._resumed = None
+        elif self.cfg.resume_from_checkpoint:
+            log.info("no checkpoint in %s: starting from the beginning", self.checkpoints.folder)
+        self.metrics = Metrics(self.output_dir / "metrics.jsonl", start) if self.ranks.is_main else None
+
+    def _check_same_run(self, path: Path, state: dict[str, Any]) -> None:
+        problems = config.difference(state["config"], OmegaConf.to_container(self.cfg), FREE_KEYS)  # type: ignore
+        problems += [
+            f"{what} changed" if what != "rows_per_step" else f"rows per step: was {old}, is {self._identity()[what]}"
+            for what, old in state["identity"].items()
+            if old != self._identity()[what]
+        ]
+        if problems:
+            raise UserError(
+                f"{path} belongs to another run: {'; '.join(problems)}. Put that back, or start afresh with another output_dir"
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        if not hasattr(self, "_identity_cache"):
+            val = self.validation_rows
+            self._identity_cache = {
+                "base_model": self.base_fingerprint,
+                "data": self.rows.fingerprint(),
+                "validation_data": val.fingerprint() if val is not None else None,
+                "rows_per_step": self.loader.steps.per_step,
+                "seed": self.cfg.seed,
+            }
+        return self._identity_cache
+
+    def train(self) -> None:
+        """Train to the last step, then write the outputs."""
+        cfg, per_epoch = self.cfg, self.loader.steps.per_epoch
+        progress = Progress(self.total_steps, self.step, self.ranks.is_main)
+        self.model.train()
+        with self._interruptible(), self.profiler as profiler:
+            while self.step < self.total_steps and not self._stopped_early():
+                end = (self.step // per_epoch + 1) * per_epoch
+                for batches in self.loader.range(self.step, end):
+                    began = time.perf_counter()
+                    stats = self.train_step(batches)
+                    self.step += 1
+                    progress.update(self._log_step(stats, time.perf_counter() - began))
+                    profiler.step()
+                    if self._due(cfg.run_val_every_n_steps, self.step == end):
+                        self.validate()
+                    if self._due(cfg.save_every_n_steps, False) or self.step == end or stats.interrupted:
+                        self.save_checkpoint()
+                    if stats.interrupted:
+                        progress.close()
+                        self._leave_interrupted()
+                    if self._stopped_early():
+                        break
+        progress.close()
+        self.write_outputs()
+
+    def _due(self, every: int | None, epoch_end: bool) -> bool:
+        return self.step % every == 0 if every else epoch_end
+
+    def train_step(self, batches: list[Batch]) -> StepStats:
+        """One optimiser step over this rank's micro-batches of step ``self.step``."""
+        targets = self.loader.count(self.step)  # over all ranks, known before the first forward pass
+        nll = torch.zeros((), dtype=torch.float32, device=self.device)
+        with self._first_step_checks():
+            for batch in batches:
+                with self.offloading:
+                    loss = self.model(batch.to(self.device))
+                self.scaler.scale(loss / targets).backward()
+                nll += loss.detach()
+        self.ranks.sum_gradients(self.adapter)
+        self.scaler.unscale_(self.optimizer)
+        limit = self.cfg.clip_grad_norm
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.adapter, math.inf if limit is None else float(limit))
+        total, real, computed, interrupted = self.ranks.sum(
+            [
+                nll.item(),
+                sum(batch.real_tokens for batch in batches),
+                sum(batch.tokens.numel() for batch in batches),
+                float(self._signal is not None),
+            ]
+        )
+        loss, norm = total / targets, float(grad_norm)
+        self._check_finite(loss, norm)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return StepStats(loss, norm, lr, int(real), 1 - real / computed, bool(interrupted))
+
+    @contextlib.contextmanager
+    def _first_step_checks(self):
+        if self.step or self.dtype == torch.float32:
+            yield
+            return
+        with precision.dtype_leaks(self.model, self.dtype) as leaks:
+            yield
+        if leaks := [leak for leak in leaks if not leak.startswith("loss")]:  # the loss is fp32 on purpose
+            log.warning("modules that left %s: %s", self.dtype, ", ".join(leaks[:5]))
+
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
+        scaled = self.scaler.is_enabled()  # fp16 gradients overflow now and then: the scaler skips such a step
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or (scaled and self.scaler.get_scale() >= 1)):
+            return
+        rows = self.loader.steps[self.step]
+        last = self.checkpoints.steps()
+        raise UserError(
+            f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; nothing was updated. Rows of this step: "
+            f"{', '.join(map(str, rows[:32]))}{' …' if len(rows) > 32 else ''}. Lower the learning rate, set "
+            "clip_grad_norm, or look at these rows. "
+            + (f"The last good checkpoint is {last[-1]}" if last else "There is no checkpoint yet")
+        )
+
+    @torch.no_grad()
+    def validate(self) -> float | None:
+        """Mean NLL of the validation rows, remembered and logged; None where there are none."""
+        loader = self.validation_loader
+        if loader is None:
+            return None
+        self.model.eval()
+        nll = tokens = 0.0
+        for batches in loader.range(0, loader.steps.per_epoch):
+            for batch in batches:
+                nll += self.model(batch.to(self.device)).item()
+                tokens += len(batch.targets)
+        self.model.train()
+        nll, tokens = self.ranks.sum([nll, tokens])
+        loss = nll / tokens
+        if self.best is None or loss < self.best["loss"]:
+            self.best = {"loss": loss, "step": self.step, "adapter": export.adapter_state(self.decoder)}
+            self.worse = 0
+        else:
+            self.worse += 1
+        log.info("step %d: validation loss %.4f (best %.4f at step %d)", self.step, loss, self.best["loss"], self.best["step"])
+        self._write_metrics(val_loss=loss, val_tokens=int(tokens))
+        return loss
+
+    def _stopped_early(self) -> bool:
+        patience = self.cfg.early_stopping_patience
+        return bool(patience) and self.worse >= patience
+
+    def _log_step(self, stats: StepStats, seconds: float) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "loss": stats.loss,
+            "lr": stats.lr,
+            "grad_norm": stats.grad_norm,
+            "tokens": stats.tokens,
+            "tokens_per_second": stats.tokens / seconds,
+            "padding": stats.padding,
+            "seconds": seconds,
+        }
+        if self.cfg.log_peak_memory_stats:
+            values["peak_memory"] = peak_memory(self.device)
+        self._write_metrics(**values)
+        return values
+
+    def _write_metrics(self, **values: Any) -> None:
+        if self.metrics is not None:
+            epoch = (self.step - 1) // self.loader.steps.per_epoch + 1
+            self.metrics.write(step=self.step, epoch=epoch, **values)
+        if self.metric_logger is not None and self.step % self.cfg.log_every_n_steps == 0:
+            self.metric_logger.log_dict(values, step=self.step)
+
+    def save_checkpoint(self) -> None:
+        """Write everything that a resumed run needs, and the adapter as PEFT reads it."""
+        rng = self.ranks.gather(rng_state(self.device))
+        if self.ranks.is_main:
+            state = {
+                "step": self.step,
+                "adapter": export.adapter_state(self.decoder),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                "scaler": self.scaler.state_dict(),
+                "rng": rng,
+                "best": self.best,
+                "worse": self.worse,
+                "config": OmegaConf.to_container(self.cfg, resolve=True),
+                "identity": self._identity(),
+            }
+            self.checkpoints.save(self.step, state, self._write_adapter)
+        self.ranks.barrier()
+
+    def _write_adapter(self, folder: Path) -> None:
+        export.write_adapter(folder, self.decoder, self.cfg.checkpointer.model_type, self._base_model())
+
+    def _base_model(self) -> str:
+        folder = Path(self.cfg.checkpointer.checkpoint_dir)
+        with contextlib.suppress(OSError, ValueError, KeyError):  # `tune download` leaves the hub's name
+            return json.loads((folder / "original_repo_id.json").read_text())["repo_id"]
+        return str(folder.resolve())
+
+    def write_outputs(self) -> None:
+        """Write ``adapter/``, ``merged/`` if asked for, and ``summary.json``."""
+        cfg, out = self.cfg, self.output_dir
+        early = cfg.early_stopping_patience and self.best is not None
+        if early:
+            model.load_adapter(self.decoder, self.best["adapter"], "best")  # type: ignore[index]
+        if self.ranks.is_main:
+            with replace_folder(out / "adapter") as folder:
+                self._write_adapter(folder)
+            log.info("adapter: %s", out / "adapter")
+            if not cfg.save_adapter_weights_only:
+                self._write_merged()
+            replace_text(out / "summary.json", json.dumps(self._summary(bool(early)), indent=2) + "\n")
+        self.ranks.barrier()
+
+    def _write_merged(self) -> None:
+        base, files = Path(self.cfg.checkpointer.checkpoint_dir), self.cfg.checkpointer.checkpoint_files
+        if not (base / "config.json").is_file():
+            log.warning("merged/ is not written: %s is no Hugging Face folder (it has no config.json)", base)
+            return
+        if isinstance(files, DictConfig):
+            files = FormattedCheckpointFiles.from_dict(OmegaConf.to_container(files)).build_checkpoint_filenames()
+        export.merge(base, list(files), self.output_dir / "adapter", self.output_dir / "merged")
+        log.info("merged model: %s", self.output_dir / "merged")
+
+    def _summary(self, early: bool) -> dict[str, Any]:
+        from rocm_ext.monitor import read_metrics
+
+        steps = [line for line in read_metrics(self.output_dir / "metrics.jsonl") if "loss" in line]
+        tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds"] for s in steps)
+        return {
+            "steps": self.step,
+            "epochs": self.step / self.loader.steps.per_epoch,
+            "rows": self.rows.counts,
+            "first_loss": steps[0]["loss"],
+            "last_loss": steps[-1]["loss"],
+            "best_validation": {k: self.best[k] for k in ("loss", "step")} if self.best else None,
+            "adapter_is": "best by validation loss" if early else "last",
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "peak_memory": peak_memory(self.device),
+            "machine": str(self.machine),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "ranks": self.ranks.world,
+        }
+
+    @contextlib.contextmanager
+    def _interruptible(self):
+        """Ctrl-C and SIGTERM wait for the step to end; a second Ctrl-C does not."""
+
+        def note(signum: int, frame: Any) -> None:
+            if signum == signal.SIGINT and self._signal == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._signal = signum
+            log.info("stopping after this step and saving it ...")
+
+        earlier = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for s, handler in earlier.items():
+                signal.signal(s, handler)
+
+    def _leave_interrupted(self) -> None:
+        signum = max(s or 0 for s in self.ranks.gather(self._signal))
+        log.info("stopped at step %d, all saved; go on with resume_from_checkpoint=True", self.step)
+        self.cleanup()
+        raise SystemExit(128 + signum)
+
+    def cleanup(self) -> None:
+        """Close files and leave the process group."""
+        if self.metric_logger is not None:
+            self.metric_logger.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        self.ranks.close()
+
+
+def _check_values(cfg: DictConfig) -> None:
+    positive = ("batch_size", "epochs", "log_every_n_steps", "keep_last_n_checkpoints")
+    optional = ["gradient_accumulation_steps", "sequences_per_step", "tokens_per_micro_batch", "max_steps_per_epoch", "run_val_every_n_steps", "early_stopping_patience", "save_every_n_steps"]
+    for key in (*positive, *optional):
+        value = cfg[key]
+        if value is None and key in optional:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{key} is {value!r}; expected a whole number of at least 1")
+    if not (isinstance(cfg.validation_fraction, int | float) and 0 <= cfg.validation_fraction < 1):
+        raise UserError(f"validation_fraction is {cfg.validation_fraction!r}; expected a share from 0 to under 1")
+    if cfg.clip_grad_norm is not None and not (
+        isinstance(cfg.clip_grad_norm, int | float) and cfg.clip_grad_norm > 0
+    ):
+        raise UserError(f"clip_grad_norm is {cfg.clip_grad_norm!r}; expected a number above 0, or null")
+    if cfg.sequences_per_step and cfg.gradient_accumulation_steps:
+        raise UserError("sequences_per_step and gradient_accumulation_steps are both set; keep one of them")
+
+
+@config.recipe_main("lora_finetune_rocm")
+def main(cfg: DictConfig) -> None:
+    """LoRA fine-tuning: `tune run lora_finetune_rocm --config NAME [key=value ...]`."""
+    setup_logging()
+    for line in device.start(device.load_profile(cfg.hardware), detect()):
+        log.info("%s", line)
+    began = time.monotonic()
+    recipe = LoRAFinetune(cfg)
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    log.info("done in %s", duration(time.monotonic() - began))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Checkpoints of a run: whole or absent, everything needed to go on bit for bit."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rocm_ext.files import remove_folder, replace_folder
+from rocm_ext.monitor import log
+
+STATE = "state.pt"
+
+
+class Checkpoints:
+    """The folders ``step_00000012`` in ``folder``, the last ``keep`` of them kept."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    def steps(self) -> list[Path]:
+        """Checkpoint folders, oldest first."""
+        return sorted(p for p in self.folder.glob("step_*") if p.is_dir())
+
+    def save(self, step: int, state: dict[str, Any], write_more: Callable[[Path], None]) -> Path:
+        """Write checkpoint ``step``: ``state`` and what ``write_more`` puts into its folder.
+
+        Raises:
+            UserError: if the disk is full; earlier checkpoints stay as they are.
+        """
+        path = self.folder / f"step_{step:08d}"
+        with replace_folder(path) as folder:
+            torch.save(state, folder / STATE)
+            write_more(folder)
+        for old in self.steps()[: -self.keep]:
+            remove_folder(old)
+        return path
+
+    def clear(self) -> None:
+        """Remove every checkpoint."""
+        for path in self.steps():
+            remove_folder(path)
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that can be read, and its state; None if there is none."""
+        for path in reversed(self.steps()):
+            try:
+                return path, torch.load(path / STATE, map_location="cpu", weights_only=True)
+            except Exception as error:
+                log.warning("checkpoint %s cannot be read and is passed over: %s", path, str(error).split("\n")[0])
+        return None
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """State of every generator that a recipe or a component may draw from."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["device"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put every generator back to where :func:`rng_state` saw it."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "device" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["device"], device)
+

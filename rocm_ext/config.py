@@ -1,0 +1,264 @@
+"""From a YAML's name and the command line to one checked config.
+
+Layers, lowest first: the recipe's defaults, the hardware profile, the run YAML, the command line.
+``hardware=…`` on the command line lifts its profile over the run YAML, so that any config runs on
+any machine with ``hardware=cpu``. A component (a node with ``_component_``) in a higher layer
+replaces the lower one whole; single arguments change on the command line (``optimizer.lr=1e-4``).
+"""
+
+import difflib
+import inspect
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
+
+from rocm_ext import device
+from rocm_ext.errors import UserError
+from rocm_ext.machine import detect
+
+COMPONENT = "_component_"
+# Two ways to say the same: the higher layer's wins, and unsets the other.
+_RIVALS = {
+    "gradient_accumulation_steps": "sequences_per_step",
+    "sequences_per_step": "gradient_accumulation_steps",
+}
+
+
+def recipe_main(recipe: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Decorator for a recipe's main function: parse, run, and end the process with an exit code.
+
+    A :class:`UserError` becomes one line and its code, Ctrl-C and SIGTERM become 130 and 143.
+    """
+
+    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        @wraps(main)
+        def run() -> None:
+            signal.signal(signal.SIGTERM, _terminate)
+            sys.exit(guarded(lambda: main(load(recipe, *command_line(sys.argv[1:], main.__doc__ or "")))))
+
+        return run
+
+    return decorate
+
+
+def guarded(action: Callable[[], Any]) -> int:
+    """Run ``action``; returns the exit code, having told the user what went wrong in one line."""
+    rank = os.environ.get("RANK")
+    try:
+        action()
+    except UserError as error:
+        print(f"error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _terminate(signum: int, frame: Any) -> None:
+    sys.exit(128 + signum)
+
+
+def command_line(argv: list[str], description: str = "") -> tuple[str, list[str]]:
+    """``--config NAME key=value …`` -> the name and the overrides."""
+    if any(arg in ("-h", "--help") for arg in argv):
+        print(f"{inspect.cleandoc(description)}\n\nusage: --config NAME_OR_FILE [key=value ...] [~key ...]")
+        sys.exit(0)
+    name, overrides, rest = None, [], list(argv)
+    while rest:
+        arg = rest.pop(0)
+        if arg == "--config" and rest:
+            name = rest.pop(0)
+        elif arg.startswith("--config="):
+            name = arg.partition("=")[2]
+        elif arg.startswith("-"):
+            raise UserError(f"unknown option {arg}; expected --config NAME and key=value overrides", code=2)
+        elif "=" not in arg and not arg.startswith("~"):
+            raise UserError(f"cannot read override {arg!r}; expected key=value", code=2)
+        else:
+            overrides.append(arg)
+    if name is None:
+        raise UserError("--config is missing; `tune ls` lists the configs", code=2)
+    return name, overrides
+
+
+def load(recipe: str, name: str, overrides: list[str] | None = None) -> DictConfig:
+    """The whole config of a run.
+
+    Args:
+        recipe: name of a file in ``recipe_configs/defaults``.
+        name: a YAML file, or the name of one in ``recipe_configs``.
+        overrides: ``key=value`` or ``~key``, as on the command line.
+
+    Returns:
+        every key of the defaults file, with ``hardware`` resolved to a profile's name.
+
+    Raises:
+        UserError: for an unreadable file, unknown or missing keys and values of the wrong kind.
+    """
+    overrides = list(overrides or [])
+    defaults = _read(Path(str(files("rocm_ext.recipe_configs") / "defaults" / f"{recipe}.yaml")))
+    run = _read(find(name))
+    on_command_line = dict(item.split("=", 1) for item in overrides if "=" in item)
+    requested = on_command_line.get("hardware", run.get("hardware", defaults["hardware"]))
+    hardware = _resolve_hardware(requested)
+    profile = device.load_profile(hardware).settings
+    _check_known({**run, **{k.lstrip("~").split(".")[0]: None for k in on_command_line}}, defaults, run)
+    merged: dict[str, Any] = {}
+    for layer in [defaults, profile, run, *([profile] if "hardware" in on_command_line else [])]:
+        _unset_rivals(merged, layer, defaults)
+        merged.update(layer)
+    _unset_rivals(merged, on_command_line, defaults)
+    try:
+        cfg = _merge_yaml_and_cli_args(Namespace(**merged), [o for o in overrides if not o.startswith("hardware=")])
+        cfg.hardware = hardware
+        OmegaConf.resolve(cfg)
+    except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"config {name}: {_first_line(error)}") from error
+    _check_complete(cfg, name)
+    _check_components(cfg)
+    return cfg
+
+
+def find(name: str) -> Path:
+    """The YAML file called ``name``: a path, or a config of this library.
+
+    Raises:
+        UserError: if there is none, with the nearest name.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    folder = Path(str(files("rocm_ext.recipe_configs")))
+    if (shipped := folder / f"{name}.yaml").is_file():
+        return shipped
+    raise UserError(
+        f"config {name} is neither a file nor one of this library's"
+        + nearest(name, [path.stem for path in folder.glob("*.yaml")])
+    )
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """``; did you mean …?``, or the known names where none is near."""
+    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+    return f"; did you mean {match[0]}?" if match else f"; known: {', '.join(sorted(known))}"
+
+
+def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
+    """torchtune's ``config.instantiate``, with one line for components that cannot be made.
+
+    Args:
+        node: has ``_component_`` and its arguments.
+        args, kwargs: more arguments; kwargs overrule the node's.
+        key: where in the config ``node`` is, for messages.
+    """
+    from torchtune.config import instantiate as torchtune_instantiate
+
+    component = _component(node, key)
+    given = {str(k): v for k, v in node.items() if k != COMPONENT} | kwargs
+    try:
+        inspect.signature(component).bind(*args, **given)
+    except TypeError as error:
+        raise UserError(f"{key}: {node[COMPONENT]}: {error}") from error
+    except ValueError:
+        pass  # a builtin without a signature checks its arguments itself
+    return torchtune_instantiate(node, *args, **kwargs)
+
+
+def without(node: DictConfig, *keys: str) -> DictConfig:
+    """A copy of ``node`` that lacks ``keys``."""
+    return OmegaConf.create({k: v for k, v in node.items() if k not in keys})
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:
+    """``key: was A, is B`` for every leaf that differs, keys named in ``free`` left out."""
+    flat_old, flat_new = _flatten(old), _flatten(new)
+    return [
+        f"{key}: was {flat_old.get(key)}, is {flat_new.get(key)}"
+        for key in sorted({*flat_old, *flat_new})
+        if flat_old.get(key) != flat_new.get(key) and not free & {key, key.split(".")[0]}
+    ]
+
+
+def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, Mapping):
+        return {prefix: node}
+    return {k: v for name, value in node.items() for k, v in _flatten(value, f"{prefix}.{name}".lstrip(".")).items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        node = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read config {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"config {path} is no valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(node, DictConfig):
+        raise UserError(f"config {path} holds a {type(node).__name__}; expected keys with values")
+    return OmegaConf.to_container(node, resolve=False)  # type: ignore[return-value]
+
+
+def _resolve_hardware(requested: Any) -> str:
+    return str(requested) if requested != "auto" else device.choose_profile(detect())[0]
+
+
+def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    for key, rival in _RIVALS.items():
+        if layer.get(key) not in (None, "null", "None") and layer.get(rival) is None:
+            merged[rival] = defaults[rival]
+
+
+def _check_known(given: Mapping[str, Any], defaults: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    text = str(run)
+    for key in given:
+        if key in defaults or f"${{{key}" in text:  # a key that another one refers to is a variable
+            continue
+        raise UserError(f"unknown key {key}{nearest(key, list(defaults))}")
+
+
+def _check_complete(cfg: DictConfig, name: str) -> None:
+    if missing := sorted(str(key) for key in cfg if OmegaConf.is_missing(cfg, key)):
+        raise UserError(f"config {name}: {', '.join(missing)} must be set")
+
+
+def _check_components(cfg: DictConfig) -> None:
+    for key, node in cfg.items():
+        for part in node if isinstance(node, ListConfig) else [node]:
+            if isinstance(part, DictConfig) and COMPONENT in part:
+                _check_arguments(str(key), part)
+
+
+def _check_arguments(key: str, node: DictConfig) -> None:
+    try:
+        parameters = inspect.signature(_component(node, key)).parameters
+    except ValueError:
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in node:
+        if name != COMPONENT and name not in parameters:
+            raise UserError(f"unknown key {key}.{name} for {node[COMPONENT]}{nearest(str(name), list(parameters))}")
+
+
+def _component(node: DictConfig, key: str) -> Callable:
+    if os.getcwd() not in sys.path:  # a user's own components lie beside their YAML
+        sys.path.append(os.getcwd())
+    try:
+        return _get_component_from_path(node[COMPONENT])
+    except (InstantiationError, ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{key}._component_ {node[COMPONENT]!r} cannot be imported: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,396 @@
+"""Which machine this is, what it needs (a profile in ``recipe_configs/hardware``) and how much it may use.
+
+A recipe calls ``detect``, ``choose_profile`` or ``load_profile``, ``check_profile``, ``start``,
+``check_locked`` and ``open_device``, in this order. Reasons and warnings are returned, for the caller to log
+once ``start`` has returned: it may begin the program anew.
+"""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from rocm_ext.errors import UserError
+from rocm_ext.machine import Machine, host_memory, read_text
+from rocm_ext.machine import detect as detect
+
+GIB = 2**30
+# One setting under three names: HIP builds of torch read each of them
+ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_SET_BY_US = "ROCM_EXT_ENVIRONMENT"  # names we have set, comma separated: what `start` must not repeat
+
+
+# ------------------------------------------------------------------------------------------------- profiles
+@dataclass(frozen=True)
+class Lock:
+    value: Any
+    reason: str
+    also: tuple[Any, ...] = ()  # other values that work
+
+
+@dataclass(frozen=True)
+class Variable:
+    value: str
+    reason: str
+    when: str = "always"  # a key of _CONDITIONS
+
+
+_CONDITIONS = {
+    "always": lambda machine, environ: True,
+    "arch_missing": lambda machine, environ: not machine.has_kernels,
+    "several_ranks": lambda machine, environ: int(environ.get("WORLD_SIZE", 1)) > 1,
+}
+_NOT_RECIPE_KEYS = {"quantize_base"}  # what a lock may name besides recipe keys
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One file of ``recipe_configs/hardware``. ``settings`` holds the locked recipe keys too."""
+
+    name: str
+    title: str
+    memory: dict[str, Any]
+    match: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    locked: dict[str, Lock] = field(default_factory=dict)
+    environment: dict[str, Variable] = field(default_factory=dict)
+    floor: dict[str, dict[str, str]] = field(default_factory=dict)
+    install: str = ""
+
+    @classmethod
+    def from_dict(cls, name: str, content: Mapping[str, Any]) -> "Profile":
+        """Raises :class:`UserError` for keys that a profile does not have, or lacks."""
+        try:
+            locked = {key: Lock(**{**lock, "also": tuple(lock.get("also", ()))})
+                      for key, lock in content.get("locked", {}).items()}
+            variables = {key: Variable(**entry) for key, entry in content.get("environment", {}).items()}
+            kept = {key: lock.value for key, lock in locked.items() if key not in _NOT_RECIPE_KEYS}
+            settings = {**content.get("settings", {}), **kept}
+            layers = {"settings": settings, "locked": locked, "environment": variables}
+            profile = cls(name, **{**content, **layers})
+        except (TypeError, AttributeError) as error:
+            raise UserError(f"hardware profile {name}: {error}") from error
+        if unknown := {variable.when for variable in variables.values()} - set(_CONDITIONS):
+            raise UserError(f"hardware profile {name}: when is {' or '.join(_CONDITIONS)}; found {unknown}")
+        if profile.memory.get("of") not in ("host", "device", "unified"):
+            raise UserError(f"hardware profile {name}: memory.of must be host, device or unified")
+        return profile
+
+    def fits(self, machine: Machine) -> bool:
+        return (
+            self.match.get("backend", machine.backend) == machine.backend
+            and ("arch" not in self.match or machine.arch in self.match["arch"])
+            and self.match.get("system", machine.system) == machine.system
+        )
+
+
+@cache
+def _folder() -> Path:
+    try:
+        return Path(str(files("rocm_ext.recipe_configs.hardware")))
+    except ModuleNotFoundError:  # a checkout that is not installed
+        return Path(__file__).parents[1] / "recipe_configs" / "hardware"
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
+
+
+def load_profile(name: str) -> Profile:
+    """Read the profile called ``name``, or the file if ``name`` is the path of one that ends in ``.yaml``.
+
+    Raises :class:`UserError` for an unknown name and for a file that is not a profile."""
+    path = Path(name) if name.endswith(".yaml") else _folder() / f"{name}.yaml"
+    if not path.is_file():
+        near = difflib.get_close_matches(name, profile_names(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"hardware={name} is unknown; there are auto, {', '.join(profile_names())}{hint}")
+    return Profile.from_dict(path.stem, OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+
+
+def choose_profile(machine: Machine) -> tuple[str, str]:
+    """What ``hardware: auto`` means here, and why.
+
+    Raises :class:`UserError` for an AMD GPU that has no profile or that torch cannot use."""
+    problem = _unusable_gpu(machine)
+    if problem and not machine.hidden_by:
+        raise UserError(f"{problem}. To run without the GPU: hardware=cpu")
+    if (own := _own_profile(machine)) is None:
+        raise UserError(f"found {machine}, for which there is no hardware profile. "
+                        f"Name the nearest, as in hardware={_nearest(machine)}, or hardware=cpu")
+    if machine.backend != "cpu":
+        return own.name, f"found {machine}"
+    if machine.hidden_by:
+        return own.name, f"{machine.hidden_by} hides all GPUs"
+    if machine.amd_archs:  # an integrated GPU nobody trains on must not stop a CPU run
+        return own.name, f"{', '.join(machine.amd_archs)} has no hardware profile, and torch cannot use it"
+    return own.name, "no GPU found"
+
+
+def _own_profile(machine: Machine) -> Profile | None:
+    return next((profile for profile in map(load_profile, profile_names()) if profile.fits(machine)), None)
+
+
+def _nearest(machine: Machine) -> str:
+    if machine.unified:
+        return "strix_halo_windows" if machine.system == "Windows" else "strix_halo"
+    if re.match(r"gfx1\d", machine.arch or ""):
+        return "radeon"
+    return "mi200" if machine.bf16 else "mi50"
+
+
+def _unusable_gpu(machine: Machine) -> str | None:
+    """The commonest install errors: an AMD GPU with a profile is here and torch computes on the CPU."""
+    if machine.backend != "cpu":
+        return None
+    usable = (replace(machine, backend="rocm", arch=arch) for arch in machine.amd_archs)
+    arch, profile = next(((m.arch, own) for m in usable if (own := _own_profile(m))), (None, None))
+    if profile is None:
+        return None
+    if machine.torch_build != "rocm":
+        kind = {"cuda": "CUDA", "cpu": "CPU"}[machine.torch_build]
+        return (f"found an AMD GPU ({arch}), but torch {machine.torch} is a {kind} build; "
+                f"install {profile.install}")
+    if machine.hidden_by:
+        return f"{machine.hidden_by} hides the AMD GPU ({arch})"
+    return (f"found an AMD GPU ({arch}), but torch {machine.torch} sees none: this user must be able to read "
+            "and write /dev/kfd and /dev/dri/renderD* (groups render and video)")
+
+
+# --------------------------------------------------------------------------------------------------- checks
+def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> list[str]:
+    """Does ``profile`` describe this machine, and do ``world_size`` local ranks fit on it?
+
+    Returns a line for each thing that is older than the profile's floor. Raises :class:`UserError` where the
+    profile's GPU is not here, where there are more ranks than GPUs, and for several ranks on Windows."""
+    if world_size > 1 and machine.system == "Windows":
+        raise UserError(f"found {world_size} processes, but on Windows training runs in one process only: "
+                        "ROCm's builds there have no torch.distributed. Use WSL2 for several GPUs")
+    backend = profile.match.get("backend", machine.backend)
+    if backend == "cpu":
+        return []
+    if machine.backend != backend:
+        found = _unusable_gpu(machine) or f"found {machine}"
+        raise UserError(f"hardware={profile.name} is for {profile.title}; {found}. "
+                        "To run anyway: hardware=cpu")
+    if world_size > machine.gpu_count:
+        raise UserError(f"{world_size} processes need {world_size} GPUs; found {machine}. "
+                        f"Use --nproc_per_node {machine.gpu_count}")
+    warnings = []
+    if not profile.fits(machine):
+        if own := _own_profile(machine):
+            raise UserError(f"hardware={profile.name} is for {profile.title}; found {machine}. "
+                            f"Use hardware=auto or hardware={own.name}; to run without the GPU: hardware=cpu")
+        warnings.append(f"{machine.arch} has no hardware profile of its own: running with {profile.name}'s")
+    if not machine.has_kernels:
+        hint = f"; install {profile.install}" if profile.install else ""
+        warnings.append(f"torch {machine.torch} has no kernels for {machine.arch}{hint}")
+    return warnings + _below_floor(profile, machine)
+
+
+def _below_floor(profile: Profile, machine: Machine) -> list[str]:
+    # WSL's kernel is Microsoft's, and the GPU's driver is on the Windows side
+    found = {"torch": machine.torch, "rocm": machine.rocm, "kernel": "" if machine.wsl else machine.kernel}
+    lines = []
+    for what, limits in profile.floor.items():
+        version = found[what]
+        if not version:
+            continue
+        if "min" in limits and _version(version) < _version(limits["min"]):
+            lines.append(f"{what} {version} is older than {limits['min']}: {limits['fix']}")
+        if "below" in limits and _version(version) >= _version(limits["below"]):
+            lines.append(f"{what} {version} is not below {limits['below']}: {limits['fix']}")
+    return lines
+
+
+def _version(text: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def check_locked(profile: Profile, settings: Mapping[str, Any], overrides: list[str]) -> list[str]:
+    """Refuse ``settings`` that the machine cannot bear, unless the user insists with ``hardware_overrides``.
+
+    Returns a line for each override. Raises :class:`UserError` that names every other offence."""
+    refused, lines = [], []
+    for key, lock in profile.locked.items():
+        if key not in settings or settings[key] in (lock.value, *lock.also):
+            continue
+        wanted = " or ".join(str(value) for value in (lock.value, *lock.also))
+        line = f"{key}={settings[key]} on {profile.name}, which wants {wanted}: {lock.reason}"
+        (lines if key in overrides else refused).append(line)
+    if refused:
+        keys = [line.split("=")[0] for line in refused]
+        raise UserError(f"{'; '.join(refused)}. To insist: hardware_overrides: [{', '.join(keys)}]")
+    lines += [f"hardware_overrides: {profile.name} does not lock {key}"
+              for key in overrides if key not in profile.locked]
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------- environment
+def environment(
+    profile: Profile, machine: Machine, environ: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """The variables to add to ``environ``: {name: (value, reason)}. What the user has set stays.
+
+    Raises :class:`UserError` where the allocator's variables contradict each other."""
+    check_environment(profile, machine, environ)
+    taken = set(environ)
+    if taken & set(ALLOCATOR_VARIABLES):  # the user configures the allocator, under whichever name
+        taken.update(ALLOCATOR_VARIABLES)
+    return {
+        name: (variable.value, variable.reason)
+        for name, variable in profile.environment.items()
+        if name not in taken and _CONDITIONS[variable.when](machine, environ)
+    }
+
+
+def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[str]:
+    """Lines about variables in ``environ`` that do no good on an AMD machine.
+
+    Raises :class:`UserError` where the allocator's variables contradict each other."""
+    if machine.torch_build != "rocm" and profile.match.get("backend") != "rocm":
+        return []
+    allocator = {name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)}
+    if len(set(allocator.values())) > 1:
+        found = ", ".join(f"{name}={value}" for name, value in allocator.items())
+        raise UserError(f"these variables configure the same allocator and differ: {found}. Keep one")
+    lines = []
+    for name, value in allocator.items():
+        if not re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
+            continue
+        if "max_split_size_mb" in value:
+            raise UserError(f"{name}={value}: expandable_segments together with max_split_size_mb zeroes "
+                            "live buffers on ROCm (ROCm#6603). Remove one of them")
+        if _version(machine.torch) < (2, 11):
+            lines.append(f"{name}: expandable_segments has no effect on ROCm before torch 2.11")
+    override = environ.get("HSA_OVERRIDE_GFX_VERSION")
+    if override and machine.native_archs and machine.has_kernels:
+        lines.append(f"HSA_OVERRIDE_GFX_VERSION={override} is set though torch has kernels for "
+                     f"{machine.arch}: useless at best, unset it")
+    if environ.get("ROCR_VISIBLE_DEVICES") and environ.get("HIP_VISIBLE_DEVICES"):
+        wanted = "HIP_VISIBLE_DEVICES" if machine.system == "Windows" else "ROCR_VISIBLE_DEVICES"
+        lines.append("ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set: HIP's numbers count what "
+                     f"ROCR left. Set {wanted} only")
+    return lines
+
+
+def start(profile: Profile, machine: Machine) -> list[str]:
+    """Call this first in a program: put the profile's environment in place before HIP and torch read theirs.
+
+    They have read it by now, so where a variable has to be added this process is replaced by the very same
+    command, once; under torchrun its process id stays. Returns what was set and why, and warnings.
+    Raises what :func:`environment` raises."""
+    return apply_environment(profile, machine, reexec=True)
+
+
+def apply_environment(profile: Profile, machine: Machine, reexec: bool = False) -> list[str]:
+    """:func:`start` for programs that must not be replaced, such as notebooks.
+
+    Where HIP has already started (:func:`detect` starts it), the returned lines end with the export to run
+    before Python. Processes started from here on inherit the variables in any case."""
+    before = {name for name in os.environ.get(_SET_BY_US, "").split(",") if name}
+    added = environment(profile, machine, os.environ)
+    os.environ.update({name: value for name, (value, _) in added.items()})
+    ours = before | set(added)
+    if added:
+        os.environ[_SET_BY_US] = ",".join(sorted(ours))
+    if reexec and added.keys() - before and _can_repeat():
+        _repeat_command()
+    lines = check_environment(profile, machine, os.environ)
+    lines += [f"{name}={os.environ[name]} ({variable.reason})"
+              for name, variable in profile.environment.items() if name in ours & set(os.environ)]
+    if added and torch.cuda.is_initialized():
+        exports = " ".join(f"{name}={value}" for name, (value, _) in added.items())
+        lines.append(f"HIP has already started without these; before starting Python: export {exports}")
+    return lines
+
+
+def _can_repeat() -> bool:
+    # an interactive session, or a script that came through stdin and is used up, cannot run again
+    return sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
+
+
+def _repeat_command() -> None:
+    command = [sys.executable, *sys.orig_argv[1:]]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "nt":  # there, exec starts a second process and the shell goes on without waiting
+        sys.exit(subprocess.call(command))
+    os.execve(sys.executable, command, os.environ)
+
+
+# --------------------------------------------------------------------------------------------------- memory
+def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/")) -> tuple[int, str]:
+    """Bytes that one process may take on its device, and why.
+
+    Raises :class:`UserError` where unified memory leaves nothing after the host's share."""
+    kind = profile.memory["of"]
+    available = host_memory(root, "MemAvailable")
+    if kind == "host":
+        return available, f"{_gib(available)} of host memory are available"
+    if kind == "device":
+        fraction = profile.memory["fraction"]
+        total = machine.total_memory
+        return int(total * fraction), f"{fraction:.0%} of the GPU's {_gib(total)}"
+
+    limits = {"total_memory": machine.total_memory, "MemAvailable": available}
+    cards = (root / "sys/class/drm").glob("card[0-9]*/device/mem_info_gtt_total")
+    if totals := [int(text) for text in map(read_text, cards) if text]:  # Linux only, and not in WSL
+        limits["GTT"] = max(totals)
+    tightest = min(limits, key=lambda name: limits[name])
+    limit = limits[tightest]
+    reserve = int(max(profile.memory["reserve_fraction"] * limit, profile.memory["reserve_gib"] * GIB))
+    if limit <= reserve:
+        fix = ("Free host memory" if tightest == "MemAvailable" else "Boot with ttm.pages_limit=33554432 "
+               "(kernels before 6.16 also want amd_iommu=off amdgpu.gttsize=131072)")
+        raise UserError(f"unified memory: {tightest} is {_gib(limit)}, the host keeps {_gib(reserve)}. {fix}")
+    found = ", ".join(f"{name} {_gib(value)}" for name, value in limits.items())
+    return limit - reserve, f"the least of {found}, less {_gib(reserve)} for the host"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def open_device(
+    profile: Profile,
+    machine: Machine,
+    local_rank: int = 0,
+    memory_fraction: float | None = None,
+    device: str | None = None,
+) -> torch.device:
+    """The device of this rank, made current and, where that helps, capped.
+
+    ``memory_fraction`` (0 to 1) of the device's memory is the cap. None caps unified memory at
+    :func:`memory_budget`, because overcommitting it tends to hang the driver, and leaves discrete memory to
+    raise torch's own error. ``device``: "cpu" or "cuda"; None is the profile's.
+    Raises :class:`UserError` for a device that is not here and for a fraction that cannot be applied."""
+    kind = device or profile.settings.get("device", "cpu")
+    if memory_fraction is not None and not 0 < memory_fraction <= 1:
+        raise UserError(f"memory_fraction={memory_fraction} is not a share: above 0, at most 1")
+    if kind == "cpu":
+        if memory_fraction is not None:
+            raise UserError("memory_fraction caps a GPU's memory; on the CPU leave it null")
+        return torch.device("cpu")
+    if kind != "cuda" or local_rank >= machine.gpu_count:
+        raise UserError(f'device={kind} for local rank {local_rank}: found {machine}. '
+                        '"cuda" is any GPU; "cpu" runs everywhere')
+    torch.cuda.set_device(local_rank)
+    if memory_fraction is None and machine.unified:
+        # torch multiplies the fraction with total_memory from 2.10 on, before with what the driver reports
+        total = machine.total_memory if _version(machine.torch) >= (2, 10) else torch.cuda.mem_get_info()[1]
+        memory_fraction = min(1.0, memory_budget(profile, machine)[0] / total)
+    if memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(float(memory_fraction), local_rank)
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,168 @@
+"""LoRA and DoRA layers: torchtune's modules with adapters in fp32 over a base of any dtype.
+
+Adapters stay fp32 because an update below 2**-8 of a bf16 weight vanishes; they are cast where they
+meet activations. The layers keep torchtune's classes' parameters and names, so builders and
+checkpoints do not notice.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchao.dtypes.nf4tensor import linear_nf4
+from torchtune.modules.peft import DoRALinear, LoRALinear
+
+from rocm_ext.errors import UserError
+
+
+class Lora(LoRALinear):
+    """``y = W x + b + alpha / rank * B A dropout(x)``, W frozen (arXiv:2106.09685)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_dim] -> [..., out_dim]."""
+        if self.disabled:
+            return base_linear(self, x)
+        a, b, scale = self.lora_a.weight, self.lora_b.weight, self.alpha / self.rank
+        if self._quantize_base or (self.training and isinstance(self.dropout, nn.Dropout)):
+            low = F.linear(self.dropout(x), a.to(x.dtype))
+            return base_linear(self, x) + F.linear(low, (scale * b).to(x.dtype))
+        return _LoraFunction.apply(x, self.weight, self.bias, a, b, scale)
+
+
+class _LoraFunction(torch.autograd.Function):
+    """One node for the whole layer: both products accumulate in place, nothing but x is kept."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, b, scale):  # type: ignore[override]
+        x2 = x.reshape(-1, x.shape[-1])
+        out = F.linear(x2, weight, bias)
+        out.addmm_(x2 @ a.to(x.dtype).T, (scale * b).to(x.dtype).T)
+        ctx.save_for_backward(x2, weight, a, b)
+        ctx.scale = scale
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        x2, weight, a, b = ctx.saved_tensors
+        g = grad.reshape(-1, grad.shape[-1])
+        a_, b_ = a.to(g.dtype), (ctx.scale * b).to(g.dtype)
+        low = g @ b_  # [n, rank]
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (g @ weight).addmm_(low, a_).view(*grad.shape[:-1], -1)
+        grad_a = (low.T @ x2).to(a.dtype)
+        grad_b = (g.T @ (x2 @ a_.T)).to(b.dtype).mul_(ctx.scale)
+        return grad_x, None, None, grad_a, grad_b, None
+
+
+class Dora(DoRALinear):
+    """``y = m * (W + s B A) x / ||W + s B A|| + b``, row-wise norms (arXiv:2402.09353).
+
+    torchtune 0.6.1 also scales the bias by ``m / ||…||``, which neither the paper nor PEFT does; there
+    an adapter trained on a model with biases (Qwen2.5) gives other logits than here.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_dim] -> [..., out_dim]."""
+        if self.disabled:
+            return base_linear(self, x)
+        a, b = self.lora_a.weight, self.lora_b.weight
+        base = base_linear(self, x) if self.bias is None else base_linear(self, x) - self.bias
+        low = F.linear(F.linear(self.dropout(x), a.to(x.dtype)), (self.scaling * b).to(x.dtype))
+        # the norm is a constant in the backward pass (section 4.3 of the paper)
+        factor = (self.magnitude / self.weight_norm()).to(x.dtype)
+        out = factor * (base + low)
+        return out if self.bias is None else out + self.bias
+
+    @torch.no_grad()
+    def weight_norm(self) -> Tensor:
+        """[out_dim], fp32: the length of each row of W + s B A."""
+        update = self.scaling * (self.lora_b.weight.float() @ self.lora_a.weight.float())
+        return torch.linalg.vector_norm(dense(self.weight).float() + update, dim=1)
+
+    @torch.no_grad()
+    def initialize_dora_magnitude(self) -> None:
+        """Start from the base model: m = ||W + s B A||, and B is zero."""
+        self.magnitude.copy_(self.weight_norm())
+
+
+Adapter = Lora | Dora
+
+
+def base_linear(layer: LoRALinear | DoRALinear, x: Tensor) -> Tensor:
+    """The frozen layer alone: [..., in_dim] -> [..., out_dim]."""
+    if not layer._quantize_base:
+        return F.linear(x, layer.weight, layer.bias)
+    out = linear_nf4(input=x, weight=layer.weight)
+    return out if layer.bias is None else out + layer.bias
+
+
+def dense(weight: Tensor) -> Tensor:
+    """``weight`` as an ordinary tensor, de-quantised and gathered from all ranks where it must be."""
+    if hasattr(weight, "full_tensor"):
+        weight = weight.full_tensor()  # type: ignore[operator]
+    return weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight  # type: ignore
+
+
+def adopt(model: nn.Module, cfg_model) -> None:
+    """Turn torchtune's LoRA layers in ``model`` into ours and make them the only trainable part.
+
+    Raises:
+        UserError: if there are none, or ``lora_attn_modules`` names a layer that is not there.
+    """
+    model.requires_grad_(False)
+    found = set()
+    for name, module in model.named_modules():
+        if type(module) in (LoRALinear, DoRALinear):
+            # keeps parameters, names and hooks, as FSDP2 does it
+            module.__class__ = Lora if type(module) is LoRALinear else Dora
+            found.add(name.rsplit(".", 1)[-1])
+    for parameter in adapter_parameters(model).values():
+        parameter.requires_grad_(True)
+    wanted = set(cfg_model.get("lora_attn_modules") or ())
+    available = sorted(name for name, child in model.layers[0].attn.named_children() if name.endswith("_proj"))  # type: ignore
+    if missing := sorted(wanted - found):
+        raise UserError(f"model.lora_attn_modules {missing} match no layer; the model has {available}")
+    if not found:
+        raise UserError(
+            f"model {cfg_model.get('_component_')} has no LoRA layers; name a LoRA builder "
+            "(torchtune.models.*.lora_*) and at least one of lora_attn_modules"
+        )
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
+    """The adapted layers of ``model`` by name, wrappers' prefixes left out."""
+    for name, module in model.named_modules():
+        if isinstance(module, Lora | Dora):
+            yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), module
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name, e.g. ``layers.0.attn.q_proj.lora_a.weight``."""
+    return {
+        f"{name}.{key}": layer.get_parameter(key) for name, layer in adapters(model) for key in layer.adapter_params()
+    }
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
+    """Fresh fp32 adapters on ``device``: A Kaiming-uniform, B zero; DoRA's m waits for the weights.
+
+    They depend on ``seed`` and the order of layers alone, not on device or ranks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for _, layer in adapters(model):
+        for key in layer.adapter_params():
+            value = torch.zeros(layer.get_parameter(key).shape, dtype=torch.float32)
+            if key == "lora_a.weight":
+                nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+            owner, _, leaf = key.rpartition(".")
+            setattr(layer.get_submodule(owner), leaf, nn.Parameter(value.to(device)))
+
+
+def rank_and_alpha(layer: Adapter) -> tuple[int, float]:
+    """LoRA's r and alpha of a layer."""
+    rank = layer.lora_a.weight.shape[0]
+    return rank, layer.alpha if isinstance(layer, Lora) else layer.scaling * rank

@@ -1,0 +1,120 @@
+"""Cross-entropy straight from hidden states, only where a label counts, chunk by chunk.
+
+The usual way builds logits of shape [tokens, vocabulary] for every token, masked ones too, keeps
+them for the backward pass and adds their gradient: at 152k words and 4,096 tokens 7.5 GB in fp32.
+Here the gradient of each chunk is taken as soon as its logits exist, so that one chunk of them is
+alive at a time. The idea is Liger Kernel's FusedLinearCrossEntropy (arXiv:2410.10989); this is plain
+torch, and works for any head: tied, with LoRA, with soft-capping.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rocm_ext.errors import UserError
+
+Head = Callable[[Tensor], Tensor]
+
+# Logits of one chunk: large enough to fill the device's matrix units, small beside the model.
+_CHUNK = {"cuda": 1024, "cpu": 256}
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """Sum of the negative log-likelihoods of ``targets`` under ``head(hidden)``.
+
+    Args:
+        chunk_tokens: tokens whose logits are in memory at once; None: 1,024 on a GPU, 256 on a CPU.
+    """
+
+    def __init__(self, chunk_tokens: int | None = None) -> None:
+        super().__init__()
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise UserError(f"loss.chunk_tokens is {chunk_tokens}; it must be at least 1")
+        self.chunk_tokens = chunk_tokens
+
+    def chunk_for(self, device: torch.device) -> int:
+        """Tokens whose logits exist at once on ``device``."""
+        return self.chunk_tokens or _CHUNK.get(device.type, 256)
+
+    def forward(self, head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+        """
+        Args:
+            head: maps [n, d] to logits [n, v].
+            hidden: [n, d], the hidden states that predict ``targets``.
+            targets: [n], token ids, none of them masked.
+
+        Returns:
+            scalar, fp32, the sum over n.
+        """
+        chunk = self.chunk_for(hidden.device)
+        parameters = [p for p in _parameters(head) if p.requires_grad]
+        if not torch.is_grad_enabled():
+            parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+            return sum((_nll(head(h), t)[0] for h, t in parts), hidden.new_zeros((), dtype=torch.float32))
+        return _ChunkedLoss.apply(head, chunk, hidden, targets, *parameters)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head, chunk, hidden, targets, *parameters):  # type: ignore[override]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden)
+        grads = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            with torch.enable_grad():
+                h = hidden[rows].detach().requires_grad_()
+                logits = head(h)
+            nll, grad_logits = _nll(logits.detach(), targets[rows], gradient=True)
+            total += nll
+            first, *rest = torch.autograd.grad(logits, (h, *parameters), grad_logits)
+            grad_hidden[rows] = first
+            for sum_, grad in zip(grads, rest, strict=True):
+                sum_ += grad
+        ctx.save_for_backward(grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        grad_hidden, *grads = ctx.saved_tensors
+        return None, None, grad_hidden * grad_output, None, *(g * grad_output for g in grads)
+
+
+def _nll(logits: Tensor, targets: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Summed NLL of ``targets`` [n] under ``logits`` [n, v] in fp32, and its gradient if asked for."""
+    scores = logits.float()
+    if not gradient:
+        return F.cross_entropy(scores, targets, reduction="sum"), None
+    log_normaliser = scores.logsumexp(dim=-1, keepdim=True)
+    nll = (log_normaliser.squeeze(-1) - scores.gather(-1, targets[:, None]).squeeze(-1)).sum()
+    # d nll / d logits = softmax - onehot; not in place, since a head such as tanh keeps its output
+    probabilities = (scores - log_normaliser).exp_()
+    probabilities.scatter_add_(-1, targets[:, None], probabilities.new_full((len(targets), 1), -1.0))
+    return nll, probabilities.to(logits.dtype)
+
+
+def _parameters(head: Head) -> list[nn.Parameter]:
+    return list(head.parameters()) if isinstance(head, nn.Module) else []
+
+
+def from_config(loss: nn.Module) -> LinearCrossEntropyLoss:
+    """The loss that a config names, as one computed from hidden states.
+
+    torchtune's and torch's plain cross-entropies have the same value; anything else would silently
+    change what is trained, so it is refused.
+    """
+    from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE_INDEX
+    from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+    if isinstance(loss, LinearCrossEntropyLoss):
+        return loss
+    plain = isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.label_smoothing == 0
+    if (plain or isinstance(loss, CEWithChunkedOutputLoss)) and loss.ignore_index == IGNORE_INDEX:
+        return LinearCrossEntropyLoss()
+    raise UserError(
+        f"loss {type(loss).__name__} is not supported here; use rocm_ext.loss.LinearCrossEntropyLoss, "
+        "torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss, "
+        f"the latter two with ignore_index {IGNORE_INDEX} and without weights or smoothing"
+    )

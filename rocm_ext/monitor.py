@@ -1,0 +1,119 @@
+"""What a run tells while it goes on: log lines, a progress bar, ``metrics.jsonl``."""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from rocm_ext.files import disk_errors, replace_text
+
+log = logging.getLogger("rocm_ext")
+
+
+def setup_logging() -> None:
+    """Plain lines on stderr, from rank 0 alone below warnings."""
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+
+
+class Metrics:
+    """``metrics.jsonl``: one JSON object per line, flushed at once.
+
+    Args:
+        path: the file.
+        resume_step: lines of later steps are dropped: they are about to be done again. So is a last
+            line that a kill tore.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        lines = [line for line in read_metrics(path) if line["step"] <= resume_step] if path.exists() else []
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+        self._path = path
+        self._file = path.open("a")
+
+    def write(self, **values: Any) -> None:
+        """Append one line."""
+        with disk_errors(self._path):
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``, without a torn last one."""
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+class Progress:
+    """A progress bar on a terminal; elsewhere a line now and then.
+
+    Args:
+        total: steps of the run.
+        start: steps done already.
+    """
+
+    def __init__(self, total: int, start: int, enabled: bool) -> None:
+        self.total, self.done = total, start
+        self._bar = None
+        self._enabled = enabled
+        self._began, self._start, self._spoke = time.monotonic(), start, 0.0
+        if enabled and sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """One step is done."""
+        self.done += 1
+        text = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+            return
+        now = time.monotonic()
+        if self._enabled and (now - self._spoke >= 30 or self.done in (self._start + 1, self.total)):
+            self._spoke = now
+            left = (now - self._began) / (self.done - self._start) * (self.total - self.done)
+            log.info("step %d/%d  %s  %s left", self.done, self.total, text, duration(left))
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def duration(seconds: float) -> str:
+    """``75`` -> ``1m15s``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most this process has had, of the device's memory or, on a CPU, resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

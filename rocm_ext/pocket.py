@@ -1,0 +1,326 @@
+"""A pocket model: a Qwen2.5 of a million parameters, made on the spot, that half knows how to add.
+
+It opens in transformers, PEFT and torchtune as any Qwen2.5 does, so that every recipe runs end to end on a
+laptop's CPU in minutes and offline. It is trained on additions and subtractions of two-digit numbers, worked
+in columns, and stopped as soon as it gets a third of the held-out ones right: it knows the form of an answer
+and errs in single steps, which leaves fine-tuning something to teach and sampling something to select from.
+"""
+
+import json
+import logging
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+from torchtune.models.qwen2 import lora_qwen2, qwen2
+from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
+from torchtune.models.qwen2._tokenizer import ENDOFTEXT, IM_END, PRETOKENIZE_REGEX
+from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
+from torchtune.modules import TransformerDecoder
+from tqdm import tqdm
+
+from rocm_ext.data import IGNORE, render_conversation
+from rocm_ext.errors import UserError
+from rocm_ext.evaluation import Score, accuracy, load_tokenizer
+from rocm_ext.files import replace_folder
+
+log = logging.getLogger(__name__)
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 384,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 128,
+    "intermediate_dim": 512,
+    "max_seq_len": 256,
+    "norm_eps": 1e-6,
+    "rope_base": 1e6,
+    "tie_word_embeddings": True,
+}
+HELD_OUT, TRAIN = 400, 3000  # rows; the model is made from the problems in neither
+MAX_NEW_TOKENS = 32  # the longest answer has 20
+BATCH, LEARNING_RATE, WARMUP = 32, 3e-3, 50
+MEASURE_EVERY, MAX_STEPS = 20, 3000
+
+PHRASES = {
+    "+": ("What is {a} + {b}?", "Add {a} and {b}."),
+    "-": ("What is {a} - {b}?", "Subtract {b} from {a}."),
+}
+# ChatML without Qwen's default system prompt, as torchtune renders it
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CARD = "pocket.json"
+
+
+def lora_pocket(
+    lora_attn_modules: list[str],
+    apply_lora_to_mlp: bool = False,
+    *,
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+) -> TransformerDecoder:
+    """The pocket model with LoRA, for a config's ``model:``; arguments as in torchtune's other LoRA builders."""
+    return lora_qwen2(
+        lora_attn_modules,
+        apply_lora_to_mlp,
+        **SHAPE,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        lora_dropout=lora_dropout,
+        use_dora=use_dora,
+        quantize_base=quantize_base,
+    )
+
+
+def make(folder: Path, seed: int = 0, target: float = 0.33, force: bool = False) -> tuple[dict[str, Any], bool]:
+    """Make a pocket model in ``folder``, or find the one that is there.
+
+    The result depends on the seed, the number of threads, torch's version and the processor.
+
+    Args:
+        folder: appears when it is whole: the model in Hugging Face's format, ``train.jsonl`` and ``heldout.jsonl``
+            (rows of ``messages``, ``prompt`` and ``answer``; no problem is in both or was seen in training), and
+            the card ``pocket.json``.
+        seed: of the problems and the weights.
+        target: training stops at the first measured held-out accuracy of at least this, in (0, 1).
+        force: replace an earlier pocket model.
+
+    Returns:
+        The card (seed, target, steps, parameters and the held-out correct, total, accuracy), and whether it is new.
+
+    Raises:
+        UserError: ``folder`` holds something else, or the target is out of reach.
+    """
+    if not 0 < target < 1:
+        raise UserError(f"accuracy {target} is not between 0 and 1")
+    if (earlier := _earlier(folder)) and not force:
+        if (earlier["seed"], earlier["target"]) == (seed, target):
+            return earlier, False
+        raise UserError(
+            f"{folder} holds a pocket model of seed {earlier['seed']} and accuracy {earlier['target']}, not of "
+            f"seed {seed} and accuracy {target}. --force replaces it"
+        )
+    held_out, train, pool = split_problems(seed)
+    phrasing = random.Random(f"phrasing {seed}")
+    rows = {
+        "train": [problem.row(phrasing) for problem in train],
+        "heldout": [problem.row(phrasing) for problem in held_out],
+    }
+    with replace_folder(folder) as aside:
+        for name, content in rows.items():
+            (aside / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+        write_tokenizer(aside, [problem.row(phrasing) for problem in pool])
+        tokenizer = load_tokenizer(aside)
+        model, steps, score = _train(tokenizer, pool, rows["heldout"], seed, target)
+        card = {
+            "seed": seed,
+            "target": target,
+            "steps": steps,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "correct": score.correct,
+            "total": score.total,
+            "accuracy": score.accuracy,
+        }
+        write_model(aside, model, tokenizer)
+        _write_json(aside / CARD, card)
+    return card, True
+
+
+def _earlier(folder: Path) -> dict[str, Any] | None:
+    """The card of the pocket model in ``folder``, None if the folder is absent or empty."""
+    if folder.is_dir() and (folder / CARD).is_file():
+        return json.loads((folder / CARD).read_text())
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is no pocket model; choose another folder")
+    return None
+
+
+# ---- problems
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``a + b`` or ``a - b``, where 10 <= b <= a <= 99."""
+
+    a: int
+    op: str
+    b: int
+
+    @property
+    def answer(self) -> int:
+        return self.a + self.b if self.op == "+" else self.a - self.b
+
+    def worked(self) -> str:
+        """Units, tens, result, a line each: ``7+8=15``, ``1+4+3=8``, ``85`` or ``13-8=5``, ``4-2=2``, ``25``."""
+        tens_a, units_a = divmod(self.a, 10)
+        tens_b, units_b = divmod(self.b, 10)
+        if self.op == "+":
+            units = units_a + units_b
+            carry = units // 10
+            steps = f"{units_a}+{units_b}={units}\n{'1+' * carry}{tens_a}+{tens_b}={carry + tens_a + tens_b}"
+        else:
+            borrow = int(units_a < units_b)
+            units_a, tens_a = units_a + 10 * borrow, tens_a - borrow
+            steps = f"{units_a}-{units_b}={units_a - units_b}\n{tens_a}-{tens_b}={tens_a - tens_b}"
+        return f"{steps}\n{self.answer}"
+
+    def row(self, rng: random.Random) -> dict[str, Any]:
+        """The problem in one of several wordings; a sum's operands come in either order."""
+        problem = Problem(self.b, "+", self.a) if self.op == "+" and rng.random() < 0.5 else self
+        prompt = rng.choice(PHRASES[self.op]).format(a=problem.a, b=problem.b)
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": problem.worked()}]
+        return {"messages": messages, "prompt": prompt, "answer": str(self.answer)}
+
+
+def split_problems(seed: int) -> tuple[list[Problem], list[Problem], list[Problem]]:
+    """All problems, each in one part: held out, for fine-tuning, and for making the model."""
+    problems = [Problem(a, op, b) for op in PHRASES for a in range(10, 100) for b in range(10, a + 1)]
+    random.Random(f"problems {seed}").shuffle(problems)
+    return problems[:HELD_OUT], problems[HELD_OUT : HELD_OUT + TRAIN], problems[HELD_OUT + TRAIN :]
+
+
+# ---- training
+
+
+def _train(
+    tokenizer: Any, pool: Sequence[Problem], held_out: Sequence[dict], seed: int, target: float
+) -> tuple[TransformerDecoder, int, Score]:
+    """A model that has just reached the target, the steps it took and its score."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = qwen2(**SHAPE)
+        torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)  # torch's 1.0 is too much for tied weights
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
+    batches = _batches(tokenizer, pool, random.Random(f"batches {seed}"))
+    bar = tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+    with bar:
+        for step in range(1, MAX_STEPS + 1):
+            tokens, labels = next(batches)
+            loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            bar.update()
+            if step % MEASURE_EVERY:
+                continue
+            # there is no dropout, so training mode and evaluation mode are one
+            score = accuracy(model, tokenizer, held_out, MAX_NEW_TOKENS, batch_size=len(held_out))
+            bar.set_postfix_str(f"loss {loss.item():.3f}, held-out {score.accuracy:.1%}")
+            if bar.disable and step % (5 * MEASURE_EVERY) == 0:
+                log.info("step %d  loss %.3f  held-out %s", step, loss.item(), score)
+            if score.accuracy >= target:
+                return model, step, score
+    raise UserError(f"held-out {score} after {MAX_STEPS} steps, wanted {target:.1%}: try another --seed")
+
+
+def _batches(tokenizer: Any, pool: Sequence[Problem], rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and labels ``[BATCH, s]`` for ever; each problem is worded anew whenever it is drawn."""
+    while True:
+        rows = [problem.row(rng) for problem in rng.sample(pool, BATCH)]
+        pairs = [render_conversation(tokenizer, row["messages"]) for row in rows]
+        longest = max(len(tokens) for tokens, _ in pairs)
+        # attention is causal, so padding on the right changes nothing on its left
+        yield (
+            torch.tensor([tokens + [tokenizer.pad_id] * (longest - len(tokens)) for tokens, _ in pairs]),
+            torch.tensor([labels + [IGNORE] * (longest - len(labels)) for _, labels in pairs]),
+        )
+
+
+# ---- files
+
+
+def write_tokenizer(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Train a byte-level BPE with Qwen's pre-tokenisation on ``rows`` and write its files into ``folder``.
+
+    It has every byte, the merges that the rows give, and Qwen2.5's special tokens behind them.
+    """
+    special = sorted(QWEN2_5_SPECIAL_TOKENS, key=QWEN2_5_SPECIAL_TOKENS.__getitem__)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SHAPE["vocab_size"] - len(special),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    roles = ("system\n", "user\n", "assistant\n")
+    texts = (text for row in rows for text in (*roles, *(m["content"] for m in row["messages"])))
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.model.save(str(folder))  # vocab.json and merges.txt: without the special tokens, as Qwen's
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "add_prefix_space": False,
+            "bos_token": None,
+            "eos_token": IM_END,
+            "pad_token": ENDOFTEXT,
+            "unk_token": None,
+            "errors": "replace",
+            "model_max_length": SHAPE["max_seq_len"],
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def write_model(folder: Path, model: TransformerDecoder, tokenizer: Any) -> None:
+    """Write ``model`` of :data:`SHAPE` in Hugging Face's format: config, generation config and weights."""
+    ends = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": SHAPE["vocab_size"],
+        "hidden_size": SHAPE["embed_dim"],
+        "intermediate_size": SHAPE["intermediate_dim"],
+        "num_hidden_layers": SHAPE["num_layers"],
+        "num_attention_heads": SHAPE["num_heads"],
+        "num_key_value_heads": SHAPE["num_kv_heads"],
+        "max_position_embeddings": SHAPE["max_seq_len"],
+        "rms_norm_eps": SHAPE["norm_eps"],
+        "rope_theta": SHAPE["rope_base"],
+        "tie_word_embeddings": SHAPE["tie_word_embeddings"],
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        **ends,
+    }
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", {**ends, "do_sample": False})
+    weights = qwen2_tune_to_hf(model.state_dict(), tie_word_embeddings=SHAPE["tie_word_embeddings"])
+    save_file({name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

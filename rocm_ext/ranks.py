@@ -1,0 +1,116 @@
+"""One process or many (torchrun) behind one small value.
+
+Frozen base weights are sharded with FSDP2; adapters, a thousandth of the model, are replicated, so
+a step needs one all-reduce of their gradients and no reduce-scatter per micro-batch. With one rank
+every method is a no-op.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rocm_ext.errors import UserError
+
+
+def world_size() -> int:
+    """Number of processes torchrun started, 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_rank() -> int:
+    """Index of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among all of them; ``mesh`` is None when it is alone."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def from_env(cls, device: torch.device) -> "Ranks":
+        """Join the process group that torchrun describes in the environment, if there is one."""
+        if world_size() == 1:
+            return cls(device)
+        if not hasattr(torch.distributed.fsdp, "fully_shard"):
+            raise UserError(f"several ranks need torch 2.7 or newer, found {torch.__version__}")
+        # gloo beside RCCL/NCCL, so that counts and flags never wait for the GPU
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        return cls(device, dist.get_rank(), dist.get_world_size(), mesh)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and talks to the user."""
+        return self.rank == 0
+
+    def shard(self, blocks: Iterable[nn.Module], root: nn.Module, replicated: set[nn.Parameter]) -> None:
+        """Shard ``root`` over the ranks, each of ``blocks`` as a unit of its own."""
+        if self.mesh is None:
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        for module in (*blocks, root):
+            fully_shard(module, mesh=self.mesh, ignored_params=replicated)
+
+    def place(self, full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """``full`` as ``like`` is laid out: this rank's shard of it, or a copy on the device. No
+        communication: every rank has the whole tensor."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if isinstance(like, DTensor):
+            full = full.to(self.device, like.dtype)
+            return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+        return full.to(self.device, like.dtype, copy=True)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Elementwise sums over the ranks, exact for counts below 2**53."""
+        if self.mesh is None:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Replace each gradient by its sum over the ranks, in one all-reduce."""
+        if self.mesh is None:
+            return
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+        dist.all_reduce(flat)
+        for p, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = total.view_as(p)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order, on every rank."""
+        if self.mesh is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank."""
+        return self.gather(value)[0]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.mesh is not None:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self.mesh is not None:
+            self.barrier()  # a rank that leaves early makes the others' last collective fail
+            dist.destroy_process_group()

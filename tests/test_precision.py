@@ -1,0 +1,109 @@
+"""The choice of dtype, canaries that notice a device that computes wrongly, and the fp32 detector."""
+
+import pytest
+import torch
+from torch import nn
+
+from rocm_ext import precision
+from rocm_ext.errors import UserError
+from rocm_ext.machine import Machine
+from rocm_ext.precision import Check, canaries, dtype_leaks, pick_dtype, require
+
+STRIX = Machine("rocm", "Linux", "2.12.0+rocm7.2", "rocm", 0, True, "gfx1151", gpu_count=1)
+MI50 = Machine("rocm", "Linux", "2.9.1+rocm6.3", "rocm", 0, False, "gfx906", gpu_count=1)
+CPU = Machine("cpu", "Linux", "2.13.0+cpu", "cpu", 0, False)
+HOST = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("requested", "machine", "dtype", "reason"),
+    [
+        ("auto", STRIX, torch.bfloat16, "gfx1151 computes bf16 natively"),
+        ("auto", MI50, torch.float32, "gfx906 has no native bf16"),
+        ("auto", CPU, torch.float32, "this CPU"),
+        ("bf16", STRIX, torch.bfloat16, "as requested"),
+        ("bf16", CPU, torch.bfloat16, "emulates"),
+        ("fp16", MI50, torch.float16, "loss scaling"),
+        ("fp32", STRIX, torch.float32, "as requested"),
+    ],
+)
+def test_pick_dtype(requested, machine, dtype, reason):
+    found, why = pick_dtype(requested, machine)
+    assert found == dtype
+    assert reason in why
+
+
+def test_pick_dtype_refuses():
+    with pytest.raises(UserError, match=r"gfx906 has no bf16 arithmetic.*dtype=fp16"):
+        pick_dtype("bf16", MI50)
+    with pytest.raises(UserError, match="use bf16, fp16, fp32 or auto; did you mean bf16"):
+        pick_dtype("bfloat16", STRIX)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_canaries_pass_on_a_sound_device_and_leave_the_random_state_alone(dtype, head_dim):
+    before = torch.get_rng_state()
+    checks = canaries(CPU, HOST, dtype, head_dim=head_dim)
+    assert len(checks) == 4
+    assert require(checks) == []
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_canaries_notice_what_has_gone_wrong_on_real_devices(monkeypatch):
+    sound = precision.scaled_dot_product_attention
+
+    def attention(q, k, v, **kwargs):  # the low-precision kernel returns NaN, as on some head_dims
+        out = sound(q, k, v, **kwargs)
+        return out if q.dtype == torch.float32 else out * float("nan")
+
+    monkeypatch.setattr(precision, "scaled_dot_product_attention", attention)
+    to = torch.Tensor.to
+    zeroing = lambda self, arg: to(self, arg) * (0 if arg is HOST else 1)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "to", zeroing)
+    failed = {check.name: check.found for check in canaries(CPU, HOST, torch.bfloat16) if not check.ok}
+    assert set(failed) == {"copy", "bf16 round trip", "bf16 matmul", "bf16 attention, head_dim 128"}
+    assert "words changed" in failed["copy"]
+    assert "became zero" in failed["bf16 round trip"]
+    assert "relative error 1.0" in failed["bf16 matmul"]
+    assert "NaN" in failed["bf16 attention, head_dim 128"]
+
+
+def test_an_error_on_the_device_is_a_failed_check(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("HIP error: invalid device function\nCompile with TORCH_USE_HIP_DSA")
+
+    monkeypatch.setattr(precision, "scaled_dot_product_attention", broken)
+    with pytest.raises(UserError, match=r"head_dim 64: HIP error: invalid device function \(fix: "):
+        require(canaries(CPU, HOST, torch.float32, head_dim=64))
+
+
+def test_require_names_every_failure_and_lets_slow_ones_pass():
+    slow = Check("fused attention", False, "math", "newer torch", fatal=False)
+    assert require([slow, Check("copy", True, "", "")]) == ["fused attention: math (fix: newer torch)"]
+    with pytest.raises(UserError, match=r"copy: 3 wrong \(fix: A\); matmul: NaN \(fix: B\).*startup_checks"):
+        require([slow, Check("copy", False, "3 wrong", "A"), Check("matmul", False, "NaN", "B")])
+
+
+def test_dtype_leaks_names_the_modules_that_left_the_dtype():
+    class Upcast(nn.Module):
+        def forward(self, x):
+            return {"hidden": (x.float(), torch.arange(2)), "same": x}
+
+    model = nn.Sequential(nn.Linear(4, 4), Upcast()).to(torch.bfloat16)
+    with dtype_leaks(model, torch.bfloat16) as leaks:
+        for _ in range(2):
+            model(torch.ones(1, 4, dtype=torch.bfloat16))
+    assert leaks == ["1: fp32", "model: fp32"]
+    model(torch.ones(1, 4, dtype=torch.bfloat16))
+    assert len(leaks) == 2
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_canaries_on_the_gpu():
+    from rocm_ext.machine import detect
+
+    machine = detect()
+    dtype, _ = pick_dtype("auto", machine)
+    assert require(canaries(machine, torch.device("cuda"), dtype)) == []
