@@ -27,17 +27,24 @@ from rocm_ext.attention import use_packed_attention
 from rocm_ext.batches import Batch, StepLoader, Steps, micro_batch_budget
 from rocm_ext.checkpoint import Checkpoints, rng_state, set_rng_state
 from rocm_ext.errors import UserError
-from rocm_ext.files import replace_folder, replace_text
+from rocm_ext.files import disk_errors, replace_folder, replace_text
 from rocm_ext.lora import adapter_parameters, adapters
 from rocm_ext.loss import from_config
 from rocm_ext.machine import detect
-from rocm_ext.monitor import Metrics, Progress, duration, log, peak_memory, setup_logging
+from rocm_ext.monitor import Metrics, Progress, duration, log, peak_memory, read_metrics, setup_logging
 from rocm_ext.ranks import Ranks, local_rank, world_size
 
 # Keys that may change between a run and its resumption: they do not touch what is computed, or they
 # are compared by their effect (rows per step, data, base model).
 FREE_KEYS = frozenset(
-    ["hardware", "hardware_overrides", "device", "memory_fraction", "startup_checks", "num_workers", "pin_memory", "compile", "checkpointer", "tokenizer", "enable_activation_checkpointing", "enable_activation_offloading", "low_cpu_ram", "dataset", "dataset_val", "batch_size", "gradient_accumulation_steps", "sequences_per_step", "tokens_per_micro_batch", "cudnn_deterministic_mode", "resume_from_checkpoint", "overwrite_output_dir", "save_every_n_steps", "seed", "keep_last_n_checkpoints", "save_adapter_weights_only", "output_dir", "metric_logger", "log_every_n_steps", "log_peak_memory_stats", "profiler"]
+    """
+    hardware hardware_overrides device memory_fraction startup_checks num_workers pin_memory compile
+    checkpointer tokenizer enable_activation_checkpointing enable_activation_offloading low_cpu_ram
+    dataset dataset_val batch_size gradient_accumulation_steps sequences_per_step tokens_per_micro_batch
+    cudnn_deterministic_mode resume_from_checkpoint overwrite_output_dir save_every_n_steps seed
+    keep_last_n_checkpoints save_adapter_weights_only output_dir metric_logger log_every_n_steps
+    log_peak_memory_stats profiler
+    """.split()  # noqa: SIM905
 )
 
 
@@ -120,8 +127,6 @@ class LoRAFinetune:
         cfg.seed = self.ranks.agree(seed)
         training.set_seed(seed=cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
         if self.ranks.is_main:
-            from rocm_ext.files import disk_errors
-
             with disk_errors(out):
                 out.mkdir(parents=True, exist_ok=True)
             if cfg.overwrite_output_dir and not cfg.resume_from_checkpoint:
@@ -148,17 +153,12 @@ class LoRAFinetune:
         self.rows, self.validation_rows = rows, validation
 
     def _rows(self, node: Any, key: str) -> data.Rows:
-        limit = getattr(self.tokenizer, "max_seq_len", None)
-        packed = any(part.get("packed", False) for part in (node if isinstance(node, list | tuple) else [node]))
-        if limit is not None and not packed:
-            self.tokenizer.max_seq_len = None  # torchtune would truncate without a word; the policy is ours
         rows = data.tokenize(
             data.open_dataset(node, self.tokenizer),
-            max_seq_len=limit,
+            max_seq_len=getattr(self.tokenizer, "max_seq_len", None),
             too_long=self.cfg.too_long,
             progress=self.ranks.is_main and os.isatty(2),
         )
-        self.tokenizer.max_seq_len = limit
         log.info("%s: %s", key, ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in rows.counts.items()))
         return rows
 
@@ -170,7 +170,7 @@ class LoRAFinetune:
             for line in device.check_locked(self.profile, quantized, list(cfg.hardware_overrides)):
                 log.warning("%s", line)
             if ranks.world > 1:
-                raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or use a bf16 builder")
+                raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or take bf16")
         self.packed = use_packed_attention(decoder)
         if cfg.startup_checks:
             checks = precision.canaries(self.machine, self.device, self.dtype, decoder.head_dim, decoder.num_heads)
@@ -254,7 +254,8 @@ class LoRAFinetune:
         if self.ranks.is_main and cfg.metric_logger is not None:
             self.metric_logger = config.instantiate(cfg.metric_logger, key="metric_logger")
         profiler = OmegaConf.create({config.COMPONENT: "torchtune.training.setup_torch_profiler", "enabled": False})
-        self.profiler, _ = config.instantiate(OmegaConf.merge(profiler, cfg.profiler or {}), key="profiler")
+        profiler.update(cfg.profiler or {})
+        self.profiler, _ = config.instantiate(profiler, key="profiler")
 
     def _resume(self) -> None:
         start = 0
@@ -287,7 +288,8 @@ class LoRAFinetune:
         ]
         if problems:
             raise UserError(
-                f"{path} belongs to another run: {'; '.join(problems)}. Put that back, or start afresh with another output_dir"
+                f"{path} belongs to another run: {'; '.join(problems)}. "
+                "Put that back, or start afresh with another output_dir"
             )
 
     def _identity(self) -> dict[str, Any]:
@@ -318,7 +320,8 @@ class LoRAFinetune:
                     profiler.step()
                     if self._due(cfg.run_val_every_n_steps, self.step == end):
                         self.validate()
-                    if self._due(cfg.save_every_n_steps, False) or self.step == end or stats.interrupted:
+                    leaving = self.step == end or stats.interrupted or self._stopped_early()
+                    if self._due(cfg.save_every_n_steps, False) or leaving:
                         self.save_checkpoint()
                     if stats.interrupted:
                         progress.close()
@@ -406,7 +409,8 @@ class LoRAFinetune:
             self.worse = 0
         else:
             self.worse += 1
-        log.info("step %d: validation loss %.4f (best %.4f at step %d)", self.step, loss, self.best["loss"], self.best["step"])
+        best = f"best {self.best['loss']:.4f} at step {self.best['step']}"
+        log.info("step %d: validation loss %.4f (%s)", self.step, loss, best)
         self._write_metrics(val_loss=loss, val_tokens=int(tokens))
         return loss
 
@@ -490,8 +494,6 @@ class LoRAFinetune:
         log.info("merged model: %s", self.output_dir / "merged")
 
     def _summary(self, early: bool) -> dict[str, Any]:
-        from rocm_ext.monitor import read_metrics
-
         steps = [line for line in read_metrics(self.output_dir / "metrics.jsonl") if "loss" in line]
         tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds"] for s in steps)
         return {

@@ -27,7 +27,12 @@ class PackedAttention(MultiHeadAttention):
     """torchtune's self-attention, for rows whose ``mask`` says where sequences begin."""
 
     def forward(
-        self, x: Tensor, y: Tensor | None = None, *, mask: Lengths | Tensor | None = None, input_pos: Tensor | None = None
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        mask: Lengths | Tensor | None = None,
+        input_pos: Tensor | None = None,
     ) -> Tensor:
         """
         Args:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from rocm_ext.data import IGNORE, Rows
+from rocm_ext.chat import IGNORE
+from rocm_ext.data import Rows
 from rocm_ext.errors import UserError
 
 
@@ -221,7 +222,7 @@ class StepLoader:
             ]
 
         self._dataset = _Function(load, steps.per_epoch)
-        self._options = {"num_workers": num_workers, "pin_memory": pin_memory}
+        self._num_workers, self._pin_memory = num_workers, pin_memory
 
     def count(self, step: int) -> int:
         """Labels that step ``step`` trains on, over all ranks."""
@@ -233,7 +234,14 @@ class StepLoader:
         # would let a resumed run differ from one that was never stopped
         generator = torch.Generator()
         return iter(
-            DataLoader(self._dataset, batch_size=None, sampler=range(start, end), generator=generator, **self._options)
+            DataLoader(
+                self._dataset,
+                batch_size=None,
+                sampler=range(start, end),
+                num_workers=self._num_workers,
+                pin_memory=self._pin_memory,
+                generator=generator,
+            )
         )
 
 

@@ -6,9 +6,9 @@ any machine with ``hardware=cpu``. A component (a node with ``_component_``) in 
 replaces the lower one whole; single arguments change on the command line (``optimizer.lr=1e-4``).
 """
 
-import difflib
 import inspect
 import os
+import re
 import signal
 import sys
 from argparse import Namespace
@@ -25,10 +25,13 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from rocm_ext import device
-from rocm_ext.errors import UserError
+from rocm_ext.errors import UserError, nearest
 from rocm_ext.machine import detect
 
 COMPONENT = "_component_"
+# Keys whose value names a component
+_COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
+_COMPONENTS |= {"loss", "metric_logger"}
 # Two ways to say the same: the higher layer's wins, and unsets the other.
 _RIVALS = {
     "gradient_accumulation_steps": "sequences_per_step",
@@ -109,8 +112,14 @@ def load(recipe: str, name: str, overrides: list[str] | None = None) -> DictConf
         UserError: for an unreadable file, unknown or missing keys and values of the wrong kind.
     """
     overrides = list(overrides or [])
+    removed = [item for item in overrides if item.startswith("~") and "." not in item]
+    overrides = [item for item in overrides if item not in removed]
     defaults = _read(Path(str(files("rocm_ext.recipe_configs") / "defaults" / f"{recipe}.yaml")))
     run = _read(find(name))
+    for key in (item[1:] for item in removed):  # torchtune leaves a hole where our default belongs
+        if key not in run:
+            raise UserError(f"~{key}: config {name} has no such key{nearest(key, list(run))}")
+        del run[key]
     on_command_line = dict(item.split("=", 1) for item in overrides if "=" in item)
     requested = on_command_line.get("hardware", run.get("hardware", defaults["hardware"]))
     hardware = _resolve_hardware(requested)
@@ -122,12 +131,13 @@ def load(recipe: str, name: str, overrides: list[str] | None = None) -> DictConf
         merged.update(layer)
     _unset_rivals(merged, on_command_line, defaults)
     try:
-        cfg = _merge_yaml_and_cli_args(Namespace(**merged), [o for o in overrides if not o.startswith("hardware=")])
+        overrides = _replace_components(merged, [o for o in overrides if not o.startswith("hardware=")])
+        cfg = _merge_yaml_and_cli_args(Namespace(**merged), overrides)
         cfg.hardware = hardware
+        _check_complete(cfg, defaults, name)
         OmegaConf.resolve(cfg)
     except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise UserError(f"config {name}: {_first_line(error)}") from error
-    _check_complete(cfg, name)
     _check_components(cfg)
     return cfg
 
@@ -147,12 +157,6 @@ def find(name: str) -> Path:
         f"config {name} is neither a file nor one of this library's"
         + nearest(name, [path.stem for path in folder.glob("*.yaml")])
     )
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """``; did you mean …?``, or the known names where none is near."""
-    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
-    return f"; did you mean {match[0]}?" if match else f"; known: {', '.join(sorted(known))}"
 
 
 def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
@@ -204,6 +208,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read config {path}: {error}") from error
     except yaml.YAMLError as error:
         raise UserError(f"config {path} is no valid YAML: {' '.join(str(error).split())}") from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"config {path}: {_first_line(error)}") from error
     if not isinstance(node, DictConfig):
         raise UserError(f"config {path} holds a {type(node).__name__}; expected keys with values")
     return OmegaConf.to_container(node, resolve=False)  # type: ignore[return-value]
@@ -219,17 +225,41 @@ def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Ma
             merged[rival] = defaults[rival]
 
 
+def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Carry out overrides like ``lr_scheduler=null``, and return the others.
+
+    torchtune reads ``key=VALUE`` as ``key._component_=VALUE`` where ``key`` is a component, even if VALUE
+    is null or a list.
+    """
+    rest = []
+    for item in overrides:
+        key, _, value = item.partition("=")
+        if isinstance(merged.get(key), Mapping) and COMPONENT in merged[key]:
+            parsed = None if value == "None" else OmegaConf.to_container(OmegaConf.from_dotlist([item]))[key]  # type: ignore
+            if not isinstance(parsed, str):
+                merged[key] = parsed
+                continue
+        root, dot, _ = key.lstrip("~").partition(".")
+        if dot and not isinstance(merged.get(root), Mapping | list | None):
+            raise UserError(f"unknown key {key}: {root} is {merged[root]!r} and has no keys of its own")
+        rest.append(item)
+    return rest
+
+
 def _check_known(given: Mapping[str, Any], defaults: Mapping[str, Any], run: Mapping[str, Any]) -> None:
     text = str(run)
     for key in given:
-        if key in defaults or f"${{{key}" in text:  # a key that another one refers to is a variable
+        # a key that another one refers to is a variable
+        if key in defaults or re.search(rf"\$\{{\.*{re.escape(str(key))}[.\[}}]", text):
             continue
         raise UserError(f"unknown key {key}{nearest(key, list(defaults))}")
 
 
-def _check_complete(cfg: DictConfig, name: str) -> None:
-    if missing := sorted(str(key) for key in cfg if OmegaConf.is_missing(cfg, key)):
-        raise UserError(f"config {name}: {', '.join(missing)} must be set")
+def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> None:
+    missing = set(OmegaConf.missing_keys(cfg))
+    missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
+    if missing:
+        raise UserError(f"config {name}: {', '.join(sorted(missing))} must be set")
 
 
 def _check_components(cfg: DictConfig) -> None:
@@ -237,6 +267,8 @@ def _check_components(cfg: DictConfig) -> None:
         for part in node if isinstance(node, ListConfig) else [node]:
             if isinstance(part, DictConfig) and COMPONENT in part:
                 _check_arguments(str(key), part)
+            elif key in _COMPONENTS and part is not None:
+                raise UserError(f"{key} must name a _component_ and its arguments, found {part!r}")
 
 
 def _check_arguments(key: str, node: DictConfig) -> None:
@@ -246,18 +278,23 @@ def _check_arguments(key: str, node: DictConfig) -> None:
         return
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    for name in node:
+    for name in map(str, node):
         if name != COMPONENT and name not in parameters:
-            raise UserError(f"unknown key {key}.{name} for {node[COMPONENT]}{nearest(str(name), list(parameters))}")
+            raise UserError(f"unknown key {key}.{name} for {node[COMPONENT]}{nearest(name, parameters)}")
 
 
 def _component(node: DictConfig, key: str) -> Callable:
     if os.getcwd() not in sys.path:  # a user's own components lie beside their YAML
         sys.path.append(os.getcwd())
     try:
-        return _get_component_from_path(node[COMPONENT])
+        component = _get_component_from_path(node[COMPONENT])
     except (InstantiationError, ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{key}._component_ {node[COMPONENT]!r} cannot be imported: {_first_line(error)}") from error
+        cause = " ".join(line for line in str(error).split("\n") if not line.startswith("Error loading"))
+        raise UserError(f"{key}._component_ {node[COMPONENT]!r} cannot be imported: {cause}") from error
+    if not callable(component):
+        kind = type(component).__name__
+        raise UserError(f"{key}._component_ {node[COMPONENT]!r} is a {kind}; expected a function or class")
+    return component
 
 
 def _first_line(error: BaseException) -> str:

@@ -222,7 +222,8 @@ def check_locked(profile: Profile, settings: Mapping[str, Any], overrides: list[
     """Refuse ``settings`` that the machine cannot bear, unless the user insists with ``hardware_overrides``.
 
     Returns a line for each override. Raises :class:`UserError` that names every other offence."""
-    refused, lines = [], []
+    refused: list[str] = []
+    lines: list[str] = []
     for key, lock in profile.locked.items():
         if key not in settings or settings[key] in (lock.value, *lock.also):
             continue

@@ -24,7 +24,7 @@ from torchtune.models.qwen2_5._tokenizer import Qwen2_5Tokenizer
 from torchtune.modules import TransformerDecoder, local_kv_cache
 from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
 
-from rocm_ext.data import render_prompt
+from rocm_ext.chat import render_prompt
 from rocm_ext.errors import UserError
 from rocm_ext.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, merged_weight
 

@@ -21,7 +21,12 @@ from rocm_ext.lora import Dora, adapter_parameters, adapters, rank_and_alpha
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
-_PARTS = {".lora_a.weight": ".lora_A.weight", ".lora_b.weight": ".lora_B.weight", ".magnitude": ".lora_magnitude_vector"}
+_PARTS = {
+    ".lora_a.weight": ".lora_A.weight",
+    ".lora_b.weight": ".lora_B.weight",
+    ".magnitude": ".lora_magnitude_vector",
+}
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
 
 
@@ -191,7 +196,7 @@ def merge(base: Path, weight_files: Iterable[str], adapter: Path, out: Path) -> 
             content = {"metadata": {"total_size": size}, "weight_map": index}
             (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
         for path in base.iterdir():  # config, tokenizer, licence: all that is no weight
-            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth") and "index" not in path.name:
+            if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
                 shutil.copy2(path, folder / path.name)
 
 

@@ -11,6 +11,8 @@ from safetensors import SafetensorError
 
 from rocm_ext.errors import UserError
 
+_FULL = "no space left to write {}; what was there before is untouched. Free some space"
+
 
 @contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
@@ -67,13 +69,13 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"no space left to write {path}; what was there before is untouched. Free some space") from error
+            raise UserError(_FULL.format(path)) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"cannot write {path}: {error.strerror}; choose another output_dir") from error
         raise
     except (RuntimeError, SafetensorError) as error:  # torch.save and safetensors wrap the system's error
         if any(sign in str(error) for sign in ("No space left", "unexpected pos", "file write failed")):
-            raise UserError(f"no space left to write {path}; what was there before is untouched. Free some space") from error
+            raise UserError(_FULL.format(path)) from error
         raise
 
 

@@ -27,7 +27,7 @@ from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 from torchtune.modules import TransformerDecoder
 from tqdm import tqdm
 
-from rocm_ext.data import IGNORE, render_conversation
+from rocm_ext.chat import IGNORE, render_conversation
 from rocm_ext.errors import UserError
 from rocm_ext.evaluation import Score, accuracy, load_tokenizer
 from rocm_ext.files import replace_folder
@@ -49,7 +49,7 @@ SHAPE: dict[str, Any] = {
 HELD_OUT, TRAIN = 400, 3000  # rows; the model is made from the problems in neither
 MAX_NEW_TOKENS = 32  # the longest answer has 20
 BATCH, LEARNING_RATE, WARMUP = 32, 3e-3, 50
-MEASURE_EVERY, MAX_STEPS = 20, 3000
+MEASURE_EVERY, MAX_STEPS = 10, 3000
 
 PHRASES = {
     "+": ("What is {a} + {b}?", "Add {a} and {b}."),
@@ -207,17 +207,19 @@ def _train(
         model = qwen2(**SHAPE)
         torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)  # torch's 1.0 is too much for tied weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     batches = _batches(tokenizer, pool, random.Random(f"batches {seed}"))
+    score = Score(0, len(held_out))
     bar = tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
     with bar:
         for step in range(1, MAX_STEPS + 1):
+            # slower and slower towards the target, or it would be overshot between two measurements
+            pace = min(1.0, step / WARMUP) * max(0.1, 1 - score.accuracy / target)
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * pace
             tokens, labels = next(batches)
             loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            schedule.step()
             optimizer.zero_grad()
             bar.update()
             if step % MEASURE_EVERY:

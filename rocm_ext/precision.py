@@ -167,7 +167,7 @@ def _attention(
     def attend(qkvg: Tensor) -> Tensor:
         q, k, v, grad = qkvg.unbind(0)
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = scaled_dot_product_attention(*leaves, is_causal=True)
+        out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
         return torch.stack([out.detach(), *torch.autograd.grad(out, leaves, grad)])
 
     with torch.enable_grad():

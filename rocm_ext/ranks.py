@@ -42,7 +42,7 @@ class Ranks:
         """Join the process group that torchrun describes in the environment, if there is one."""
         if world_size() == 1:
             return cls(device)
-        if not hasattr(torch.distributed.fsdp, "fully_shard"):
+        if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 7):  # fully_shard(ignored_params=…)
             raise UserError(f"several ranks need torch 2.7 or newer, found {torch.__version__}")
         # gloo beside RCCL/NCCL, so that counts and flags never wait for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -14,17 +14,9 @@ from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 
-from rocm_ext import data
-from rocm_ext.data import (
-    IGNORE,
-    ROLES,
-    open_dataset,
-    origin_of,
-    render_conversation,
-    render_prompt,
-    sft_dataset,
-    tokenize,
-)
+from rocm_ext import sources
+from rocm_ext.chat import IGNORE, ROLES, render_conversation, render_prompt
+from rocm_ext.data import open_dataset, origin_of, sft_dataset, tokenize
 from rocm_ext.errors import UserError
 
 TEXT = ["Natalia sold clips to 48 of her friends.", "user system assistant tool_response\n", "7 * 6 = 42"]
@@ -441,7 +433,7 @@ def test_hub(qwen, monkeypatch):
         calls.append((args, kwargs))
         return datasets.Dataset.from_list([ROWS["messages"]])
 
-    monkeypatch.setattr(data, "load_dataset", load)
+    monkeypatch.setattr(sources, "load_dataset", load)
     rows = sft_dataset(qwen, source="owner/name", name="main", data_files="x.json", split="test")
     assert calls == [(("owner/name", "main"), {"data_files": "x.json", "split": "test"})]
     assert rows.origin(0) == "owner/name[test] row 0"
@@ -451,7 +443,7 @@ def test_hub_out_of_reach(qwen, monkeypatch):
     def load(*args, **kwargs):
         raise ConnectionError("Couldn't reach\nthe Hub")
 
-    monkeypatch.setattr(data, "load_dataset", load)
+    monkeypatch.setattr(sources, "load_dataset", load)
     with pytest.raises(UserError) as error:
         sft_dataset(qwen, source="owner/name")
     for piece in ("owner/name", "ConnectionError: Couldn't reach the Hub", "hf download", "No file"):

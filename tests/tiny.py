@@ -17,7 +17,10 @@ TEXT = [
     "How many clips did Natalia sell altogether in April and May? She sold 48/2 = 24 clips in May.",
     "system user assistant The answer is 72. Weng earns $12 an hour for babysitting, 0.2 per minute.",
 ]
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -33,9 +36,8 @@ SHAPE = {
 def write_tokenizer(folder: Path, text: list[str] = TEXT, size: int = 400) -> int:
     """A Qwen2-style byte-level BPE tokenizer trained on ``text``; returns its vocabulary's size."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[], show_progress=False
@@ -138,7 +140,9 @@ def run_config(model: Path, rows: Path, out: Path, **changes) -> dict:
     }
 
 
-def tune(*args: str, cwd: Path | None = None, env: dict | None = None, timeout: float = 300) -> subprocess.CompletedProcess:
+def tune(
+    *args: str, cwd: Path | None = None, env: dict | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess:
     """``tune ARGS``, from another folder than the repository's."""
     command = [str(Path(sys.executable).with_name("tune")), *map(str, args)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}

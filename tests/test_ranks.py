@@ -1,0 +1,47 @@
+"""Two ranks compute what one does."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rocm_ext import config
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "changes"),
+    [
+        ("qwen2", {}, {"tokens_per_micro_batch": 100}),
+        (
+            "llama",
+            {"use_dora": True, "apply_lora_to_output": True},
+            {"enable_activation_checkpointing": True, "clip_grad_norm": 0.5},
+        ),
+    ],
+)
+def test_two_ranks_equal_one(tmp_path, family, lora, changes):
+    base = write_model(tmp_path / "base", family, initializer_range=0.1)
+    rows = write_rows(tmp_path / "rows.jsonl", 17)  # the third step of an epoch has one row for two ranks
+    cfg = run_config(base, rows, tmp_path / "one", epochs=2, **changes)
+    cfg["model"] |= lora
+    cfg["dataset_val"] = cfg["dataset"]
+    one = LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "one.yaml", cfg))))
+    one.setup()
+    one.train()
+    one.cleanup()
+
+    path = write_yaml(tmp_path / "two.yaml", {**cfg, "output_dir": str(tmp_path / "two")})
+    run = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "lora_finetune_rocm", "--config", path)
+    assert run.returncode == 0, run.stderr
+
+    assert json.loads((tmp_path / "two" / "summary.json").read_text())["ranks"] == 2
+    for key, tolerance in [("loss", 1e-6), ("val_loss", 1e-6), ("grad_norm", 1e-5), ("lr", 0), ("tokens", 0)]:
+        found, expected = (metrics(tmp_path / name, key) for name in ("two", "one"))
+        assert len(expected) == (2 if key == "val_loss" else 6)
+        assert found == pytest.approx(expected, rel=tolerance, abs=0)
+    found, expected = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("two", "one"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,459 @@
+"""The shipped run configs do what their heads say, and ``config.load`` turns layers and typos into what one expects."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torchtune
+import yaml
+from omegaconf import OmegaConf
+from torchtune import _recipe_registry
+from torchtune import config as torchtune_config
+
+from rocm_ext import config, device, registry
+from rocm_ext.errors import UserError
+from tests.test_device import CPU, STRIX
+from tests.tiny import tune
+
+RECIPE = "lora_finetune_rocm"
+CONFIGS = Path(__file__).parents[1] / "recipe_configs"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+NAMES = [name for name in NAMES if "raft" not in name]
+STOCK = Path(torchtune.__file__).parents[1] / "recipes/configs"
+# A user wants to see these whether or not a default would do.
+EDITED = {
+    "batch_size", "epochs", "max_steps_per_epoch", "resume_from_checkpoint", "save_adapter_weights_only", "seed",
+    "validation_fraction",
+}  # fmt: skip
+# Keys of torchtune's configs that ours leave to the hardware profile, to sequences_per_step or to the defaults.
+ELSEWHERE = {"output_dir", "path", "merges_file", "checkpoint_dir", "weight_decay"}
+
+
+def text(name: str) -> str:
+    return (CONFIGS / f"{name}.yaml").read_text()
+
+
+def head(name: str) -> str:
+    return text(name).split("\n\n", 1)[0]
+
+
+def load(name: str = "strix_halo_qwen7b", *overrides: str):
+    return config.load(RECIPE, str(name), ["hardware=cpu", *overrides])
+
+
+def stock_config(name: str):
+    """torchtune's own config for the same model, which the head names; None for the pocket model."""
+    match = re.search(r"differ from torchtune's (\S+) say so", head(name))
+    return OmegaConf.load(STOCK / f"{match[1]}.yaml") if match else None
+
+
+# ------------------------------------------------------------------------------------------- what is shipped
+def test_every_machine_has_configs():
+    machines = {OmegaConf.load(CONFIGS / f"{name}.yaml").hardware for name in NAMES}
+    assert machines == {"strix_halo", "strix_halo_windows", "mi300x", "mi50", "radeon", "cpu"}
+    assert len(NAMES) >= 15
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_on_any_machine_with_hardware_cpu(name):
+    cfg = load(name)
+    assert (cfg.hardware, cfg.device, cfg.dtype, cfg.compile) == ("cpu", "cpu", "fp32", False)
+    assert cfg.sequences_per_step == 32, "a step sees the same rows on any number of GPUs"
+    assert cfg.gradient_accumulation_steps is None
+    assert not Path(cfg.output_dir).is_absolute(), "/tmp is emptied at reboot"
+    assert not Path(cfg.checkpointer.checkpoint_dir).is_absolute()
+    assert cfg.optimizer.lr < 0.01, "1e-3 without a dot is a string in some YAML readers"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_own_hardware_profile_takes_it(name):
+    cfg = config.load(RECIPE, name)
+    profile = device.load_profile(cfg.hardware)
+    assert device.check_locked(profile, OmegaConf.to_container(cfg), []) == []
+    assert cfg.dtype == profile.settings["dtype"]
+    assert cfg.num_workers == profile.settings["num_workers"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torchtune_finds_it_valid(name):
+    torchtune_config.validate(OmegaConf.load(CONFIGS / f"{name}.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_head_says_how_to_run_it(name):
+    lines = [line[1:].strip() for line in head(name).splitlines()]
+    assert all(line.startswith("#") for line in head(name).splitlines())
+    cfg = load(name)
+    runs = [re.fullmatch(r"tune run (--nproc_per_node 8 )?lora_finetune_rocm --config (\S+)(.*)", x) for x in lines]
+    runs = [match for match in runs if match]
+    assert runs
+    for match in runs:
+        assert match[2] == name
+        load(name, *match[3].split())  # the overrides that it shows
+    assert any(match[1] for match in runs) == name.startswith(("mi300x_qwen32b", "mi300x_qwen72b"))
+    if name == "cpu_pocket":
+        assert f"rocm-ext pocket {cfg.checkpointer.checkpoint_dir}" in lines
+        return
+    (download,) = [line for line in lines if line.startswith("tune download ")]
+    repo, folder = re.match(r"tune download (\S+) --output-dir (\S+)", download).groups()
+    assert folder == cfg.checkpointer.checkpoint_dir
+    assert Path(folder).name == Path(repo).name
+    assert Path(cfg.tokenizer.path).is_relative_to(folder)
+    moved = load(name, "checkpointer.checkpoint_dir=/elsewhere")
+    assert Path(moved.tokenizer.path).is_relative_to("/elsewhere"), "one key moves the model"
+    assert "rocm_ext.data.sft_dataset" in text(name), "how to use one's own rows"
+    assert re.search(r"# Memory: .*\d+ GiB", head(name))
+    assert name in str(cfg.output_dir)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_pocket"])
+def test_the_rows_it_shows_can_be_switched_in(name, tmp_path):
+    example = re.search(r"# (dataset:)\n#   (_component_: \S+)\n#   (source: \S+)  # \{", text(name))
+    keys = yaml.safe_load("\n  ".join(example.groups()))
+    own = OmegaConf.load(CONFIGS / f"{name}.yaml")
+    own.dataset = keys["dataset"]
+    OmegaConf.save(own, tmp_path / "own.yaml")
+    assert load(tmp_path / "own.yaml").dataset == keys["dataset"], "nothing of the lower layer's stays"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_pocket"])
+def test_departures_from_torchtune_say_so(name):
+    stock, ours = stock_config(name), OmegaConf.load(CONFIGS / f"{name}.yaml")
+    for part in ("model", "tokenizer", "checkpointer", "optimizer", "lr_scheduler", "metric_logger"):
+        assert ours[part]._component_ == stock[part]._component_
+    assert ours.checkpointer.checkpoint_files == stock.checkpointer.checkpoint_files
+    assert ours.checkpointer.model_type == stock.checkpointer.model_type
+    theirs = config._flatten(OmegaConf.to_container(stock))
+    lines = {line.split(":")[0].strip(): line for line in text(name).splitlines() if ":" in line and line[0] != "#"}
+    for path, value in config._flatten(OmegaConf.to_container(ours)).items():
+        key = path.split(".")[-1]
+        said = re.search(r"# torchtune: ([\w.-]+?)(?=[;,. ]|$)", lines.get(key, ""))
+        if key in ELSEWHERE or path not in theirs:
+            continue
+        if value == theirs[path]:
+            assert said is None or path == "dataset._component_", f"{key} does not depart"
+        elif isinstance(value, list):
+            assert "torchtune: without k_proj" in text(name)
+        else:
+            assert said, f"{name}: {key} is {value}, torchtune's {theirs[path]}"
+            number = yaml.safe_load(said[1])
+            found = float(number) if isinstance(theirs[path], float) else number
+            assert found == theirs[path] or str(theirs[path]).endswith(f".{said[1]}"), (key, said[1])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_pocket"])
+def test_the_download_line_is_torchtune_s(name):
+    stock_name = re.search(r"differ from torchtune's (\S+) say so", head(name))[1]
+    theirs = re.search(r"tune download .*", (STOCK / f"{stock_name}.yaml").read_text())[0]
+    ours = re.search(r"tune download .*", head(name))[0].replace("Qwen2.5-Coder-7B", "Qwen2.5-7B")
+    if "--output-dir" not in theirs:  # two of torchtune's rely on the default, which is /tmp
+        ours = ours.split(" --output-dir")[0]
+    assert ours == theirs.replace("/tmp/", "models/")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_line_repeats_a_default(name):
+    run = OmegaConf.load(CONFIGS / f"{name}.yaml")
+    below = OmegaConf.load(CONFIGS / f"defaults/{RECIPE}.yaml")
+    below.update(device.load_profile(run.hardware).settings)
+    repeated = {key for key in run if key in below and not OmegaConf.is_missing(below, key) and run[key] == below[key]}
+    assert repeated <= EDITED
+
+
+@pytest.mark.parametrize("component", sorted({re.search(r"model:\n  _component_: (\S+)", text(n))[1] for n in NAMES}))
+def test_the_builder_has_the_size_that_the_name_says(component):
+    for name in NAMES:
+        node = load(name).model
+        if node._component_ != component:
+            continue
+        with torch.device("meta"):
+            model = config.instantiate(node, key="model")
+        base = sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
+        billions = float(re.search(r"([\d_]+)b$", name)[1].replace("_", ".")) if name != "cpu_pocket" else 0.001
+        assert base == pytest.approx(billions * 1e9, rel=0.1), name
+        adapted = {n.split(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_" in n}
+        assert adapted == {"q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"}
+        return  # configs with this builder differ in nothing else
+
+
+def test_models_that_share_a_builder_share_its_arguments():
+    nodes = [OmegaConf.to_container(load(name).model) for name in NAMES]
+    assert len({str({k: v for k, v in node.items() if k != "_component_"}) for node in nodes}) == 1
+
+
+def test_tune_knows_them(monkeypatch):
+    monkeypatch.setattr(_recipe_registry, "_ALL_RECIPES", [])
+    registry._add_recipes()
+    recipe = next(r for r in _recipe_registry.get_all_recipes() if r.name == RECIPE)
+    assert [c.name for c in recipe.configs] == NAMES
+    for entry in recipe.configs:
+        assert (STOCK / entry.file_path).read_text() == text(entry.name), "tune joins its own folder and ours"
+
+
+def test_tune_cp(tmp_path):
+    done = tune("cp", "strix_halo_qwen7b", "mine", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mine.yaml").read_text() == text("strix_halo_qwen7b")
+
+
+# ------------------------------------------------------------------------------------------------ config.load
+COMPONENTS = """
+model: {_component_: torchtune.models.qwen2_5.lora_qwen2_5_0_5b, lora_attn_modules: [q_proj]}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: m, output_dir: "${output_dir}"}
+tokenizer: {_component_: torchtune.models.qwen2_5.qwen2_5_tokenizer, path: m/vocab.json, merges_file: m/merges.txt}
+dataset: {_component_: rocm_ext.data.sft_dataset, source: rows.jsonl}
+optimizer: {_component_: torch.optim.AdamW, lr: 1e-3}
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """``run(yaml, *overrides)`` loads a small run config with these lines in it, as on Strix Halo."""
+    monkeypatch.setattr(config, "detect", lambda: STRIX)
+    monkeypatch.chdir(tmp_path)
+
+    def load_lines(lines: str = "", *overrides: str, base: str = COMPONENTS + "output_dir: out\n"):
+        (tmp_path / "run.yaml").write_text(base + lines)
+        return config.load(RECIPE, "run.yaml", list(overrides))
+
+    return load_lines
+
+
+def test_layers(run):
+    cfg = run()
+    assert cfg.hardware == "strix_halo", "auto is resolved"
+    assert (cfg.dtype, cfg.device) == ("bf16", "cuda"), "the profile over the defaults"
+    assert cfg.epochs == 1
+    assert cfg.loss._component_.endswith("LinearCrossEntropyLoss")
+    assert run("dtype: fp16\nepochs: 3").dtype == "fp16", "the run over the profile"
+    assert run("dtype: fp16\nepochs: 3", "epochs=5", "dtype=fp32").epochs == 5, "the command line over all"
+    assert run("hardware: mi300x").compile is True
+    assert run("hardware: mi300x\ncompile: False").compile is False
+
+
+def test_a_component_replaces_the_lower_one_whole(run):
+    cfg = run("loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}", "optimizer.lr=5e-4")
+    assert cfg.loss == {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+    assert cfg.optimizer == {"_component_": "torch.optim.AdamW", "lr": 5e-4}, "single arguments by dots"
+    assert run("", "optimizer=torch.optim.SGD").optimizer == {"_component_": "torch.optim.SGD", "lr": 1e-3}
+
+
+def test_hardware_on_the_command_line_lifts_its_profile(run):
+    lines = "hardware: strix_halo\ndtype: fp16\ncompile: True\nepochs: 3"
+    cfg = run(lines, "hardware=cpu")
+    assert (cfg.hardware, cfg.device, cfg.dtype, cfg.compile, cfg.epochs) == ("cpu", "cpu", "fp32", False, 3)
+    assert run(lines, "hardware=cpu", "dtype=bf16").dtype == "bf16"
+    assert run(lines).dtype == "fp16"
+    assert run(lines, "hardware=auto").dtype == "bf16"
+
+
+def test_auto_on_a_machine_without_a_gpu(run, monkeypatch):
+    monkeypatch.setattr(config, "detect", lambda: CPU)
+    assert run().hardware == "cpu"
+    monkeypatch.setattr(config, "detect", lambda: replace(STRIX, arch="gfx1150"))
+    with pytest.raises(UserError, match=r"gfx1150.*hardware=strix_halo"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "message"),
+    [
+        ("batchsize: 4", [], "unknown key batchsize; did you mean batch_size"),
+        ("wandb: 4", [], r"unknown key wandb; known: batch_size, .*validation_fraction"),
+        ("3: 4", [], "unknown key 3"),
+        ("", ["batchsize=4"], "unknown key batchsize; did you mean batch_size"),
+        ("", ["=4"], "unknown key"),
+        ("", ["~epohcs"], "~epohcs: config run.yaml has no such key"),
+        ("", ["model.lora_rnak=4"], "unknown key model.lora_rnak for .*; did you mean lora_rank"),
+        ("", ["dataset.sorce=4"], "unknown key dataset.sorce for .*; did you mean source"),
+        ("", ["device.index=4"], "unknown key device.index: device is 'cuda'"),
+        ("loss: {_component_: rocm_ext.loss.LinearCrossEntropyLoss, chunks: 4}", [], "unknown key loss.chunks"),
+        ("dataset_val: [{_component_: rocm_ext.data.sft_dataset, sorce: a}]", [], "dataset_val.sorce"),
+        ("hardware: strix_hallo", [], "hardware=strix_hallo is unknown.*did you mean strix_halo"),
+        ("", ["hardware=mi300"], "hardware=mi300 is unknown.*did you mean mi300x"),
+    ],
+)
+def test_unknown_keys(run, lines, overrides, message):
+    with pytest.raises(UserError, match=message):
+        run(lines, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("component", "message"),
+    [
+        ("no_such_module.model", "No module named 'no_such_module'"),
+        ("torchtune.models.qwen2_5.lora_qwen2_5_8b", "'lora_qwen2_5_8b' is importable from .*models.qwen2_5"),
+        ("torchtune.models.qwen2_5", "is a module; expected a function or class"),
+        ("broken.model", "cannot be imported: .*no_such_dependency"),
+        ("''", r"model\._component_ '' cannot be imported"),
+        ("7", r"model\._component_ 7 cannot be imported"),
+    ],
+)
+def test_components_that_cannot_be_imported(run, tmp_path, component, message):
+    (tmp_path / "broken.py").write_text("import no_such_dependency\n")
+    with pytest.raises(UserError, match=rf"(?s)^model\._component_ .*{message}"):
+        run("", f"model={component}" if component not in ("''", "7") else f"model._component_={component}")
+
+
+@pytest.mark.parametrize("value", ["torchtune.models.qwen2_5.lora_qwen2_5_0_5b", "{lora_rank: 8}", "7", "[a]"])
+def test_a_component_key_without_component(run, value):
+    base = (COMPONENTS + "output_dir: out\n").replace("model: {", "profiler: {")
+    with pytest.raises(UserError, match="model must name a _component_"):
+        run(f"model: {value}\n", base=base)
+
+
+def test_missing_keys(run):
+    everything = "checkpointer, dataset, model, optimizer, output_dir, tokenizer"
+    with pytest.raises(UserError, match=f"config run.yaml: {everything} must be set"):
+        run(base="")
+    with pytest.raises(UserError, match=r"^config run.yaml: output_dir must be set"):
+        run(base=COMPONENTS)  # to which the checkpointer's refers
+    with pytest.raises(UserError, match="output_dir must be set"):
+        run("", "output_dir=null")
+    with pytest.raises(UserError, match="model must be set"):
+        run("", "model=null")
+    with pytest.raises(UserError, match=r"optimizer\.lr must be set"):
+        run("", "optimizer.lr=???")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [1", "run.yaml is no valid YAML"),
+        ("a:\n\tb: 1", "run.yaml is no valid YAML.*line 2"),
+        ("epochs: 1\nepochs: 2", "duplicate key epochs"),
+        ("- 1\n- 2", "holds a ListConfig; expected keys"),
+        ("output_dir: ${", "config run.yaml: "),
+        (COMPONENTS + "output_dir: ${nope}/x", "config run.yaml: Interpolation key 'nope' not found"),
+    ],
+)
+def test_files_that_are_no_config(run, content, message):
+    with pytest.raises(UserError, match=message) as caught:
+        run(base=content)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_and_folders_are_no_config(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"epochs: \xff\xfe")
+    with pytest.raises(UserError, match=r"cannot read config .*run\.yaml"):
+        load(tmp_path / "run.yaml")
+    with pytest.raises(UserError, match="neither a file nor one of this library's"):
+        load(tmp_path)
+
+
+def test_names(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for typo in ("strix_halo_qwen7", "strixhalo_qwen7b", "strix_halo_qwen7b.yaml"):
+        with pytest.raises(UserError, match=r"did you mean strix_halo_qwen7b\?"):
+            load(typo)
+    with pytest.raises(UserError, match=r"known: .*mi300x_qwen72b"):
+        load("foo/bar")
+    (tmp_path / "strix_halo_qwen7b").write_text("epochs: 2")
+    with pytest.raises(UserError, match="must be set"):  # the file here comes first
+        load("strix_halo_qwen7b")
+
+
+def test_one_of_two_keys_counts_the_rows_of_a_step(run):
+    def rows(lines: str, *overrides: str):
+        cfg = run(lines, *overrides)
+        return cfg.gradient_accumulation_steps, cfg.sequences_per_step
+
+    assert rows("") == (None, None)
+    assert rows("sequences_per_step: 32") == (None, 32)
+    assert rows("sequences_per_step: 32", "gradient_accumulation_steps=4") == (4, None), "the higher layer's"
+    assert rows("gradient_accumulation_steps: 4", "sequences_per_step=32") == (None, 32)
+    assert rows("sequences_per_step: 32", "gradient_accumulation_steps=null") == (None, 32)
+    assert rows("sequences_per_step: 32", "sequences_per_step=null", "gradient_accumulation_steps=4") == (4, None)
+    assert rows("sequences_per_step: 32\ngradient_accumulation_steps: 4") == (4, 32), "the recipe refuses both"
+
+
+def test_variables_are_keys_that_others_refer_to(run):
+    lines = "data: rows\nsource: x\n"
+    base = COMPONENTS.replace("rows.jsonl", "'${data}/${source}.jsonl'") + "output_dir: out\n"
+    assert run(lines, base=base).dataset.source == "rows/x.jsonl"
+    assert run(lines, "data=/else", base=base).dataset.source == "/else/x.jsonl"
+    with pytest.raises(UserError, match="unknown key output_di; did you mean output_dir"):
+        run("output_di: out", base=COMPONENTS)  # a prefix of what ${output_dir} refers to
+    with pytest.raises(UserError, match="unknown key data"):
+        run(lines)
+
+
+@pytest.mark.parametrize("null", ["null", "None", "~", ""])
+def test_components_can_be_switched_off_on_the_command_line(run, null):
+    lines = "lr_scheduler: {_component_: torchtune.training.get_cosine_schedule_with_warmup, num_warmup_steps: 1}"
+    assert run(lines).lr_scheduler.num_warmup_steps == 1
+    assert run(lines, f"lr_scheduler={null}").lr_scheduler is None
+
+
+def test_a_removed_key_is_the_default_again(run):
+    lines = "epochs: 3\nlr_scheduler: {_component_: torchtune.training.get_cosine_schedule_with_warmup}\n"
+    cfg = run(lines, "~epochs", "~lr_scheduler", "~optimizer.lr")
+    assert (cfg.epochs, cfg.lr_scheduler) == (1, None)
+    assert "lr" not in cfg.optimizer
+    with pytest.raises(UserError, match="model must be set"):
+        run("", "~model")
+
+
+def test_lists_of_components(run):
+    one = {"_component_": "rocm_ext.data.sft_dataset", "source": "a.jsonl"}
+    assert run("", "dataset=[{_component_: rocm_ext.data.sft_dataset, source: a.jsonl}]").dataset == [one]
+
+
+@pytest.mark.parametrize("override", ["num_workers=4", "pin_memory=True"])
+def test_hardware_locks_hold_against_every_layer(run, override):
+    key, value = override.split("=")
+    profile = device.load_profile("strix_halo")
+    for cfg in (run("", override), run(f"{key}: {value}")):
+        with pytest.raises(UserError, match=f"{override} on strix_halo.*To insist: hardware_overrides: .{key}"):
+            device.check_locked(profile, OmegaConf.to_container(cfg), list(cfg.hardware_overrides))
+    cfg = run("", override, f"hardware_overrides=[{key}]")
+    (line,) = device.check_locked(profile, OmegaConf.to_container(cfg), list(cfg.hardware_overrides))
+    assert line.startswith(override)
+
+
+def test_the_command_line(capsys):
+    assert config.command_line(["--config", "a", "b=1", "~c"]) == ("a", ["b=1", "~c"])
+    assert config.command_line(["b=x=y", "--config=a.yaml"]) == ("a.yaml", ["b=x=y"])
+    for argv, message in [
+        ([], "--config is missing; `tune ls`"),
+        (["b=1"], "--config is missing"),
+        (["--config"], "--config"),
+        (["--config", "a", "--batch_size", "4"], "unknown option --batch_size"),
+        (["--config", "a", "batch_size"], "cannot read override 'batch_size'; expected key=value"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(message)) as caught:
+            config.command_line(argv)
+        assert caught.value.code == 2
+    with pytest.raises(SystemExit) as left:
+        config.command_line(["--help"], "What it does.")
+    assert left.value.code == 0
+    assert "What it does." in capsys.readouterr().out
+
+
+def test_exit_codes(monkeypatch, capsys):
+    def fail():
+        raise UserError("so it is", code=2)
+
+    def stop():
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("RANK", raising=False)
+    assert [config.guarded(action) for action in (list, fail, stop)] == [0, 2, 130]
+    monkeypatch.setenv("RANK", "3")
+    assert config.guarded(fail) == 2
+    assert capsys.readouterr().err.splitlines() == ["error: so it is", "interrupted", "[rank 3] error: so it is"]
+
+
+def test_instantiate_names_the_key():
+    node = OmegaConf.create({"_component_": "torch.optim.AdamW", "lr": 1e-3, "momentum": 0.9})
+    with pytest.raises(UserError, match=r"^optimizer: torch.optim.AdamW: .*momentum"):
+        config.instantiate(node, [torch.nn.Parameter(torch.ones(1))], key="optimizer")
+
+
+def test_difference():
+    old = {"a": 1, "b": {"c": 2, "d": 3}, "free": {"x": 1}}
+    new = {"a": 1, "b": {"c": 4}, "free": {"x": 2}, "e": 5}
+    changes = config.difference(old, new, frozenset(["free"]))
+    assert changes == ["b.c: was 2, is 4", "b.d: was 3, is None", "e: was None, is 5"]
