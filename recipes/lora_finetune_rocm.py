@@ -7,10 +7,12 @@
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -129,16 +131,11 @@ class LoRAFinetune:
         if self.ranks.is_main:
             with disk_errors(out):
                 out.mkdir(parents=True, exist_ok=True)
-            if cfg.overwrite_output_dir and not cfg.resume_from_checkpoint:
-                self.checkpoints.clear()
-            replace_text(out / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        self.ranks.barrier()
+                if not os.access(out, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def _setup_tokenizer(self) -> None:
-        try:
-            self.tokenizer = config.instantiate(self.cfg.tokenizer, key="tokenizer")
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"tokenizer: {error}") from error
+        self.tokenizer = config.instantiate(self.cfg.tokenizer, key="tokenizer")
 
     def _setup_data(self) -> None:
         cfg = self.cfg
@@ -171,6 +168,7 @@ class LoRAFinetune:
                 log.warning("%s", line)
             if ranks.world > 1:
                 raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or take bf16")
+        self._check_vocabulary(decoder.tok_embeddings.num_embeddings)
         self.packed = use_packed_attention(decoder)
         if cfg.startup_checks:
             checks = precision.canaries(self.machine, self.device, self.dtype, decoder.head_dim, decoder.num_heads)
@@ -211,6 +209,14 @@ class LoRAFinetune:
         trainable = sum(p.numel() for p in self.adapter)
         total = sum(p.numel() for p in decoder.parameters())
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
+
+    def _check_vocabulary(self, size: int) -> None:
+        largest = max(int(tokens.max()) for rows in (self.rows, self.validation_rows) if rows for tokens in rows.tokens)
+        if largest >= size:
+            raise UserError(
+                f"the tokenizer makes token id {largest}, but the model's vocabulary ends at {size - 1}: "
+                "tokenizer and model do not belong together"
+            )
 
     def _setup_loaders(self) -> None:
         cfg = self.cfg
@@ -277,7 +283,20 @@ class LoRAFinetune:
             self._resumed = None
         elif self.cfg.resume_from_checkpoint:
             log.info("no checkpoint in %s: starting from the beginning", self.checkpoints.folder)
-        self.metrics = Metrics(self.output_dir / "metrics.jsonl", start) if self.ranks.is_main else None
+        self.ranks.barrier()  # every rank has read the checkpoint
+        self.metrics = self._take_output_dir(start) if self.ranks.is_main else None
+
+    def _take_output_dir(self, start: int) -> Metrics:
+        """From here on the output folder is this run's: nothing above can fail any more."""
+        cfg, out = self.cfg, self.output_dir
+        self.checkpoints.sweep()
+        if cfg.overwrite_output_dir and not cfg.resume_from_checkpoint:
+            self.checkpoints.clear()
+            for name in ("adapter", "merged"):
+                shutil.rmtree(out / name, ignore_errors=True)
+            (out / "summary.json").unlink(missing_ok=True)
+        replace_text(out / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        return Metrics(out / "metrics.jsonl", start)
 
     def _check_same_run(self, path: Path, state: dict[str, Any]) -> None:
         problems = config.difference(state["config"], OmegaConf.to_container(self.cfg), FREE_KEYS)  # type: ignore
@@ -540,26 +559,41 @@ class LoRAFinetune:
         """Close files and leave the process group."""
         if self.metric_logger is not None:
             self.metric_logger.close()
-        if self.metrics is not None:
-            self.metrics.close()
         self.ranks.close()
 
 
+_OR_NULL = ", or null"
+_WHOLE = {  # key -> the least, and whether it may be null
+    **dict.fromkeys(["batch_size", "epochs", "log_every_n_steps", "keep_last_n_checkpoints"], (1, False)),
+    **dict.fromkeys(["gradient_accumulation_steps", "sequences_per_step", "tokens_per_micro_batch"], (1, True)),
+    **dict.fromkeys(["max_steps_per_epoch", "run_val_every_n_steps", "save_every_n_steps"], (1, True)),
+    "early_stopping_patience": (1, True),
+    "num_workers": (0, False),
+    "data_seed": (0, False),
+    "seed": (0, True),
+}
+_SWITCHES = (
+    "startup_checks pin_memory compile enable_activation_offloading shuffle resume_from_checkpoint "
+    "overwrite_output_dir save_adapter_weights_only log_peak_memory_stats"
+).split()
+
+
 def _check_values(cfg: DictConfig) -> None:
-    positive = ("batch_size", "epochs", "log_every_n_steps", "keep_last_n_checkpoints")
-    optional = ["gradient_accumulation_steps", "sequences_per_step", "tokens_per_micro_batch", "max_steps_per_epoch", "run_val_every_n_steps", "early_stopping_patience", "save_every_n_steps"]
-    for key in (*positive, *optional):
+    for key, (least, optional) in _WHOLE.items():
         value = cfg[key]
-        if value is None and key in optional:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{key} is {value!r}; expected a whole number of at least 1")
-    if not (isinstance(cfg.validation_fraction, int | float) and 0 <= cfg.validation_fraction < 1):
-        raise UserError(f"validation_fraction is {cfg.validation_fraction!r}; expected a share from 0 to under 1")
-    if cfg.clip_grad_norm is not None and not (
-        isinstance(cfg.clip_grad_norm, int | float) and cfg.clip_grad_norm > 0
+        if not (type(value) is int and value >= least) and not (value is None and optional):
+            raise UserError(f"{key} is {value!r}; expected a whole number of at least {least}{_OR_NULL * optional}")
+    for key in _SWITCHES:
+        if not isinstance(cfg[key], bool):
+            raise UserError(f"{key} is {cfg[key]!r}; expected True or False")
+    for key, fits, expected in (
+        ("validation_fraction", lambda x: 0 <= x < 1, "a share from 0 to under 1"),
+        ("memory_fraction", lambda x: x is None or 0 < x <= 1, "a share above 0, at most 1" + _OR_NULL),
+        ("clip_grad_norm", lambda x: x is None or x > 0, "a number above 0" + _OR_NULL),
     ):
-        raise UserError(f"clip_grad_norm is {cfg.clip_grad_norm!r}; expected a number above 0, or null")
+        value = cfg[key]
+        if isinstance(value, bool) or not isinstance(value, int | float | None) or not fits(value):
+            raise UserError(f"{key} is {value!r}; expected {expected}")
     if cfg.sequences_per_step and cfg.gradient_accumulation_steps:
         raise UserError("sequences_per_step and gradient_accumulation_steps are both set; keep one of them")
 

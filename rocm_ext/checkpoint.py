@@ -1,6 +1,7 @@
 """Checkpoints of a run: whole or absent, everything needed to go on bit for bit."""
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,22 @@ class Checkpoints:
         with replace_folder(path) as folder:
             torch.save(state, folder / STATE)
             write_more(folder)
-        for old in self.steps()[: -self.keep]:
-            remove_folder(old)
+        # later ones could not be read when this run went on from an earlier one
+        kept = [p for p in self.steps() if p <= path][-self.keep :]
+        for other in self.steps():
+            if other not in kept:
+                remove_folder(other)
         return path
 
     def clear(self) -> None:
         """Remove every checkpoint."""
         for path in self.steps():
             remove_folder(path)
+
+    def sweep(self) -> None:
+        """Remove what a killed process left half written or half removed."""
+        for path in self.folder.glob(".step_*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest checkpoint that can be read, and its state; None if there is none."""

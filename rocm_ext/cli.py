@@ -40,13 +40,15 @@ def _add_pocket(commands) -> None:
     parser = commands.add_parser(
         "pocket",
         help="make a small model and its data to try the recipes with, offline, on any machine",
-        description="Make a Qwen2.5 model of a million parameters in Hugging Face's format, trained on the spot on "
-        "two-digit additions and subtractions until it is right about a third of the time, with train.jsonl and "
-        "heldout.jsonl beside it. Takes a minute or two on two CPU cores.",
+        description="Make a Qwen2.5 model of a million parameters in Hugging Face's format, trained on the spot "
+        "on two-digit additions and subtractions until it is right about a third of the time, with train.jsonl "
+        "and heldout.jsonl beside it. Takes a minute or two on two CPU cores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("dir", type=Path, metavar="DIR", help="where to; absent, empty or an earlier pocket model")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems and the weights")
+    parser.add_argument(
+        "dir", type=Path, metavar="DIR", help="where to: absent, empty or an earlier pocket model, which is kept"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of problems and weights")
     parser.add_argument(
         "--accuracy", type=float, default=0.33, help="stop training at this share of right held-out answers"
     )
@@ -63,28 +65,36 @@ def _pocket(args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     card, is_new = make(args.dir, args.seed, args.accuracy, args.force)
     score = Score(card["correct"], card["total"])
-    print(f"{args.dir}: {'' if is_new else 'exists already, '}held-out {score} after {card['steps']} steps, "
-          f"{card['parameters']:,} parameters")
+    print(
+        f"{args.dir}: {'' if is_new else 'exists already (--force remakes it), '}held-out {score} "
+        f"after {card['steps']} steps, {card['parameters']:,} parameters"
+    )
 
 
 def _add_eval(commands) -> None:
     parser = commands.add_parser(
         "eval",
         help="measure how often a model's greedy answer is right",
-        description="Greedy accuracy of a Qwen2 or Qwen2.5 model on rows with a known answer. A reply is right if the "
-        "last number in it equals the row's answer.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Greedy accuracy of a Qwen2 or Qwen2.5 model on rows with a known answer. A reply is right if "
+        "the last number in it equals the row's answer.",
     )
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="model in Hugging Face's format")
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT LoRA or DoRA adapter to merge in")
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help='JSONL: {"prompt": …, "answer": …}')
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens of a reply, at most")
-    parser.add_argument("--limit", type=int, metavar="N", help="evaluate the first N rows only")
-    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="prompts at once, at most")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (which also means ROCm)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="model in Hugging Face's format")
+    add("--adapter", type=Path, metavar="DIR", help="PEFT LoRA or DoRA adapter to merge in")
+    add("--data", type=Path, required=True, metavar="FILE", help='JSONL rows: {"prompt": …, "answer": …}')
+    add("--max-new-tokens", type=_count, default=64, metavar="N", help="tokens of a reply, at most (64)")
+    add("--limit", type=_count, metavar="N", help="evaluate the first N rows only")
+    add("--batch-size", type=_count, default=64, metavar="N", help="prompts at once, at most (64)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights (float32)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda also means ROCm (cpu)")
+    add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_eval)
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
 
 
 def _eval(args: argparse.Namespace) -> None:

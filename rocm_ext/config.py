@@ -25,7 +25,7 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from rocm_ext import device
-from rocm_ext.errors import UserError, nearest
+from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.machine import detect
 
 COMPONENT = "_component_"
@@ -177,7 +177,12 @@ def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
         raise UserError(f"{key}: {node[COMPONENT]}: {error}") from error
     except ValueError:
         pass  # a builtin without a signature checks its arguments itself
-    return torchtune_instantiate(node, *args, **kwargs)
+    try:
+        return torchtune_instantiate(node, *args, **kwargs)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the component raises
+        raise UserError(f"{key}: {node[COMPONENT]}: {one_line(error)}") from error
 
 
 def without(node: DictConfig, *keys: str) -> DictConfig:
@@ -258,7 +263,7 @@ def _check_known(given: Mapping[str, Any], defaults: Mapping[str, Any], run: Map
 def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> None:
     missing = set(OmegaConf.missing_keys(cfg))
     missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
-    if missing:
+    if missing := {key for key in missing if key in defaults} or missing:  # what refers to a missing key is no news
         raise UserError(f"config {name}: {', '.join(sorted(missing))} must be set")
 
 

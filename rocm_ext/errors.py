@@ -16,10 +16,11 @@ class UserError(Exception):
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """``; did you mean …?``, or the known names where none is near."""
-    known = sorted(known)
-    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
-    return f"; did you mean {match[0]}?" if match else f"; known: {', '.join(known)}"
+    """``; did you mean …?`` where a name is near, and the known names where they are few or none is near."""
+    names = sorted(known)
+    match = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
+    guess = f"; did you mean {match[0]}?" if match else ""
+    return guess if match and len(names) > 9 else f"{guess or ';'} known: {', '.join(names)}"
 
 
 def one_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """How often a model is right: greedy answers to rows whose answer is known.
 
-The rule: a reply is right if the last number in it equals the row's ``answer``. Steps may come first, thousands
-may have commas, and ``85.0`` equals ``85``.
+The rule: a reply is right if the last number in it equals the row's ``answer``. Steps may come first,
+thousands may have commas, and ``85.0`` equals ``85``.
 """
 
 import json
@@ -85,8 +85,9 @@ def accuracy(
     """
     prompts = [render_prompt(tokenizer, [{"role": "user", "content": row["prompt"]}]) for row in rows]
     replies = greedy(model, tokenizer, prompts, max_new_tokens, batch_size)
-    right = [final_number(tokenizer.decode(r)) == Decimal(row["answer"]) for r, row in zip(replies, rows, strict=True)]
-    return Score(sum(right), len(right))
+    found = [final_number(tokenizer.decode(reply)) for reply in replies]
+    right = sum(a == Decimal(row["answer"]) for a, row in zip(found, rows, strict=True))
+    return Score(right, len(rows))
 
 
 # ---- decoding
@@ -142,16 +143,19 @@ def _equal_lengths(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterato
 
 
 @torch.no_grad()
-def _decode(model: TransformerDecoder, tokens: Tensor, stops: Sequence[int], max_new_tokens: int) -> list[list[int]]:
+def _decode(
+    model: TransformerDecoder, tokens: Tensor, stops: Sequence[int], max_new_tokens: int
+) -> list[list[int]]:
     """Greedy replies to ``tokens [b, s]``."""
     b, s = tokens.shape
     device, dtype = tokens.device, next(model.parameters()).dtype
-    causal = torch.ones(s + max_new_tokens, s + max_new_tokens, dtype=torch.bool, device=device).tril()
-    positions = torch.arange(s + max_new_tokens, device=device)
+    longest = s + max_new_tokens
+    causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+    positions = torch.arange(longest, device=device)
     stop = torch.tensor(list(stops), device=device)
     stopped = torch.zeros(b, dtype=torch.bool, device=device)
     new: list[Tensor] = []  # [b] each
-    with local_kv_cache(model, batch_size=b, device=device, dtype=dtype, decoder_max_seq_len=s + max_new_tokens):
+    with local_kv_cache(model, batch_size=b, device=device, dtype=dtype, decoder_max_seq_len=longest):
         now = positions[:s]
         while len(new) < max_new_tokens and not stopped.all():
             logits = _last_logits(model, tokens, causal[now].expand(b, -1, -1), now.expand(b, -1))
@@ -162,7 +166,7 @@ def _decode(model: TransformerDecoder, tokens: Tensor, stops: Sequence[int], max
 
 
 def _last_logits(model: TransformerDecoder, tokens: Tensor, mask: Tensor, input_pos: Tensor) -> Tensor:
-    """Logits [b, vocab] of the token behind ``tokens [b, s]``; those of the other positions are never built."""
+    """Logits [b, vocab] of the token behind ``tokens [b, s]``; no other position's are built."""
     h = model.tok_embeddings(tokens)
     for layer in model.layers:
         h = layer(h, mask=mask, input_pos=input_pos)
@@ -216,7 +220,13 @@ def load_tokenizer(folder: Path, max_seq_len: int | None = None) -> Qwen2Tokeniz
 def load_model(
     folder: Path, adapter: Path | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> TransformerDecoder:
-    """The Qwen2 or Qwen2.5 model in the Hugging Face ``folder``, with a PEFT ``adapter`` merged in, to evaluate.
+    """The Qwen2 or Qwen2.5 model in ``folder``, in evaluation mode.
+
+    Args:
+        folder: in Hugging Face's format.
+        adapter: PEFT folder of a LoRA or DoRA adapter to merge into the weights.
+        dtype: of all weights.
+        device: where to.
 
     Raises:
         UserError: a file is missing or torn, the architecture is another one, or the adapter does not fit.
@@ -244,7 +254,7 @@ def load_model(
 def _shape(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """torchtune's arguments of ``qwen2`` from a Hugging Face config."""
     if config.get("model_type") != "qwen2":
-        raise UserError(f"{folder} is a {config.get('model_type')} model; only qwen2 (Qwen2, Qwen2.5) is supported")
+        raise UserError(f"{folder} is a {config.get('model_type')} model; only qwen2 (Qwen2, Qwen2.5) works here")
     heads, width = config["num_attention_heads"], config["hidden_size"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # newer | older transformers
     unsupported = {
@@ -280,8 +290,9 @@ def _merge(weights: dict[str, Tensor], adapter: Path) -> None:
     """Merge a PEFT LoRA or DoRA adapter into ``weights``, which have Hugging Face's names."""
     config = _json(adapter / ADAPTER_CONFIG)
     extras = ("rank_pattern", "alpha_pattern", "modules_to_save", "use_rslora", "fan_in_fan_out")
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or any(map(config.get, extras)):
-        raise UserError(f"{adapter} is no plain LoRA or DoRA adapter: bias and {', '.join(extras)} are not supported")
+    plain = config.get("peft_type") == "LORA" and config.get("bias", "none") == "none"
+    if not plain or any(map(config.get, extras)):
+        raise UserError(f"{adapter} is no plain LoRA or DoRA adapter (without bias, {', '.join(extras)})")
     updates: dict[str, dict[str, Tensor]] = {}
     for name, tensor in _tensors(adapter / ADAPTER_WEIGHTS).items():
         module, part = name.removeprefix("base_model.model.").rsplit(".lora_", 1)

@@ -11,7 +11,10 @@ from safetensors import SafetensorError
 
 from rocm_ext.errors import UserError
 
-_FULL = "no space left to write {}; what was there before is untouched. Free some space"
+_FULL = (
+    "no space left to write {}: the disk, a quota or a size limit is full. "
+    "What was there before is untouched; free some space and go on with resume_from_checkpoint=True"
+)
 
 
 @contextmanager
@@ -68,13 +71,11 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(_FULL.format(path)) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"cannot write {path}: {error.strerror}; choose another output_dir") from error
-        raise
+        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another output_dir") from error
     except (RuntimeError, SafetensorError) as error:  # torch.save and safetensors wrap the system's error
-        if any(sign in str(error) for sign in ("No space left", "unexpected pos", "file write failed")):
+        if any(sign in str(error) for sign in ("No space left", "File too large", "unexpected pos", "file write failed")):
             raise UserError(_FULL.format(path)) from error
         raise
 

@@ -29,7 +29,7 @@ def setup_logging() -> None:
 
 
 class Metrics:
-    """``metrics.jsonl``: one JSON object per line, flushed at once.
+    """``metrics.jsonl``: one JSON object per line, written at once.
 
     Args:
         path: the file.
@@ -41,17 +41,11 @@ class Metrics:
         lines = [line for line in read_metrics(path) if line["step"] <= resume_step] if path.exists() else []
         replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._path = path
-        self._file = path.open("a")
 
     def write(self, **values: Any) -> None:
         """Append one line."""
-        with disk_errors(self._path):
-            self._file.write(json.dumps(values) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        with disk_errors(self._path), self._path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

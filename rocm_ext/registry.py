@@ -15,12 +15,12 @@ RECIPES = ("lora_finetune_rocm",)
 def register() -> None:
     """Append our recipes to torchtune's registry if the running program is ``tune``. Never raises,
     but ends ``tune`` with one line where the installed torchtune or torchao cannot work."""
-    if not _is_tune():
-        return
-    problem = wrong_pins()
-    if problem and _names_us(sys.argv):
-        sys.exit(problem)
     try:
+        if not _is_tune():
+            return
+        problem = wrong_pins()
+        if problem and _names_us(sys.argv):
+            sys.exit(problem)
         _add_recipes()
     except Exception as error:
         print(f"torchtune-rocm: its recipes are not registered: {error}", file=sys.stderr)

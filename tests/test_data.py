@@ -310,8 +310,8 @@ def test_bad_rows_are_named(qwen, write, row, pieces):
 @pytest.mark.parametrize(
     ("kwargs", "pieces"),
     [
-        ({"schema": "mesages"}, ["'mesages'", "did you mean 'messages'", "sharegpt (conversations)"]),
-        ({"column_map": {"promt": "messages"}}, ["'promt'", "did you mean 'prompt'", "completion"]),
+        ({"schema": "mesages"}, ["'mesages'", "did you mean messages", "sharegpt (conversations)"]),
+        ({"column_map": {"promt": "messages"}}, ["'promt'", "did you mean prompt", "completion"]),
         ({"column_map": {"prompt": "question"}}, ["['question']", "['messages']"]),
         ({"split": "test"}, ["test", "one split, train"]),
         ({"split": "train[5:]"}, ["has no rows", "train[5:]"]),
@@ -530,7 +530,7 @@ def test_zero_rows_left_says_why():
 
 
 def test_unknown_policy():
-    with pytest.raises(UserError, match=r"'truncated' is unknown, did you mean 'truncate'.*drop, error"):
+    with pytest.raises(UserError, match=r"'truncated' is unknown; did you mean truncate.*drop, error"):
         read(Foreign(item(5)), 5, "truncated")
 
 

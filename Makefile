@@ -1,0 +1,43 @@
+# Everything runs in .venv; a GPU build of torch that $(PYTHON) already has is used as it is.
+PYTHON ?= python3
+VENV ?= .venv
+# What to install where there is no torch yet. On Linux, PyPI's torch brings 3 GB of CUDA along; a CPU
+# build: make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+HAS_GPU_TORCH := import torch, sys; sys.exit(not (torch.version.hip or torch.version.cuda))
+
+.PHONY: setup demo test test-slow lint clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	@if $(PYTHON) -c "$(HAS_GPU_TORCH)" 2>/dev/null; then \
+	  echo "using the GPU build of torch that $(PYTHON) has"; \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q $(TORCH); \
+	fi
+	$(BIN)/python -m pip install -q -e ".[test]"
+	@touch $@
+
+demo: setup
+	$(BIN)/rocm-ext pocket demo/pocket
+	$(BIN)/tune run lora_finetune_rocm --config cpu_pocket resume_from_checkpoint=True
+	@echo "held-out accuracy before:"
+	@$(BIN)/rocm-ext eval --model demo/pocket --data demo/pocket/heldout.jsonl
+	@echo "held-out accuracy after:"
+	@$(BIN)/rocm-ext eval --model demo/pocket --adapter demo/sft/adapter --data demo/pocket/heldout.jsonl
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) demo build dist *.egg-info

@@ -1,0 +1,15 @@
+"""What several test files share."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def pocket_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pocket model that is hardly trained; do not write into it."""
+    from rocm_ext.pocket import make
+
+    folder = tmp_path_factory.mktemp("pocket") / "model"
+    make(folder, seed=7, target=0.01)
+    return folder

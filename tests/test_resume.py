@@ -1,0 +1,489 @@
+"""A run that was killed, stopped or ran out of disk ends bit for bit like one that never was.
+
+Most runs here are forks of this process that call the recipe's ``main`` as ``tune`` does: they can be killed
+anywhere, and start in no time.
+"""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from rocm_ext import config, files
+from rocm_ext.checkpoint import Checkpoints
+from rocm_ext.errors import UserError
+from rocm_ext.monitor import log
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
+from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks and POSIX signals")
+REPO = Path(__file__).parents[1]
+
+
+class SendSignal:
+    """A metric logger that sends its own process a signal right after a step."""
+
+    def __init__(self, step: int, signum: int) -> None:
+        self.step, self.signum = step, signum
+
+    def log_dict(self, payload, step: int) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), self.signum)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class FillDisk(SendSignal):
+    """Leaves no space on the disk of the file ``path`` right after a step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def log_dict(self, payload, step: int) -> None:
+        if step == self.step:
+            with open(self.path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+
+
+class LimitFiles(FillDisk):
+    """Lets no file grow by more than half a line beyond what the one at ``path`` has right after a step."""
+
+    def log_dict(self, payload, step: int) -> None:
+        if step == self.step:
+            limit_files(os.path.getsize(self.path) + 100)
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def at(step: int, what: int | type, *path: Path) -> dict:
+    """The logger that does something at ``step``: sends a signal, or is ``what``, on ``path``."""
+    if isinstance(what, int):
+        return {"_component_": "tests.test_resume.SendSignal", "step": step, "signum": int(what)}
+    return {"_component_": f"tests.test_resume.{what.__name__}", "step": step, "path": str(path[0])}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Holds a base model, another one, and rows: 37 to train on, which 8 a step do not divide."""
+    top = tmp_path_factory.mktemp("resume")
+    write_model(top / "base")
+    write_model(top / "other", initializer_range=0.03)
+    write_rows(top / "rows.jsonl", 41)
+    return top
+
+
+@pytest.fixture(scope="module")
+def make(folder) -> Callable[..., Path]:
+    """Writes the YAML of a run: 10 steps in 2 epochs, with dropout, a schedule and validation."""
+
+    def make(out: Path, **changes) -> Path:
+        cfg = run_config(folder / "base", folder / "rows.jsonl", out, epochs=2, save_every_n_steps=2)
+        cfg["model"]["lora_dropout"] = 0.1
+        cfg["lr_scheduler"] = {
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 3,
+        }
+        cfg |= {"clip_grad_norm": 1.0, "validation_fraction": 0.1, "max_steps_per_epoch": None, **changes}
+        out.parent.mkdir(exist_ok=True)
+        return write_yaml(out.with_suffix(f".{len(changes)}.yaml"), cfg)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(make, folder) -> Path:
+    """A run that nothing disturbed."""
+    out = folder / "reference"
+    assert run(make(out))[0] == 0
+    return out
+
+
+def run(path: Path, *overrides: str, prepare: Callable[[], object] | None = None) -> tuple[int, str]:
+    """A whole run in a fork, after ``prepare()``: its exit code, negative for a signal, and its messages."""
+    receive, send = os.pipe()  # holds 64 kB, far more than a run has to say
+    pid = os.fork()
+    if pid:
+        os.close(send)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with open(receive) as messages:
+            return code, messages.read()
+    code = 1
+    try:
+        sys.stdout = sys.stderr = open(send, "w")
+        log.handlers.clear()
+        torch.set_num_threads(1)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        if prepare is not None:
+            prepare()
+        sys.argv = ["tune", "--config", str(path), *overrides]
+        main()
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def resume(path: Path, **kwargs) -> tuple[int, str]:
+    return run(path, "resume_from_checkpoint=True", **kwargs)
+
+
+def steps(out: Path) -> list[int]:
+    """The checkpoints that are kept."""
+    return sorted(int(p.name.removeprefix("step_")) for p in (out / "checkpoints").iterdir())
+
+
+def outcome(out: Path) -> tuple:
+    """All that must not differ: adapter, curves, and the last checkpoint."""
+    state = torch.load(out / "checkpoints" / f"step_{steps(out)[-1]:08d}" / "state.pt", weights_only=True)
+    del state["config"]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timing = {"seconds", "tokens_per_second", "peak_memory"}
+    curves = [{k: v for k, v in line.items() if k not in timing} for line in lines]
+    return (out / "adapter" / "adapter_model.safetensors").read_bytes(), curves, plain(state)
+
+
+def plain(node):
+    """Nested state as values that ``==`` compares."""
+    if isinstance(node, torch.Tensor):
+        return str(node.dtype), node.tolist()
+    if isinstance(node, dict):
+        return {k: plain(v) for k, v in node.items()}
+    return [plain(v) for v in node] if isinstance(node, list | tuple) else node
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below ``folder``."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def assert_equal(out: Path, reference: Path) -> None:
+    found, expected = outcome(out), outcome(reference)
+    assert found[1] == expected[1]  # the curves first: they tell most
+    assert found[2] == expected[2]
+    assert found[0] == expected[0]
+
+
+def test_reference_is_what_the_others_claim(reference):
+    _, curves, state = outcome(reference)
+    assert [line["step"] for line in curves if "loss" in line] == list(range(1, 11))
+    assert [line["step"] for line in curves if "val_loss" in line] == [5, 10]
+    assert len({line["lr"] for line in curves if "lr" in line}) == 10
+    assert state["step"] == 10
+    assert state["optimizer"]["state"]
+    assert {"python", "numpy", "torch"} <= set(state["rng"][0])
+    assert steps(reference) == [8, 10]  # keep_last_n_checkpoints is 2
+
+
+def test_tune_killed_in_mid_epoch(make, reference, tmp_path):
+    out, env = tmp_path / "out", {"PYTHONPATH": str(REPO)}
+    path = make(out, metric_logger=at(7, signal.SIGKILL))
+    killed = tune("run", "lora_finetune_rocm", "--config", path, cwd=tmp_path, env=env)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert steps(out) == [5, 6]
+    assert not (out / "adapter").exists()
+
+    path = make(out, resume_from_checkpoint=True, metric_logger=None)
+    resumed = tune("run", "lora_finetune_rocm", "--config", path, cwd=tmp_path, env=env)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from" in resumed.stderr
+    assert_equal(out, reference)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped(make, reference, tmp_path, signum, code):
+    out = tmp_path / "out"
+    found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which is still done
+    assert found == code, messages
+    assert "stopped at step 7, all saved; go on with resume_from_checkpoint=True" in messages
+    assert "Traceback" not in messages
+    assert steps(out)[-1] == 7
+    assert not (out / "adapter").exists()
+
+    assert resume(make(out))[0] == 0
+    assert_equal(out, reference)
+
+
+def test_tune_stopped_by_ctrl_c(make, reference, tmp_path):
+    out = tmp_path / "out"
+    path = make(out, metric_logger=at(3, signal.SIGINT))
+    stopped = tune("run", "lora_finetune_rocm", "--config", path, env={"PYTHONPATH": str(REPO)})
+    assert stopped.returncode == 130, stopped.stderr
+    assert resume(make(out))[0] == 0
+    assert_equal(out, reference)
+
+
+def test_sigterm_during_setup(make, tmp_path):
+    def prepare():
+        LoRAFinetune._setup_model = lambda self: os.kill(os.getpid(), signal.SIGTERM)
+
+    code, messages = run(make(tmp_path / "out"), prepare=prepare)
+    assert code == 143
+    assert "Traceback" not in messages
+    assert not any((tmp_path / "out").iterdir())
+
+
+def kill_before(count: int) -> Callable[[], None]:
+    """Patches that kill the process at its ``count``-th change of the disk: a flush, a rename or a removal."""
+
+    def prepare() -> None:
+        done = 0
+
+        def counted(function):
+            def call(*args, **kwargs):
+                nonlocal done
+                done += 1
+                if done == count:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **kwargs)
+
+            return call
+
+        files._sync = counted(files._sync)
+        Path.rename, Path.replace = counted(Path.rename), counted(Path.replace)  # type: ignore[method-assign]
+        shutil.rmtree = counted(shutil.rmtree)  # type: ignore[assignment]
+
+    return prepare
+
+
+@pytest.mark.parametrize("counts", [range(1, 25, 4), pytest.param(range(1, 40), marks=pytest.mark.slow)])
+def test_killed_while_writing(make, reference, tmp_path, counts):
+    out, codes = tmp_path / "out", []
+    for count in counts:
+        codes.append(resume(make(out), prepare=kill_before(count))[0])
+    assert set(codes) <= {-signal.SIGKILL, 0}
+    assert codes.count(-signal.SIGKILL) > 4
+    assert resume(make(out))[0] == 0
+    assert_equal(out, reference)
+    assert not list(out.glob("checkpoints/.*"))  # what the kills left behind is gone
+
+
+def test_torn_newest_checkpoint(make, reference, tmp_path):
+    out = tmp_path / "out"
+    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    state = out / "checkpoints" / "step_00000006" / "state.pt"
+    os.truncate(state, state.stat().st_size // 2)
+
+    code, messages = resume(make(out))
+    assert code == 0
+    assert "step_00000006 cannot be read and is passed over" in messages
+    assert "resumed from" in messages
+    assert_equal(out, reference)
+    assert steps(out) == [8, 10]
+
+
+def test_torn_checkpoints_do_not_crowd_out_new_ones(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(8, {"step": 8}, lambda folder: None)
+    (tmp_path / "step_00000008" / "state.pt").write_bytes(b"torn")
+    assert checkpoints.newest() is None
+    checkpoints.save(2, {"step": 2}, lambda folder: None)
+    assert [p.name for p in checkpoints.steps()] == ["step_00000002"]
+
+
+def test_resume_where_nothing_is_starts_and_resume_of_a_finished_run_changes_nothing(make, reference, tmp_path):
+    out = tmp_path / "out"
+    code, messages = resume(make(out))
+    assert code == 0
+    assert "starting from the beginning" in messages
+    assert_equal(out, reference)
+
+    before = tree(out)
+    code, messages = resume(make(out))
+    assert code == 0, messages
+    after = tree(out)
+    changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
+    assert changed <= {"summary.json", "config.yaml"}  # peak memory; resume_from_checkpoint
+    assert json.loads(after["summary.json"])["steps"] == 10
+
+
+def test_seed_that_was_drawn_is_kept(make, tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    assert run(make(out, seed=None, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    assert resume(make(out, seed=None))[0] == 0
+    seed = yaml.safe_load((out / "config.yaml").read_text())["seed"]
+    assert run(make(again, seed=seed))[0] == 0
+    assert_equal(out, again)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.lr=2e-3"], "optimizer.lr: was 0.001, is 0.002"),
+        (["epochs=3"], "epochs: was 2, is 3"),
+        (["model.lora_dropout=0.2"], "model.lora_dropout: was 0.1, is 0.2"),
+        (["sequences_per_step=4"], "rows per step: was 8, is 4"),
+        (["seed=2"], "seed changed"),
+        (["checkpointer.checkpoint_dir={folder}/other"], "base_model changed"),
+        (["dataset.source={folder}/fewer.jsonl"], "data changed; validation_data changed"),
+    ],
+)
+def test_another_run_is_refused(make, reference, folder, overrides, message):
+    write_rows(folder / "fewer.jsonl", 40)
+    before = tree(reference)
+    overrides = [item.format(folder=folder) for item in overrides]
+    cfg = config.load("lora_finetune_rocm", str(make(reference, resume_from_checkpoint=True)), overrides)
+    with pytest.raises(UserError, match=r"step_00000010 belongs to another run: .*" + message):
+        LoRAFinetune(cfg).setup()
+    assert tree(reference) == before
+
+
+def test_what_is_free_to_change(make, reference, tmp_path):
+    """How a step is cut and where things lie changes nothing, or rounding at most."""
+    out = tmp_path / "out"
+    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    code, messages = resume(make(out, batch_size=2, log_every_n_steps=3, keep_last_n_checkpoints=1))
+    assert code == 0, messages
+    assert steps(out) == [10]
+    found, expected = ([line["loss"] for line in outcome(o)[1] if "loss" in line] for o in (out, reference))
+    assert found == pytest.approx(expected, rel=0.05)  # dropout is drawn in another order
+
+
+def test_used_output_dir(make, reference, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    before = tree(out)
+    code, messages = run(make(out))
+    assert code == 1
+    assert "resume_from_checkpoint=True goes on with it, overwrite_output_dir=True replaces it" in messages
+    code, messages = run(make(out), "overwrite_output_dir=True", "tokens_per_micro_batch=1")
+    assert (code, "tokens_per_micro_batch is 1" in messages) == (1, True), messages
+    assert tree(out) == before  # a mistake costs nothing
+
+    killed = make(out, overwrite_output_dir=True, metric_logger=at(1, signal.SIGKILL))
+    assert run(killed)[0] == -signal.SIGKILL
+    assert set(os.listdir(out)) == {"config.yaml", "metrics.jsonl", "checkpoints"}  # nothing of the earlier run
+    assert run(make(out), "overwrite_output_dir=True")[0] == 0
+    assert_equal(out, reference)
+
+
+def test_early_stopping(make, tmp_path):
+    options = {
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.3},
+        "run_val_every_n_steps": 1,
+        "early_stopping_patience": 3,
+        "save_every_n_steps": 1,
+        "keep_last_n_checkpoints": 99,
+    }
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run(make(whole, **options))[0] == 0
+    summary = json.loads((whole / "summary.json").read_text())
+    best = summary["best_validation"]["step"]
+    assert summary["adapter_is"] == "best by validation loss"
+    assert summary["steps"] == best + 3 < 10
+    name = "adapter_model.safetensors"
+    kept = whole / "checkpoints" / f"step_{best:08d}" / name
+    assert (whole / "adapter" / name).read_bytes() == kept.read_bytes()
+
+    killed = make(out, **options, metric_logger=at(best + 2, signal.SIGKILL))
+    assert run(killed)[0] == -signal.SIGKILL
+    assert resume(make(out, **options))[0] == 0
+    assert_equal(out, whole)
+    assert resume(make(out, **options))[0] == 0  # stopped already
+    assert_equal(out, whole)
+
+
+def test_disk_full_in_a_checkpoint(make, reference, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(out)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk here: {mounted.stderr.decode().strip()}")
+    try:
+        filler = out / "filler"
+        code, messages = run(make(out, metric_logger=at(5, FillDisk, filler)))
+        assert code == 1, messages
+        assert_one_line(messages, "no space left to write", "free some space")
+        assert steps(out) == [2, 4]
+        assert not list(out.glob("checkpoints/.*"))
+
+        code, messages = resume(make(out))  # still full
+        assert code == 1, messages
+        assert_one_line(messages, "no space left to write", "free some space")
+        filler.unlink()
+        assert resume(make(out))[0] == 0
+        assert_equal(out, reference)
+    finally:
+        subprocess.run(["umount", str(out)], check=True)
+
+
+def assert_one_line(messages: str, *parts: str) -> None:
+    last = messages.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert all(part in last for part in parts), last
+    assert "Traceback" not in messages
+    assert "Exception ignored" not in messages
+
+
+@pytest.mark.parametrize("what", ["step_00000002", "metrics.jsonl"])
+def test_file_that_cannot_grow(make, reference, tmp_path, what):
+    """The system refuses to write on in the middle of a file."""
+    out = tmp_path / "out"
+    if what == "metrics.jsonl":
+        code, messages = run(make(out, metric_logger=at(6, LimitFiles, out / what), save_every_n_steps=None))
+        assert steps(out) == [5]
+        assert not (out / what).read_text().endswith("\n")
+    else:
+        code, messages = run(make(out), prepare=lambda: limit_files(20_000))
+        assert steps(out) == []
+    assert code == 1, messages
+    assert_one_line(messages, what, "a size limit is full")
+    assert not list(out.glob("checkpoints/.*"))
+    assert resume(make(out))[0] == 0
+    assert_equal(out, reference)
+
+
+@pytest.mark.slow
+def test_tune_killed_at_random(make, reference, tmp_path):
+    out, kills = tmp_path / "out", 0
+    path = make(out, resume_from_checkpoint=True)
+    command = [str(Path(sys.executable).with_name("tune")), "run", "lora_finetune_rocm", "--config", str(path)]
+    for seed in range(12):
+        process = subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        dice, began = random.Random(seed), out.exists() and (out / "config.yaml").stat().st_mtime
+        if seed % 4:  # from the beginning of the training on, else in the setup
+            while process.poll() is None and (not out.exists() or began == (out / "config.yaml").stat().st_mtime):
+                time.sleep(0.01)
+        time.sleep(dice.uniform(0, 0.4))
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+    assert kills > 3
+    assert tune("run", "lora_finetune_rocm", "--config", path).returncode == 0
+    assert_equal(out, reference)
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_and_resumed(make, tmp_path):
+    def launch(path: Path) -> subprocess.CompletedProcess:
+        ranks = ["--nnodes", "1", "--nproc_per_node", "2"]
+        return tune("run", *ranks, "lora_finetune_rocm", "--config", path, env={"PYTHONPATH": str(REPO)})
+
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert launch(make(whole)).returncode == 0
+    assert launch(make(out, metric_logger=at(7, signal.SIGKILL))).returncode != 0
+    assert steps(out) == [5, 6]
+    resumed = launch(make(out, resume_from_checkpoint=True))
+    assert resumed.returncode == 0, resumed.stderr
+    assert_equal(out, whole)
