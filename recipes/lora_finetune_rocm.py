@@ -136,6 +136,9 @@ class LoRAFinetune:
 
     def _setup_tokenizer(self) -> None:
         self.tokenizer = config.instantiate(self.cfg.tokenizer, key="tokenizer")
+        longest = getattr(self.tokenizer, "max_seq_len", None)
+        if longest is not None and not (type(longest) is int and longest >= 1):
+            raise UserError(f"tokenizer.max_seq_len is {longest!r}; expected a whole number of at least 1, or null")
 
     def _setup_data(self) -> None:
         cfg = self.cfg
@@ -151,7 +154,7 @@ class LoRAFinetune:
 
     def _rows(self, node: Any, key: str) -> data.Rows:
         rows = data.tokenize(
-            data.open_dataset(node, self.tokenizer),
+            data.open_dataset(node, self.tokenizer, self.cfg.too_long),
             max_seq_len=getattr(self.tokenizer, "max_seq_len", None),
             too_long=self.cfg.too_long,
             progress=self.ranks.is_main and os.isatty(2),
@@ -390,9 +393,9 @@ class LoRAFinetune:
         if self.step or self.dtype == torch.float32:
             yield
             return
-        with precision.dtype_leaks(self.model, self.dtype) as leaks:
+        with precision.dtype_leaks(self.decoder, self.dtype) as leaks:  # the loss around it is fp32 on purpose
             yield
-        if leaks := [leak for leak in leaks if not leak.startswith("loss")]:  # the loss is fp32 on purpose
+        if leaks:
             log.warning("modules that left %s: %s", self.dtype, ", ".join(leaks[:5]))
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
@@ -572,10 +575,10 @@ _WHOLE = {  # key -> the least, and whether it may be null
     "data_seed": (0, False),
     "seed": (0, True),
 }
-_SWITCHES = (
-    "startup_checks pin_memory compile enable_activation_offloading shuffle resume_from_checkpoint "
-    "overwrite_output_dir save_adapter_weights_only log_peak_memory_stats"
-).split()
+_SWITCHES = """
+    startup_checks pin_memory compile enable_activation_offloading shuffle resume_from_checkpoint
+    overwrite_output_dir save_adapter_weights_only log_peak_memory_stats
+""".split()
 
 
 def _check_values(cfg: DictConfig) -> None:
@@ -583,6 +586,9 @@ def _check_values(cfg: DictConfig) -> None:
         value = cfg[key]
         if not (type(value) is int and value >= least) and not (value is None and optional):
             raise UserError(f"{key} is {value!r}; expected a whole number of at least {least}{_OR_NULL * optional}")
+    rank = cfg.model.get("lora_rank", 1)
+    if not (type(rank) is int and rank >= 1):
+        raise UserError(f"model.lora_rank is {rank!r}; expected a whole number of at least 1")
     for key in _SWITCHES:
         if not isinstance(cfg[key], bool):
             raise UserError(f"{key} is {cfg[key]!r}; expected True or False")

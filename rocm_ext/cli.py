@@ -40,14 +40,12 @@ def _add_pocket(commands) -> None:
     parser = commands.add_parser(
         "pocket",
         help="make a small model and its data to try the recipes with, offline, on any machine",
-        description="Make a Qwen2.5 model of a million parameters in Hugging Face's format, trained on the spot "
-        "on two-digit additions and subtractions until it is right about a third of the time, with train.jsonl "
-        "and heldout.jsonl beside it. Takes a minute or two on two CPU cores.",
+        description="Make a Qwen2.5 model of a million parameters in Hugging Face's format, trained on the "
+        "spot on two-digit additions and subtractions until it is right about a third of the time, with "
+        "train.jsonl and heldout.jsonl beside it. Takes a minute or two on two CPU cores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "dir", type=Path, metavar="DIR", help="where to: absent, empty or an earlier pocket model, which is kept"
-    )
+    parser.add_argument("dir", type=Path, metavar="DIR", help="where to; an earlier pocket model is kept")
     parser.add_argument("--seed", type=int, default=0, help="of problems and weights")
     parser.add_argument(
         "--accuracy", type=float, default=0.33, help="stop training at this share of right held-out answers"
@@ -75,8 +73,8 @@ def _add_eval(commands) -> None:
     parser = commands.add_parser(
         "eval",
         help="measure how often a model's greedy answer is right",
-        description="Greedy accuracy of a Qwen2 or Qwen2.5 model on rows with a known answer. A reply is right if "
-        "the last number in it equals the row's answer.",
+        description="Greedy accuracy of a Qwen2 or Qwen2.5 model on rows with a known answer. A reply is "
+        "right if the last number in it equals the row's answer.",
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="model in Hugging Face's format")
@@ -85,7 +83,8 @@ def _add_eval(commands) -> None:
     add("--max-new-tokens", type=_count, default=64, metavar="N", help="tokens of a reply, at most (64)")
     add("--limit", type=_count, metavar="N", help="evaluate the first N rows only")
     add("--batch-size", type=_count, default=64, metavar="N", help="prompts at once, at most (64)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights (float32)")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default=dtypes[0], help="of the weights (float32)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda also means ROCm (cpu)")
     add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_eval)

@@ -239,6 +239,10 @@ def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[st
     rest = []
     for item in overrides:
         key, _, value = item.partition("=")
+        try:
+            OmegaConf.from_dotlist([item])
+        except yaml.YAMLError as error:
+            raise UserError(f"cannot read override {item!r}: {one_line(error)}") from error
         if isinstance(merged.get(key), Mapping) and COMPONENT in merged[key]:
             parsed = None if value == "None" else OmegaConf.to_container(OmegaConf.from_dotlist([item]))[key]  # type: ignore
             if not isinstance(parsed, str):

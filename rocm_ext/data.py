@@ -13,27 +13,31 @@ from tqdm import tqdm
 
 from rocm_ext.chat import IGNORE, unlimited
 from rocm_ext.errors import UserError, nearest, one_line
-from rocm_ext.sources import sft_dataset
+from rocm_ext.monitor import log
+from rocm_ext.sources import ConversationDataset, sft_dataset
 
 __all__ = ["Rows", "open_dataset", "origin_of", "sft_dataset", "tokenize"]  # configs name rocm_ext.data.sft_dataset
 
 TOO_LONG = ("truncate", "drop", "error")
 
 
-def open_dataset(cfg: Any, tokenizer: Any) -> Dataset:
+def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
     """The dataset that a config node names with ``_component_``, or several joined from a list of nodes.
+
+    Under ``truncate`` components get the tokenizer as it is, so that torchtune's see what they see in torchtune;
+    under the other policies rows must arrive whole, so they get one without ``max_seq_len``.
 
     Raises:
         UserError: there is no such component, or it fails on its arguments.
     """
     if OmegaConf.is_list(cfg) and cfg:
-        return ConcatDataset([open_dataset(node, tokenizer) for node in cfg])
+        return ConcatDataset([open_dataset(node, tokenizer, too_long) for node in cfg])
     component = cfg.get("_component_") if OmegaConf.is_dict(cfg) else None
     if component is None:
         raise UserError("dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them")
     try:
-        # torchtune's packing needs the limit; anything else is cut in `tokenize`, where it is counted.
-        return instantiate(cfg, tokenizer if cfg.get("packed") else unlimited(tokenizer))
+        as_it_is = too_long == "truncate" or cfg.get("packed")  # torchtune's packing needs the limit
+        return instantiate(cfg, tokenizer if as_it_is else unlimited(tokenizer))
     except UserError:
         raise
     except Exception as error:  # whatever somebody else's component raises
@@ -119,6 +123,7 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
     counts = {"rows": len(dataset), "truncated": 0, "dropped_too_long": 0, "dropped_without_labels": 0}
     rows = Rows([], [], [], counts)
+    foreign = not all(isinstance(part, ConversationDataset) for part in getattr(dataset, "datasets", [dataset]))
     for index in tqdm(range(len(dataset)), desc="tokenize", unit="row", disable=not progress):
         try:
             tokens, labels, lengths = _read_item(dataset[index])
@@ -142,7 +147,8 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
         if not used.any():
             counts["dropped_without_labels"] += 1
             continue
-        counts["truncated"] += cut
+        # torchtune's components cut by themselves, and mask the last token when they do
+        counts["truncated"] += cut or (foreign and len(tokens) == max_seq_len and labels[-1] == IGNORE)
         rows.tokens.append(tokens)
         rows.labels.append(labels)
         rows.lengths.append(lengths)
@@ -150,6 +156,11 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
         raise UserError(
             f"0 of {counts['rows']} rows left: {counts['dropped_too_long']} over max_seq_len {max_seq_len} "
             f"were dropped, {counts['dropped_without_labels']} had nothing to train on within it"
+        )
+    if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
+        log.warning(
+            "the last token of every row is masked: torchtune's tokenizers do so to the stop token under max_seq_len, "
+            "and the model will not learn to stop. rocm_ext.data.sft_dataset labels it; so does max_seq_len: null"
         )
     return rows
 

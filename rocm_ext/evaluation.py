@@ -25,7 +25,7 @@ from torchtune.modules import TransformerDecoder, local_kv_cache
 from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
 
 from rocm_ext.chat import render_prompt
-from rocm_ext.errors import UserError
+from rocm_ext.errors import UserError, one_line
 from rocm_ext.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, merged_weight
 
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
@@ -108,7 +108,7 @@ def greedy(
     Args:
         model: in evaluation mode, without a KV cache.
         tokenizer: gives ``stop_tokens``.
-        prompts: token ids of each prompt, as :func:`rocm_ext.data.render_prompt` makes them.
+        prompts: token ids of each prompt, as :func:`rocm_ext.chat.render_prompt` makes them.
         max_new_tokens: of each reply.
         batch_size: prompts at once, at most.
 
@@ -127,7 +127,8 @@ def greedy(
     replies: list[list[int]] = [[] for _ in prompts]
     for batch in _equal_lengths(prompts, batch_size):
         tokens = torch.tensor([prompts[i] for i in batch], device=next(model.parameters()).device)
-        for i, reply in zip(batch, _decode(model, tokens, tokenizer.stop_tokens, max_new_tokens), strict=True):
+        decoded = _decode(model, tokens, tokenizer.stop_tokens, max_new_tokens)
+        for i, reply in zip(batch, decoded, strict=True):
             replies[i] = reply
     return replies
 
@@ -243,7 +244,7 @@ def load_model(
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        raise UserError(f"the weights in {folder} do not fit its config.json: {error}") from error
+        raise UserError(f"the weights in {folder} do not fit its config.json: {one_line(error)}") from error
     with torch.device(device):
         for module in model.modules():
             if hasattr(module, "rope_init"):  # its tables are no weights, so they are still on meta
@@ -254,7 +255,8 @@ def load_model(
 def _shape(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """torchtune's arguments of ``qwen2`` from a Hugging Face config."""
     if config.get("model_type") != "qwen2":
-        raise UserError(f"{folder} is a {config.get('model_type')} model; only qwen2 (Qwen2, Qwen2.5) works here")
+        found = config.get("model_type")
+        raise UserError(f"{folder} is a {found} model; only qwen2 (Qwen2 and Qwen2.5) can be evaluated")
     heads, width = config["num_attention_heads"], config["hidden_size"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # newer | older transformers
     unsupported = {

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -77,8 +78,9 @@ def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> 
         peft = load_file(source / ADAPTER_WEIGHTS)
     except FileNotFoundError as error:
         raise UserError(f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}") from error
-    except (SafetensorError, ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"cannot read the adapter in {source}: {error}") from error
+    except (SafetensorError, UnpicklingError, ValueError, RuntimeError, OSError) as error:
+        cause = str(error).split("\n")[0]
+        raise UserError(f"cannot read the adapter in {source}: {cause}") from error
     rank, alpha = rank_and_alpha(next(layer for _, layer in adapters(decoder)))
     if (config.get("r"), config.get("lora_alpha")) != (rank, alpha):
         raise UserError(

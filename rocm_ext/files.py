@@ -75,7 +75,8 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise UserError(_FULL.format(path)) from error
         raise UserError(f"cannot write {path}: {error.strerror or error}; choose another output_dir") from error
     except (RuntimeError, SafetensorError) as error:  # torch.save and safetensors wrap the system's error
-        if any(sign in str(error) for sign in ("No space left", "File too large", "unexpected pos", "file write failed")):
+        signs = ("No space left", "File too large", "unexpected pos", "file write failed")
+        if any(sign in str(error) for sign in signs):
             raise UserError(_FULL.format(path)) from error
         raise
 

@@ -165,4 +165,5 @@ def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
 def rank_and_alpha(layer: Adapter) -> tuple[int, float]:
     """LoRA's r and alpha of a layer."""
     rank = layer.lora_a.weight.shape[0]
-    return rank, layer.alpha if isinstance(layer, Lora) else layer.scaling * rank
+    alpha = layer.alpha if isinstance(layer, Lora) else round(layer.scaling * rank, 6)  # DoRALinear keeps the quotient
+    return rank, alpha

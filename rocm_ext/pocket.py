@@ -112,6 +112,7 @@ def make(
     """
     if not 0 < target < 1:
         raise UserError(f"accuracy {target} is not between 0 and 1")
+    folder = folder.resolve()
     if (earlier := _earlier(folder)) and not force:
         if (earlier["seed"], earlier["target"]) == (seed, target):
             return earlier, False

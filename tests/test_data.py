@@ -611,21 +611,24 @@ def node(**kwargs):
 def test_open_one_and_several(qwen, write):
     a, b = write([ROWS["messages"]] * 2, "a.jsonl"), write([{"q": "q", "a": "a"}], "b.jsonl")
     second = node(source=b, column_map={"prompt": "q", "completion": "a"})
-    assert len(open_dataset(second, qwen)) == 1
-    both = open_dataset(OmegaConf.create([node(source=a), second]), qwen)
+    assert len(open_dataset(second, qwen, "truncate")) == 1
+    both = open_dataset(OmegaConf.create([node(source=a), second]), qwen, "truncate")
     assert [origin_of(both, i) for i in range(len(both))] == [f"{a}:1", f"{a}:2", f"{b}:1"]
     assert len(read(both)) == 3
 
 
 def test_rows_of_stock_datasets_are_cut_and_counted_by_us(tmp_path, write, hf_cache):
     short = make_qwen(tmp_path, max_seq_len=20)
-    source = write([{"input": "q" * 30, "output": "a" * 30}, {"input": "q", "output": "a"}])
+    source = write([{"input": "q", "output": "a" * 30}, {"input": "q", "output": "a"}])
     stock = {"_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": source}
     stock["split"] = "train"
-    rows = read(open_dataset(OmegaConf.create(stock), short), 20, "drop")
+    rows = read(open_dataset(OmegaConf.create(stock), short, "drop"), 20, "drop")
     assert (len(rows), rows.counts["dropped_too_long"]) == (1, 1)
+    rows = read(open_dataset(OmegaConf.create(stock), short, "truncate"), 20, "truncate")
+    assert (len(rows), rows.counts["truncated"]) == (2, 1)
+    rows = read(open_dataset(OmegaConf.create(stock), short, "drop"), 20, "drop")
     packed = OmegaConf.create({**stock, "packed": True, "split": "train[1:]"})
-    assert read(open_dataset(packed, short), 20).lengths == [(len(rows.tokens[0]),)]
+    assert read(open_dataset(packed, short, "truncate"), 20).lengths == [(len(rows.tokens[0]),)]
 
 
 @pytest.mark.parametrize(
@@ -640,7 +643,7 @@ def test_rows_of_stock_datasets_are_cut_and_counted_by_us(tmp_path, write, hf_ca
 )
 def test_bad_components(qwen, cfg, pieces):
     with pytest.raises(UserError) as error:
-        open_dataset(cfg, qwen)
+        open_dataset(cfg, qwen, "truncate")
     for piece in pieces:
         assert piece in str(error.value)
     assert "\n" not in str(error.value)

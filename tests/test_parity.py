@@ -17,6 +17,7 @@ import torchtune
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from safetensors.torch import load_file
 from torch import nn
 from torchtune.models.llama3._tokenizer import SPECIAL_TOKENS
@@ -32,7 +33,6 @@ from rocm_ext.data import Rows
 from rocm_ext.lora import Dora, Lora
 from rocm_ext.loss import LinearCrossEntropyLoss
 from rocm_ext.model import hidden_states
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from tests.tiny import metrics, run_config, write_model, write_rows, write_yaml
 
 STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
@@ -182,7 +182,10 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
         dtype="fp32",
         device="cpu",
         compile=False,
-        metric_logger={"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(tmp_path)},
+        metric_logger={
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": str(tmp_path),
+        },
     )
     del cfg["sequences_per_step"]
     cfg["model"] |= lora
@@ -202,7 +205,7 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
     assert metrics(ours.output_dir, "grad_norm") == pytest.approx([s["grad_norm"] for s in stock], rel=1e-4)
     # torchtune logs the rate after it has stepped the schedule: that of the next step
     assert metrics(ours.output_dir, "lr")[1:] == pytest.approx([step["lr"] for step in stock[:-1]])
-    torch.testing.assert_close(adapter(ours), stock_adapter, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(adapter(ours), stock_adapter, rtol=1e-4, atol=1e-6)
 
 
 def test_packs_of_torchtune_hold_the_same_sequences_as_rows(folders, tmp_path):
@@ -349,9 +352,10 @@ def test_checkpointing_and_workers_change_no_bit(folders, tmp_path, reference, c
 
 
 def decoder_pair(family: str):
-    """torchtune's own decoder with random weights, and a copy with packed attention."""
+    """torchtune's own decoder with random weights, and a copy with packed attention. Packs may be longer than
+    ``max_seq_len``, since positions begin anew with each sequence."""
     shape = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32,
-             "intermediate_dim": 48, "max_seq_len": 64}  # fmt: skip
+             "intermediate_dim": 48, "max_seq_len": 12}  # fmt: skip
     torch.manual_seed(0)
     plain = (qwen2 if family == "qwen2" else llama3_1)(**shape)
     packed = copy.deepcopy(plain)
@@ -389,7 +393,9 @@ def test_a_pack_equals_its_sequences_alone(family, lengths, seed, multiple):
     (logits * weights).sum().backward()
     (alone * weights).sum().backward()
     for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @settings(max_examples=15, deadline=None)
@@ -460,7 +466,8 @@ def outputs_and_gradients(module, adapter_parameters) -> list[torch.Tensor]:
 def test_lora_equals_torchtune(bias, dropout):
     ours, theirs = (layer(kind, bias, dropout) for kind in (Lora, LoRALinear))
     found, expected = (
-        outputs_and_gradients(m, [m.get_parameter(name) for name in m.adapter_params()]) for m in (ours, theirs)
+        outputs_and_gradients(m, [m.get_parameter(name) for name in m.adapter_params()])
+        for m in (ours, theirs)
     )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -535,7 +542,9 @@ def their_logits(folder: Path, adapter: Path | None = None, dtype=torch.float32)
 
 def export_config(folders, base: str, out: Path, lora: dict) -> dict:
     """A short run at a high rate, so that the adapter matters."""
-    cfg = run_config(folders[base], folders["rows"], out, max_steps_per_epoch=3, save_adapter_weights_only=False)
+    cfg = run_config(
+        folders[base], folders["rows"], out, max_steps_per_epoch=3, save_adapter_weights_only=False
+    )
     cfg["optimizer"]["lr"] = 2e-2
     cfg["model"] |= lora
     if base == "llama tied":
@@ -580,7 +589,10 @@ def test_merged_model_is_laid_out_like_its_base(folders, tmp_path):
     assert len(shards) > 1
     assert sorted(path.name for path in merged.glob("*.safetensors")) == shards
     index = "model.safetensors.index.json"
-    assert json.loads((merged / index).read_text())["weight_map"] == json.loads((base / index).read_text())["weight_map"]
+    assert (
+        json.loads((merged / index).read_text())["weight_map"]
+        == json.loads((base / index).read_text())["weight_map"]
+    )
     for shard in shards:
         before, after = load_file(base / shard), load_file(merged / shard)
         assert before.keys() == after.keys()

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from rocm_ext.monitor import log
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks and POSIX signals")
+resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
 REPO = Path(__file__).parents[1]
 
 
@@ -126,7 +125,7 @@ def run(path: Path, *overrides: str, prepare: Callable[[], object] | None = None
             return code, messages.read()
     code = 1
     try:
-        sys.stdout = sys.stderr = open(send, "w")
+        sys.stdout = sys.stderr = os.fdopen(send, "w")
         log.handlers.clear()
         torch.set_num_threads(1)
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -455,6 +454,9 @@ def test_file_that_cannot_grow(make, reference, tmp_path, what):
 
 @pytest.mark.slow
 def test_tune_killed_at_random(make, reference, tmp_path):
+    def changed(path: Path) -> float | None:
+        return path.stat().st_mtime if path.exists() else None
+
     out, kills = tmp_path / "out", 0
     path = make(out, resume_from_checkpoint=True)
     command = [str(Path(sys.executable).with_name("tune")), "run", "lora_finetune_rocm", "--config", str(path)]
@@ -462,11 +464,10 @@ def test_tune_killed_at_random(make, reference, tmp_path):
         process = subprocess.Popen(
             command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        dice, began = random.Random(seed), out.exists() and (out / "config.yaml").stat().st_mtime
-        if seed % 4:  # from the beginning of the training on, else in the setup
-            while process.poll() is None and (not out.exists() or began == (out / "config.yaml").stat().st_mtime):
-                time.sleep(0.01)
-        time.sleep(dice.uniform(0, 0.4))
+        before = changed(out / "config.yaml")
+        while seed % 4 and process.poll() is None and changed(out / "config.yaml") == before:
+            time.sleep(0.01)  # three times of four until training begins, else somewhere before
+        time.sleep(random.Random(seed).uniform(0, 0.4) if seed % 4 else random.Random(seed).uniform(0, 8))
         process.kill()
         kills += process.wait() == -signal.SIGKILL
     assert kills > 3

@@ -1,0 +1,361 @@
+"""What a user can get wrong ends in one line that says what to do, before anything is trained or written."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rocm_ext import device
+from rocm_ext.machine import detect
+from rocm_ext.recipes import lora_finetune_rocm as recipe
+from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
+
+REMOVED = object()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Base models, rows, and an adapter of rank 4."""
+    top = tmp_path_factory.mktemp("bad")
+    write_model(top / "qwen")
+    write_model(top / "llama", "llama")
+    write_model(top / "wider", vocab=512, hidden_size=128)
+    write_rows(top / "rows.jsonl", 8)
+    write_yaml(top / "run.yaml", run_config(top / "qwen", top / "rows.jsonl", top / "first", max_steps_per_epoch=1))
+    assert call("--config", top / "run.yaml") == 0
+    return top
+
+
+@pytest.fixture(autouse=True)
+def _sigterm_as_it_was():
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def call(*argv) -> int:
+    """The recipe's ``main`` as ``tune`` calls it; its exit code."""
+    before, sys.argv = sys.argv, ["tune", *map(str, argv)]
+    try:
+        recipe.main()
+    except SystemExit as leaving:
+        return leaving.code
+    finally:
+        sys.argv = before
+    raise AssertionError("main returned")
+
+
+@pytest.fixture
+def fails(folder, tmp_path, capsys):
+    """Runs a config that must fail, and returns the line that the user sees."""
+
+    def fails(*overrides: str, base: Path | None = None, rows: str | None = None, code: int = 1, **changes) -> str:
+        out, source = tmp_path / "out", folder / "rows.jsonl"
+        if rows is not None:
+            source = tmp_path / "rows.jsonl"
+            source.write_text(rows)
+        cfg = run_config(base or folder / "qwen", source, out) | changes
+        path = write_yaml(tmp_path / "run.yaml", {k: v for k, v in cfg.items() if v is not REMOVED})
+        capsys.readouterr()
+        found = call("--config", path, *(item.format(folder=folder, tmp=tmp_path) for item in overrides))
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("\r")]
+        assert found == code
+        assert sum(line.startswith("error: ") for line in lines) == 1
+        assert lines[-1].startswith("error: ")
+        assert not (out / "adapter").exists()
+        assert not (out / "metrics.jsonl").exists()
+        return lines[-1]
+
+    return fails
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch_size=0", "batch_size is 0; expected a whole number of at least 1"),
+        ("batch_size=2.5", "batch_size is 2.5; expected a whole number"),
+        ("batch_size=abc", "batch_size is 'abc'; expected a whole number"),
+        ("batch_size=True", "batch_size is True"),
+        ("epochs=0", "epochs is 0"),
+        ("gradient_accumulation_steps=-1", "gradient_accumulation_steps is -1"),
+        ("save_every_n_steps=0", "or null"),
+        ("num_workers=-1", "num_workers is -1; expected a whole number of at least 0"),
+        ("seed=abc", "seed is 'abc'"),
+        ("seed=5000000000", "seed"),
+        ("data_seed=null", "data_seed is None"),
+        ("shuffle=maybe", "shuffle is 'maybe'; expected True or False"),
+        ("validation_fraction=1.5", "validation_fraction is 1.5; expected a share"),
+        ("validation_fraction=0.99", "leaves nothing to train on"),
+        ("clip_grad_norm=0", "clip_grad_norm is 0"),
+        ("memory_fraction=2", "memory_fraction is 2"),
+        ("early_stopping_patience=2", "set dataset_val or validation_fraction"),
+        ("tokens_per_micro_batch=3", "the longest row has"),
+        ("dtype=fp8", "dtype"),
+        ("hardware=strix_hallo", "did you mean strix_halo?"),
+        ("enable_activation_checkpointing=maybe", "expected False, True, a number"),
+        ("enable_activation_offloading=True", "needs a GPU"),
+        ("too_long=cut", "known: drop, error, truncate"),
+        ("batchsize=2", "unknown key batchsize; did you mean batch_size?"),
+        ("optimizer.lrr=1", "unknown key optimizer.lrr"),
+        ("model.lora_rnk=1", "did you mean lora_rank?"),
+        ("optimizer.lr=abc", "optimizer: torch.optim.AdamW: "),
+        ("optimizer.betas=3", "optimizer: torch.optim.AdamW: "),
+        ("optimizer._component_=torch.optim.AdamWW", "optimizer._component_ 'torch.optim.AdamWW' cannot be imported"),
+        ("lr_scheduler._component_=torchtune.training.lr_schedulers.linear", "lr_scheduler._component_"),
+        ("loss._component_=torch.nn.MSELoss", "loss MSELoss is not supported here"),
+        ("model._component_=torch.nn.Linear", "unknown key model.lora_attn_modules"),
+        ("model._component_=torchtune.models.qwen2.qwen2", "unknown key model.lora_attn_modules"),
+        ("model.lora_attn_modules=[foo]", "foo"),
+        ("model.num_layers=3", "the checkpoint does not fit model: missing layers.2."),
+        ("model.num_layers=1", "unexpected layers.1."),
+        ("model.embed_dim=128", "in the checkpoint"),
+        ("model.vocab_size=512", "[384, 64] in the checkpoint, [512, 64] in the model"),
+        ("model.lora_rank=0", "lora_rank"),
+        ("model.num_heads=3", "model"),
+        ("checkpointer.checkpoint_dir={tmp}/none", "none"),
+        ("checkpointer.checkpoint_files=[none.safetensors]", "none.safetensors"),
+        ("checkpointer.model_type=QWEN9", "QWEN9"),
+        ("checkpointer.adapter_checkpoint={tmp}/none", "no adapter in"),
+        ("tokenizer.path={tmp}/none.json", "none.json"),
+        ("tokenizer.merges_file={tmp}/none.txt", "none.txt"),
+        ("tokenizer.max_seq_len=abc", "tokenizer.max_seq_len is 'abc'"),
+        ("tokenizer.max_seq_len=2", "0 of 8 rows left"),
+        ("dataset.source={tmp}/none.jsonl", "none.jsonl: no such file"),
+        ("dataset.column_map.prompt=nope", "nope"),
+        ("dataset.splitt=train", "did you mean split?"),
+        ("dataset._component_=rocm_ext.data.sft_datasets", "cannot be imported"),
+        ("metric_logger._component_=torchtune.training.metric_logging.NoLogger", "metric_logger._component_"),
+        ("output_dir={folder}/rows.jsonl", "cannot write"),
+        ("output_dir=/proc/none", "cannot write /proc/none"),
+    ],
+)
+def test_one_line_for(fails, override, message):
+    assert message in fails(override)
+
+
+def test_no_adapter_at_all(fails):
+    overrides = ["model.lora_attn_modules=[]", "model.apply_lora_to_mlp=False"]
+    assert "lora_attn_modules" in fails(*overrides)
+
+
+def test_keys_that_exclude_each_other(fails):
+    assert "keep one of them" in fails(sequences_per_step=8, gradient_accumulation_steps=2)
+    assert "keep one of them" in fails(dataset_val={"_component_": "rocm_ext.data.sft_dataset", "source": "x.jsonl"},
+                                       validation_fraction=0.1)
+
+
+def test_unknown_key_in_a_yaml(fails):
+    assert "unknown key learning_rate" in fails(learning_rate=1)
+    assert "unknown key optimizer.rate" in fails(optimizer={"_component_": "torch.optim.AdamW", "rate": 1})
+
+
+def test_missing_model(fails):
+    assert "model must be set" in fails(model=REMOVED)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message", "code"),
+    [
+        ([], "--config is missing", 2),
+        (["--config", "cpu_poket"], "did you mean cpu_pocket?", 1),
+        (["--config", "cpu_pocket", "--fast"], "unknown option --fast", 2),
+        (["--config", "cpu_pocket", "epochs"], "cannot read override 'epochs'", 2),
+        (["--config", "cpu_pocket", "epochs=[1"], "cannot read override 'epochs=[1'", 1),
+        (["--config", "cpu_pocket", "~epoch"], "did you mean epochs?", 1),
+    ],
+)
+def test_command_line(capsys, argv, message, code):
+    assert call(*argv) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_yaml_syntax(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("epochs: [1, 2\nmodel: }\n")
+    assert call("--config", path) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: config {path} is no valid YAML: ")
+    assert "line 2" in error
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "garbage", "empty"])
+def test_broken_weights(fails, folder, tmp_path, how):
+    base = shutil.copytree(folder / "qwen", tmp_path / "base")
+    file = base / "model.safetensors"
+    if how == "cut":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        file.write_bytes(b"garbage " * 1000 if how == "garbage" else b"")
+    kept = {"checkpoint_files": ["model.safetensors"]}
+    cfg = run_config(base, folder / "rows.jsonl", tmp_path / "out")["checkpointer"] | kept
+    if how == "gone":
+        file.unlink()
+    assert "model.safetensors" in (line := fails(base=base, checkpointer=cfg)) or str(base) in line
+    assert line.startswith("error: checkpointer: ")
+
+
+@pytest.mark.parametrize(("weights", "builder"), [("llama", "qwen"), ("qwen", "llama"), ("wider", "qwen")])
+def test_weights_of_another_model(fails, folder, tmp_path, weights, builder):
+    ours, theirs = (run_config(folder / name, folder / "rows.jsonl", tmp_path / "out") for name in (builder, weights))
+    line = fails(base=folder / builder, checkpointer=theirs["checkpointer"])
+    assert "the checkpoint does not fit model: " in line
+    assert "model._component_" in line
+    mixed = theirs["checkpointer"] | {"model_type": ours["checkpointer"]["model_type"]}
+    assert "checkpoint" in fails(base=folder / builder, checkpointer=mixed)
+
+
+def test_config_json_missing(fails, folder, tmp_path):
+    base = shutil.copytree(folder / "qwen", tmp_path / "base")
+    cfg = run_config(base, folder / "rows.jsonl", tmp_path / "out")
+    (base / "config.json").unlink()
+    assert "config.json" in fails(checkpointer=cfg["checkpointer"])
+
+
+@pytest.mark.parametrize("how", ["other rank", "cut", "other layers", "not torch's"])
+def test_adapter_that_does_not_fit(fails, folder, tmp_path, how):
+    adapter = shutil.copytree(folder / "first" / "adapter", tmp_path / "adapter")
+    weights = adapter / "adapter_model.safetensors"
+    overrides, message = [f"checkpointer.adapter_checkpoint={adapter}"], f"adapter in {adapter}"
+    if how == "other rank":
+        overrides, message = [*overrides, "model.lora_rank=8"], "has r=4, lora_alpha=8"
+    elif how == "cut":
+        os.truncate(weights, weights.stat().st_size // 2)
+    elif how == "other layers":
+        save_file({k: v for k, v in load_file(weights).items() if ".0." not in k}, weights)
+        message = "does not fit model: missing layers.0."
+    else:
+        overrides, message = [f"checkpointer.adapter_checkpoint={folder / 'rows.jsonl'}"], "rows.jsonl"
+    assert message in fails(*overrides)
+
+
+# ---- data
+
+
+ROW = json.dumps({"question": "How many?", "answer": "It is 42."})
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "message"),
+    [
+        ("", [], "rows.jsonl has no rows"),
+        (f"{ROW}\n{{torn", [], "rows.jsonl:2: malformed JSON"),
+        (f"{ROW}\n[1]", [], "rows.jsonl:2: a row must be a JSON object"),
+        (f'{ROW}\n{{"question": "a"}}', [], "rows.jsonl:2: "),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            ["dataset.column_map=null"],
+            "rows.jsonl:1: no assistant turn to train on",
+        ),
+        (f"{ROW}\n{ROW}", ["too_long=error", "tokenizer.max_seq_len=8"], "rows.jsonl:1: "),
+        (f"{ROW}\n{ROW}", ["too_long=drop", "tokenizer.max_seq_len=8"], "2 over max_seq_len 8 were dropped"),
+    ],
+)
+def test_rows(fails, rows, overrides, message):
+    assert message in fails(*overrides, rows=rows)
+
+
+def test_long_rows_are_counted(folder, tmp_path):
+    long = json.dumps({"question": "How many?", "answer": "So it is. " * 200})
+    (tmp_path / "rows.jsonl").write_text(f"{ROW}\n{long}\n{ROW}\n")
+    for policy, count in [("truncate", "truncated"), ("drop", "dropped_too_long")]:
+        out = tmp_path / policy
+        cfg = run_config(folder / "qwen", tmp_path / "rows.jsonl", out, too_long=policy)
+        assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
+        counts = json.loads((out / "summary.json").read_text())["rows"]
+        assert counts["rows"] == 3
+        assert {key: counts[key] for key in ("truncated", "dropped_too_long")} == {
+            "truncated": 0,
+            "dropped_too_long": 0,
+            count: 1,
+        }
+
+
+def test_tokenizer_of_a_larger_vocabulary(fails, folder, tmp_path):
+    """An index error on a CPU; on a GPU an assertion that takes the process down."""
+    base = write_model(tmp_path / "small", vocab=300)
+    assert "but the model's vocabulary ends at 299" in fails(base=base)
+
+
+def test_fewer_rows_than_a_step(folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    cfg = run_config(folder / "qwen", tmp_path / "rows.jsonl", tmp_path / "out", epochs=2)
+    assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
+    assert len(metrics(tmp_path / "out")) == 2
+
+
+# ---- machine
+
+
+def test_more_ranks_than_gpus(fails, monkeypatch):
+    machine = replace(
+        detect(), backend="cuda", torch_build="cuda", arch="sm_90", name="H200", gpu_count=1, bf16=True
+    )
+    monkeypatch.setattr(recipe, "detect", lambda: machine)
+    monkeypatch.setattr(recipe, "world_size", lambda: 4)
+    monkeypatch.setattr(device, "start", lambda profile, machine: [])
+    line = fails(hardware="cuda")
+    assert "4 processes need 4 GPUs" in line
+    assert "Use --nproc_per_node 1" in line
+
+
+def test_contradictory_allocator_variables(fails, monkeypatch):
+    monkeypatch.setenv("PYTORCH_HIP_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    assert "configure the same allocator and differ" in fails(hardware="strix_halo")
+
+
+# ---- training
+
+
+def test_loss_that_is_not_finite(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    cfg = run_config(folder / "qwen", folder / "rows.jsonl", out, epochs=4, save_every_n_steps=1)
+    cfg["optimizer"]["lr"] = 1e30
+    assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    done = metrics(out, "step")
+    assert error.startswith(f"error: step {done[-1] + 1}: loss ")
+    assert "Rows of this step: " in error
+    assert f"The last good checkpoint is {out}/checkpoints/step_{done[-1]:08d}" in error
+    assert torch.load(out / "checkpoints" / f"step_{done[-1]:08d}" / "state.pt")["step"] == done[-1]
+    assert not (out / "adapter").exists()
+
+
+@pytest.mark.parametrize("logger", ["DiskLogger", "TensorBoardLogger"])
+def test_metric_loggers_and_profiler(folder, tmp_path, logger):
+    cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out", epochs=4)
+    cfg["metric_logger"] = {
+        "_component_": f"torchtune.training.metric_logging.{logger}",
+        "log_dir": str(tmp_path / "logs"),
+    }
+    cfg["profiler"] = {"enabled": True, "cpu": True, "output_dir": str(tmp_path / "profile"), "wait_steps": 1,
+                       "warmup_steps": 1, "active_steps": 1, "num_cycles": 1}
+    assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
+    assert any(p.stat().st_size for p in (tmp_path / "logs").rglob("*") if p.is_file())
+    assert list((tmp_path / "profile").rglob("*.trace.json.gz"))
+
+
+# ---- through the real `tune`
+
+
+def test_tune_shows_one_line_and_no_traceback(folder, tmp_path):
+    cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out")
+    path = write_yaml(tmp_path / "run.yaml", cfg)
+    run = tune("run", "lora_finetune_rocm", "--config", path, "model.num_layers=3")
+    assert run.returncode == 1
+    assert "Traceback" not in run.stdout + run.stderr
+    assert run.stderr.splitlines()[-1].startswith("error: the checkpoint does not fit model: missing layers.2.")
+    assert not list((tmp_path / "out").iterdir())

@@ -1,0 +1,180 @@
+"""`tune` knows this library, and no other program notices it."""
+
+import builtins
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torchtune._recipe_registry as torchtune_registry
+
+from rocm_ext import config, registry
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
+
+CONFIGS = sorted(path.stem for path in (Path(__file__).parents[1] / "recipe_configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def as_tune(monkeypatch):
+    """This process looks like ``tune run lora_finetune_rocm``, and its registry is a copy."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "run", "lora_finetune_rocm", "--config", "x"])
+    recipes = list(torchtune_registry._ALL_RECIPES)
+    monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", recipes)
+    return recipes
+
+
+@pytest.fixture
+def pins(monkeypatch):
+    """Pretends that other versions are installed."""
+    real = importlib.metadata.version
+
+    def pins(**versions):
+        def version(name):
+            if versions.get(name, "") is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions.get(name) or real(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return pins
+
+
+def test_tune_ls_cp_validate(tmp_path):
+    listed = tune("ls", cwd=tmp_path).stdout.split()
+    assert "lora_finetune_rocm" in listed
+    assert set(CONFIGS) <= set(listed)
+    assert "lora_finetune_single_device" in listed  # torchtune's own are still there
+
+    copied = tune("cp", "cpu_pocket", "mine.yaml", cwd=tmp_path)
+    assert copied.returncode == 0, copied.stderr
+    assert "rocm_ext.pocket.lora_pocket" in (tmp_path / "mine.yaml").read_text()
+    validated = tune("validate", "mine.yaml", cwd=tmp_path)
+    assert "Config is well-formed!" in validated.stdout, validated.stderr
+
+
+def test_tune_run_by_name_from_another_folder(tmp_path):
+    run = tune("run", "lora_finetune_rocm", "--config", "cpu_pocket", cwd=tmp_path)
+    assert run.returncode == 1  # its model is not here yet
+    assert "demo/pocket" in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stderr
+
+
+def test_other_programs_load_next_to_nothing():
+    program = "import sys, torch; print(*(m for m in sys.modules if m.split('.')[0] in ('rocm_ext', 'torchtune')))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert sorted(run.stdout.split()) == ["rocm_ext", "rocm_ext.registry"]
+
+
+def test_register_adds_recipe_and_configs(as_tune):
+    registry.register()
+    ours = as_tune[-1]
+    assert ours.name == "lora_finetune_rocm"
+    assert ours.supports_distributed
+    assert sorted(c.name for c in ours.configs) == CONFIGS
+    assert all(Path(c.file_path).is_file() for c in ours.configs)
+    assert Path(ours.file_path).is_file()
+
+
+def test_register_leaves_other_programs_alone(as_tune, monkeypatch):
+    before = len(as_tune)
+    monkeypatch.setattr(sys, "argv", ["train.py", "tune"])
+    registry.register()
+    assert len(as_tune) == before
+
+
+@pytest.mark.parametrize("broken", ["no torchtune", "another registry", "no configs", "no argv"])
+def test_register_never_raises(as_tune, monkeypatch, capsys, broken):
+    before = len(as_tune)
+    if broken == "no torchtune":
+        real = builtins.__import__
+
+        def refuse(name, *args, **kwargs):
+            if name.startswith("torchtune"):
+                raise ImportError(f"No module named {name}")
+            return real(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", refuse)
+    elif broken == "another registry":
+        monkeypatch.delattr(torchtune_registry, "_ALL_RECIPES")
+    elif broken == "no configs":
+        monkeypatch.setattr(registry, "_folder", lambda name: Path("/nowhere"))
+    else:
+        monkeypatch.setattr(sys, "argv", [None])
+    registry.register()
+    assert capsys.readouterr().err.startswith("torchtune-rocm: its recipes are not registered: ")
+    assert len(as_tune) == before
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [{"torchtune": "0.7.0"}, {"torchao": "0.12.0"}, {"torchao": "0.16.1+rocm7"}, {"torchao": None}],
+)
+def test_wrong_pins(as_tune, pins, versions):
+    pins(**versions)
+    ((name, version),) = versions.items()
+    with pytest.raises(SystemExit) as leaving:
+        registry.register()
+    message = str(leaving.value)
+    assert "\n" not in message
+    assert "needs torchtune==0.6.1 and torchao>=0.13,<0.16" in message
+    assert f"{name} {version or 'none'}" in message
+    assert "pip install" in message
+
+
+@pytest.mark.parametrize("versions", [{}, {"torchtune": "0.6.1+cpu"}, {"torchao": "0.13.0"}, {"torchao": "0.15.0.dev1"}])
+def test_right_pins(pins, versions):
+    pins(**versions)
+    assert registry.wrong_pins() is None
+
+
+def test_wrong_pins_do_not_stop_other_recipes(as_tune, pins, monkeypatch):
+    pins(torchao="0.16.0")
+    monkeypatch.setattr(sys, "argv", ["tune", "run", "full_finetune_single_device", "--config", "llama3_2/1B_full"])
+    registry.register()
+
+
+def test_pins_are_those_of_the_package():
+    requires = importlib.metadata.requires("torchtune-rocm") or []
+    low, below = registry.TORCHAO_PIN
+    assert f"torchtune=={registry.TORCHTUNE_PIN}" in requires
+    assert {"torchao<0.16,>=0.13", "torchao>=0.13,<0.16"} & set(requires)
+    assert (low, below) == ("0.13", "0.16")
+
+
+class TwoLearningRates(LoRAFinetune):
+    """A recipe of somebody else's: another optimiser for the B matrices, as in LoRA+."""
+
+    def _setup_optimizer(self) -> None:
+        super()._setup_optimizer()
+        b = {id(p) for name, p in self.decoder.named_parameters() if "lora_b" in name}
+        (group,) = self.optimizer.param_groups
+        group["params"] = [p for p in self.adapter if id(p) not in b]
+        faster = {"params": [p for p in self.adapter if id(p) in b], "lr": 16 * group["lr"]}
+        self.optimizer.add_param_group(faster)
+
+
+def test_subclass_overrides_a_part(tmp_path):
+    base, rows = write_model(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 8)
+    cfg = run_config(base, rows, tmp_path / "out", epochs=2)
+    recipe = TwoLearningRates(config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))))
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    assert [group["lr"] for group in recipe.optimizer.param_groups] == [1e-3, 16e-3]
+    assert len(metrics(tmp_path / "out")) == 2
+
+
+@pytest.mark.slow
+def test_copied_recipe_runs(tmp_path):
+    base, rows = write_model(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 8)
+    path = write_yaml(tmp_path / "run.yaml", run_config(base, rows, tmp_path / "out"))
+    assert tune("cp", "lora_finetune_rocm", "my_recipe.py", cwd=tmp_path).returncode == 0
+    run = tune("run", "my_recipe.py", "--config", path, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "out" / "adapter").is_dir()
+    shutil.rmtree(tmp_path / "out")
+    ranks = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "my_recipe.py", "--config", path, cwd=tmp_path)
+    assert ranks.returncode == 0, ranks.stderr
