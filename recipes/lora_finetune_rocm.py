@@ -575,10 +575,10 @@ _WHOLE = {  # key -> the least, and whether it may be null
     "data_seed": (0, False),
     "seed": (0, True),
 }
-_SWITCHES = """
-    startup_checks pin_memory compile enable_activation_offloading shuffle resume_from_checkpoint
-    overwrite_output_dir save_adapter_weights_only log_peak_memory_stats
-""".split()
+_SWITCHES = (
+    *("startup_checks", "pin_memory", "compile", "enable_activation_offloading", "shuffle"),
+    *("resume_from_checkpoint", "overwrite_output_dir", "save_adapter_weights_only", "log_peak_memory_stats"),
+)
 
 
 def _check_values(cfg: DictConfig) -> None:
@@ -586,6 +586,8 @@ def _check_values(cfg: DictConfig) -> None:
         value = cfg[key]
         if not (type(value) is int and value >= least) and not (value is None and optional):
             raise UserError(f"{key} is {value!r}; expected a whole number of at least {least}{_OR_NULL * optional}")
+    if (cfg.seed or 0) >= 2**32:  # NumPy's limit
+        raise UserError(f"seed is {cfg.seed}; expected a whole number from 0 to {2**32 - 1}, or null")
     rank = cfg.model.get("lora_rank", 1)
     if not (type(rank) is int and rank >= 1):
         raise UserError(f"model.lora_rank is {rank!r}; expected a whole number of at least 1")

@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
 from rocm_ext import config, files
 from rocm_ext.checkpoint import Checkpoints
 from rocm_ext.errors import UserError
 from rocm_ext.monitor import log
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
