@@ -13,41 +13,29 @@ import math
 import os
 import random
 import shutil
-import signal
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
-from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
 from rocm_ext import activations, config, data, device, export, model, precision
 from rocm_ext.attention import use_packed_attention
 from rocm_ext.batches import Batch, StepLoader, Steps, micro_batch_budget
-from rocm_ext.checkpoint import Checkpoints, rng_state, set_rng_state
+from rocm_ext.checkpoint import Checkpoints, check_same_run, rng_state, set_rng_state
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_folder, replace_text
+from rocm_ext.interrupt import Interrupt
 from rocm_ext.lora import adapter_parameters, adapters
 from rocm_ext.loss import from_config
 from rocm_ext.machine import detect
-from rocm_ext.monitor import Metrics, Progress, duration, log, peak_memory, read_metrics, setup_logging
+from rocm_ext.monitor import Metrics, Progress, duration, log, peak_memory, summarize
 from rocm_ext.ranks import Ranks, local_rank, world_size
-
-# Keys that may change between a run and its resumption: they do not touch what is computed, or they
-# are compared by their effect (rows per step, data, base model).
-FREE_KEYS = frozenset(
-    """
-    hardware hardware_overrides device memory_fraction startup_checks num_workers pin_memory compile
-    checkpointer tokenizer enable_activation_checkpointing enable_activation_offloading low_cpu_ram
-    dataset dataset_val batch_size gradient_accumulation_steps sequences_per_step tokens_per_micro_batch
-    cudnn_deterministic_mode resume_from_checkpoint overwrite_output_dir save_every_n_steps seed
-    keep_last_n_checkpoints save_adapter_weights_only output_dir metric_logger log_every_n_steps
-    log_peak_memory_stats profiler
-    """.split()  # noqa: SIM905
-)
+from rocm_ext.values import check_values
 
 
 @dataclass(frozen=True)
@@ -79,13 +67,13 @@ class LoRAFinetune:
     """
 
     def __init__(self, cfg: DictConfig) -> None:
-        _check_values(cfg)
+        check_values(cfg)
         self.cfg = cfg
         self.output_dir = Path(cfg.output_dir)
         self.step = 0  # optimiser steps done; everything about progress derives from it
         self.best: dict[str, Any] | None = None  # of the validations so far: loss, step, adapter
         self.worse = 0  # validations since then
-        self._signal: int | None = None
+        self.interrupt = Interrupt()
 
     def setup(self) -> None:
         """Everything that can fail for the user's reasons, the cheap parts first."""
@@ -94,8 +82,11 @@ class LoRAFinetune:
         self._setup_tokenizer()
         self._setup_data()
         self._setup_model()
+        self._setup_activations()
+        self._setup_weights()
         self._setup_loaders()
         self._setup_optimizer()
+        self._setup_scheduler()
         self._setup_logging()
         self._resume()
 
@@ -108,10 +99,14 @@ class LoRAFinetune:
         self.dtype, why = precision.pick_dtype(cfg.dtype, self.machine)
         self.device = device.open_device(self.profile, self.machine, local_rank(), cfg.memory_fraction, cfg.device)
         self.ranks = Ranks.from_env(self.device)
-        for line in warnings:
-            log.warning("%s", line)
+        self._warn(warnings)
         log.info("hardware %s: %s", self.profile.name, self.machine)
         log.info("dtype %s (%s)", self.dtype, why)
+
+    @staticmethod
+    def _warn(lines: list[str]) -> None:
+        for line in lines:
+            log.warning("%s", line)
 
     def _setup_output_dir(self) -> None:
         cfg, out = self.cfg, self.output_dir
@@ -163,53 +158,50 @@ class LoRAFinetune:
         return rows
 
     def _setup_model(self) -> None:
-        cfg, ranks = self.cfg, self.ranks
-        decoder = model.build(cfg.model, self.dtype, cfg.seed, self.device)
+        cfg = self.cfg
+        self.decoder = decoder = model.build(cfg.model, self.dtype, cfg.seed, self.device)
+        self.adapter = adapter_parameters(decoder)
         if any(layer._quantize_base for _, layer in adapters(decoder)):
-            quantized = {"quantize_base": True}
-            for line in device.check_locked(self.profile, quantized, list(cfg.hardware_overrides)):
-                log.warning("%s", line)
-            if ranks.world > 1:
+            lines = device.check_locked(self.profile, {"quantize_base": True}, list(cfg.hardware_overrides))
+            self._warn(lines)
+            if self.ranks.world > 1:
                 raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or take bf16")
         self._check_vocabulary(decoder.tok_embeddings.num_embeddings)
-        self.packed = use_packed_attention(decoder)
         if cfg.startup_checks:
             checks = precision.canaries(self.machine, self.device, self.dtype, decoder.head_dim, decoder.num_heads)
-            for line in precision.require(checks):
-                log.warning("%s", line)
-
-        weights = model.read_weights(cfg.checkpointer)
-        self.base_fingerprint = weights.fingerprint()
-        longest = max(sum(lengths) for lengths in self.rows.lengths)
-        self.tokens_per_micro_batch = micro_batch_budget(longest, cfg.batch_size, cfg.tokens_per_micro_batch)
+            self._warn(precision.require(checks))
+        self.packed = use_packed_attention(decoder)
         self.loss = from_config(config.instantiate(cfg.loss, key="loss"))
 
+    def _setup_activations(self) -> None:
+        cfg = self.cfg
+        longest = max(sum(lengths) for lengths in self.rows.lengths)
+        self.tokens_per_micro_batch = micro_batch_budget(longest, cfg.batch_size, cfg.tokens_per_micro_batch)
         budget, _ = device.memory_budget(self.profile, self.machine)
-        plan = activations.plan_memory(
-            decoder, self.tokens_per_micro_batch, self.dtype, self.loss.chunk_for(self.device), ranks.world
-        )
+        chunk = self.loss.chunk_for(self.device)
+        plan = activations.plan_memory(self.decoder, self.tokens_per_micro_batch, self.dtype, chunk, self.ranks.world)
         layers, why = activations.checkpointed_layers(cfg.enable_activation_checkpointing, plan, budget)
-        activations.apply_checkpointing(decoder, layers)
+        activations.apply_checkpointing(self.decoder, layers)
         log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
-
-        if cfg.compile:
-            for layer in decoder.layers:
-                layer.compile(dynamic=True)
-        self.adapter = list(adapter_parameters(decoder).values())
-        self.decoder = decoder
-        self.model = model.CausalLM(decoder, self.loss)
-        ranks.shard(decoder.layers, self.model, set(self.adapter))
-        model.load_weights(decoder, weights, ranks)
-        if cfg.checkpointer.get("adapter_checkpoint"):
-            source = Path(cfg.checkpointer.adapter_checkpoint)
-            state = export.read_adapter(source, decoder, weights.model_type)
-            model.load_adapter(decoder, state, str(source))
-        self.offloading = contextlib.nullcontext()
+        self.offloading: Any = contextlib.nullcontext()
         if cfg.enable_activation_offloading:
             if self.device.type != "cuda":
                 raise UserError("enable_activation_offloading needs a GPU; activations are in host memory already")
-            self.offloading = training.get_act_offloading_ctx_manager(decoder, True)
-        trainable = sum(p.numel() for p in self.adapter)
+            self.offloading = training.get_act_offloading_ctx_manager(self.decoder, True)
+
+    def _setup_weights(self) -> None:
+        cfg, decoder = self.cfg, self.decoder
+        if cfg.compile:
+            for layer in decoder.layers:
+                layer.compile(dynamic=True)
+        weights = model.read_weights(cfg.checkpointer)
+        self.base_fingerprint = weights.fingerprint()
+        self.model = model.CausalLM(decoder, self.loss)
+        self.ranks.shard(decoder.layers, self.model, set(self.adapter.values()))
+        model.load_weights(decoder, weights, self.ranks)
+        if source := cfg.checkpointer.get("adapter_checkpoint"):
+            model.load_adapter(decoder, export.read_adapter(Path(source), decoder, weights.model_type), source)
+        trainable = sum(p.numel() for p in self.adapter.values())
         total = sum(p.numel() for p in decoder.parameters())
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
 
@@ -248,14 +240,15 @@ class LoRAFinetune:
         )
 
     def _setup_optimizer(self) -> None:
-        cfg = self.cfg
-        self.optimizer = config.instantiate(cfg.optimizer, self.adapter, key="optimizer")
-        self.scheduler = None
-        if cfg.lr_scheduler is not None:
-            self.scheduler = config.instantiate(
-                cfg.lr_scheduler, self.optimizer, num_training_steps=self.total_steps, key="lr_scheduler"
-            )
+        self.optimizer = config.instantiate(self.cfg.optimizer, list(self.adapter.values()), key="optimizer")
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+
+    def _setup_scheduler(self) -> None:
+        node, self.scheduler = self.cfg.lr_scheduler, None
+        if node is not None:
+            length = {"num_training_steps": self.total_steps}  # torchtune's want it, torch's do not know it
+            wanted = length if config.takes(node, "num_training_steps", key="lr_scheduler") else {}
+            self.scheduler = config.instantiate(node, self.optimizer, key="lr_scheduler", **wanted)
 
     def _setup_logging(self) -> None:
         cfg = self.cfg
@@ -270,7 +263,7 @@ class LoRAFinetune:
         start = 0
         if self._resumed is not None:
             path, state = self._resumed
-            self._check_same_run(path, state)
+            check_same_run(path, state, self.cfg, self._identity)
             model.load_adapter(self.decoder, state["adapter"], str(path))
             self.optimizer.load_state_dict(state["optimizer"])
             if self.scheduler is not None:
@@ -301,37 +294,24 @@ class LoRAFinetune:
         replace_text(out / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         return Metrics(out / "metrics.jsonl", start)
 
-    def _check_same_run(self, path: Path, state: dict[str, Any]) -> None:
-        problems = config.difference(state["config"], OmegaConf.to_container(self.cfg), FREE_KEYS)  # type: ignore
-        problems += [
-            f"{what} changed" if what != "rows_per_step" else f"rows per step: was {old}, is {self._identity()[what]}"
-            for what, old in state["identity"].items()
-            if old != self._identity()[what]
-        ]
-        if problems:
-            raise UserError(
-                f"{path} belongs to another run: {'; '.join(problems)}. "
-                "Put that back, or start afresh with another output_dir"
-            )
-
+    @cached_property
     def _identity(self) -> dict[str, Any]:
-        if not hasattr(self, "_identity_cache"):
-            val = self.validation_rows
-            self._identity_cache = {
-                "base_model": self.base_fingerprint,
-                "data": self.rows.fingerprint(),
-                "validation_data": val.fingerprint() if val is not None else None,
-                "rows_per_step": self.loader.steps.per_step,
-                "seed": self.cfg.seed,
-            }
-        return self._identity_cache
+        """What a run must have in common with the one it resumes, beside its config."""
+        return {
+            "base model": self.base_fingerprint,
+            "data": self.rows.fingerprint(),
+            "validation data": self.validation_rows.fingerprint() if self.validation_rows else None,
+            "rows per step": self.loader.steps.per_step,
+            "dtype": str(self.dtype),
+            "seed": self.cfg.seed,
+        }
 
     def train(self) -> None:
         """Train to the last step, then write the outputs."""
         cfg, per_epoch = self.cfg, self.loader.steps.per_epoch
         progress = Progress(self.total_steps, self.step, self.ranks.is_main)
         self.model.train()
-        with self._interruptible(), self.profiler as profiler:
+        with self.interrupt, self.profiler as profiler:
             while self.step < self.total_steps and not self._stopped_early():
                 end = (self.step // per_epoch + 1) * per_epoch
                 for batches in self.loader.range(self.step, end):
@@ -358,6 +338,7 @@ class LoRAFinetune:
 
     def train_step(self, batches: list[Batch]) -> StepStats:
         """One optimiser step over this rank's micro-batches of step ``self.step``."""
+        parameters = list(self.adapter.values())
         targets = self.loader.count(self.step)  # over all ranks, known before the first forward pass
         nll = torch.zeros((), dtype=torch.float32, device=self.device)
         with self._first_step_checks():
@@ -366,16 +347,16 @@ class LoRAFinetune:
                     loss = self.model(batch.to(self.device))
                 self.scaler.scale(loss / targets).backward()
                 nll += loss.detach()
-        self.ranks.sum_gradients(self.adapter)
+        self.ranks.sum_gradients(parameters)
         self.scaler.unscale_(self.optimizer)
         limit = self.cfg.clip_grad_norm
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.adapter, math.inf if limit is None else float(limit))
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else float(limit))
         total, real, computed, interrupted = self.ranks.sum(
             [
                 nll.item(),
                 sum(batch.real_tokens for batch in batches),
                 sum(batch.tokens.numel() for batch in batches),
-                float(self._signal is not None),
+                float(self.interrupt.signum is not None),
             ]
         )
         loss, norm = total / targets, float(grad_norm)
@@ -426,6 +407,8 @@ class LoRAFinetune:
         self.model.train()
         nll, tokens = self.ranks.sum([nll, tokens])
         loss = nll / tokens
+        if not math.isfinite(loss):
+            raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
         if self.best is None or loss < self.best["loss"]:
             self.best = {"loss": loss, "step": self.step, "adapter": export.adapter_state(self.decoder)}
             self.worse = 0
@@ -476,19 +459,15 @@ class LoRAFinetune:
                 "best": self.best,
                 "worse": self.worse,
                 "config": OmegaConf.to_container(self.cfg, resolve=True),
-                "identity": self._identity(),
+                "identity": self._identity,
             }
             self.checkpoints.save(self.step, state, self._write_adapter)
         self.ranks.barrier()
 
     def _write_adapter(self, folder: Path) -> None:
-        export.write_adapter(folder, self.decoder, self.cfg.checkpointer.model_type, self._base_model())
-
-    def _base_model(self) -> str:
-        folder = Path(self.cfg.checkpointer.checkpoint_dir)
-        with contextlib.suppress(OSError, ValueError, KeyError):  # `tune download` leaves the hub's name
-            return json.loads((folder / "original_repo_id.json").read_text())["repo_id"]
-        return str(folder.resolve())
+        checkpointer = self.cfg.checkpointer
+        base = export.base_model_name(Path(checkpointer.checkpoint_dir))
+        export.write_adapter(folder, self.decoder, checkpointer.model_type, base)
 
     def write_outputs(self) -> None:
         """Write ``adapter/``, ``merged/`` if asked for, and ``summary.json``."""
@@ -501,59 +480,24 @@ class LoRAFinetune:
                 self._write_adapter(folder)
             log.info("adapter: %s", out / "adapter")
             if not cfg.save_adapter_weights_only:
-                self._write_merged()
+                export.merge(cfg.checkpointer, out / "adapter", out / "merged")
             replace_text(out / "summary.json", json.dumps(self._summary(bool(early)), indent=2) + "\n")
         self.ranks.barrier()
 
-    def _write_merged(self) -> None:
-        base, files = Path(self.cfg.checkpointer.checkpoint_dir), self.cfg.checkpointer.checkpoint_files
-        if not (base / "config.json").is_file():
-            log.warning("merged/ is not written: %s is no Hugging Face folder (it has no config.json)", base)
-            return
-        if isinstance(files, DictConfig):
-            files = FormattedCheckpointFiles.from_dict(OmegaConf.to_container(files)).build_checkpoint_filenames()
-        export.merge(base, list(files), self.output_dir / "adapter", self.output_dir / "merged")
-        log.info("merged model: %s", self.output_dir / "merged")
-
     def _summary(self, early: bool) -> dict[str, Any]:
-        steps = [line for line in read_metrics(self.output_dir / "metrics.jsonl") if "loss" in line]
-        tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds"] for s in steps)
         return {
-            "steps": self.step,
-            "epochs": self.step / self.loader.steps.per_epoch,
+            **summarize(self.output_dir / "metrics.jsonl"),
             "rows": self.rows.counts,
-            "first_loss": steps[0]["loss"],
-            "last_loss": steps[-1]["loss"],
             "best_validation": {k: self.best[k] for k in ("loss", "step")} if self.best else None,
             "adapter_is": "best by validation loss" if early else "last",
-            "tokens": tokens,
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
             "peak_memory": peak_memory(self.device),
             "machine": str(self.machine),
             "dtype": str(self.dtype).removeprefix("torch."),
             "ranks": self.ranks.world,
         }
 
-    @contextlib.contextmanager
-    def _interruptible(self):
-        """Ctrl-C and SIGTERM wait for the step to end; a second Ctrl-C does not."""
-
-        def note(signum: int, frame: Any) -> None:
-            if signum == signal.SIGINT and self._signal == signal.SIGINT:
-                raise KeyboardInterrupt
-            self._signal = signum
-            log.info("stopping after this step and saving it ...")
-
-        earlier = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for s, handler in earlier.items():
-                signal.signal(s, handler)
-
     def _leave_interrupted(self) -> None:
-        signum = max(s or 0 for s in self.ranks.gather(self._signal))
+        signum = max(s or 0 for s in self.ranks.gather(self.interrupt.signum))
         log.info("stopped at step %d, all saved; go on with resume_from_checkpoint=True", self.step)
         self.cleanup()
         raise SystemExit(128 + signum)
@@ -565,59 +509,19 @@ class LoRAFinetune:
         self.ranks.close()
 
 
-_OR_NULL = ", or null"
-_WHOLE = {  # key -> the least, and whether it may be null
-    **dict.fromkeys(["batch_size", "epochs", "log_every_n_steps", "keep_last_n_checkpoints"], (1, False)),
-    **dict.fromkeys(["gradient_accumulation_steps", "sequences_per_step", "tokens_per_micro_batch"], (1, True)),
-    **dict.fromkeys(["max_steps_per_epoch", "run_val_every_n_steps", "save_every_n_steps"], (1, True)),
-    "early_stopping_patience": (1, True),
-    "num_workers": (0, False),
-    "data_seed": (0, False),
-    "seed": (0, True),
-}
-_SWITCHES = (
-    *("startup_checks", "pin_memory", "compile", "enable_activation_offloading", "shuffle"),
-    *("resume_from_checkpoint", "overwrite_output_dir", "save_adapter_weights_only", "log_peak_memory_stats"),
-)
-
-
-def _check_values(cfg: DictConfig) -> None:
-    for key, (least, optional) in _WHOLE.items():
-        value = cfg[key]
-        if not (type(value) is int and value >= least) and not (value is None and optional):
-            raise UserError(f"{key} is {value!r}; expected a whole number of at least {least}{_OR_NULL * optional}")
-    if (cfg.seed or 0) >= 2**32:  # NumPy's limit
-        raise UserError(f"seed is {cfg.seed}; expected a whole number from 0 to {2**32 - 1}, or null")
-    rank = cfg.model.get("lora_rank", 1)
-    if not (type(rank) is int and rank >= 1):
-        raise UserError(f"model.lora_rank is {rank!r}; expected a whole number of at least 1")
-    for key in _SWITCHES:
-        if not isinstance(cfg[key], bool):
-            raise UserError(f"{key} is {cfg[key]!r}; expected True or False")
-    for key, fits, expected in (
-        ("validation_fraction", lambda x: 0 <= x < 1, "a share from 0 to under 1"),
-        ("memory_fraction", lambda x: x is None or 0 < x <= 1, "a share above 0, at most 1" + _OR_NULL),
-        ("clip_grad_norm", lambda x: x is None or x > 0, "a number above 0" + _OR_NULL),
-    ):
-        value = cfg[key]
-        if isinstance(value, bool) or not isinstance(value, int | float | None) or not fits(value):
-            raise UserError(f"{key} is {value!r}; expected {expected}")
-    if cfg.sequences_per_step and cfg.gradient_accumulation_steps:
-        raise UserError("sequences_per_step and gradient_accumulation_steps are both set; keep one of them")
+def run(recipe: LoRAFinetune) -> None:
+    """Set ``recipe`` up, train and clean up."""
+    began = time.monotonic()
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    log.info("done in %s", duration(time.monotonic() - began))
 
 
 @config.recipe_main("lora_finetune_rocm")
 def main(cfg: DictConfig) -> None:
     """LoRA fine-tuning: `tune run lora_finetune_rocm --config NAME [key=value ...]`."""
-    setup_logging()
-    for line in device.start(device.load_profile(cfg.hardware), detect()):
-        log.info("%s", line)
-    began = time.monotonic()
-    recipe = LoRAFinetune(cfg)
-    recipe.setup()
-    recipe.train()
-    recipe.cleanup()
-    log.info("done in %s", duration(time.monotonic() - began))
+    run(LoRAFinetune(cfg))
 
 
 if __name__ == "__main__":

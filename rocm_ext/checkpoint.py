@@ -8,11 +8,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext.config import difference
+from rocm_ext.errors import UserError
 from rocm_ext.files import remove_folder, replace_folder
 from rocm_ext.monitor import log
 
 STATE = "state.pt"
+
+# Keys that may change between a run and its resumption: they do not touch what is computed, or they
+# are compared by their effect (rows per step, data, base model).
+FREE_KEYS = frozenset(
+    """
+    hardware hardware_overrides device memory_fraction startup_checks num_workers pin_memory compile
+    checkpointer tokenizer enable_activation_checkpointing enable_activation_offloading low_cpu_ram
+    dataset dataset_val batch_size gradient_accumulation_steps sequences_per_step tokens_per_micro_batch
+    cudnn_deterministic_mode resume_from_checkpoint overwrite_output_dir save_every_n_steps seed
+    keep_last_n_checkpoints save_adapter_weights_only output_dir metric_logger log_every_n_steps
+    log_peak_memory_stats profiler
+    """.split()  # noqa: SIM905
+)
 
 
 class Checkpoints:
@@ -85,3 +101,27 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     if "device" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["device"], device)
 
+
+
+def check_same_run(path: Path, state: dict[str, Any], cfg: DictConfig, identity: dict[str, Any]) -> None:
+    """Refuse to resume another run.
+
+    Args:
+        path: the checkpoint's folder, for messages.
+        state: the checkpoint's, with the ``config`` and ``identity`` it was written under.
+        cfg, identity: of the run that resumes.
+
+    Raises:
+        UserError: naming everything that differs and would change the result.
+    """
+    now: Any = OmegaConf.to_container(cfg, resolve=True)
+    problems = difference(state["config"], now, FREE_KEYS)
+    for what, is_ in identity.items():
+        was = state["identity"][what]
+        if was != is_:  # fingerprints mean nothing to a reader
+            problems.append(f"{what} changed" if len(str(was)) == 64 else f"{what}: was {was}, is {is_}")
+    if problems:
+        raise UserError(
+            f"{path} belongs to another run: {'; '.join(problems)}. "
+            "Put that back, or start afresh with another output_dir"
+        )

@@ -27,6 +27,7 @@ from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cl
 from rocm_ext import device
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.machine import detect
+from rocm_ext.monitor import log, setup_logging
 
 COMPONENT = "_component_"
 # Keys whose value names a component
@@ -40,16 +41,23 @@ _RIVALS = {
 
 
 def recipe_main(recipe: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Decorator for a recipe's main function: parse, run, and end the process with an exit code.
+    """Decorator for a recipe's main function: parse, set the machine's environment, run, end with an exit code.
 
     A :class:`UserError` becomes one line and its code, Ctrl-C and SIGTERM become 130 and 143.
     """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        def action() -> None:
+            cfg = load(recipe, *command_line(sys.argv[1:], main.__doc__ or ""))
+            setup_logging()
+            for line in device.start(device.load_profile(cfg.hardware), detect()):
+                log.info("%s", line)
+            main(cfg)
+
         @wraps(main)
         def run() -> None:
             signal.signal(signal.SIGTERM, _terminate)
-            sys.exit(guarded(lambda: main(load(recipe, *command_line(sys.argv[1:], main.__doc__ or "")))))
+            sys.exit(guarded(action))
 
         return run
 
@@ -183,6 +191,11 @@ def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
         raise
     except Exception as error:  # whatever the component raises
         raise UserError(f"{key}: {node[COMPONENT]}: {one_line(error)}") from error
+
+
+def takes(node: DictConfig, argument: str, key: str) -> bool:
+    """Whether the component of ``node`` has an argument of this name."""
+    return argument in inspect.signature(_component(node, key)).parameters
 
 
 def without(node: DictConfig, *keys: str) -> DictConfig:

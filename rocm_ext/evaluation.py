@@ -144,9 +144,7 @@ def _equal_lengths(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterato
 
 
 @torch.no_grad()
-def _decode(
-    model: TransformerDecoder, tokens: Tensor, stops: Sequence[int], max_new_tokens: int
-) -> list[list[int]]:
+def _decode(model: TransformerDecoder, tokens: Tensor, stops: Sequence[int], max_new_tokens: int) -> list[list[int]]:
     """Greedy replies to ``tokens [b, s]``."""
     b, s = tokens.shape
     device, dtype = tokens.device, next(model.parameters()).dtype

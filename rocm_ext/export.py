@@ -5,20 +5,23 @@ Merging works on two folders, shard by shard: the base model is never in memory 
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
+from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder
 from rocm_ext.lora import Dora, adapter_parameters, adapters, rank_and_alpha
+from rocm_ext.monitor import log
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -163,23 +166,31 @@ def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
     return torch.empty(rows * heads["head_dim"], 1)
 
 
-def merge(base: Path, weight_files: Iterable[str], adapter: Path, out: Path) -> None:
-    """Write to ``out`` the Hugging Face model in ``base`` with the PEFT adapter merged into its weights.
+def base_model_name(folder: Path) -> str:
+    """What PEFT should load as the base model: the hub's name if `tune download` left it, else ``folder``."""
+    try:
+        return json.loads((folder / "original_repo_id.json").read_text())["repo_id"]
+    except (OSError, ValueError, KeyError):
+        return str(folder.resolve())
 
-    One tensor is merged at a time, in fp32, and one file of ``base`` is held at most. ``out`` appears
-    when it is whole.
+
+def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
+    """Write to ``out`` the Hugging Face model that the checkpointer reads, with a PEFT adapter merged in.
+
+    One tensor is merged at a time, in fp32, and one file of the base model is held at most. ``out``
+    appears when it is whole. A base model in Meta's format has no such folder: a warning, and no ``out``.
 
     Raises:
-        UserError: if the adapter has weights that ``base`` does not.
+        UserError: if the adapter has weights that the base model does not.
     """
-    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
-    state = load_file(adapter / ADAPTER_WEIGHTS)
-    updates: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in state.items():
-        part, _ = _split_part(name, {v: k for k, v in _PARTS.items()})
-        updates.setdefault(_weight_name(name, part).removeprefix(_PREFIX), {})[part] = tensor
-    scale = config["lora_alpha"] / config["r"]
-
+    checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
+    base, weight_files = Path(checkpointer["checkpoint_dir"]), checkpointer["checkpoint_files"]
+    if not (base / "config.json").is_file():
+        log.warning("%s is not written: %s is no Hugging Face folder (it has no config.json)", out, base)
+        return
+    if isinstance(weight_files, dict):
+        weight_files = FormattedCheckpointFiles.from_dict(weight_files).build_checkpoint_filenames()
+    updates, scale = _updates(adapter)
     with replace_folder(out) as folder:
         index: dict[str, str] = {}
         size = 0
@@ -200,6 +211,16 @@ def merge(base: Path, weight_files: Iterable[str], adapter: Path, out: Path) -> 
         for path in base.iterdir():  # config, tokenizer, licence: all that is no weight
             if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
                 shutil.copy2(path, folder / path.name)
+
+
+def _updates(adapter: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
+    """Weights of a PEFT folder by the base weight's name and part, and their scale."""
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    updates: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in load_file(adapter / ADAPTER_WEIGHTS).items():
+        part, _ = _split_part(name, {v: k for k, v in _PARTS.items()})
+        updates.setdefault(_weight_name(name, part).removeprefix(_PREFIX), {})[part] = tensor
+    return updates, config["lora_alpha"] / config["r"]
 
 
 def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) -> Tensor:

@@ -59,6 +59,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def summarize(path: Path) -> dict[str, Any]:
+    """What the steps in a ``metrics.jsonl`` add up to."""
+    steps = [line for line in read_metrics(path) if "loss" in line]
+    tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds"] for s in steps)
+    return {
+        "steps": len(steps),
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
 class Progress:
     """A progress bar on a terminal; elsewhere a line now and then.
 

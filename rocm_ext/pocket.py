@@ -35,7 +35,7 @@ from rocm_ext.files import replace_folder
 log = logging.getLogger(__name__)
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 384,
+    "vocab_size": 320,  # all of it tokens: a sample may draw any id, and torchtune cannot decode an unused one
     "num_layers": 4,
     "num_heads": 4,
     "num_kv_heads": 2,
@@ -88,9 +88,7 @@ def lora_pocket(
     )
 
 
-def make(
-    folder: Path, seed: int = 0, target: float = 0.33, force: bool = False
-) -> tuple[dict[str, Any], bool]:
+def make(folder: Path, seed: int = 0, target: float = 0.33, force: bool = False) -> tuple[dict[str, Any], bool]:
     """Make a pocket model in ``folder``, or find the one that is there.
 
     The result depends on the seed, the number of threads, torch's version and the processor.
@@ -227,7 +225,7 @@ def _train(
             optimizer.step()
             optimizer.zero_grad()
             bar.update()
-            if step % (5 if score.accuracy > target / 2 else 20):
+            if step % (5 if score.accuracy > target / 4 else 20):
                 continue
             # there is no dropout, so training mode and evaluation mode are one
             score = accuracy(model, tokenizer, held_out, MAX_NEW_TOKENS, batch_size=len(held_out))
@@ -258,7 +256,7 @@ def _batches(tokenizer: Any, pool: Sequence[Problem], rng: random.Random) -> Ite
 def write_tokenizer(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Train a byte-level BPE with Qwen's pre-tokenisation on ``rows`` and write its files into ``folder``.
 
-    It has every byte, the merges that the rows give, and Qwen2.5's special tokens behind them.
+    It has every byte, merges of the most frequent words, and Qwen2.5's special tokens behind them.
     """
     special = sorted(QWEN2_5_SPECIAL_TOKENS, key=QWEN2_5_SPECIAL_TOKENS.__getitem__)
     tokenizer = Tokenizer(models.BPE())
@@ -276,7 +274,8 @@ def write_tokenizer(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
         show_progress=False,
     )
     roles = ("system\n", "user\n", "assistant\n")
-    texts = (text for row in rows for text in (*roles, *(m["content"] for m in row["messages"])))
+    texts = [text for row in rows for text in (*roles, *(m["content"] for m in row["messages"]))]
+    texts.append("<tool_response>")  # the rows have too few words to fill the vocabulary
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.model.save(str(folder))  # vocab.json and merges.txt: without the special tokens, as Qwen's
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])

@@ -67,6 +67,12 @@ def test_token_ids_equal_those_of_transformers(text, tune_tokenizer, hf_tokenize
     assert max(ids) < pocket.SHAPE["vocab_size"]
 
 
+def test_every_id_is_a_token(tune_tokenizer, hf_tokenizer):
+    ids = list(range(pocket.SHAPE["vocab_size"]))
+    assert len(hf_tokenizer) == len(ids)
+    assert tune_tokenizer.decode(ids)
+
+
 def test_digits_are_single_tokens(tune_tokenizer):
     assert [tune_tokenizer.decode([i]) for i in tune_tokenizer.encode("1985", add_eos=False)] == list("1985")
 

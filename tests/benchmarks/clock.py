@@ -11,7 +11,7 @@ class StepClock:
     """Writes ``{"step", "time", "loss", "peak_memory"}`` per step to ``path``; peak memory in bytes."""
 
     def __init__(self, path: str) -> None:
-        self._file = Path(path).open("w")
+        self._file = Path(path).open("w")  # noqa: SIM115 - closed by close()
 
     def log_dict(self, payload: Mapping, step: int) -> None:
         if "loss" in payload:

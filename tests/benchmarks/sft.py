@@ -67,7 +67,8 @@ def prepare(base: Path, vocab: int, args: argparse.Namespace) -> None:
     write_model(
         base / "model", text=text, tokens=min(vocab - 64, 32000), vocab=vocab, tie_word_embeddings=True,
         hidden_size=args.width, intermediate_size=args.width * 11 // 4, num_hidden_layers=args.layers,
-        num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64 // 3 or 1, max_position_embeddings=2048,
+        num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64 // 3 or 1,
+        max_position_embeddings=2048,
     )  # fmt: skip
     cfg = run_config(base / "model", rows, base)["model"]
     decoder = model.build(OmegaConf.create({**cfg, **LORA}), torch.float32, 7, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""torchtune's LoRA recipe from a given initial adapter: ``python -m tests.benchmarks.sft_stock ADAPTER --config YAML``."""
+"""torchtune's LoRA recipe from a given adapter: ``python -m tests.benchmarks.sft_stock ADAPTER --config YAML``."""
 
 import sys
 
