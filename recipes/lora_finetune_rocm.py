@@ -7,12 +7,10 @@
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
 import random
-import shutil
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,15 +24,16 @@ from torchtune import training
 from rocm_ext import activations, config, data, device, export, model, precision
 from rocm_ext.attention import use_packed_attention
 from rocm_ext.batches import Batch, StepLoader, Steps, micro_batch_budget
-from rocm_ext.checkpoint import Checkpoints, check_same_run, rng_state, set_rng_state
+from rocm_ext.checkpoint import check_same_run, rng_state, set_rng_state
 from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors, replace_folder, replace_text
+from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.interrupt import Interrupt
 from rocm_ext.lora import adapter_parameters, adapters
 from rocm_ext.loss import from_config
 from rocm_ext.machine import detect
-from rocm_ext.monitor import Metrics, Progress, duration, log, peak_memory, summarize
-from rocm_ext.ranks import Ranks, local_rank, world_size
+from rocm_ext.monitor import Progress, duration, log, peak_memory, summarize
+from rocm_ext.output_dir import OutputDir
+from rocm_ext.ranks import Ranks, local_rank, local_world_size
 from rocm_ext.values import check_values
 
 
@@ -69,7 +68,6 @@ class LoRAFinetune:
     def __init__(self, cfg: DictConfig) -> None:
         check_values(cfg)
         self.cfg = cfg
-        self.output_dir = Path(cfg.output_dir)
         self.step = 0  # optimiser steps done; everything about progress derives from it
         self.best: dict[str, Any] | None = None  # of the validations so far: loss, step, adapter
         self.worse = 0  # validations since then
@@ -93,7 +91,7 @@ class LoRAFinetune:
     def _setup_machine(self) -> None:
         cfg = self.cfg
         self.profile, self.machine = device.load_profile(cfg.hardware), detect()
-        warnings = device.check_profile(self.profile, self.machine, world_size())
+        warnings = device.check_profile(self.profile, self.machine, local_world_size())
         settings = OmegaConf.to_container(cfg)
         warnings += device.check_locked(self.profile, settings, list(cfg.hardware_overrides))  # type: ignore[arg-type]
         self.dtype, why = precision.pick_dtype(cfg.dtype, self.machine)
@@ -109,25 +107,20 @@ class LoRAFinetune:
             log.warning("%s", line)
 
     def _setup_output_dir(self) -> None:
-        cfg, out = self.cfg, self.output_dir
-        self.checkpoints = Checkpoints(out / "checkpoints", cfg.keep_last_n_checkpoints)
-        self._resumed = self.checkpoints.newest() if cfg.resume_from_checkpoint else None
-        earlier = [p.name for p in (out / "checkpoints", out / "adapter", out / "metrics.jsonl") if p.exists()]
-        if earlier and not cfg.resume_from_checkpoint and not cfg.overwrite_output_dir:
-            raise UserError(
-                f"output_dir {out} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True goes on "
-                "with it, overwrite_output_dir=True replaces it, or choose another output_dir"
-            )
+        cfg, resume = self.cfg, self.cfg.resume_from_checkpoint
+        self.output_dir = OutputDir(
+            Path(cfg.output_dir), keep=cfg.keep_last_n_checkpoints, resume=resume, overwrite=cfg.overwrite_output_dir
+        )
+        self.output_dir.check()
+        self.checkpoints = self.output_dir.checkpoints
+        self._resumed = self.checkpoints.newest() if resume else None
         # the run's seed: the config's, else the one it began with, else a new one, the same on all ranks
         saved = self._resumed[1]["config"]["seed"] if self._resumed else None
         seed = next(s for s in (cfg.seed, saved, random.SystemRandom().randrange(2**31)) if s is not None)
         cfg.seed = self.ranks.agree(seed)
         training.set_seed(seed=cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
         if self.ranks.is_main:
-            with disk_errors(out):
-                out.mkdir(parents=True, exist_ok=True)
-                if not os.access(out, os.W_OK):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            self.output_dir.create()
 
     def _setup_tokenizer(self) -> None:
         self.tokenizer = config.instantiate(self.cfg.tokenizer, key="tokenizer")
@@ -166,7 +159,8 @@ class LoRAFinetune:
             self._warn(lines)
             if self.ranks.world > 1:
                 raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or take bf16")
-        self._check_vocabulary(decoder.tok_embeddings.num_embeddings)
+        for rows in filter(None, (self.rows, self.validation_rows)):
+            rows.check_vocabulary(decoder.tok_embeddings.num_embeddings)
         if cfg.startup_checks:
             checks = precision.canaries(self.machine, self.device, self.dtype, decoder.head_dim, decoder.num_heads)
             self._warn(precision.require(checks))
@@ -204,14 +198,6 @@ class LoRAFinetune:
         trainable = sum(p.numel() for p in self.adapter.values())
         total = sum(p.numel() for p in decoder.parameters())
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
-
-    def _check_vocabulary(self, size: int) -> None:
-        largest = max(int(tokens.max()) for rows in (self.rows, self.validation_rows) if rows for tokens in rows.tokens)
-        if largest >= size:
-            raise UserError(
-                f"the tokenizer makes token id {largest}, but the model's vocabulary ends at {size - 1}: "
-                "tokenizer and model do not belong together"
-            )
 
     def _setup_loaders(self) -> None:
         cfg = self.cfg
@@ -260,7 +246,6 @@ class LoRAFinetune:
         self.profiler, _ = config.instantiate(profiler, key="profiler")
 
     def _resume(self) -> None:
-        start = 0
         if self._resumed is not None:
             path, state = self._resumed
             check_same_run(path, state, self.cfg, self._identity)
@@ -274,25 +259,13 @@ class LoRAFinetune:
                 set_rng_state(state["rng"][self.ranks.rank], self.device)
             else:
                 log.warning("the run had %d ranks, now %d: dropout differs", len(state["rng"]), self.ranks.world)
-            start = self.step
             log.info("resumed from %s", path)
             self._resumed = None
         elif self.cfg.resume_from_checkpoint:
             log.info("no checkpoint in %s: starting from the beginning", self.checkpoints.folder)
         self.ranks.barrier()  # every rank has read the checkpoint
-        self.metrics = self._take_output_dir(start) if self.ranks.is_main else None
-
-    def _take_output_dir(self, start: int) -> Metrics:
-        """From here on the output folder is this run's: nothing above can fail any more."""
-        cfg, out = self.cfg, self.output_dir
-        self.checkpoints.sweep()
-        if cfg.overwrite_output_dir and not cfg.resume_from_checkpoint:
-            self.checkpoints.clear()
-            for name in ("adapter", "merged"):
-                shutil.rmtree(out / name, ignore_errors=True)
-            (out / "summary.json").unlink(missing_ok=True)
-        replace_text(out / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        return Metrics(out / "metrics.jsonl", start)
+        yaml = OmegaConf.to_yaml(self.cfg, resolve=True)
+        self.metrics = self.output_dir.take(yaml, self.step) if self.ranks.is_main else None
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -314,8 +287,8 @@ class LoRAFinetune:
         with self.interrupt, self.profiler as profiler:
             while self.step < self.total_steps and not self._stopped_early():
                 end = (self.step // per_epoch + 1) * per_epoch
+                began = time.perf_counter()
                 for batches in self.loader.range(self.step, end):
-                    began = time.perf_counter()
                     stats = self.train_step(batches)
                     self.step += 1
                     progress.update(self._log_step(stats, time.perf_counter() - began))
@@ -330,6 +303,7 @@ class LoRAFinetune:
                         self._leave_interrupted()
                     if self._stopped_early():
                         break
+                    began = time.perf_counter()
         progress.close()
         self.write_outputs()
 
@@ -471,7 +445,7 @@ class LoRAFinetune:
 
     def write_outputs(self) -> None:
         """Write ``adapter/``, ``merged/`` if asked for, and ``summary.json``."""
-        cfg, out = self.cfg, self.output_dir
+        cfg, out = self.cfg, self.output_dir.path
         early = cfg.early_stopping_patience and self.best is not None
         if early:
             model.load_adapter(self.decoder, self.best["adapter"], "best")  # type: ignore[index]
@@ -486,7 +460,7 @@ class LoRAFinetune:
 
     def _summary(self, early: bool) -> dict[str, Any]:
         return {
-            **summarize(self.output_dir / "metrics.jsonl"),
+            **summarize(self.output_dir.path / "metrics.jsonl"),
             "rows": self.rows.counts,
             "best_validation": {k: self.best[k] for k in ("loss", "step")} if self.best else None,
             "adapter_is": "best by validation loss" if early else "last",

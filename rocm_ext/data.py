@@ -94,6 +94,19 @@ class Rows:
             rows.lengths.append(self.lengths[i])
         return rows
 
+    def check_vocabulary(self, size: int) -> None:
+        """Refuse token ids that a model with ``size`` embeddings does not have.
+
+        Raises:
+            UserError: naming the largest id.
+        """
+        largest = max(int(tokens.max()) for tokens in self.tokens)
+        if largest >= size:
+            raise UserError(
+                f"the tokenizer makes token id {largest}, but the model's vocabulary ends at {size - 1}: "
+                "tokenizer and model do not belong together"
+            )
+
     def fingerprint(self) -> str:
         """sha256 over all rows in their order."""
         digest = hashlib.sha256()
@@ -148,7 +161,7 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
             counts["dropped_without_labels"] += 1
             continue
         # torchtune's components cut by themselves, and mask the last token when they do
-        counts["truncated"] += cut or (foreign and len(tokens) == max_seq_len and labels[-1] == IGNORE)
+        counts["truncated"] += cut or bool(foreign and len(tokens) == max_seq_len and labels[-1] == IGNORE)
         rows.tokens.append(tokens)
         rows.labels.append(labels)
         rows.lengths.append(lengths)

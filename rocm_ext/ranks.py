@@ -23,6 +23,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def local_world_size() -> int:
+    """Number of those processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def local_rank() -> int:
     """Index of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))

@@ -216,7 +216,7 @@ def test_packs_of_torchtune_hold_the_same_sequences_as_rows(folders, tmp_path):
         cfg |= {"dataset": instruct_dataset(folders["rows"], packed=packed), "sequences_per_step": 48}
         cfg["tokenizer"] = llama3_tokenizer(tmp_path)
         recipe = finetune(cfg)
-        losses[packed] = metrics(recipe.output_dir)
+        losses[packed] = metrics(recipe.output_dir.path)
         assert max(map(len, recipe.rows.lengths)) > 1 or not packed
     assert len(losses[True]) == 4
     assert losses[True] == pytest.approx(losses[False], rel=1e-6)
