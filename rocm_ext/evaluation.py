@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
+from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
 from torchtune.models.qwen2_5._tokenizer import Qwen2_5Tokenizer
 from torchtune.modules import TransformerDecoder, local_kv_cache
 from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
@@ -245,7 +246,9 @@ def load_model(
         raise UserError(f"the weights in {folder} do not fit its config.json: {one_line(error)}") from error
     with torch.device(device):
         for module in model.modules():
-            if hasattr(module, "rope_init"):  # its tables are no weights, so they are still on meta
+            if isinstance(
+                module, Qwen2RotaryPositionalEmbeddings
+            ):  # its tables are no weights, so they are still on meta
                 module.rope_init()
     return model.eval().requires_grad_(False)
 

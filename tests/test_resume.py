@@ -332,9 +332,9 @@ def test_seed_that_was_drawn_is_kept(make, tmp_path):
         (["epochs=3"], "epochs: was 2, is 3"),
         (["model.lora_dropout=0.2"], "model.lora_dropout: was 0.1, is 0.2"),
         (["sequences_per_step=4"], "rows per step: was 8, is 4"),
-        (["seed=2"], "seed changed"),
-        (["checkpointer.checkpoint_dir={folder}/other"], "base_model changed"),
-        (["dataset.source={folder}/fewer.jsonl"], "data changed; validation_data changed"),
+        (["seed=2"], "seed: was 1, is 2"),
+        (["checkpointer.checkpoint_dir={folder}/other"], "base model changed"),
+        (["dataset.source={folder}/fewer.jsonl"], "data changed; validation data changed"),
     ],
 )
 def test_another_run_is_refused(make, reference, folder, overrides, message):
