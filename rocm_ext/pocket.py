@@ -245,7 +245,8 @@ def _sharpen(model: TransformerDecoder) -> None:
 
     A model stopped this early is unsure of every token: at temperature 1 it would be right half as often.
     """
-    model.norm.scale.mul_(2)
+    for scale in model.norm.parameters():
+        scale.mul_(2)
 
 
 def _batches(tokenizer: Any, pool: Sequence[Problem], rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
