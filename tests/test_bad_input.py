@@ -304,7 +304,7 @@ def test_more_ranks_than_gpus(fails, monkeypatch):
         detect(), backend="cuda", torch_build="cuda", arch="sm_90", name="H200", gpu_count=1, bf16=True
     )
     monkeypatch.setattr(recipe, "detect", lambda: machine)
-    monkeypatch.setattr(recipe, "world_size", lambda: 4)
+    monkeypatch.setattr(recipe, "local_world_size", lambda: 4)
     monkeypatch.setattr(device, "start", lambda profile, machine: [])
     line = fails(hardware="cuda")
     assert "4 processes need 4 GPUs" in line

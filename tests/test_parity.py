@@ -201,10 +201,10 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
     ours = finetune(cfg)
 
     assert len(stock) == 12
-    assert metrics(ours.output_dir) == pytest.approx([step["loss"] for step in stock], rel=1e-5)
-    assert metrics(ours.output_dir, "grad_norm") == pytest.approx([s["grad_norm"] for s in stock], rel=1e-4)
+    assert metrics(ours.output_dir.path) == pytest.approx([step["loss"] for step in stock], rel=1e-5)
+    assert metrics(ours.output_dir.path, "grad_norm") == pytest.approx([s["grad_norm"] for s in stock], rel=1e-4)
     # torchtune logs the rate after it has stepped the schedule: that of the next step
-    assert metrics(ours.output_dir, "lr")[1:] == pytest.approx([step["lr"] for step in stock[:-1]])
+    assert metrics(ours.output_dir.path, "lr")[1:] == pytest.approx([step["lr"] for step in stock[:-1]])
     torch.testing.assert_close(adapter(ours), stock_adapter, rtol=1e-4, atol=1e-6)
 
 
@@ -327,11 +327,11 @@ def given_adapter(folders, folder: Path) -> Path:
 )
 def test_micro_batches_and_chunks_change_no_loss(folders, tmp_path, reference, changes):
     other = finetune(invariant_config(folders, tmp_path / "run") | changes)
-    expected = metrics(reference.output_dir)
+    expected = metrics(reference.output_dir.path)
     assert len(expected) == 6
-    assert metrics(other.output_dir) == pytest.approx(expected, rel=1e-6)
-    assert metrics(other.output_dir, "grad_norm") == pytest.approx(
-        metrics(reference.output_dir, "grad_norm"), rel=1e-5
+    assert metrics(other.output_dir.path) == pytest.approx(expected, rel=1e-6)
+    assert metrics(other.output_dir.path, "grad_norm") == pytest.approx(
+        metrics(reference.output_dir.path, "grad_norm"), rel=1e-5
     )
     torch.testing.assert_close(adapter(other), adapter(reference), rtol=1e-3, atol=1e-5)
 
@@ -343,8 +343,8 @@ def test_micro_batches_and_chunks_change_no_loss(folders, tmp_path, reference, c
 )
 def test_checkpointing_and_workers_change_no_bit(folders, tmp_path, reference, changes):
     other = finetune(invariant_config(folders, tmp_path / "run") | changes)
-    assert metrics(other.output_dir) == metrics(reference.output_dir)
-    assert metrics(other.output_dir, "grad_norm") == metrics(reference.output_dir, "grad_norm")
+    assert metrics(other.output_dir.path) == metrics(reference.output_dir.path)
+    assert metrics(other.output_dir.path, "grad_norm") == metrics(reference.output_dir.path, "grad_norm")
     torch.testing.assert_close(adapter(other), adapter(reference), rtol=0, atol=0)
 
 
