@@ -138,6 +138,7 @@ def _to_message(turn: Any, where: str) -> Message:
 
 
 def string(value: Any, what: str) -> str:
+    """``value``, which must be text; ``what`` names it in the error."""
     if not isinstance(value, str):
         raise UserError(f"{what} must be a string, found {type(value).__name__}")
     return value

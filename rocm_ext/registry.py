@@ -79,15 +79,11 @@ def _config_names() -> list[str]:
 def _add_recipes() -> None:
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 
-    def recipe_of(config_name: str) -> str:
-        return "raft_rocm" if "raft" in config_name else "lora_finetune_rocm"
-
     for name in RECIPES:
         configs = [
             # torchtune joins these to its own folder, and joining an absolute path yields that path
             Config(name=config, file_path=str(_folder("recipe_configs") / f"{config}.yaml"))
             for config in _config_names()
-            if recipe_of(config) == name
         ]
         path = str(_folder("recipes") / f"{name}.py")
         _ALL_RECIPES.append(Recipe(name=name, file_path=path, configs=configs, supports_distributed=True))
