@@ -152,6 +152,7 @@ class LoRAFinetune:
 
     def _setup_model(self) -> None:
         cfg = self.cfg
+        export.check_model_type(cfg.checkpointer.model_type)
         self.decoder = decoder = model.build(cfg.model, self.dtype, cfg.seed, self.device)
         self.adapter = adapter_parameters(decoder)
         if any(layer._quantize_base for _, layer in adapters(decoder)):

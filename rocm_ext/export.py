@@ -34,6 +34,16 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
 
 
+def check_model_type(model_type: str) -> None:
+    """Refuse, before any work, a family whose adapter could not be written at the end.
+
+    Raises:
+        UserError: naming the family.
+    """
+    if model_type in _NO_PEFT:
+        raise UserError(f"checkpointer.model_type {model_type} has no PEFT adapter format in torchtune")
+
+
 def adapter_state(decoder: TransformerDecoder) -> dict[str, Tensor]:
     """The adapter's weights in torchtune's names, on the CPU."""
     return {name: p.detach().cpu().clone() for name, p in adapter_parameters(decoder).items()}
@@ -136,8 +146,6 @@ def _converters(decoder: TransformerDecoder, model_type: str) -> tuple[Convert, 
     Rows of q and k are reordered in most families (rotary halves against pairs) and not in Qwen2.
     torchtune reorders the adapters of both, so its own PEFT export is wrong for Qwen2.
     """
-    if model_type in _NO_PEFT:
-        raise UserError(f"checkpointer.model_type {model_type} has no PEFT adapter format in torchtune")
     from torchtune.models import convert_weights
     from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
     from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
