@@ -27,7 +27,7 @@ from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
 
 from rocm_ext.chat import render_prompt
 from rocm_ext.errors import UserError, one_line
-from rocm_ext.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, merged_weight
+from rocm_ext.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, merged_weight, updates_by_weight
 
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 # A minus sign behind a digit, a word or a bracket is a subtraction.
@@ -296,10 +296,7 @@ def _merge(weights: dict[str, Tensor], adapter: Path) -> None:
     plain = config.get("peft_type") == "LORA" and config.get("bias", "none") == "none"
     if not plain or any(map(config.get, extras)):
         raise UserError(f"{adapter} is no plain LoRA or DoRA adapter (without bias, {', '.join(extras)})")
-    updates: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in _tensors(adapter / ADAPTER_WEIGHTS).items():
-        module, part = name.removeprefix("base_model.model.").rsplit(".lora_", 1)
-        updates.setdefault(f"{module}.weight", {})[f".lora_{part}"] = tensor
+    updates = updates_by_weight(_tensors(adapter / ADAPTER_WEIGHTS))
     if strange := sorted(updates.keys() - weights.keys()):
         raise UserError(f"adapter {adapter} has weights for {strange[0]}, which the model has not")
     for name, update in updates.items():

@@ -198,7 +198,9 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
         return
     if isinstance(weight_files, dict):
         weight_files = FormattedCheckpointFiles.from_dict(weight_files).build_checkpoint_filenames()
-    updates, scale = _updates(adapter)
+    updates = updates_by_weight(load_file(adapter / ADAPTER_WEIGHTS))
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    scale = config["lora_alpha"] / config["r"]
     with replace_folder(out) as folder:
         index: dict[str, str] = {}
         size = 0
@@ -221,14 +223,13 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
                 shutil.copy2(path, folder / path.name)
 
 
-def _updates(adapter: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
-    """Weights of a PEFT folder by the base weight's name and part, and their scale."""
-    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
+def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """A PEFT adapter's weights by the name of the base weight they change, then by part."""
     updates: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(adapter / ADAPTER_WEIGHTS).items():
+    for name, tensor in adapter.items():
         part, _ = _split_part(name, {v: k for k, v in _PARTS.items()})
         updates.setdefault(_weight_name(name, part).removeprefix(_PREFIX), {})[part] = tensor
-    return updates, config["lora_alpha"] / config["r"]
+    return updates
 
 
 def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) -> Tensor:

@@ -122,6 +122,7 @@ def fails(folder, tmp_path, capsys):
         ("checkpointer.checkpoint_dir={tmp}/none", "none"),
         ("checkpointer.checkpoint_files=[none.safetensors]", "none.safetensors"),
         ("checkpointer.model_type=QWEN9", "QWEN9"),
+        ("checkpointer.model_type=PHI3_MINI", "PHI3_MINI has no PEFT adapter format"),
         ("checkpointer.adapter_checkpoint={tmp}/none", "no adapter in"),
         ("tokenizer.path={tmp}/none.json", "none.json"),
         ("tokenizer.merges_file={tmp}/none.txt", "none.txt"),
