@@ -142,3 +142,20 @@ def string(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{what} must be a string, found {type(value).__name__}")
     return value
+
+
+def to_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """What ``tokens`` [s] say. Ids that the tokenizer does not know (a model's embeddings are padded beyond its
+    vocabulary, and a sample may hit the padding) say nothing; torchtune's tokenizers raise on them."""
+    try:
+        return tokenizer.decode(list(tokens))
+    except (TypeError, KeyError, IndexError, OverflowError):
+        return tokenizer.decode([token for token in tokens if _known(tokenizer, token)])
+
+
+def _known(tokenizer: Any, token: int) -> bool:
+    try:
+        tokenizer.decode([token])
+    except (TypeError, KeyError, IndexError, OverflowError):
+        return False
+    return True

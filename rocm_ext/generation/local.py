@@ -1,0 +1,312 @@
+"""Sampling in this process: continuous batching over slots of a key-value cache.
+
+A prompt is prefilled once, and its cache copied into the slot of each of its samples. Every step decodes
+one token in all running slots; a slot whose answer ends is given to the next sample at once, or, when none
+waits, filled with the last running one, so that a step computes running samples only.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext.chat import to_text
+from rocm_ext.errors import UserError
+from rocm_ext.generation.base import Completion, Request, Sampling
+from rocm_ext.generation.decoder import MIN_ROWS, Cache, Decoder, check_family, merged
+from rocm_ext.generation.draw import draw, uniforms
+from rocm_ext.monitor import log
+
+# Where more slots gain no more: a step is bound by compute from here on (measured on a CPU; computed for GPUs).
+_MOST_SLOTS = {"cpu": 128, "cuda": 256}
+# Cache positions looked at are a multiple of this. CPU: fewer would change the rounding of attention's sums.
+# GPU: few distinct shapes, so few graphs.
+_SPAN = {"cpu": 16, "cuda": 256}
+_PREFILL_TOKENS = 2048  # enough for a GPU to be bound by compute
+_SHARE = 0.9  # of the memory left, for the cache; the rest is room for what a step computes
+
+
+class LocalEngine:
+    """Samples from the model that is being trained, in this process.
+
+    Args:
+        decoder: torchtune decoder, with or without adapters.
+        tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
+        free_memory: bytes that may still be taken on the device.
+        slots: samples decoded at once; None: what memory allows, up to where more gain nothing.
+        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU.
+    """
+
+    exact_tokens = True  # ids are those that were sampled
+
+    def __init__(
+        self,
+        slots: int | None = None,
+        graphs: bool | None = None,
+        *,
+        decoder: TransformerDecoder,
+        tokenizer: Any,
+        free_memory: Callable[[], int],
+    ) -> None:
+        if slots is not None and not (type(slots) is int and slots >= 1):
+            raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least 1, or null")
+        self._slots, self._graphs = slots, graphs
+        self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
+
+    def check(self) -> None:
+        """Refuse a model or tokenizer that cannot be sampled from.
+
+        Raises:
+            UserError: saying what is not supported or missing.
+        """
+        check_family(self._decoder)
+        if not getattr(self._tokenizer, "stop_tokens", None):
+            raise UserError(
+                f"tokenizer {type(self._tokenizer).__name__} has no stop_tokens: no answer would ever end; "
+                "use a chat model's tokenizer"
+            )
+
+    @contextmanager
+    def session(self, adapter: Path | None = None) -> Iterator["LocalSession"]:
+        """Sample from the decoder as it is now; ``adapter``, a file for other engines, is in it already."""
+        with merged(self._decoder) as decoder:
+            yield LocalSession(decoder, self._tokenizer, self._free_memory, self._slots, self._graphs)
+
+
+@dataclass
+class _Prompt:
+    """A prompt on its way into slots: what waits for it, and its cache once there is one."""
+
+    tokens: tuple[int, ...]
+    waiting: deque[Request]
+    cache: Cache | None = None
+
+
+@dataclass
+class _Running:
+    """A sample in its slot."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Of the newest token."""
+        return len(self.request.tokens) + len(self.tokens) - 1
+
+
+class LocalSession:
+    """See :class:`rocm_ext.generation.base.Session`. One ``generate`` at a time."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Any,
+        free_memory: Callable[[], int],
+        slots: int | None = None,
+        graphs: bool | None = None,
+    ) -> None:
+        self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
+        self._slots = slots
+        self._graphs = decoder.device.type == "cuda" if graphs is None else graphs
+        self._stop_tokens = frozenset(tokenizer.stop_tokens)
+        self._totals = dict.fromkeys(("tokens", "slot_steps", "bytes", "seconds"), 0.0)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Completions of ``requests``, each as soon as it is finished.
+
+        Raises:
+            UserError: a prompt and its answer may get longer than the model's context, or not one slot fits
+                into memory.
+        """
+        if not requests:
+            return
+        longest = max(len(request.tokens) for request in requests) + sampling.max_new_tokens
+        if longest > self._decoder.max_seq_len:
+            raise UserError(
+                f"the longest prompt and max_new_tokens {sampling.max_new_tokens} are {longest} tokens; the model "
+                f"takes {self._decoder.max_seq_len}. Lower max_new_tokens or drop long prompts"
+            )
+        batch = _Batch(self._decoder, self._count_slots(len(requests), longest), longest, sampling, self._graphs)
+        prompts = deque(
+            _Prompt(tokens, deque(same)) for tokens, same in groupby(requests, key=lambda request: request.tokens)
+        )
+        while prompts or batch.running:
+            began = time.perf_counter()
+            self._admit(batch, prompts)
+            read, rows = batch.step()
+            ended = [(slot, c) for slot in range(rows) if (c := self._completion(batch.running[slot], sampling))]
+            batch.release([slot for slot, _ in ended])
+            self._count(rows, batch.slots, read, time.perf_counter() - began)
+            for _, completion in ended:
+                yield completion
+
+    def _count(self, rows: int, slots: int, read: int, seconds: float) -> None:
+        for name, amount in (("tokens", rows), ("slot_steps", slots), ("bytes", read), ("seconds", seconds)):
+            self._totals[name] += amount
+
+    def _admit(self, batch: "_Batch", prompts: deque[_Prompt]) -> None:
+        """Fill free slots with waiting samples, prefilling their prompts, several at once where that pays."""
+        while prompts and batch.free:
+            prompt = prompts[0]
+            if prompt.cache is None:
+                taken, tokens = [], 0
+                for other in prompts:
+                    if taken and tokens + len(other.tokens) > _PREFILL_TOKENS:
+                        break
+                    taken.append(other)
+                    tokens += len(other.tokens)
+                    if sum(len(p.waiting) for p in taken) >= batch.free:
+                        break
+                # the last token is decoded: that gives the logits of the first new one
+                for other, cache in zip(taken, self._decoder.prefill([p.tokens[:-1] for p in taken]), strict=True):
+                    other.cache = cache
+            count = min(batch.free, len(prompt.waiting))
+            batch.admit([prompt.waiting.popleft() for _ in range(count)], prompt.cache)
+            if not prompt.waiting:
+                prompts.popleft()
+
+    def _completion(self, running: _Running, sampling: Sampling) -> Completion | None:
+        """The finished answer of a slot, or None while it goes on."""
+        tokens, text = running.tokens, None
+        if tokens[-1] in self._stop_tokens:
+            text, reason = to_text(self._tokenizer, tokens[:-1]), "stop"
+        elif sampling.stop_strings and self._holds_stop_string(tokens, sampling):
+            text, reason = to_text(self._tokenizer, tokens), "stop"
+        elif len(tokens) == sampling.max_new_tokens:
+            text, reason = to_text(self._tokenizer, tokens), "length"
+        if text is None:
+            return None
+        ends = [at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0]
+        return Completion(running.request, tokens, running.logprobs, text[: min(ends, default=len(text))], reason)
+
+    def _holds_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
+        # a token has at least one byte, so a stop string that ends in the newest one began within these
+        window = max(len(text.encode()) for text in sampling.stop_strings) + 4
+        tail = to_text(self._tokenizer, tokens[-window:])
+        return any(text in tail for text in sampling.stop_strings)
+
+    def _count_slots(self, requests: int, length: int) -> int:
+        decoder = self._decoder
+        if self._slots is not None:
+            return max(MIN_ROWS, min(self._slots, requests))
+        most = max(MIN_ROWS, min(requests, _MOST_SLOTS.get(decoder.device.type, 128)))
+        per_slot = decoder.bytes_per_position * length + 5 * 4 * len(decoder.output)  # logits, weights, blocks in fp32
+        free = int(_SHARE * self._free_memory())
+        fit = free // per_slot
+        if fit < MIN_ROWS:
+            raise UserError(
+                f"{free / 2**30:.1f} GiB are left for sampling; {MIN_ROWS} answers of {length} tokens need "
+                f"{MIN_ROWS * per_slot / 2**30:.1f} GiB. Lower max_new_tokens"
+            )
+        if fit < most:
+            log.info("%d samples at once: %.1f GiB of memory hold no more", fit, free / 2**30)
+        return min(most, fit)
+
+    def stats(self) -> dict[str, float]:
+        """``tokens`` sampled, ``tokens_per_second``, ``occupancy`` (share of slots that held a running sample)
+        and ``gb_per_second`` (weights and cache read)."""
+        total = self._totals
+        seconds = total["seconds"] or 1.0
+        return {
+            "tokens": int(total["tokens"]),
+            "tokens_per_second": total["tokens"] / seconds,
+            "occupancy": total["tokens"] / (total["slot_steps"] or 1),
+            "gb_per_second": total["bytes"] / seconds / 1e9,
+        }
+
+
+class _Batch:
+    """Slots of the cache; the running samples are in the first of them."""
+
+    def __init__(self, decoder: Decoder, slots: int, length: int, sampling: Sampling, graphs: bool) -> None:
+        self._round = _SPAN.get(decoder.device.type, 256)
+        self._length = length + -length % self._round
+        self._decoder, self._sampling, self.slots = decoder, sampling, slots
+        self._cache = decoder.new_cache(slots, self._length)
+        device = decoder.device
+        self._tokens, self._positions, self._seeds, self._drawn = (
+            torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.running: list[_Running] = []
+        self._graphs: dict[tuple[int, int], tuple[Any, Tensor]] | None = {} if graphs else None
+
+    @property
+    def free(self) -> int:
+        """Slots that nothing runs in."""
+        return self.slots - len(self.running)
+
+    @torch.no_grad()
+    def admit(self, requests: list[Request], prefix: Cache) -> None:
+        """Put ``requests`` of one prompt, with the cache of all but its last token, into free slots."""
+        first, count = len(self.running), len(requests)
+        known = len(requests[0].tokens) - 1
+        rows = slice(first, first + count)
+        for mine, theirs in ((self._cache.keys, prefix.keys), (self._cache.values, prefix.values)):
+            for target, source in zip(mine, theirs, strict=True):
+                target[rows, :, :known] = source
+        self._tokens[rows] = requests[0].tokens[-1]
+        self._positions[rows] = known
+        self._drawn[rows] = 0
+        self._seeds[rows] = torch.tensor([request.seed for request in requests], device=self._seeds.device)
+        self.running += map(_Running, requests)
+
+    @torch.no_grad()
+    def step(self) -> tuple[int, int]:
+        """One token for every running sample. Returns the bytes read and the samples that ran."""
+        n = len(self.running)
+        # a few slots more than are running: MIN_ROWS, and few distinct shapes where each needs a graph
+        rows = min(self.slots, n + -n % MIN_ROWS if self._graphs is not None else max(n, MIN_ROWS))
+        span = max(running.position for running in self.running) + 1
+        span += -span % self._round
+        logits = self._logits(rows, span)
+        uniform = uniforms(self._seeds[:rows], self._drawn[:rows])
+        tokens, logprobs = draw(logits, uniform, self._sampling)
+        self._tokens[:rows] = tokens
+        self._positions[:n] += 1
+        self._drawn[:n] += 1
+        for running, token, logprob in zip(self.running, tokens.tolist(), logprobs.tolist(), strict=False):
+            running.tokens.append(token)
+            running.logprobs.append(logprob)
+        return self._decoder.weight_bytes + rows * span * self._decoder.bytes_per_position, n
+
+    def _logits(self, rows: int, span: int) -> Tensor:
+        def step() -> Tensor:
+            return self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
+
+        if self._graphs is None:
+            return step()
+        if (rows, span) not in self._graphs:
+            step()  # libraries allocate their work space at the first call, which a capture must not see
+            graph = torch.cuda.CUDAGraph()
+            pool = next((g.pool() for g, _ in self._graphs.values()), None)
+            with torch.cuda.graph(graph, pool=pool):
+                logits = step()
+            self._graphs[rows, span] = graph, logits
+        graph, logits = self._graphs[rows, span]
+        graph.replay()
+        return logits
+
+    @torch.no_grad()
+    def release(self, ended: list[int]) -> None:
+        """Free these slots; running samples from the end move into them."""
+        for slot in sorted(ended, reverse=True):
+            last = len(self.running) - 1
+            moved = self.running.pop()
+            if slot != last:
+                self.running[slot] = moved
+                known = moved.position
+                for tensor in (*self._cache.keys, *self._cache.values):
+                    tensor[slot, :, :known] = tensor[last, :, :known]
+                for tensor in (self._tokens, self._positions, self._seeds, self._drawn):
+                    tensor[slot] = tensor[last]
+            self._positions[last] = 0
