@@ -13,7 +13,6 @@ import os
 import random
 import time
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +67,8 @@ class LoRAFinetune:
     def __init__(self, cfg: DictConfig) -> None:
         check_values(cfg)
         self.cfg = cfg
+        self.rows: Any = None  # data.Rows, the config's or, in RAFT, a cycle's
+        self.validation_rows: data.Rows | None = None
         self.step = 0  # optimiser steps done; everything about progress derives from it
         self.best: dict[str, Any] | None = None  # of the validations so far: loss, step, adapter
         self.worse = 0  # validations since then
@@ -79,9 +80,25 @@ class LoRAFinetune:
         self._setup_output_dir()
         self._setup_tokenizer()
         self._setup_data()
+        self.setup_model(longest=max(sum(lengths) for lengths in self.rows.lengths))
+        self.setup_run()
+
+    def setup_model(self, longest: int) -> None:
+        """The model, ready to train on rows of up to ``longest`` tokens. Machine and tokenizer come first."""
         self._setup_model()
-        self._setup_activations()
+        self._setup_activations(longest)
         self._setup_weights()
+
+    def start(self, cfg: DictConfig, rows: data.Rows) -> None:
+        """Begin another run with the model as it is now, over ``rows``; machine, model and data keys of ``cfg``
+        have had their say. Then :meth:`train`."""
+        self.cfg, self.rows = cfg, rows
+        self.step, self.best, self.worse = 0, None, 0
+        self._setup_output_dir()
+        self.setup_run()
+
+    def setup_run(self) -> None:
+        """What belongs to one run over ``rows``: a RAFT cycle is one, and there are many with one model."""
         self._setup_loaders()
         self._setup_optimizer()
         self._setup_scheduler()
@@ -168,9 +185,8 @@ class LoRAFinetune:
         self.packed = use_packed_attention(decoder)
         self.loss = from_config(config.instantiate(cfg.loss, key="loss"))
 
-    def _setup_activations(self) -> None:
+    def _setup_activations(self, longest: int) -> None:
         cfg = self.cfg
-        longest = max(sum(lengths) for lengths in self.rows.lengths)
         self.tokens_per_micro_batch = micro_batch_budget(longest, cfg.batch_size, cfg.tokens_per_micro_batch)
         budget, _ = device.memory_budget(self.profile, self.machine)
         chunk = self.loss.chunk_for(self.device)
@@ -247,6 +263,7 @@ class LoRAFinetune:
         self.profiler, _ = config.instantiate(profiler, key="profiler")
 
     def _resume(self) -> None:
+        self._identity = self._find_identity()
         if self._resumed is not None:
             path, state = self._resumed
             check_same_run(path, state, self.cfg, self._identity)
@@ -268,8 +285,7 @@ class LoRAFinetune:
         yaml = OmegaConf.to_yaml(self.cfg, resolve=True)
         self.metrics = self.output_dir.take(yaml, self.step) if self.ranks.is_main else None
 
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
+    def _find_identity(self) -> dict[str, Any]:
         """What a run must have in common with the one it resumes, beside its config."""
         return {
             "base model": self.base_fingerprint,
@@ -292,7 +308,9 @@ class LoRAFinetune:
                 for batches in self.loader.range(self.step, end):
                     stats = self.train_step(batches)
                     self.step += 1
-                    progress.update(self._log_step(stats, time.perf_counter() - began))
+                    seconds = time.perf_counter() - began
+                    self._log_step(stats, seconds)
+                    progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
                     profiler.step()
                     if self._due(cfg.run_val_every_n_steps, self.step == end):
                         self.validate()
@@ -398,7 +416,7 @@ class LoRAFinetune:
         patience = self.cfg.early_stopping_patience
         return bool(patience) and self.worse >= patience
 
-    def _log_step(self, stats: StepStats, seconds: float) -> dict[str, Any]:
+    def _log_step(self, stats: StepStats, seconds: float) -> None:
         values: dict[str, Any] = {
             "loss": stats.loss,
             "lr": stats.lr,
@@ -411,7 +429,6 @@ class LoRAFinetune:
         if self.cfg.log_peak_memory_stats:
             values["peak_memory"] = peak_memory(self.device)
         self._write_metrics(**values)
-        return values
 
     def _write_metrics(self, **values: Any) -> None:
         if self.metrics is not None:

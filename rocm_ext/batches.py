@@ -32,6 +32,7 @@ class Batch:
         index: [n] places in the flattened [b * s] hidden states that predict a label.
         targets: [n] those labels.
         real_tokens: tokens that are not padding.
+        logprobs: [n] fp32, of the labels when they were sampled; None for rows that were not.
     """
 
     tokens: Tensor
@@ -40,6 +41,7 @@ class Batch:
     index: Tensor
     targets: Tensor
     real_tokens: int
+    logprobs: Tensor | None = None
 
     def _map(self, change) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -141,42 +143,50 @@ def _cut_packed(lengths: Sequence[int], longest_first: list[int], ranks: int, bu
 
 def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int) -> Batch:
     """The micro-batch of the rows ``piece``, with its sequence dimension padded to a multiple."""
-    sequences: list[tuple[np.ndarray, np.ndarray]] = []
+    sequences: list[tuple[np.ndarray, ...]] = []  # tokens, labels, log-probs
     for i in piece:
         bounds = np.cumsum(rows.lengths[i])[:-1]
-        sequences += zip(np.split(rows.tokens[i], bounds), np.split(rows.labels[i], bounds), strict=True)
-    real = sum(len(tokens) for tokens, _ in sequences)
+        sampled = np.zeros(len(rows.tokens[i]), np.float32) if rows.logprobs is None else rows.logprobs[i]
+        sequences += zip(*(np.split(part, bounds) for part in (rows.tokens[i], rows.labels[i], sampled)), strict=True)
+    real = sum(len(tokens) for tokens, *_ in sequences)
     if not sequences:  # nothing left for this rank: one token that predicts nothing keeps it in step
-        sequences = [(np.array([pad_id]), np.array([IGNORE]))]
+        sequences = [_nothing(1, pad_id)]
     if packed:
-        width = sum(len(tokens) for tokens, _ in sequences)
+        width = sum(len(tokens) for tokens, *_ in sequences)
         if padding := -width % multiple:
-            sequences.append((np.full(padding, pad_id), np.full(padding, IGNORE)))
+            sequences.append(_nothing(padding, pad_id))
         grid = [sequences]
     else:
-        width = max(len(tokens) for tokens, _ in sequences)
+        width = max(len(tokens) for tokens, *_ in sequences)
         grid = [[sequence] for sequence in sequences]
     width += -width % multiple
     tokens = np.full((len(grid), width), pad_id, dtype=np.int64)
     positions = np.zeros((len(grid), width), dtype=np.int64)
     targets = np.full((len(grid), width), IGNORE, dtype=np.int64)
+    logprobs = np.zeros((len(grid), width), dtype=np.float32)
     for b, row in enumerate(grid):
         at = 0
-        for ids, labels in row:
+        for ids, labels, sampled in row:
             n = len(ids)
             tokens[b, at : at + n] = ids
             positions[b, at : at + n] = np.arange(n)
             targets[b, at : at + n - 1] = labels[1:]  # each token predicts the next of its own sequence
+            logprobs[b, at : at + n - 1] = sampled[1:]
             at += n
     index = np.flatnonzero(targets != IGNORE)
     return Batch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
-        lengths=tuple(len(ids) for ids, _ in sequences) if packed else None,
+        lengths=tuple(len(ids) for ids, *_ in sequences) if packed else None,
         index=torch.from_numpy(index),
         targets=torch.from_numpy(targets.reshape(-1)[index]),
         real_tokens=real,
+        logprobs=None if rows.logprobs is None else torch.from_numpy(logprobs.reshape(-1)[index]),
     )
+
+
+def _nothing(length: int, pad_id: int) -> tuple[np.ndarray, ...]:
+    return np.full(length, pad_id), np.full(length, IGNORE), np.zeros(length, np.float32)
 
 
 class StepLoader:

@@ -103,19 +103,26 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 
-def check_same_run(path: Path, state: dict[str, Any], cfg: DictConfig, identity: dict[str, Any]) -> None:
+def check_same_run(
+    path: Path,
+    state: dict[str, Any],
+    cfg: DictConfig,
+    identity: dict[str, Any],
+    free: frozenset[str] = FREE_KEYS,
+) -> None:
     """Refuse to resume another run.
 
     Args:
-        path: the checkpoint's folder, for messages.
-        state: the checkpoint's, with the ``config`` and ``identity`` it was written under.
+        path: where ``state`` is from, for messages.
+        state: the ``config`` and ``identity`` of the run that was begun.
         cfg, identity: of the run that resumes.
+        free: keys that may differ.
 
     Raises:
         UserError: naming everything that differs and would change the result.
     """
     now: Any = OmegaConf.to_container(cfg, resolve=True)
-    problems = difference(state["config"], now, FREE_KEYS)
+    problems = difference(state["config"], now, free)
     for what, is_ in identity.items():
         was = state["identity"][what]
         if was != is_:  # fingerprints mean nothing to a reader

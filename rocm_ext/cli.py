@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Tools around the torchtune-rocm recipes. The recipes themselves run with `tune run`.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_pocket, _add_eval):
+    for add in (_add_pocket, _add_eval, _add_verify):
         add(commands)
     return parser
 
@@ -72,22 +72,36 @@ def _pocket(args: argparse.Namespace) -> None:
 def _add_eval(commands) -> None:
     parser = commands.add_parser(
         "eval",
-        help="measure how often a model's greedy answer is right",
-        description="Greedy accuracy of a Qwen2 or Qwen2.5 model on rows with a known answer. A reply is "
-        "right if the last number in it equals the row's answer.",
+        help="measure how often a model's answers are right, with any adapter or none",
+        description="Sample answers to a RAFT config's eval_prompts, verify them with its verifier, and print "
+        "pass@1 of greedy answers (and pass@k with eval_samples=N) with 95 %% Wilson intervals.",
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="model in Hugging Face's format")
-    add("--adapter", type=Path, metavar="DIR", help="PEFT LoRA or DoRA adapter to merge in")
-    add("--data", type=Path, required=True, metavar="FILE", help='JSONL rows: {"prompt": …, "answer": …}')
-    add("--max-new-tokens", type=_count, default=64, metavar="N", help="tokens of a reply, at most (64)")
-    add("--limit", type=_count, metavar="N", help="evaluate the first N rows only")
-    add("--batch-size", type=_count, default=64, metavar="N", help="prompts at once, at most (64)")
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, default=dtypes[0], help="of the weights (float32)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda also means ROCm (cpu)")
+    add("--config", required=True, metavar="NAME", help="a RAFT config: model, engine, eval_prompts, verifier")
+    add("--adapter", type=Path, metavar="DIR", help="PEFT folder; without it: the model as the config starts it")
+    add("--data", metavar="FILE", help="other rows than the config's eval_prompts.source")
     add("--json", action="store_true", help="print one JSON object instead")
+    _add_overrides(parser)
     parser.set_defaults(run=_eval)
+
+
+def _add_verify(commands) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="run the right answers of a data set through a verifier, which must find them right",
+        description="A verifier proves itself: right answers must score 1.0. Shows the verdicts, the mean reward "
+        "and the first answers that were not found right; ends with 1 if there are any.",
+    )
+    add = parser.add_argument
+    add("--verifier", required=True, metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
+    add("--data", required=True, metavar="FILE", help="rows as RAFT reads them: JSONL, JSON, Parquet, CSV, a hub name")
+    add("--format", metavar="NAME", help="gsm8k, mbpp or humaneval: ready mappings of their columns")
+    add("--gold", metavar="FIELD", help="the right answer (default: solution, completion or answer, the first there is)")
+    add("--workers", type=_count, metavar="N", help="processes (default: physical cores)")
+    add("--limit", type=_count, metavar="N", help="the first N rows only")
+    add("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("arguments", nargs="*", metavar="key=value", help="the verifier's arguments, such as timeout=5")
+    parser.set_defaults(run=_verify)
 
 
 def _count(text: str) -> int:
@@ -96,20 +110,36 @@ def _count(text: str) -> int:
     return number
 
 
+def _verify(args: argparse.Namespace) -> None:
+    ...
+
+
+def _add_overrides(parser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
+
+
 def _eval(args: argparse.Namespace) -> None:
-    import torch
+    from rocm_ext import config, device
+    from rocm_ext.evaluation import Score
+    from rocm_ext.machine import detect
+    from rocm_ext.monitor import setup_logging
+    from rocm_ext.recipes.raft_rocm import evaluate_adapter
 
-    from rocm_ext.evaluation import accuracy, load_model, load_tokenizer, read_rows, wilson
-
-    rows = read_rows(args.data, args.limit)
-    tokenizer = load_tokenizer(args.model)
-    model = load_model(args.model, args.adapter, getattr(torch, args.dtype), args.device)
-    score = accuracy(model, tokenizer, rows, args.max_new_tokens, args.batch_size)
+    if strange := [item for item in args.overrides if "=" not in item]:
+        raise UserError(f"cannot read override {strange[0]!r}; expected key=value", code=2)
+    data = [f"eval_prompts.source={args.data}"] if args.data else []
+    cfg = config.load("raft_rocm", args.config, [*args.overrides, *data, "output_dir=eval"])
+    setup_logging()
+    for line in device.start(device.load_profile(cfg.hardware), detect()):
+        print(line, file=sys.stderr)
+    scores = evaluate_adapter(cfg, args.adapter)
     if args.json:
-        content = {"accuracy": score.accuracy, "correct": score.correct, "total": score.total}
-        print(json.dumps({**content, "interval": wilson(score.correct, score.total)}))
-    else:
-        print(score)
+        print(json.dumps(scores))
+        return
+    print(f"pass@1 {Score(scores['correct'], scores['prompts'])}")
+    for k, at in scores["pass_at_k"].items():
+        low, high = at["interval"]
+        print(f"pass@{k} of {scores['samples_per_prompt']}: {at['pass']:.1%}, 95 % interval {low:.1%} - {high:.1%}")
 
 
 if __name__ == "__main__":

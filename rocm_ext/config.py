@@ -32,7 +32,7 @@ from rocm_ext.monitor import log, setup_logging
 COMPONENT = "_component_"
 # Keys whose value names a component
 _COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
-_COMPONENTS |= {"loss", "metric_logger"}
+_COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier"}
 # Two ways to say the same: the higher layer's wins, and unsets the other.
 _RIVALS = {
     "gradient_accumulation_steps": "sequences_per_step",
@@ -122,32 +122,44 @@ def load(recipe: str, name: str, overrides: list[str] | None = None) -> DictConf
     overrides = list(overrides or [])
     removed = [item for item in overrides if item.startswith("~") and "." not in item]
     overrides = [item for item in overrides if item not in removed]
-    defaults = _read(Path(str(files("rocm_ext.recipe_configs") / "defaults" / f"{recipe}.yaml")))
+    known = defaults(recipe)
     run = _read(find(name))
     for key in (item[1:] for item in removed):  # torchtune leaves a hole where our default belongs
         if key not in run:
             raise UserError(f"~{key}: config {name} has no such key{nearest(key, list(run))}")
         del run[key]
     on_command_line = dict(item.split("=", 1) for item in overrides if "=" in item)
-    requested = on_command_line.get("hardware", run.get("hardware", defaults["hardware"]))
+    requested = on_command_line.get("hardware", run.get("hardware", known["hardware"]))
     hardware = _resolve_hardware(requested)
     profile = device.load_profile(hardware).settings
-    _check_known({**run, **{k.lstrip("~").split(".")[0]: None for k in on_command_line}}, defaults, run)
+    _check_known({**run, **{k.lstrip("~").split(".")[0]: None for k in on_command_line}}, known, run)
     merged: dict[str, Any] = {}
-    for layer in [defaults, profile, run, *([profile] if "hardware" in on_command_line else [])]:
-        _unset_rivals(merged, layer, defaults)
+    for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
+        _unset_rivals(merged, layer, known)
         merged.update(layer)
-    _unset_rivals(merged, on_command_line, defaults)
+    _unset_rivals(merged, on_command_line, known)
     try:
         overrides = _replace_components(merged, [o for o in overrides if not o.startswith("hardware=")])
         cfg = _merge_yaml_and_cli_args(Namespace(**merged), overrides)
         cfg.hardware = hardware
-        _check_complete(cfg, defaults, name)
+        _check_complete(cfg, known, name)
         OmegaConf.resolve(cfg)
     except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise UserError(f"config {name}: {_first_line(error)}") from error
     _check_components(cfg)
     return cfg
+
+
+def defaults(recipe: str) -> dict[str, Any]:
+    """Every key of a recipe, with its default: ``recipe_configs/defaults/<recipe>.yaml``.
+
+    ``extends`` there names a recipe whose keys it has too, but for those in ``without``.
+    """
+    own = _read(Path(str(files("rocm_ext.recipe_configs") / "defaults" / f"{recipe}.yaml")))
+    base = own.pop("extends", None)
+    without = own.pop("without", [])
+    inherited = defaults(base) if base else {}
+    return {key: value for key, value in inherited.items() if key not in without} | own
 
 
 def find(name: str) -> Path:

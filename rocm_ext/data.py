@@ -64,12 +64,14 @@ class Rows:
         labels: ``[s]`` int32 each: the token itself, or -100.
         lengths: of the sequences in each row; they add up to ``s``.
         counts: ``rows`` read, ``truncated`` and kept, ``dropped_too_long``, ``dropped_without_labels``.
+        logprobs: ``[s]`` float32 each, of the labels when they were sampled; None for rows that were not.
     """
 
     tokens: list[np.ndarray]
     labels: list[np.ndarray]
     lengths: list[tuple[int, ...]]
     counts: dict[str, int]
+    logprobs: list[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -113,6 +115,8 @@ class Rows:
         for tokens, labels, lengths in zip(self.tokens, self.labels, self.lengths, strict=True):
             digest.update(np.array([len(lengths), *lengths], dtype="<i8").tobytes())
             digest.update(tokens.astype("<i4").tobytes() + labels.astype("<i4").tobytes())
+        for logprobs in self.logprobs or ():
+            digest.update(logprobs.astype("<f4").tobytes())
         return digest.hexdigest()
 
 

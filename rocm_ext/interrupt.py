@@ -28,4 +28,4 @@ class Interrupt:
         if signum == self.signum == signal.SIGINT:  # torchrun follows a Ctrl-C with SIGTERM: that still waits
             raise KeyboardInterrupt
         self.signum = signum
-        log.info("stopping after this step and saving it ...")
+        log.info("stopping as soon as what is being done is saved ...")

@@ -8,6 +8,7 @@ torch, and works for any head: tied, with LoRA, with soft-capping.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,61 +39,104 @@ class LinearCrossEntropyLoss(nn.Module):
         """Tokens whose logits exist at once on ``device``."""
         return self.chunk_tokens or _CHUNK.get(device.type, 256)
 
-    def forward(self, head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    def terms(self, nll: Tensor, logprobs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What each target adds to the loss, and the derivative of that by its NLL.
+
+        Args:
+            nll: [n], fp32, of the targets now.
+            logprobs: [n], fp32, of the targets when they were sampled; None where they were not.
+
+        Returns:
+            value [n] and derivative [n]; None for a derivative of 1 everywhere.
+        """
+        return nll, None
+
+    def forward(self, head: Head, hidden: Tensor, targets: Tensor, logprobs: Tensor | None = None) -> Tensor:
         """
         Args:
             head: maps [n, d] to logits [n, v].
             hidden: [n, d], the hidden states that predict ``targets``.
             targets: [n], token ids, none of them masked.
+            logprobs: see :meth:`terms`.
 
         Returns:
             scalar, fp32, the sum over n.
         """
-        chunk = self.chunk_for(hidden.device)
         parameters = [p for p in _parameters(head) if p.requires_grad]
-        if not torch.is_grad_enabled():
-            parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-            return sum((_nll(head(h), t)[0] for h, t in parts), hidden.new_zeros((), dtype=torch.float32))
-        return _ChunkedLoss.apply(head, chunk, hidden, targets, *parameters)
+        chunk, train = self.chunk_for(hidden.device), torch.is_grad_enabled()
+        return _ChunkedLoss.apply(head, chunk, self.terms, train, hidden, targets, logprobs, *parameters)
+
+
+class ClippedRatioLoss(LinearCrossEntropyLoss):
+    """RAFT++ (arXiv:2504.11343): ``-min(r, 1 + clip_high)`` per token of an accepted answer, where r is its
+    probability now over that when it was sampled.
+
+    An accepted answer's advantage is 1, so PPO's lower bound never binds. An upper bound above 0.2 leaves rare
+    tokens room to grow ("clip-higher", DAPO, arXiv:2503.14476).
+
+    Args:
+        clip_high: how far above 1 the ratio still earns anything.
+        chunk_tokens: as in :class:`LinearCrossEntropyLoss`.
+    """
+
+    def __init__(self, clip_high: float, chunk_tokens: int | None = None) -> None:
+        super().__init__(chunk_tokens)
+        if not clip_high > 0:
+            raise UserError(f"clip_high is {clip_high}; it must be above 0")
+        self.clip_high = clip_high
+
+    def terms(self, nll: Tensor, logprobs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`LinearCrossEntropyLoss.terms`; the derivative is r, and 0 where it is clipped."""
+        if logprobs is None:
+            raise UserError("the ratio needs the log-probs of sampling, which these rows do not have")
+        ratio = (-nll - logprobs).exp()
+        highest = 1 + self.clip_high
+        return -ratio.clamp(max=highest), torch.where(ratio < highest, ratio, 0.0)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, head, chunk, hidden, targets, *parameters):  # type: ignore[override]
+    def forward(ctx, head, chunk, terms, train, hidden, targets, logprobs, *parameters):  # type: ignore[override]
         total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden)
+        grad_hidden = torch.empty_like(hidden) if train else None
         grads = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            with torch.enable_grad():
-                h = hidden[rows].detach().requires_grad_()
+            with torch.set_grad_enabled(train):
+                h = hidden[rows].detach().requires_grad_(train)
                 logits = head(h)
-            nll, grad_logits = _nll(logits.detach(), targets[rows], gradient=True)
-            total += nll
-            first, *rest = torch.autograd.grad(logits, (h, *parameters), grad_logits)
+            nll, grad_logits = _nll(logits.detach(), targets[rows], gradient=train)
+            value, derivative = terms(nll, None if logprobs is None else logprobs[rows])
+            total += value.sum()
+            if not train:
+                continue
+            if derivative is not None:
+                grad_logits *= derivative[:, None]
+            first, *rest = torch.autograd.grad(logits, (h, *parameters), grad_logits.to(logits.dtype))
             grad_hidden[rows] = first
             for sum_, grad in zip(grads, rest, strict=True):
                 sum_ += grad
-        ctx.save_for_backward(grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))
+        if train:
+            ctx.save_for_backward(grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))
         return total
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
         grad_hidden, *grads = ctx.saved_tensors
-        return None, None, grad_hidden * grad_output, None, *(g * grad_output for g in grads)
+        return None, None, None, None, grad_hidden * grad_output, None, None, *(g * grad_output for g in grads)
 
 
-def _nll(logits: Tensor, targets: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Summed NLL of ``targets`` [n] under ``logits`` [n, v] in fp32, and its gradient if asked for."""
+def _nll(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Any]:
+    """NLL [n] of ``targets`` [n] under ``logits`` [n, v] in fp32, and its gradient [n, v] in fp32 if asked for."""
     scores = logits.float()
     if not gradient:
-        return F.cross_entropy(scores, targets, reduction="sum"), None
+        return F.cross_entropy(scores, targets, reduction="none"), None
     log_normaliser = scores.logsumexp(dim=-1, keepdim=True)
-    nll = (log_normaliser.squeeze(-1) - scores.gather(-1, targets[:, None]).squeeze(-1)).sum()
+    nll = (log_normaliser - scores.gather(-1, targets[:, None])).squeeze(-1)
     # d nll / d logits = softmax - onehot; not in place, since a head such as tanh keeps its output
     probabilities = (scores - log_normaliser).exp_()
     probabilities.scatter_add_(-1, targets[:, None], probabilities.new_full((len(targets), 1), -1.0))
-    return nll, probabilities.to(logits.dtype)
+    return nll, probabilities
 
 
 def _parameters(head: Head) -> list[nn.Parameter]:

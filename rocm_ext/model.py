@@ -34,9 +34,9 @@ class CausalLM(nn.Module):
         self.loss = loss
 
     def forward(self, batch: Batch) -> Tensor:
-        """Sum of the NLL of ``batch.targets``: a scalar in fp32."""
+        """The loss of ``batch.targets``, summed: a scalar in fp32."""
         hidden = hidden_states(self.decoder, batch)
-        return self.loss(self.decoder.output, hidden.flatten(0, 1)[batch.index], batch.targets)
+        return self.loss(self.decoder.output, hidden.flatten(0, 1)[batch.index], batch.targets, batch.logprobs)
 
 
 def hidden_states(decoder: TransformerDecoder, batch: Batch) -> Tensor:

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,12 @@ class Metrics:
 
     Args:
         path: the file.
-        resume_step: lines of later steps are dropped: they are about to be done again. So is a last
-            line that a kill tore.
+        keep: which lines of an earlier process stay: those of steps that are about to be done again go. A last
+            line that a kill tore goes too.
     """
 
-    def __init__(self, path: Path, resume_step: int) -> None:
-        lines = [line for line in read_metrics(path) if line["step"] <= resume_step] if path.exists() else []
+    def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True) -> None:
+        lines = [line for line in read_metrics(path) if keep(line)] if path.exists() else []
         replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._path = path
 
@@ -77,22 +77,23 @@ class Progress:
     """A progress bar on a terminal; elsewhere a line now and then.
 
     Args:
-        total: steps of the run.
-        start: steps done already.
+        total: steps, or what else is counted.
+        start: how many of them are done already.
+        enabled: False says nothing.
+        unit: what is counted.
     """
 
-    def __init__(self, total: int, start: int, enabled: bool) -> None:
-        self.total, self.done = total, start
+    def __init__(self, total: int, start: int, enabled: bool, unit: str = "step") -> None:
+        self.total, self.done, self._unit = total, start, unit
         self._bar = None
         self._enabled = enabled
         self._began, self._start, self._spoke = time.monotonic(), start, 0.0
         if enabled and sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True)
 
-    def update(self, values: Mapping[str, Any]) -> None:
-        """One step is done."""
+    def update(self, text: str) -> None:
+        """One more is done; ``text`` says how it goes."""
         self.done += 1
-        text = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
@@ -101,7 +102,7 @@ class Progress:
         if self._enabled and (now - self._spoke >= 30 or self.done in (self._start + 1, self.total)):
             self._spoke = now
             left = (now - self._began) / (self.done - self._start) * (self.total - self.done)
-            log.info("step %d/%d  %s  %s left", self.done, self.total, text, duration(left))
+            log.info("%s %d/%d  %s  %s left", self._unit, self.done, self.total, text, duration(left))
 
     def close(self) -> None:
         """Remove the bar."""

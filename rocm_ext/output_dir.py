@@ -63,4 +63,4 @@ class OutputDir:
                 shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "summary.json").unlink(missing_ok=True)
         replace_text(self.path / "config.yaml", config)
-        return Metrics(self.path / "metrics.jsonl", step)
+        return Metrics(self.path / "metrics.jsonl", lambda line: line["step"] <= step)

@@ -9,6 +9,7 @@ and errs in single steps, which leaves fine-tuning something to teach and sampli
 import json
 import logging
 import random
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,15 +24,19 @@ from torch import Tensor
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.models.qwen2._tokenizer import ENDOFTEXT, IM_END, PRETOKENIZE_REGEX
-from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
+from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS, Qwen2_5Tokenizer
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import LORA_ATTN_MODULES
+from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
 from tqdm import tqdm
 
-from rocm_ext.chat import IGNORE, render_conversation
+from rocm_ext.chat import IGNORE, render_conversation, render_prompt
 from rocm_ext.errors import UserError
-from rocm_ext.evaluation import Score, accuracy, load_tokenizer
+from rocm_ext.evaluation import Score
 from rocm_ext.files import replace_folder
+from rocm_ext.generation import Request, Sampling
+from rocm_ext.generation.decoder import merged
+from rocm_ext.generation.local import LocalSession
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +54,7 @@ SHAPE: dict[str, Any] = {
 }
 HELD_OUT, TRAIN = 400, 3000  # rows; the model is made from the problems in neither
 MAX_NEW_TOKENS = 32  # the longest answer has 20
+FREE_MEMORY = 2**30  # far more than sampling from so small a model takes
 BATCH, LEARNING_RATE, WARMUP = 32, 3e-3, 50
 MAX_STEPS = 3000
 
@@ -229,7 +235,7 @@ def _train(
             if step % (5 if score.accuracy > target / 4 else 20):
                 continue
             # there is no dropout, so training mode and evaluation mode are one
-            score = accuracy(model, tokenizer, held_out, MAX_NEW_TOKENS, batch_size=len(held_out))
+            score = accuracy(model, tokenizer, held_out)
             bar.set_postfix_str(f"loss {loss.item():.3f}, held-out {score.accuracy:.1%}")
             if bar.disable and step % 100 == 0:
                 log.info("step %d  loss %.3f  held-out %s", step, loss.item(), score)
@@ -237,6 +243,19 @@ def _train(
                 _sharpen(model)
                 return model, step, score
     raise UserError(f"held-out {score} after {MAX_STEPS} steps, wanted {target:.1%}: try another --seed")
+
+
+def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Score:
+    """How many greedy answers to the rows' ``prompt`` end with the number in ``answer``."""
+    requests = [
+        Request(str(i), 0, 0, tuple(render_prompt(tokenizer, [{"role": "user", "content": row["prompt"]}])))
+        for i, row in enumerate(rows)
+    ]
+    with merged(model) as decoder:
+        session = LocalSession(decoder, tokenizer, lambda: FREE_MEMORY)
+        completions = list(session.generate(requests, Sampling(MAX_NEW_TOKENS, temperature=0)))
+    right = sum(re.findall(r"\d+", c.text)[-1:] == [rows[int(c.request.prompt_id)]["answer"]] for c in completions)
+    return Score(right, len(rows))
 
 
 @torch.no_grad()
@@ -307,6 +326,12 @@ def write_tokenizer(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
             "chat_template": CHAT_TEMPLATE,
         },
     )
+
+
+def load_tokenizer(folder: Path) -> Qwen2_5Tokenizer:
+    """torchtune's tokenizer for the files in ``folder``."""
+    special = parse_hf_tokenizer_json(str(folder / "tokenizer.json"))
+    return Qwen2_5Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), special)
 
 
 def write_model(folder: Path, model: TransformerDecoder, tokenizer: Any) -> None:

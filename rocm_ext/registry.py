@@ -9,7 +9,7 @@ import sys
 
 TORCHTUNE_PIN = "0.6.1"
 TORCHAO_PIN = ("0.13", "0.16")  # from, below
-RECIPES = ("lora_finetune_rocm",)
+RECIPES = ("lora_finetune_rocm", "raft_rocm")
 
 
 def register() -> None:
@@ -76,6 +76,10 @@ def _config_names() -> list[str]:
     return sorted(entry.name[:-5] for entry in _folder("recipe_configs").iterdir() if entry.name.endswith(".yaml"))
 
 
+def _recipe_of(config: str) -> str:
+    return "raft_rocm" if "raft" in config.split("_") else "lora_finetune_rocm"
+
+
 def _add_recipes() -> None:
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 
@@ -84,6 +88,7 @@ def _add_recipes() -> None:
             # torchtune joins these to its own folder, and joining an absolute path yields that path
             Config(name=config, file_path=str(_folder("recipe_configs") / f"{config}.yaml"))
             for config in _config_names()
+            if _recipe_of(config) == name
         ]
         path = str(_folder("recipes") / f"{name}.py")
         _ALL_RECIPES.append(Recipe(name=name, file_path=path, configs=configs, supports_distributed=True))

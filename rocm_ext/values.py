@@ -1,6 +1,10 @@
 """Which values the keys of a recipe may have, beside what their components check themselves."""
 
-from omegaconf import DictConfig
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig
 
 from rocm_ext.errors import UserError
 
@@ -14,6 +18,12 @@ _WHOLE = {  # key -> the least, and whether it may be null
     "data_seed": (0, False),
     "seed": (0, True),
 }
+_RAFT_WHOLE = {
+    **dict.fromkeys(["cycles", "samples_per_prompt", "max_new_tokens"], (1, False)),
+    **dict.fromkeys(["prompts_per_cycle", "max_per_prompt", "verify_workers"], (1, True)),
+    **dict.fromkeys(["retry_unsolved_after", "stop_after_no_gain"], (1, True)),
+    "eval_samples": (0, False),
+}
 _SWITCHES = (
     *("startup_checks", "pin_memory", "compile", "enable_activation_offloading", "shuffle"),
     *("resume_from_checkpoint", "overwrite_output_dir", "save_adapter_weights_only", "log_peak_memory_stats"),
@@ -26,25 +36,76 @@ def check_values(cfg: DictConfig) -> None:
     Raises:
         UserError: naming the key, what was found and what was expected.
     """
-    for key, (least, optional) in _WHOLE.items():
-        value = cfg[key]
-        if not (type(value) is int and value >= least) and not (value is None and optional):
-            raise UserError(f"{key} is {value!r}; expected a whole number of at least {least}{_OR_NULL * optional}")
+    _check_whole(cfg, _WHOLE)
     if (cfg.seed or 0) >= 2**32:  # NumPy's limit
         raise UserError(f"seed is {cfg.seed}; expected a whole number from 0 to {2**32 - 1}, or null")
     rank = cfg.model.get("lora_rank", 1)
     if not (type(rank) is int and rank >= 1):
         raise UserError(f"model.lora_rank is {rank!r}; expected a whole number of at least 1")
-    for key in _SWITCHES:
-        if not isinstance(cfg[key], bool):
-            raise UserError(f"{key} is {cfg[key]!r}; expected True or False")
-    for key, fits, expected in (
-        ("validation_fraction", lambda x: 0 <= x < 1, "a share from 0 to under 1"),
-        ("memory_fraction", lambda x: x is None or 0 < x <= 1, "a share above 0, at most 1" + _OR_NULL),
-        ("clip_grad_norm", lambda x: x is None or x > 0, "a number above 0" + _OR_NULL),
-    ):
-        value = cfg[key]
-        if isinstance(value, bool) or not isinstance(value, int | float | None) or not fits(value):
-            raise UserError(f"{key} is {value!r}; expected {expected}")
+    _check_switches(cfg, _SWITCHES)
+    _check_numbers(
+        cfg,
+        validation_fraction=(lambda x: 0 <= x < 1, "a share from 0 to under 1"),
+        memory_fraction=(lambda x: x is None or 0 < x <= 1, "a share above 0, at most 1" + _OR_NULL),
+        clip_grad_norm=(lambda x: x is None or x > 0, "a number above 0" + _OR_NULL),
+    )
     if cfg.sequences_per_step and cfg.gradient_accumulation_steps:
         raise UserError("sequences_per_step and gradient_accumulation_steps are both set; keep one of them")
+
+
+def check_raft_values(cfg: DictConfig) -> None:
+    """The same for the keys that only RAFT has; what sampling checks itself is left to it.
+
+    Raises:
+        UserError: naming the key, what was found and what was expected.
+    """
+    _check_whole(cfg, _RAFT_WHOLE)
+    _check_switches(cfg, ("drop_truncated", "deduplicate", "skip_solved"))
+    _check_numbers(
+        cfg,
+        reward_threshold=(lambda x: 0 < x <= 1, "a number above 0, at most 1"),
+        best_fraction=(lambda x: 0 < x <= 1, "a share above 0, at most 1"),
+        max_error_share=(lambda x: 0 <= x <= 1, "a share from 0 to 1"),
+        verify_timeout=(lambda x: x > 0, "seconds above 0"),
+        lr_decay=(lambda x: 0 < x <= 1, "a number above 0, at most 1"),
+        lr_floor=(lambda x: x >= 0, "a number of at least 0"),
+        clip_high=(lambda x: x > 0, "a number above 0"),
+        min_entropy=(lambda x: x is None or x > 0, "a number above 0" + _OR_NULL),
+    )
+    for key, choices in (("objective", ("raft", "raft++")), ("start_from", ("previous", "base"))):
+        if cfg[key] not in choices:
+            raise UserError(f"{key} is {cfg[key]!r}; expected {' or '.join(choices)}")
+    if not isinstance(cfg.stop_strings, ListConfig):
+        raise UserError(f"stop_strings is {cfg.stop_strings!r}; expected a list of texts")
+    if cfg.temperature == 0 and cfg.samples_per_prompt > 1:
+        raise UserError(
+            f"temperature 0 gives the same answer {cfg.samples_per_prompt} times; set samples_per_prompt=1, "
+            "or a temperature above 0"
+        )
+    if not cfg.optimizer.get("lr"):
+        raise UserError(f"optimizer.lr is {cfg.optimizer.get('lr')!r}; expected a number above 0")
+
+
+def _check_whole(cfg: DictConfig, keys: Mapping[str, tuple[int, bool]]) -> None:
+    for key, (least, optional) in keys.items():
+        value = cfg[key]
+        if not (type(value) is int and value >= least) and not (value is None and optional):
+            raise UserError(f"{key} is {value!r}; expected a whole number of at least {least}{_OR_NULL * optional}")
+
+
+def _check_switches(cfg: DictConfig, keys: Iterable[str]) -> None:
+    for key in keys:
+        if not isinstance(cfg[key], bool):
+            raise UserError(f"{key} is {cfg[key]!r}; expected True or False")
+
+
+def _check_numbers(cfg: DictConfig, **keys: tuple[Callable[[Any], bool], str]) -> None:
+    for key, (fits, expected) in keys.items():
+        value = cfg[key]
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        try:
+            fine = (number or value is None) and fits(value)
+        except TypeError:  # null where it may not be
+            fine = False
+        if not fine:
+            raise UserError(f"{key} is {value!r}; expected {expected}")

@@ -31,15 +31,14 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        whole = [("max_new_tokens", self.max_new_tokens), ("top_k", self.top_k)]
-        for name, value in whole:
-            if value is not None and not (type(value) is int and value >= 1):
-                raise UserError(f"{name} is {value!r}; expected a whole number of at least 1")
+        for name, count in (("max_new_tokens", self.max_new_tokens), ("top_k", self.top_k)):
+            if not (type(count) is int and count >= 1) and not (count is None and name == "top_k"):
+                raise UserError(f"{name} is {count!r}; expected a whole number of at least 1")
         if not (isinstance(self.temperature, int | float) and self.temperature >= 0):
             raise UserError(f"temperature is {self.temperature!r}; expected a number of at least 0 (0: greedy)")
-        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
-            if value is not None and not (isinstance(value, int | float) and 0 < value <= 1):
-                raise UserError(f"{name} is {value!r}; expected a number above 0 and up to 1, or null")
+        for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+                raise UserError(f"{name} is {share!r}; expected a number above 0 and up to 1, or null")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise UserError(f"stop_strings is {list(self.stop_strings)!r}; expected texts that are not empty")
 

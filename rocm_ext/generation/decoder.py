@@ -78,10 +78,10 @@ class Decoder:
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.attn, layer.mlp
         pairs = not isinstance(attention.pos_embeddings, Qwen2RotaryPositionalEmbeddings)
-        parts = [_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        parts: list[Any] = [_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         if pairs:
             # rotate halves in every family: q·k is the same whatever the order of a head's dimensions
-            parts = [tuple(map(self._pairs_to_halves, part)) for part in parts[:2]] + parts[2:]
+            parts[:2] = [tuple(map(self._pairs_to_halves, part)) for part in parts[:2]]
         weights, biases = zip(*parts, strict=True)
         if any(bias is not None for bias in biases):
             zeros = [torch.zeros(len(w), dtype=w.dtype, device=w.device) for w in weights]
@@ -232,7 +232,7 @@ def check_family(decoder: nn.Module) -> None:
     """
     if type(decoder) is not TransformerDecoder:
         raise UserError(f"sampling from a {type(decoder).__name__} is not supported; Qwen2.5 and Llama 3 are")
-    for layer in map(_bare, decoder.layers):
+    for layer in map(_bare, decoder.layers):  # type: ignore[arg-type]
         attention, mlp = getattr(layer, "attn", None), getattr(layer, "mlp", None)
         rope = getattr(attention, "pos_embeddings", None)
         problems = {

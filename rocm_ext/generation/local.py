@@ -159,7 +159,8 @@ class LocalSession:
         while prompts and batch.free:
             prompt = prompts[0]
             if prompt.cache is None:
-                taken, tokens = [], 0
+                taken: list[_Prompt] = []
+                tokens = 0
                 for other in prompts:
                     if taken and tokens + len(other.tokens) > _PREFILL_TOKENS:
                         break
@@ -171,7 +172,7 @@ class LocalSession:
                 for other, cache in zip(taken, self._decoder.prefill([p.tokens[:-1] for p in taken]), strict=True):
                     other.cache = cache
             count = min(batch.free, len(prompt.waiting))
-            batch.admit([prompt.waiting.popleft() for _ in range(count)], prompt.cache)
+            batch.admit([prompt.waiting.popleft() for _ in range(count)], prompt.cache)  # type: ignore[arg-type]
             if not prompt.waiting:
                 prompts.popleft()
 

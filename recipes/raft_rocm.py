@@ -1,0 +1,547 @@
+"""RAFT on 1…N ranks: sample answers, verify them, keep the right ones, train on those, repeat (arXiv:2304.06767).
+
+    tune run raft_rocm --config strix_halo_qwen7b_raft
+    tune run --nproc_per_node 8 raft_rocm --config mi300x_qwen7b_raft_8gpu
+
+Every arrow is a file: ``cycle_k/`` has ``samples.jsonl``, ``verdicts.jsonl``, ``kept.jsonl``, ``adapter/`` and
+``eval.json``; ``cycle_0/`` has the evaluation before any training. A run that was stopped goes on from the last
+complete record. Training is :class:`LoRAFinetune`'s, unchanged, one run of it per cycle.
+"""
+
+import json
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+
+from rocm_ext import config, device, evaluation, export, model
+from rocm_ext.chat import render_prompt
+from rocm_ext.checkpoint import FREE_KEYS, check_same_run
+from rocm_ext.errors import UserError
+from rocm_ext.files import disk_errors, replace_folder, replace_text
+from rocm_ext.generation import Request, Sampling, sample_seed
+from rocm_ext.interrupt import Interrupt
+from rocm_ext.machine import host_memory
+from rocm_ext.monitor import Metrics, duration, log, read_metrics
+from rocm_ext.prompts import Prompt, check_disjoint
+from rocm_ext.ranks import local_world_size
+from rocm_ext.rollouts import (
+    Interrupted,
+    Key,
+    Phase,
+    Rollouts,
+    Sample,
+    entropy,
+    read_records,
+    read_results,
+    read_samples,
+)
+from rocm_ext.selection import choose_prompts, filter_samples, to_rows
+from rocm_ext.values import check_raft_values
+from rocm_ext.verifiers import Pool, Result, build
+
+# Keys that a resumed run may change, beside those that an SFT run may
+_FREE = FREE_KEYS | frozenset(
+    """
+    cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
+    engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.retries engine.api_key_env
+    """.split()  # noqa: SIM905
+)
+
+
+class RAFT:
+    """Trains an adapter on the model's own verified answers.
+
+    Args:
+        cfg: what :func:`rocm_ext.config.load` returns for ``raft_rocm``.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        check_raft_values(cfg)
+        self.cfg = cfg
+        self.sampling = Sampling(
+            max_new_tokens=cfg.max_new_tokens,
+            temperature=cfg.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+            min_p=cfg.min_p,
+            stop_strings=tuple(cfg.stop_strings),
+        )
+        self.trainer = LoRAFinetune(self._trainer_config())
+        self.out = Path(cfg.output_dir)
+        self.interrupt = Interrupt()
+
+    def _trainer_config(self, **changes: Any) -> DictConfig:
+        """The SFT recipe's config: its defaults, under what this recipe's says."""
+        cfg: Any = OmegaConf.to_container(self.cfg)
+        trainer = {key: cfg.get(key, default) for key, default in config.defaults("lora_finetune_rocm").items()}
+        trainer["dataset"] = None  # each cycle brings rows of its own
+        if cfg["objective"] == "raft++":
+            ratio = {config.COMPONENT: "rocm_ext.loss.ClippedRatioLoss", "clip_high": cfg["clip_high"]}
+            trainer["loss"] = cfg["loss"] | ratio
+        return OmegaConf.create(trainer | changes)
+
+    # ---- set-up
+
+    def setup(self) -> None:
+        """Everything that can fail for the user's reasons, the cheap parts first."""
+        self._setup_prompts()
+        self._setup_verifier()
+        self._setup_machine()
+        self._setup_tokens()
+        self._setup_model()
+        self._setup_run()
+
+    def _setup_prompts(self) -> None:
+        cfg = self.cfg
+        self.prompts = self._prompts("prompts")
+        self.held_out = self._prompts("eval_prompts") if cfg.eval_prompts is not None else []
+        if cfg.stop_after_no_gain and not self.held_out:
+            raise UserError("stop_after_no_gain needs held-out prompts: set eval_prompts")
+        check_disjoint(self.prompts, self.held_out)
+
+    def _prompts(self, key: str) -> list[Prompt]:
+        prompts = config.instantiate(self.cfg[key], key=key)
+        if not prompts or not all(isinstance(prompt, Prompt) for prompt in prompts):
+            raise UserError(f"{key}: {self.cfg[key]._component_} gave no list of rocm_ext.prompts.Prompt")
+        return prompts
+
+    def _setup_verifier(self) -> None:
+        self.verifier: Any = OmegaConf.to_container(self.cfg.verifier, resolve=True)
+        verifier = build(self.verifier)
+        verifier.check()
+        for prompt in (*self.prompts, *self.held_out):
+            try:
+                verifier.check_row(prompt.row)
+            except (UserError, ValueError) as error:
+                raise UserError(f"{prompt.origin}: {error}") from error
+
+    def _setup_machine(self) -> None:
+        cfg, trainer = self.cfg, self.trainer
+        trainer._setup_machine()
+        self.ranks = trainer.ranks
+        self._recorded = self._read_run()
+        recorded = self._recorded["identity"]["seed"] if self._recorded else None
+        seed = next(s for s in (cfg.seed, recorded, random.SystemRandom().randrange(2**31)) if s is not None)
+        cfg.seed = trainer.cfg.seed = self.ranks.agree(seed)
+        trainer._setup_tokenizer()
+
+    def _read_run(self) -> dict[str, Any] | None:
+        """What the run in ``output_dir`` was begun with, if this one goes on with it."""
+        cfg, path = self.cfg, self.out / "run.json"
+        if cfg.resume_from_checkpoint and path.exists():
+            try:
+                return json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                raise UserError(f"cannot read {path}: {error}; take another output_dir") from error
+        earlier = [path.name for path in sorted(self.out.glob("*")) if path.name in ("run.json", "adapter", "checkpoints")]
+        if earlier and not cfg.overwrite_output_dir:
+            raise UserError(
+                f"output_dir {self.out} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True goes "
+                "on with a RAFT run, overwrite_output_dir=True replaces it, or choose another output_dir"
+            )
+        return None
+
+    def _setup_tokens(self) -> None:
+        """Render every prompt, by the code that SFT rows are rendered with."""
+        self.tokens = {
+            prompt.id: render_prompt(self.trainer.tokenizer, prompt.messages)
+            for prompt in (*self.prompts, *self.held_out)
+        }
+
+    def _setup_model(self) -> None:
+        trainer, new = self.trainer, self.sampling.max_new_tokens
+        trainer._setup_model()
+        context = trainer.decoder.max_seq_len
+        for prompt in (*self.prompts, *self.held_out):
+            if (length := len(self.tokens[prompt.id])) + new > context:
+                raise UserError(
+                    f"{prompt.origin}: {length} tokens, with max_new_tokens {new} more than the {context} that the "
+                    "model takes; lower max_new_tokens or drop the prompt"
+                )
+        self.engine = self._engine()
+        self.engine.check()
+        trainer._setup_activations(max(map(len, self.tokens.values())) + new)
+        trainer._setup_weights()
+        self._initial = export.adapter_state(trainer.decoder)
+
+    def _engine(self) -> Any:
+        node, trainer = self.cfg.engine, self.trainer
+        offered = {"decoder": trainer.decoder, "tokenizer": trainer.tokenizer, "free_memory": self._free_memory}
+        wanted = {name: value for name, value in offered.items() if config.takes(node, name, key="engine")}
+        return config.instantiate(node, key="engine", **wanted)
+
+    def _free_memory(self) -> int:
+        trainer = self.trainer
+        if trainer.device.type == "cpu":
+            return host_memory(Path("/"), "MemAvailable") // local_world_size()
+        return device.memory_budget(trainer.profile, trainer.machine)[0] - torch.cuda.memory_allocated(trainer.device)
+
+    def _setup_run(self) -> None:
+        """Make the folder this run's, once nothing can fail any more."""
+        identity = {
+            "base model": self.trainer.base_fingerprint,
+            "prompts": self._fingerprint(self.prompts),
+            "eval prompts": self._fingerprint(self.held_out),
+            "dtype": str(self.trainer.dtype),
+            "seed": self.cfg.seed,
+        }
+        if self._recorded is not None:
+            check_same_run(self.out / "run.json", self._recorded, self.cfg, identity, _FREE)
+        self.metrics: Metrics | None = None
+        if self.ranks.is_main:
+            with disk_errors(self.out):
+                self.out.mkdir(parents=True, exist_ok=True)
+            if self._recorded is None:
+                for path in (*self.out.glob("cycle_*"), *(self.out / n for n in ("adapter", "merged", "checkpoints"))):
+                    shutil.rmtree(path, ignore_errors=True)
+                for name in ("metrics.jsonl", "summary.json"):
+                    (self.out / name).unlink(missing_ok=True)
+            content = {"config": OmegaConf.to_container(self.cfg, resolve=True), "identity": identity}
+            replace_text(self.out / "run.json", json.dumps(content, indent=2) + "\n")
+            replace_text(self.out / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
+            self.metrics = Metrics(self.out / "metrics.jsonl")
+        self.ranks.barrier()
+
+    def _fingerprint(self, prompts: Sequence[Prompt]) -> str:
+        """Of what the model reads and what verifiers see, in any order."""
+        rows = sorted(json.dumps([p.id, self.tokens[p.id], p.row], sort_keys=True, default=str) for p in prompts)
+        return sha256("\n".join(rows).encode()).hexdigest()
+
+    # ---- the cycle
+
+    def run(self) -> None:
+        """All cycles, then the outputs."""
+        with self.verification() as self.rollouts:
+            if self.held_out:
+                self.evaluate(0)
+            for cycle in range(1, self.cfg.cycles + 1):
+                reason = self.cycle(cycle)
+                if reason:
+                    log.info("stopped: %s", reason)
+                    break
+        self.write_outputs()
+
+    @contextmanager
+    def verification(self) -> Iterator[Rollouts]:
+        """Worker processes that verify while the model samples."""
+        workers = self.cfg.verify_workers
+        if workers is None:  # one core of each rank's share drives the sampler
+            workers = max(1, (psutil.cpu_count(logical=False) or 2) // local_world_size() - 1)
+        with Pool(self.verifier, workers, self.cfg.verify_timeout) as pool:
+            yield Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share)
+
+    def cycle(self, cycle: int) -> str | None:
+        """Sample, verify, filter, train, evaluate. What a file says is done is not done again.
+
+        Returns:
+            why no other cycle should follow, or None.
+        """
+        if not self._adapter(cycle).exists():
+            asked = self.choose(cycle)
+            if not asked:
+                return f"none of {len(self.prompts)} prompts is worth asking in cycle {cycle} (skip_solved)"
+            phase = self.sample(cycle, asked)
+            self.train(cycle, self.keep(cycle, phase))
+        if self.held_out:
+            self.evaluate(cycle)
+        self.write_summary(cycle)
+        return self._stop_reason(cycle)
+
+    def choose(self, cycle: int) -> list[Prompt]:
+        """The prompts that a cycle asks."""
+        cfg = self.cfg
+        chosen = choose_prompts(
+            [prompt.id for prompt in self.prompts],
+            [self._pass_rates(earlier) for earlier in range(1, cycle)],
+            count=cfg.prompts_per_cycle,
+            skip_solved=cfg.skip_solved,
+            retry_unsolved_after=cfg.retry_unsolved_after,
+            seed=cfg.seed,
+        )
+        by_id = {prompt.id: prompt for prompt in self.prompts}
+        return [by_id[prompt_id] for prompt_id in chosen]
+
+    def _pass_rates(self, cycle: int) -> dict[str, float]:
+        passed: dict[str, list[bool]] = {}
+        for record in read_records(self._folder(cycle) / "verdicts.jsonl"):
+            reward = record["reward"]
+            if reward is not None:  # a verifier's failure says nothing about the prompt
+                passed.setdefault(record["prompt_id"], []).append(reward >= self.cfg.reward_threshold)
+        return {prompt_id: fmean(each) for prompt_id, each in passed.items()}
+
+    def sample(self, cycle: int, asked: Sequence[Prompt]) -> Phase:
+        """Answers of the model as the cycle before left it, and their verdicts."""
+        requests = [
+            Request(
+                prompt.id,
+                sample,
+                sample_seed(self.cfg.seed, cycle, prompt.id, sample),
+                tuple(self.tokens[prompt.id]),
+                prompt.messages,
+            )
+            for prompt in asked
+            for sample in range(self.cfg.samples_per_prompt)
+        ]
+        return self._phase(cycle, "sample", cycle - 1, [(request, self.sampling) for request in requests], asked)
+
+    def _phase(self, cycle: int, what: str, adapter_of: int, requests: Sequence, prompts: Sequence[Prompt]) -> Phase:
+        """Completions of ``requests`` with their verdicts, from the model with the adapter of a cycle."""
+        self._load_adapter(adapter_of)
+        rows = {prompt.id: prompt.row for prompt in prompts}
+        folder = self._adapter(adapter_of)
+        try:
+            with self.interrupt:
+                phase = self.rollouts.make(
+                    self._folder(cycle) / ("" if what == "sample" else what),
+                    f"cycle {cycle} {what}",
+                    requests,
+                    rows,
+                    lambda: self.engine.session(folder if folder.exists() else None),
+                )
+        except Interrupted as stop:
+            log.info("stopped in cycle %d, all saved; go on with resume_from_checkpoint=True", cycle)
+            self.trainer.cleanup()
+            raise SystemExit(128 + stop.signum) from None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the cache's memory is training's now
+        self._record(cycle, what, phase.stats)
+        return phase
+
+    def _record(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
+        if self.metrics is not None and values["seconds"] > 0:
+            self.metrics.write(cycle=cycle, phase=phase, **values)
+
+    def _load_adapter(self, cycle: int) -> None:
+        """The adapter that a cycle left, always from its file: a resumed run has nothing else."""
+        trainer, folder = self.trainer, self._adapter(cycle)
+        state: Mapping[str, torch.Tensor] = self._initial
+        if cycle:
+            state = export.read_adapter(folder, trainer.decoder, trainer.cfg.checkpointer.model_type)
+        model.load_adapter(trainer.decoder, state, str(folder))
+
+    def _folder(self, cycle: int) -> Path:
+        return self.out / f"cycle_{cycle}"
+
+    def _adapter(self, cycle: int) -> Path:
+        """The PEFT folder that a cycle leaves; cycle 0's is the one to start from, if there is one."""
+        if cycle == 0:
+            return Path(self.cfg.checkpointer.get("adapter_checkpoint") or self._folder(0) / "adapter")
+        return self._folder(cycle) / "adapter"
+
+    def keep(self, cycle: int, phase: Phase) -> list[Sample]:
+        """The samples to train on, in ``kept.jsonl``.
+
+        Raises:
+            UserError: there are none, with the verdict counts.
+        """
+        kept, counts = self._filter(cycle, phase.samples, phase.results)
+        told = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts.items())
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(phase.verdicts().items()))
+        if not kept:
+            raise UserError(
+                f"cycle {cycle}: nothing to train on. {len(phase.samples)} answers: {verdicts}; {told}. Raise "
+                "samples_per_prompt or max_new_tokens, take easier prompts, or start from a model that is sometimes right"
+            )
+        log.info("cycle %d: %d answers: %s; %s", cycle, len(phase.samples), verdicts, told)
+        if self.ranks.is_main:
+            lines = [
+                {**asdict(sample), "reward": phase.results[sample.key].reward, "prompt_tokens": self.tokens[sample.prompt_id]}
+                for sample in kept
+            ]
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            replace_text(self._folder(cycle) / "kept.jsonl", text)
+        return kept
+
+    def _filter(self, cycle: int, samples: Mapping[Key, Sample], results: Mapping[Key, Result]) -> Any:
+        cfg = self.cfg
+        return filter_samples(
+            samples,
+            results,
+            threshold=cfg.reward_threshold,
+            per_prompt=cfg.max_per_prompt,
+            best_fraction=cfg.best_fraction,
+            deduplicate=cfg.deduplicate,
+            drop_truncated=cfg.drop_truncated,
+            seed=sample_seed(cfg.seed, cycle, "filter", 0),
+        )
+
+    def train(self, cycle: int, kept: Sequence[Sample]) -> None:
+        """One run of the SFT recipe over ``kept``, with an optimiser of its own, in the cycle's folder."""
+        cfg, trainer = self.cfg, self.trainer
+        with_logprobs = cfg.objective == "raft++"
+        if with_logprobs and any(len(sample.logprobs) != len(sample.tokens) for sample in kept):
+            raise UserError("raft++ needs the log-probs of sampling, which this engine does not give; take objective=raft")
+        optimizer = {**cfg.optimizer, "lr": self._lr(cycle)}
+        self._load_adapter(cycle - 1 if cfg.start_from == "previous" else 0)
+        trainer.start(
+            self._trainer_config(
+                output_dir=str(self._folder(cycle)),
+                seed=sample_seed(cfg.seed, cycle, "train", 0) % 2**31,
+                optimizer=optimizer,
+                resume_from_checkpoint=True,
+                save_adapter_weights_only=True,
+            ),
+            to_rows(kept, self.tokens, with_logprobs),
+        )
+        trainer.train()
+        if self.ranks.is_main:
+            shutil.rmtree(self._folder(cycle) / "checkpoints", ignore_errors=True)
+        self._record(cycle, "train", self._train_summary(cycle))
+
+    def _lr(self, cycle: int) -> float:
+        cfg = self.cfg
+        return max(cfg.optimizer.lr * cfg.lr_decay ** (cycle - 1), min(cfg.lr_floor, cfg.optimizer.lr))
+
+    def _train_summary(self, cycle: int) -> dict[str, Any]:
+        return json.loads((self._folder(cycle) / "summary.json").read_text())
+
+    def evaluate(self, cycle: int) -> None:
+        """``eval.json``: how the model as the cycle left it does on the held-out prompts."""
+        path = self._folder(cycle) / "eval.json"
+        if path.exists():
+            return
+        cfg = self.cfg
+        requests = evaluation.eval_requests(self.held_out, self.tokens, self.sampling, cfg.eval_samples, cfg.seed)
+        phase = self._phase(cycle, "eval", cycle, requests, self.held_out)
+        scores = evaluation.score(phase, cfg.eval_samples)
+        if self.ranks.is_main:
+            replace_text(path, json.dumps(scores, indent=2) + "\n")
+        self.ranks.barrier()
+        log.info("cycle %d: held-out %s", cycle, evaluation.Score(scores["correct"], scores["prompts"]))
+
+    # ---- what comes out
+
+    def write_summary(self, cycle: int) -> None:
+        """``summary.json``: a row per cycle, from the cycles' files."""
+        if self.ranks.is_main:
+            rows = [self._summary_row(each) for each in range(0 if self.held_out else 1, cycle + 1)]
+            replace_text(self.out / "summary.json", json.dumps({"cycles": rows}, indent=2) + "\n")
+
+    def _summary_row(self, cycle: int) -> dict[str, Any]:
+        folder, row = self._folder(cycle), {"cycle": cycle}
+        if cycle:
+            samples = {sample.key: sample for sample in read_samples(folder / "samples.jsonl")}
+            results = read_results(folder / "verdicts.jsonl")
+            _, counts = self._filter(cycle, samples, results)
+            training, passed = self._train_summary(cycle), self._pass_rates(cycle)
+            row |= {
+                "prompts": len(passed),
+                "samples": len(samples),
+                "verdicts": dict(sorted(Counter(result.verdict.value for result in results.values()).items())),
+                "pass_rate": fmean(passed.values()) if passed else 0.0,
+                "filter": counts,
+                "kept": counts["kept"],
+                "mean_tokens": fmean(len(sample.tokens) for sample in samples.values()),
+                "entropy": entropy(samples.values()),
+                "steps": training["steps"],
+                "lr": self._lr(cycle),
+                "first_loss": training["first_loss"],
+                "last_loss": training["last_loss"],
+            }
+        if self.held_out:
+            row["held_out"] = json.loads((folder / "eval.json").read_text())
+        times = [line for line in read_metrics(self.out / "metrics.jsonl") if line["cycle"] == cycle]
+        return row | {"seconds": {phase: sum(t["seconds"] for t in times if t["phase"] == phase) for phase in _PHASES}}
+
+    def _stop_reason(self, cycle: int) -> str | None:
+        cfg, rows = self.cfg, self._read_summary()
+        if cfg.min_entropy is not None and (now := rows[-1]["entropy"]) is not None and now < cfg.min_entropy:
+            return f"the sampler's entropy is {now:.3f} nats per token, under min_entropy {cfg.min_entropy:g}"
+        if cfg.stop_after_no_gain:
+            correct = [row["held_out"]["correct"] for row in rows]
+            since = len(correct) - 1 - correct.index(max(correct))
+            if since >= cfg.stop_after_no_gain:
+                return f"no gain on held-out prompts for {since} cycles"
+        return None
+
+    def _read_summary(self) -> list[dict[str, Any]]:
+        return json.loads((self.out / "summary.json").read_text())["cycles"]
+
+    def write_outputs(self) -> None:
+        """``adapter/``, of the cycle that did best on held-out prompts, or of the last one without any; ``merged/``
+        if asked for."""
+        rows = [row for row in self._read_summary() if row["cycle"]] if (self.out / "summary.json").exists() else []
+        if not rows:
+            raise UserError("no cycle has trained anything: every prompt is left out")
+        best = max(rows, key=lambda row: (row["held_out"]["correct"] if self.held_out else 0, row["cycle"]))["cycle"]
+        if self.ranks.is_main:
+            with replace_folder(self.out / "adapter") as folder:
+                shutil.copytree(self._adapter(best), folder, dirs_exist_ok=True)
+            if not self.cfg.save_adapter_weights_only:
+                export.merge(self.trainer.cfg.checkpointer, self.out / "adapter", self.out / "merged")
+            log.info("%s", describe(self._read_summary()))
+            log.info("adapter: %s, of cycle %d%s", self.out / "adapter", best, ", the best on held-out prompts" * bool(self.held_out))
+        self.ranks.barrier()
+
+
+_PHASES = ("sample", "train", "eval")
+
+
+def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
+    """The content of ``eval.json`` for ``eval_prompts`` of a config and any adapter, without a run.
+
+    Args:
+        cfg: of ``raft_rocm``; its ``output_dir`` is not touched.
+        adapter: PEFT folder; None: the model as the config starts it.
+    """
+    with TemporaryDirectory() as folder:
+        cfg.output_dir, cfg.resume_from_checkpoint, cfg.metric_logger = folder, False, None
+        if adapter is not None:
+            cfg.checkpointer.adapter_checkpoint = str(adapter)
+        raft = RAFT(cfg)
+        if cfg.eval_prompts is None:
+            raise UserError("eval_prompts is not set; name the prompts to evaluate on")
+        raft.setup()
+        with raft.verification() as raft.rollouts:
+            raft.evaluate(0)
+        return json.loads((Path(folder) / "cycle_0" / "eval.json").read_text())
+
+
+def describe(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table of a run's cycles."""
+    titles = ("cycle", "samples", "pass rate", "kept", "steps", "lr", "loss", "held-out", "95 % interval")
+    lines = [titles]
+    for row in rows:
+        held = row.get("held_out")
+        trained = ["-"] * 6
+        if "kept" in row:
+            loss = f"{row['first_loss']:.3f} -> {row['last_loss']:.3f}"
+            trained = [str(row["samples"]), f"{row['pass_rate']:.1%}", str(row["kept"]), str(row["steps"]), f"{row['lr']:.1e}", loss]
+        low, high = held["interval"] if held else (0.0, 0.0)
+        scores = (f"{held['pass_at_1']:.1%}", f"{low:.1%} - {high:.1%}") if held else ("-", "-")
+        lines.append((str(row["cycle"]), *trained, *scores))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def run(recipe: RAFT) -> None:
+    """Set ``recipe`` up, run its cycles and clean up."""
+    began = time.monotonic()
+    recipe.setup()
+    recipe.run()
+    recipe.trainer.cleanup()
+    log.info("done in %s", duration(time.monotonic() - began))
+
+
+@config.recipe_main("raft_rocm")
+def main(cfg: DictConfig) -> None:
+    """RAFT: `tune run raft_rocm --config NAME [key=value ...]`."""
+    run(RAFT(cfg))
+
+
+if __name__ == "__main__":
+    main()
