@@ -75,8 +75,9 @@ class OpenAIEngine:
             to ``/v1/load_lora_adapter``.
 
     Attributes:
-        exact_tokens: all token ids so far are the server's (vLLM >= 0.10.2, llama.cpp). Otherwise they are
-            made again from the text. Known after :meth:`check`.
+        exact_tokens: all token ids so far are the server's: vLLM's from 0.10.2 on, SGLang's of July 2026 and
+            later, and llama.cpp's but for answers with characters of several tokens or cut at a stop string.
+            Others are made again from the text. Known after :meth:`check`, may become false later.
         has_logprobs: all log-probabilities so far are the server's. vLLM's and llama.cpp's are of the
             unmodified distribution unless told otherwise (``--logprobs-mode``, ``post_sampling_probs``);
             SGLang's are at the sampling temperature unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set.
@@ -286,7 +287,7 @@ class OpenAIEngine:
         text, cut = _until(text, sampling.stop_strings)
         reason = "stop" if cut else reason
         by_token = reason == "stop" and not cut and not isinstance(choice.get("stop_reason"), str)
-        tokens = _token_ids(choice, self.tokenizer.stop_tokens, by_token and not sampling.stop_strings)
+        tokens = _token_ids(choice, answer.get("usage"))
         logprobs = _logprobs(choice)
         if tokens is None:
             self.exact_tokens = False
@@ -589,13 +590,14 @@ def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, 
     return choice, text, reason
 
 
-def _token_ids(choice: dict[str, Any], stops: Sequence[int], ended_by_token: bool) -> list[int] | None:
-    """The sampled ids: vLLM's ``token_ids``, or llama.cpp's in its log-probabilities; None if there are none."""
+def _token_ids(choice: dict[str, Any], usage: Any) -> list[int] | None:
+    """The sampled ids: ``token_ids`` (vLLM, SGLang) or those in llama.cpp's log-probabilities; None: neither."""
     ids = choice.get("token_ids")
     if ids is None:
         ids = [entry.get("id") for entry in _entries(choice)]
-        if ended_by_token and ids and ids[-1] not in stops:
-            return None  # the stop token is not among them
+        # llama.cpp leaves out tokens that end within a character, and those of a stop string
+        if not isinstance(usage, dict) or usage.get("completion_tokens") != len(ids):
+            return None
     valid = isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)
     return ids if valid else None
 

@@ -1,0 +1,22 @@
+"""Programs that judge what a model wrote: maths, code by tests, text, and verifiers of your own.
+
+Free of torch: verification runs in processes of its own (:class:`Pool`), which start in a fraction of a second.
+"""
+
+from rocm_ext.verifiers.answers import ExactMatch, JsonSchema, Regex
+from rocm_ext.verifiers.base import Result, Verdict, Verifier
+from rocm_ext.verifiers.build import build
+from rocm_ext.verifiers.combine import All, Weighted
+from rocm_ext.verifiers.command import Command
+from rocm_ext.verifiers.compiled import Compile, Run
+from rocm_ext.verifiers.extract import extract_code
+from rocm_ext.verifiers.limits import Limits
+from rocm_ext.verifiers.maths import MathAnswer
+from rocm_ext.verifiers.pool import Pool
+from rocm_ext.verifiers.python_tests import PythonTests
+from rocm_ext.verifiers.sandbox import Outcome, Sandbox
+
+__all__ = [
+    "All", "Command", "Compile", "ExactMatch", "JsonSchema", "Limits", "MathAnswer", "Outcome", "Pool", "PythonTests",
+    "Regex", "Result", "Run", "Sandbox", "Verdict", "Verifier", "Weighted", "build", "extract_code",
+]  # fmt: skip

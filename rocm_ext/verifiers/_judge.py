@@ -1,0 +1,322 @@
+"""The tests' side: runs the user's tests against values that the tested program answers with.
+
+The model's code is never in this process. A name that the tests take from the solution is a handle, and calling it
+sends the arguments to the program and gets plain data back, as exact builtin types. So the tests compare with what
+they expect here, and the program never sees that: all it can do is to return values. Objects that are no plain data
+stay in the program and are handles here. Nothing that the tests hold is ever shown to a handle for it to judge:
+``==``, ``in`` and arithmetic with plain data take the handle's value, if it has one, and decide here.
+"""
+
+import ast
+import builtins
+import contextlib
+import importlib
+import json
+import os
+import sys
+
+from _units import Tests
+from _wire import Channel, Closed, Codec, Malformed, Unsendable, plain_classes
+
+MODULES = {"np": "numpy", "numpy": "numpy", "pd": "pandas"}
+COMMON = {
+    **dict.fromkeys(("isclose", "sqrt", "pi", "inf", "nan"), "math"),
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
+    **{"Decimal": "decimal", "Fraction": "fractions"},
+}
+
+
+class Gone(BaseException):
+    """The program has ended or talks nonsense; no test can catch this and pass."""
+
+
+class Judge(Codec):
+    """The connection to the program."""
+
+    def __init__(self, channel):
+        super().__init__()
+        self.channel = channel
+        self.handles, self.exceptions, self.callbacks = {}, {}, []
+        self.shared_exceptions = {}
+        self.gone = ""
+
+    def opaque(self, value):
+        kind = type(value)
+        if kind is Handle:
+            return ["h", number_of(value)]
+        if isinstance(value, type) and "_handle" in vars(value):
+            return ["h", vars(value)["_handle"]]
+        name = getattr(value, "__name__", None)
+        if isinstance(name, str) and getattr(builtins, name, None) is value:
+            return ["B", name]
+        if callable(value):
+            self.callbacks.append(value)
+            return ["f", len(self.callbacks) - 1]
+        return super().opaque(value)
+
+    def revive(self, tag, parts):
+        if tag == "f":
+            return self.callbacks[parts[0]]
+        if tag != "h" or type(parts[0]) is not int:
+            return super().revive(tag, parts)
+        number, name, lineage = parts[0], str(parts[1])[:100], parts[2]
+        if lineage:
+            return self.exception(lineage, number)
+        if number not in self.handles:
+            self.handles[number] = Handle(self, number, name)
+        return self.handles[number]
+
+    def exception(self, lineage, number=None):
+        """The exception class of that name: a builtin, one of the set-up's, or one made for the program's."""
+        name = lineage[0]
+        found = getattr(builtins, name, None) or self.shared_exceptions.get(name)
+        if isinstance(found, type) and issubclass(found, BaseException):
+            return found
+        key = tuple(map(str, lineage[:20]))
+        if key not in self.exceptions:
+            base = self.exception(lineage[1:]) if len(lineage) > 1 else Exception
+            self.exceptions[key] = type(name, (base,), {})
+        if number is not None and "_handle" not in vars(self.exceptions[key]):
+            self.exceptions[key]._handle = number
+        return self.exceptions[key]
+
+    def ask(self, op, *args, **keywords):
+        """What the program answers to an operation; raises what it raises."""
+        if self.gone:
+            raise Gone(self.gone)
+        table = []
+        encoded, nodes, _ = self.encode([*args, *keywords.values()], table)
+        try:
+            self.channel.send({"op": op, "a": encoded, "k": list(keywords), "n": nodes})
+            while "op" in (reply := self.channel.receive()):
+                self.channel.send(self.call_back(reply))
+            if "exc" in reply:
+                raise self.raised(reply)
+            known = len(table)
+            [value] = self.decode([reply["ok"]], reply["n"], table)
+            for index, node in reply["u"]:
+                if type(index) is not int or not 0 <= index < known:
+                    raise Malformed("an update of nothing")
+                self.fill(table[index], node, table)
+            return value
+        except Closed:
+            self.gone = "the program ended during the tests"
+        except (Malformed, KeyError, TypeError, ValueError, IndexError) as error:
+            if getattr(error, "from_program", False):
+                raise
+            self.gone = f"the program sent nonsense: {error}"
+        raise Gone(self.gone)
+
+    def call_back(self, request):
+        table = []
+        args = self.decode(request["a"], request["n"], table)
+        try:
+            [value], nodes, _ = self.encode([self.callbacks[request["f"]](*args)], table)
+            return {"ok": value, "n": nodes}
+        except Exception as error:
+            return {"exc": [kind.__name__ for kind in type(error).__mro__], "text": str(error)[:1000]}
+
+    def raised(self, reply):
+        """The exception that the program has raised."""
+        names = reply["exc"]
+        if type(names) is not list or not names or not all(type(name) is str for name in names):
+            raise Malformed("an exception without a name")
+        says = str(reply.get("text", ""))[:1000]
+        kind = self.exception(names)
+        if not issubclass(kind, Exception):  # the program wants to leave
+            self.gone = f"the program raised {names[0]}: {says}"
+            return Gone(self.gone)
+        try:
+            args = self.decode(reply["args"], reply["n"], [])
+            error = kind(*args)
+        except Exception:
+            error = RuntimeError(says)
+        error.from_program = True
+        return error
+
+
+class Handle:
+    """An object of the program's: a function, class, instance, iterator."""
+
+    __slots__ = ("_judge", "_name", "_number")
+
+    def __init__(self, judge, number, name):
+        for slot, value in (("_judge", judge), ("_number", number), ("_name", name)):
+            object.__setattr__(self, slot, value)
+
+    def __getattr__(self, name):
+        return ask(self, "getattr", name)
+
+    def __setattr__(self, name, value):
+        ask(self, "setattr", name, value)
+
+    def __call__(self, *args, **keywords):
+        return ask(self, "call", *args, **keywords)
+
+    def __iter__(self):
+        iterator = ask(self, "iter")
+        if type(iterator) is not Handle:
+            return iter(iterator)
+        return iterator if iterator is self else iter_handle(iterator)
+
+    def __contains__(self, item):
+        return any(item is each or item == each for each in self)
+
+    def __eq__(self, other):
+        if self is other:
+            return True
+        if type(other) is Handle:
+            mine, others = ask(self, "fields"), ask(other, "fields")
+            return mine[0] is others[0] and bool(mine[1]) and mine[1] == others[1]
+        value = ask(self, "plain")
+        return NotImplemented if value is None or type(value) is Handle else value == other
+
+    def __hash__(self):
+        return hash(number_of(self))
+
+    def __instancecheck__(self, value):
+        return type(value) is Handle and bool(ask(value, "isinstance", self))
+
+    def __subclasscheck__(self, kind):
+        return type(kind) is Handle and bool(ask(kind, "issubclass", self))
+
+    def __enter__(self):
+        return self.__getattr__("__enter__")()
+
+    def __exit__(self, *error):
+        return self.__getattr__("__exit__")(None, None, None)
+
+    def __format__(self, spec):
+        return format(str(self), spec)
+
+    def __dir__(self):
+        return ask(self, "dir")
+
+
+def number_of(handle):
+    return object.__getattribute__(handle, "_number")
+
+
+def ask(handle, op, *args, **keywords):
+    return object.__getattribute__(handle, "_judge").ask(op, handle, *args, **keywords)
+
+
+def iter_handle(iterator):
+    while True:
+        try:
+            value = ask(iterator, "next")
+        except StopIteration:
+            return
+        yield value
+
+
+def _operator(op):
+    # With plain data on the other side the program would be shown what the tests expect of it.
+    def method(self, other):
+        return ask(self, op, other) if type(other) is Handle else NotImplemented
+
+    return method
+
+
+for _name in ("len", "next", "str", "repr", "bool", "int", "float", "complex", "abs", "round", "reversed", "index",
+              "neg", "pos", "invert", "getitem", "setitem", "delitem"):  # fmt: skip
+    setattr(Handle, f"__{_name}__", lambda self, *args, op=_name: ask(self, op, *args))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "matmul",
+              "lt", "le", "gt", "ge"):  # fmt: skip
+    setattr(Handle, f"__{_name.strip('_')}__", _operator(_name))
+
+
+def ours(name):
+    """What a name that the tests forgot to import means; the program's own may be anything."""
+    if name in COMMON:
+        return getattr(importlib.import_module(COMMON[name]), name)
+    if name in MODULES or name in sys.stdlib_module_names:
+        return importlib.import_module(MODULES.get(name, name))
+    return None
+
+
+def run(task, judge):
+    """Run the tests; the report for the verifier."""
+    namespace = {"__name__": "tests", "__builtins__": builtins}
+    try:
+        for source in task["trusted"]:
+            exec(compile(source, "setup", "exec", dont_inherit=True), namespace)
+        tests = Tests(task["tests"], task["entry_point"])
+    except Exception as error:
+        return {"kind": "broken", "detail": f"the tests do not work: {type(error).__name__}: {error}"}
+    if "random" in task["tests"]:
+        importlib.import_module("random").seed(0)
+    entry = task["entry_point"]
+    namespace.pop(entry, None)  # the set-up's may be the bare signature
+    judge.shared = {n: k for n, k in plain_classes(namespace).items() if n in task["shared"]}
+    judge.shared_exceptions = {
+        n: k for n, k in namespace.items() if isinstance(k, type) and issubclass(k, BaseException)
+    }
+    hello = judge.channel.receive()  # before any of the program's code runs
+    if "hello" not in hello:
+        raise Malformed("no greeting")
+    report("started")
+    loaded = judge.channel.receive()
+    if loaded.get("ready") is not True:
+        if type(loaded.get("exc")) is not list or not loaded["exc"]:
+            raise Malformed("neither ready nor failed")
+        names = loaded["exc"]
+        return {"kind": "failed", "detail": f"{names[0]}: {loaded.get('text')}", "passed": 0, "total": tests.total}
+    wanted = tests.names() - set(namespace) - set(dir(builtins)) - set(tests.imported)
+    for name in sorted(wanted - {entry}):
+        with contextlib.suppress(ImportError):
+            if (value := ours(name)) is not None:
+                namespace[name] = value
+                wanted.remove(name)
+    wanted |= set(tests.imported.values()) | ({entry.split(".")[0].split("(")[0]} if entry else set())
+    wanted = sorted(wanted)
+    found = judge.ask("names", wanted)
+    if type(found) is not dict:
+        raise Malformed("no names")
+    namespace.update({name: value for name, value in found.items() if name in wanted})
+    namespace.update({alias: found[name] for alias, name in tests.imported.items() if name in found})
+    if entry and entry.isidentifier() and entry not in found:
+        return {"kind": "failed", "detail": f"the code defines no {entry}", "passed": 0, "total": tests.total}
+    passed, detail = 0, ""
+    for statements, reads in tests.steps:
+        try:
+            exec(compile(ast.Module(statements, []), "tests", "exec", dont_inherit=True), namespace)
+            passed += reads is not None
+        except BaseException as error:
+            if isinstance(error, (Unsendable, ImportError)) and not getattr(error, "from_program", False):
+                return {"kind": "broken", "detail": f"the tests do not work: {type(error).__name__}: {error}"}
+            if not detail:
+                detail = f"{reads or ast.unparse(statements[0])[:100]}"
+                if not (isinstance(error, AssertionError) and not str(error)):
+                    detail += f": {type(error).__name__}: {str(error)[:300]}"
+            if judge.gone or reads is None or not task["all"]:
+                break
+        if judge.gone:
+            break
+    if judge.gone and judge.gone not in detail:
+        detail = f"{detail}: {judge.gone}" if detail else judge.gone
+    if detail:
+        passed = min(passed, tests.total - 1)
+    return {"kind": "done", "passed": passed, "total": tests.total, "detail": detail}
+
+
+def report(what):
+    os.write(RESULT, json.dumps(what).encode() + b"\n")
+
+
+def main():
+    global RESULT
+    RESULT = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the tests may print
+    with open(sys.argv[3]) as file:
+        task = json.load(file)
+    sys.path += task["path"]
+    judge = Judge(Channel(int(sys.argv[1]), int(sys.argv[2])))
+    try:
+        report(run(task, judge))
+    except (Closed, Malformed, Gone) as error:
+        report({"kind": "gone", "detail": judge.gone or f"the program ended while it was loaded {error}"})
+
+
+if __name__ == "__main__":
+    main()

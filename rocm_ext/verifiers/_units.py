@@ -1,0 +1,61 @@
+"""The user's tests, taken apart. Runs inside the judge's sandbox, of the standard library only."""
+
+import ast
+
+
+class Broken(Exception):
+    """The tests themselves do not work."""
+
+
+class Tests:
+    """The user's tests, split into units that pass or fail on their own.
+
+    A unit is an assert statement, at top level or in a test function of nothing but asserts; any other test
+    function as a whole; or ``check(candidate)``. ``steps``: (statements, how the unit reads, or None for what
+    only prepares).
+    """
+
+    def __init__(self, source, entry_point):
+        body = []
+        self.imported = {}  # our name -> the solution's
+        for statement in ast.parse(source).body:
+            if isinstance(statement, ast.ImportFrom) and statement.module == "solution":
+                self.imported |= {a.asname or a.name: a.name for a in statement.names if a.name != "*"}
+            else:
+                body.append(statement)
+        functions = {s.name for s in body if isinstance(s, ast.FunctionDef) and is_test(s.name)}
+        called = {called_name(statement) for statement in body} & functions  # `check(f)` may be there already
+        self.steps, calls = [], []
+        for statement in body:
+            if not isinstance(statement, ast.FunctionDef) or statement.name not in functions - called:
+                unit = isinstance(statement, ast.Assert) or called_name(statement) in functions
+                self.steps.append(([statement], ast.unparse(statement) if unit else None))
+                continue
+            needed = len(statement.args.args) - len(statement.args.defaults)
+            if needed > (statement.name == "check" and bool(entry_point)):
+                raise Broken(f"{statement.name}() takes {needed} arguments")
+            asserts = statement.body[1:] if ast.get_docstring(statement) is not None else statement.body
+            if not needed and asserts and all(isinstance(each, ast.Assert) for each in asserts):
+                self.steps += [([each], ast.unparse(each)) for each in asserts]
+            else:
+                self.steps.append(([statement], None))
+                calls.append(f"{statement.name}({entry_point if needed else ''})")
+        self.steps += [(ast.parse(call).body, call) for call in calls]
+        self.total = sum(reads is not None for _, reads in self.steps)
+        if not self.total:
+            raise Broken("the tests hold no assert, no test function and no check()")
+
+    def names(self):
+        """The names that the tests load, and may mean the program's by."""
+        trees = [statement for statements, _ in self.steps for statement in statements]
+        return {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def is_test(name):
+    return name == "check" or name.startswith("test")
+
+
+def called_name(statement):
+    """``f`` of the statement ``f(...)``."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None

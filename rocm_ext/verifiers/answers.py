@@ -1,0 +1,156 @@
+"""Answers that are compared as text, matched or validated."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rocm_ext.errors import UserError
+from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.extract import extract_code
+
+MAX_JSON = 1 << 20  # characters
+
+
+class ExactMatch(Verifier):
+    """Whether the completion is the text of a row's field.
+
+    Args:
+        field: the row's field with the expected text.
+        ignore_case: compare without regard to case.
+        strip: leave out white space at both ends.
+    """
+
+    def __init__(self, field: str = "answer", ignore_case: bool = False, strip: bool = True) -> None:
+        self.field, self.ignore_case, self.strip = field, ignore_case, strip
+        self.needs = (field,)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        field(row, self.field, str)
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        found, expected = self._form(completion), self._form(row[self.field])
+        if not found and expected:
+            return unparsed("the completion is empty")
+        return correct() if found == expected else wrong(f"found {short(found, 80)!r}")
+
+    def _form(self, text: str) -> str:
+        text = text.strip() if self.strip else text
+        return text.casefold() if self.ignore_case else text
+
+
+class Regex(Verifier):
+    """Whether a regular expression (of the ``regex`` package) is found in the completion.
+
+    Args:
+        pattern: for all rows; or
+        field: the row's field with its pattern.
+        full: the whole completion must match, but for white space at its ends.
+        timeout: seconds for the search. A pattern that backtracks for longer gives TIMEOUT.
+    """
+
+    def __init__(
+        self, pattern: str | None = None, field: str | None = None, full: bool = False, timeout: float = 1.0
+    ) -> None:
+        if (pattern is None) == (field is None):
+            raise UserError("Regex takes either pattern or field")
+        self.pattern, self.field, self.full, self.timeout = pattern, field, full, timeout
+        self.needs = (field,) if field else ()
+        if pattern is not None:
+            try:
+                self._compiled(pattern)
+            except ValueError as error:
+                raise UserError(f"Regex: {error}") from error
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        if self.field:
+            try:
+                self._compiled(field(row, self.field, str))
+            except ValueError as error:
+                raise ValueError(f"field {self.field!r}: {error}") from error
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        pattern = self._compiled(row[self.field] if self.field else self.pattern)
+        try:
+            search = pattern.fullmatch if self.full else pattern.search
+            found = search(completion.strip() if self.full else completion, timeout=self.timeout)
+        except TimeoutError:
+            return timeout(f"the pattern was not done after {self.timeout:g} s")
+        return correct(f"found {short(found[0], 80)!r}") if found else wrong("no match")
+
+    @staticmethod
+    def _compiled(pattern: Any) -> Any:
+        import regex
+
+        try:
+            return regex.compile(pattern)  # which keeps the last ones
+        except regex.error as error:
+            raise ValueError(f"{short(pattern, 80)!r} is no regular expression: {error}") from error
+
+
+class JsonSchema(Verifier):
+    """Whether the completion holds JSON that fits a JSON Schema.
+
+    The JSON is the last fenced block (tagged json or untagged), else the whole text. References to other
+    documents are not fetched.
+
+    Args:
+        schema: for all rows; or
+        field: the row's field with its schema, an object or its JSON text.
+    """
+
+    def __init__(self, schema: Mapping[str, Any] | None = None, field: str | None = None) -> None:
+        if (schema is None) == (field is None):
+            raise UserError("JsonSchema takes either schema or field")
+        self.field, self.needs = field, (field,) if field else ()
+        try:
+            self._fixed = None if schema is None else self._validator(schema)
+        except ValueError as error:
+            raise UserError(f"JsonSchema: {error}") from error
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        if self.field:
+            try:
+                self._validator(field(row, self.field, (str, Mapping)))
+            except ValueError as error:
+                raise ValueError(f"field {self.field!r}: {error}") from error
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        code = extract_code(completion, "json")
+        if code is None:
+            return unparsed("no JSON")
+        if len(code) > MAX_JSON:
+            return unparsed(f"more than {MAX_JSON} characters of JSON")
+        try:
+            value = json.loads(code, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            return unparsed(f"malformed JSON: {error}")
+        validator = self._fixed if self._fixed is not None else self._validator(row[self.needs[0]])
+        try:
+            problem = next(validator.iter_errors(value), None)
+        except RecursionError:
+            return wrong("nested too deeply")
+        if problem is None:
+            return correct()
+        where = "/".join(map(str, problem.absolute_path))
+        return wrong(f"at /{where}: {problem.message}")
+
+    @staticmethod
+    def _validator(schema: Any) -> Any:
+        import jsonschema
+        import referencing
+
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise ValueError(f"the schema is no JSON: {error}") from error
+        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        try:
+            kind.check_schema(schema)
+        except jsonschema.SchemaError as error:
+            raise ValueError(f"no JSON Schema: {short(error.message, 150)}") from error
+        return kind(schema, registry=referencing.Registry())
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

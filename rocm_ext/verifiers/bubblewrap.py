@@ -1,0 +1,174 @@
+"""Making bubblewrap's command line, in the way that works on this machine."""
+
+import contextlib
+import functools
+import itertools
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rocm_ext.errors import UserError
+from rocm_ext.verifiers import seccomp
+from rocm_ext.verifiers.limits import ENVIRONMENT, Limits, tool
+
+NO_BWRAP = (
+    "bubblewrap (bwrap) is not installed: `apt install bubblewrap`, or set `sandbox: rlimits`, which limits time and "
+    "memory but lets the model's code read and write your files and use the network"
+)
+_ids = itertools.count(os.getpid() * 64)  # concurrent workers start apart
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How bubblewrap can be used on this machine."""
+
+    real_id: bool  # as root, without a user namespace
+    proc: bool  # a /proc can be mounted; not in an unprivileged container
+
+
+def command_line(
+    files: Mapping[str, bytes], readable: Sequence[str], limits: Limits, status: int
+) -> tuple[list[str], list[int]]:
+    """The command line up to the program, and the descriptors that it reads, which the caller closes.
+
+    Args:
+        files: name -> content, put into /box.
+        readable: folders shown at the same path.
+        status: the descriptor that bwrap tells its status to.
+    """
+    mode = usable_mode()
+    opened: list[int] = []
+
+    def holding(content: bytes) -> str:
+        fd = os.memfd_create("box")
+        opened.append(fd)
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(fd, 0, os.SEEK_SET)
+        return str(fd)
+
+    command = [tool("bwrap", NO_BWRAP), *_namespaces(mode), "--json-status-fd", str(status)]
+    command += _system()
+    command += ["--perms", "0755", "--dir", "/dev"]
+    for device in ("null", "zero", "full", "random", "urandom"):
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    if mode.proc:
+        command += ["--proc", "/proc", "--symlink", "/proc/self/fd", "/dev/fd"]
+    for folder, size in (("/tmp", limits.tmp_mb << 20), ("/dev/shm", 16 << 20)):
+        if sized():
+            command += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
+        elif folder == "/tmp":  # it counts as memory instead
+            command += ["--perms", "1777", "--tmpfs", folder]
+    made: set[str] = set()
+    for folder in readable:
+        if not folder.startswith("/usr/"):
+            # bwrap makes missing parents for their owner alone
+            for parent in reversed(Path(folder).parents[:-1]):
+                if str(parent) not in made:
+                    made.add(str(parent))
+                    command += ["--perms", "0755", "--dir", str(parent)]
+            command += ["--ro-bind", folder, folder]
+    command += ["--perms", "0755", "--dir", "/box"]
+    for name, content in files.items():
+        command += ["--perms", "0555", "--file", holding(content), f"/box/{name}"]
+    command += ["--remount-ro", "/", "--chdir", "/tmp"]
+    for name, value in ENVIRONMENT.items():
+        command += ["--setenv", name, value]
+    if filter_ := seccomp.program():
+        command += ["--seccomp", holding(filter_)]
+    command += ["--", *_drop_id(mode), *limits.prlimit(mode.real_id or _counts_apart())]
+    return command, opened
+
+
+def _namespaces(mode: Mode) -> list[str]:
+    options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    options += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox", "--cap-drop", "ALL"]
+    if mode.real_id:  # setpriv takes the id from inside and loses both capabilities by that
+        return [*options, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    return [*options, "--unshare-user", "--uid", "65534", "--gid", "65534"]
+
+
+def _drop_id(mode: Mode) -> list[str]:
+    if not mode.real_id:
+        return []
+    uid = str(_nobody())
+    return [tool("setpriv"), "--reuid", uid, "--regid", uid, "--clear-groups", "--inh-caps=-all"]
+
+
+def _nobody() -> int:
+    """A user id that no other run has at the moment, or nobody's where a container maps few ids."""
+    mapped = [
+        int(line.split()[0]) + int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines()
+    ]
+    return 2_000_000_000 + next(_ids) % 100_000_000 if max(mapped) > 2_100_000_000 else 65534
+
+
+@functools.cache
+def _system() -> list[str]:
+    """The read-only system."""
+    command = ["--ro-bind", "/usr", "/usr"]
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
+        if os.path.islink(name):
+            command += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            command += ["--ro-bind", name, name]
+    command += ["--perms", "0755", "--dir", "/etc"]
+    for name in ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/nix/store"):
+        if os.path.exists(name):
+            command += ["--ro-bind", name, name]
+    return command
+
+
+@functools.cache
+def sized() -> bool:
+    """Whether bwrap (0.7 or later) can limit the size of a tmpfs."""
+    said = subprocess.run([tool("bwrap", NO_BWRAP), "--help"], capture_output=True, text=True, check=False)
+    return "--size" in said.stdout + said.stderr
+
+
+@functools.cache
+def _counts_apart() -> bool:
+    """Whether RLIMIT_NPROC in a user namespace leaves out the user's other processes."""
+    release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in platform.release().split(".")[:2])
+    return release >= (5, 14)
+
+
+@functools.cache
+def usable_mode() -> Mode:
+    """The first way to use bubblewrap that works here; UserError if none does."""
+    bwrap = tool("bwrap", NO_BWRAP)
+    modes = [Mode(real_id=False, proc=True), Mode(real_id=False, proc=False)]
+    if os.geteuid() == 0:
+        modes.insert(0, Mode(real_id=True, proc=True))
+    said = ""
+    for mode in modes:
+        command = [bwrap, *_namespaces(mode), *_system(), *(["--proc", "/proc"] if mode.proc else [])]
+        command += ["--", *_drop_id(mode), "/bin/echo", "ok"]
+        result = subprocess.run(command, capture_output=True, text=True, env={}, check=False)
+        if result.stdout == "ok\n":
+            return mode
+        said = said or " ".join(result.stderr.split())
+    raise UserError(f"bubblewrap cannot make a sandbox here: {said}{advice()}")
+
+
+def advice() -> str:
+    """What may be done where bubblewrap does not work."""
+
+    def setting(name: str) -> str:
+        with contextlib.suppress(OSError):
+            return Path("/proc/sys", name).read_text().strip()
+        return ""
+
+    if setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
+        return ("; AppArmor forbids user namespaces: give bwrap a profile (apparmor-profiles has one) "
+                "or `sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`")  # fmt: skip
+    if setting("kernel/unprivileged_userns_clone") == "0":
+        return "; user namespaces are off: `sudo sysctl kernel.unprivileged_userns_clone=1`"
+    if setting("user/max_user_namespaces") == "0":
+        return "; user namespaces are off: `sudo sysctl user.max_user_namespaces=10000`"
+    if any(os.path.exists(name) for name in ("/.dockerenv", "/run/.containerenv")):
+        return "; in a container: start it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined`"
+    return "; or set `sandbox: rlimits`, which does not keep the code from your files and the network"

@@ -1,0 +1,178 @@
+"""C, C++, Rust and Go: whether it compiles, and what the program prints."""
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rocm_ext.errors import UserError, nearest
+from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.cases import cases_of, run_cases
+from rocm_ext.verifiers.extract import extract_code
+from rocm_ext.verifiers.limits import Limits
+from rocm_ext.verifiers.sandbox import BOX, Sandbox
+
+MAX_PROGRAM = 64 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Language:
+    """A source file's name, the compilers to look for, and the shell command that makes /tmp/out of it."""
+
+    file: str
+    compilers: tuple[str, ...]
+    command: str
+    install: str
+
+
+LANGUAGES = {
+    "c": Language("main.c", ("gcc", "clang"), '"$CC" -O1 -std=c17 -o out "$SRC" -lm', "gcc"),
+    "cpp": Language("main.cpp", ("g++", "clang++"), '"$CC" -O1 -std=c++17 -o out "$SRC"', "g++"),
+    "rust": Language("main.rs", ("rustc",), '"$CC" --edition 2021 -C opt-level=1 -o out "$SRC"', "rustc"),
+    "go": Language("main.go", ("go",), 'GOCACHE=/tmp/cache GOPATH=/tmp/go GO111MODULE=off GOTOOLCHAIN=local '
+                   'CGO_ENABLED=0 "$CC" build -o out "$SRC"', "golang-go"),
+}  # fmt: skip
+
+
+class Compile(Verifier):
+    """Whether the completion's code compiles, in the sandbox. The row needs nothing.
+
+    Args:
+        language: c (C17), cpp (C++17), rust (2021) or go.
+        timeout: seconds of wall time for the compiler.
+        memory_mb: for the compiler and all its processes.
+        sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
+    """
+
+    def __init__(
+        self, language: str, timeout: float = 30.0, memory_mb: int = 2048, sandbox: str = "bubblewrap"
+    ) -> None:
+        if language not in LANGUAGES:
+            raise UserError(f"language {language!r} is unknown{nearest(language, LANGUAGES)}")
+        self.language, self.kind = language, sandbox
+        self.compile_limits = Limits(
+            seconds=timeout, memory_mb=memory_mb, processes=64, file_mb=64, tmp_mb=256, output_bytes=MAX_PROGRAM
+        )
+
+    @functools.cached_property
+    def _sandbox(self) -> Sandbox:
+        return Sandbox(self.kind, compiler(self.language)[1])
+
+    def check(self) -> None:
+        self._sandbox.check()
+        hello = {"c": "int main(void) { return 0; }", "cpp": "int main() {}", "rust": "fn main() {}",
+                 "go": "package main\nfunc main() {}"}  # fmt: skip
+        program, problem = self.compiled(hello[self.language])
+        if program is None:
+            result = f"{problem.verdict}: {problem.detail}" if problem else ""
+            raise UserError(f"{compiler(self.language)[0]} does not work in the sandbox: {short(result, 200)}")
+
+    def compiled(self, code: str) -> tuple[bytes | None, Result | None]:
+        """The program, or the result that says why there is none."""
+        language = LANGUAGES[self.language]
+        # The program leaves over stdout: nothing of the host can be written in the sandbox.
+        script = f'cd "$TMPDIR" && {language.command} >/dev/null && cat out'
+        argv = [
+            "/usr/bin/env",
+            f"CC={compiler(self.language)[0]}",
+            f"SRC={BOX}/{language.file}",
+            "/bin/sh",
+            "-c",
+            script,
+        ]
+        outcome = self._sandbox.run(argv, {language.file: code}, limits=self.compile_limits)
+        if not outcome.started:
+            return None, error(f"the sandbox did not start: {outcome.stderr.decode('utf-8', 'replace')}")
+        if outcome.timed_out:
+            return None, timeout(f"not compiled after {self.compile_limits.seconds:g} s")
+        if outcome.killed:
+            return None, wrong(f"the compiler {outcome.killed}")
+        if outcome.returncode != 0 or not outcome.stdout:
+            lines = outcome.stderr.decode("utf-8", "replace").split("\n")
+            return None, wrong(f"does not compile: {next((line for line in lines if 'error' in line), lines[0])}")
+        return outcome.stdout, None
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        code = extract_code(completion, self.language)
+        if code is None:
+            return unparsed(f"no {self.language} code")
+        _, problem = self.compiled(code)
+        return problem or correct("compiles")
+
+
+class Run(Compile):
+    """What the completion's program prints for the row's ``cases``, a list of ``{input, output}``.
+
+    The reward is graded: ``compiles`` for code that compiles; up to ``runs`` more for the share of cases in which
+    the program ends with status 0; the rest up to 1 for the share whose output is right, but for trailing white
+    space. Only all right is CORRECT.
+
+    Args:
+        language, memory_mb, sandbox: as for Compile; memory_mb is the program's.
+        timeout: seconds of wall time for all cases of a row together. Running into it is TIMEOUT and worth nothing.
+        compile_timeout: seconds for the compiler.
+        compiles, runs: the shares.
+    """
+
+    def __init__(
+        self,
+        language: str,
+        timeout: float = 10.0,
+        memory_mb: int = 512,
+        compiles: float = 0.2,
+        runs: float = 0.3,
+        compile_timeout: float = 30.0,
+        sandbox: str = "bubblewrap",
+    ) -> None:
+        super().__init__(language, compile_timeout, sandbox=sandbox)
+        if compiles < 0 or runs < 0 or compiles + runs >= 1:
+            raise UserError(f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
+        self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
+        self.compiles, self.runs = compiles, runs
+        self.needs = ("cases",)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        cases_of(row)
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        code = extract_code(completion, self.language)
+        if code is None:
+            return unparsed(f"no {self.language} code")
+        program, problem = self.compiled(code)
+        if program is None:
+            return problem or error("no program")
+        cases = cases_of(row)
+        results = run_cases(Sandbox(self.kind), [f"{BOX}/program"], {"program": program}, cases, self.limits, True)
+        if results.broken or results.timed_out or results.right == results.total:
+            return results.result(True)
+        rest = 1 - self.compiles - self.runs
+        reward = self.compiles + (self.runs * results.ran + rest * results.right) / results.total
+        return wrong(f"{results.right} of {results.total} right; {results.detail}", reward)
+
+
+@functools.cache
+def compiler(language: str) -> tuple[str, tuple[str, ...]]:
+    """The compiler's path and the folders besides the system that it needs.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = LANGUAGES[language].compilers
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        raise UserError(
+            f"language {language}: no compiler ({' or '.join(names)}) is in PATH: `apt install "
+            f"{LANGUAGES[language].install}`"
+        )
+    ask = {"rust": [path, "--print", "sysroot"], "go": [path, "env", "GOROOT"]}.get(language)
+    if ask is None:
+        real = os.path.realpath(path)
+        return path, () if real.startswith("/usr/") else (os.path.dirname(os.path.dirname(real)),)
+    root = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    inside = os.path.join(root, "bin", names[0])  # rustup's own command would need the home
+    if not root or not os.path.exists(inside):
+        raise UserError(f"language {language}: {path} does not run; it should print its folder for {' '.join(ask)}")
+    return inside, () if root.startswith("/usr/") or root == "/usr" else (root,)

@@ -1,0 +1,77 @@
+"""The code in what a model wrote."""
+
+import ast
+import re
+
+TAGS = {
+    "python": ("python", "py", "python3", "py3"),
+    "c": ("c",),
+    "cpp": ("cpp", "c++", "cc", "cxx"),
+    "rust": ("rust", "rs"),
+    "go": ("go", "golang"),
+    "json": ("json", "jsonc", "json5"),
+}
+FENCE = re.compile(r"^[ \t]{0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$")
+SIGNS = {  # what a line of unfenced code begins with
+    "c": re.compile(r"^\s*(#include\b|(static |unsigned |const )*(int|void|char|long|double|float)\s+\w+\s*\()", re.M),
+    "cpp": re.compile(r"^\s*(#include\b|using namespace\b|(int|void|auto)\s+\w+\s*\(|template\s*<)", re.M),
+    "rust": re.compile(r"^\s*(pub\s+)?(fn|use|struct|impl|mod)\s+\w+", re.M),
+    "go": re.compile(r"^\s*(package\s+\w+|func\s+\w+\()", re.M),
+    "json": re.compile(r"\A\s*[\[{\"\d\-tfn]"),
+}
+MAX_PARSED = 200_000  # characters
+
+
+def extract_code(text: str, language: str) -> str | None:
+    """The code that a completion means as its answer; None if there is none.
+
+    Fences are lines of three or more backticks or tildes, with an optional tag; the closing one is of the same
+    character, at least as long, and has no tag. An unclosed block ends with the text. In this order:
+
+    1. the last closed block tagged for ``language`` (python: python, py, python3; ...)
+    2. the last block, if it is unclosed and tagged for the language: the answer was cut off
+    3. the last closed block without a tag, then the last unclosed one without a tag
+    4. a text without any fence, if it is code: for Python, if it parses; for others, if a line begins as code does
+
+    Blocks tagged for another language are never taken. Line ends become ``\\n``.
+
+    Args:
+        language: python, c, cpp, rust, go or json.
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    closed: dict[bool, str] = {}  # tagged -> the last such block
+    unclosed: dict[bool, str] = {}
+    lines: list[str] = []
+    fence, tag, fenced = "", "", False
+    for line in text.split("\n"):
+        match = FENCE.match(line)
+        if not fence:
+            if match:
+                fence, tag, lines, fenced = match[1], match[2].lower().strip("{}.:,"), [], True
+        elif match and match[1][0] == fence[0] and len(match[1]) >= len(fence) and not match[2]:
+            if not tag or tag in TAGS[language]:
+                closed[bool(tag)] = "\n".join(lines)
+            fence = ""
+        else:
+            lines.append(line)
+    if fence and (not tag or tag in TAGS[language]):
+        unclosed[bool(tag)] = "\n".join(lines)
+    for found in (closed.get(True), unclosed.get(True), closed.get(False), unclosed.get(False)):
+        if found is not None and found.strip():
+            return found + "\n"
+    if fenced or not text.strip():
+        return None
+    return text if _is_code(text, language) else None
+
+
+def _is_code(text: str, language: str) -> bool:
+    if language != "python":
+        return bool(SIGNS[language].search(text))
+    if len(text) > MAX_PARSED:
+        return False
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    # one word, or words with commas, parse too
+    return any(not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in body)

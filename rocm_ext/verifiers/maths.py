@@ -1,0 +1,243 @@
+"""Mathematical answers, compared by what they mean, with math-verify."""
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import resource
+import select
+import signal
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from rocm_ext.errors import UserError
+from rocm_ext.verifiers import worker
+from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, timeout, unparsed, wrong
+
+TAIL = 20_000  # characters at the end of a completion that are looked at
+LONGEST = 500  # characters of an answer that is parsed
+MEMORY = 2 << 30  # bytes of address space beyond what the worker has, for sympy
+HASHES = re.compile(r"####[ \t]*([^\n]+)")
+BOX = re.compile(r"\\(?:boxed|fbox)[ \t]*\{")
+PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is|are|equals|=|:)[*_ \t]*:?[*_ \t]*([^\n]+)", re.I)
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+NUMBER = re.compile(rf"(?<![\w.])-?[$€£]?-?(?:{DIGITS})(?:/-?\d+(?!\.\d))?%?")
+PLAIN = re.compile(rf"([-+]?(?:{DIGITS}))\.?(?:\s+([A-Za-z]{{3,}}))?")
+MATHS = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.S)
+EXPRESSION = re.compile(r"[\w\s+\-*/^().,=|\\{}\[\]<>!%$]{1,200}")
+ROW = re.compile(r"\d\s+\d|\d,\s")  # of numbers
+WORD = re.compile(r"(?<!\\)\b(?:[A-Za-z]{3,}|or|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if)\b", re.I)
+FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsin", "arccos", "arctan", "inf"}
+NO_UNIT = FUNCTIONS | {"hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "and"}
+
+
+class MathAnswer(Verifier):
+    """Whether the completion's final answer means what the row's does.
+
+    The final answer is the last ``\\boxed{...}`` or ``#### ...``; without one, what follows the last "answer is";
+    else the last formula or number of the last line, else of the text. One answer is judged, however many
+    there are; ``\\boxed{1, 2}`` is the set of both. Only the last 20,000 characters are looked at.
+
+    Decimal numbers are compared exactly; all else by math-verify (to six digits), in a process that is killed when it takes too long.
+
+    Args:
+        field: the row's field with the gold answer: text that ends like GSM8K's (``#### 72``), has a ``\\boxed{}``,
+            or is the bare answer.
+        tolerance: relative error allowed between two decimal numbers.
+        timeout: seconds for one comparison by math-verify. The answer's fault: a verdict TIMEOUT.
+    """
+
+    def __init__(self, field: str = "answer", tolerance: float = 0.0, timeout: float = 5.0) -> None:
+        if not 0 <= tolerance < 1 or timeout <= 0:
+            raise UserError(f"MathAnswer needs 0 <= tolerance < 1 and timeout > 0, found {tolerance} and {timeout}")
+        self.field, self.tolerance, self.timeout = field, tolerance, timeout
+        self.needs = (field,)
+        self._pool: Any = None
+
+    def check(self) -> None:
+        try:
+            _library()
+        except ImportError as error:
+            raise UserError(f"MathAnswer needs `pip install 'math-verify[antlr4_13_2]'` ({error})") from error
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        value = row.get(self.field)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return
+        gold = gold_answer(field(row, self.field, str))
+        if number(gold) is None and (len(gold) > LONGEST or not _parse(gold)):
+            raise ValueError(f"field {self.field!r} holds no answer that can be parsed: {short(row[self.field], 80)!r}")
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        gold = gold_answer(str(row[self.field]))
+        found = final_answer(completion)
+        if found is None:
+            return unparsed("no answer found")
+        if len(found) > LONGEST:
+            return wrong(f"an answer of {len(found)} characters")
+        mine, golden = number(found), number(gold)
+        if mine is not None and golden is not None:
+            near = abs(mine - golden) <= abs(golden) * Fraction(self.tolerance)
+            return correct(f"found {found}") if near else wrong(f"found {found}")
+        if worker.RUNNING:
+            _library()  # before the fork, for all of them
+            return forked(functools.partial(_compare, gold, found, self.tolerance), self.timeout)
+        return self._elsewhere(found, gold)
+
+    def _elsewhere(self, found: str, gold: str) -> Result:
+        """Compare in a worker: sympy cannot be stopped in this process, nor may this process be forked."""
+        from rocm_ext.verifiers.pool import Pool
+
+        if self._pool is None:
+            node = {
+                "_component_": "rocm_ext.verifiers.MathAnswer",
+                "tolerance": self.tolerance,
+                "timeout": self.timeout,
+            }
+            self._pool = Pool(node, workers=1, timeout=2 * self.timeout + 30).__enter__()
+        return self._pool.submit(rf"\boxed{{{found}}}", {"answer": rf"\boxed{{{gold}}}"}).result()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pool", None) is not None:
+            self._pool.close()
+
+
+def gold_answer(text: str) -> str:
+    """The answer that a row's field holds: marked as in :func:`final_answer`, or the whole of it."""
+    marked = _marked(text)
+    if marked is None and PHRASE.search(text):
+        marked = final_answer(text)
+    if marked is None:
+        formula = MATHS.fullmatch(text.strip())
+        marked = next(filter(None, formula.groups())) if formula else text
+    return marked.strip()
+
+
+def final_answer(text: str) -> str | None:
+    """The text of a completion's final answer; see :class:`MathAnswer`. None if there is none."""
+    text = text[-TAIL:]
+    marked = _marked(text)
+    if marked is not None:
+        return marked or None
+    phrases = [match[1] for match in PHRASE.finditer(text)][-1:]
+    lines = [line for line in text.split("\n") if line.strip()][-1:]
+    for part in (*phrases, *lines):
+        part = part.lstrip(" \t*_").rstrip(" \t*_.")
+        if formulas := _formulas(part):
+            return formulas[-1]
+        if EXPRESSION.fullmatch(part) and not _prose(part):
+            return part
+        if numbers := NUMBER.findall(part):
+            return numbers[-1]
+    return next(reversed(_formulas(text) or NUMBER.findall(text)), None)
+
+
+def _marked(text: str) -> str | None:
+    """The last ``#### ...`` or ``\\boxed{...}``."""
+    found = [(match.start(), match[1]) for match in HASHES.finditer(text)][-1:]
+    found += list(_boxes(text))[-1:]
+    return max(found)[1].strip() if found else None
+
+
+def _formulas(text: str) -> list[str]:
+    found = (next(filter(None, match.groups())).strip() for match in MATHS.finditer(text))
+    return [formula for formula in found if formula]
+
+
+def _prose(text: str) -> bool:
+    """Whether words, or several numbers in a row that no brackets hold, say that a text is no single expression."""
+    words = [word for word in WORD.findall(text) if word.lower() not in FUNCTIONS]
+    held = text[:1] in "([{" and text[-1:] in ")]}"
+    return bool(words) or not (held or number(text) is not None or ROW.search(text) is None)
+
+
+def _boxes(text: str) -> Any:
+    """(position, content) of each closed box that is in no other."""
+    end = 0
+    for match in BOX.finditer(text):
+        if match.start() < end:
+            continue
+        depth = 1
+        for position in range(match.end(), len(text)):
+            depth += (text[position] == "{") - (text[position] == "}")
+            if depth == 0:
+                end = position
+                yield match.start(), text[match.end() : position]
+                break
+        else:
+            return
+
+
+def number(answer: str) -> Fraction | None:
+    """The exact value of a decimal number, perhaps with currency sign, thousands commas and a unit; else None."""
+    if len(answer) > LONGEST:
+        return None
+    bare = re.sub(r"\\[$!, ]|\\(?:text|mathrm)\{[^{}\d]*\}|[$€£]", "", answer).strip()
+    found = PLAIN.fullmatch(bare)
+    if found is None or (found[2] or "").lower() in NO_UNIT:
+        return None
+    return Fraction(found[1].replace(",", ""))
+
+
+def forked(compare: Callable[[], bool], seconds: float) -> Result:
+    """The result of a comparison in a child process, which is killed after ``seconds`` and limited in memory.
+
+    Only for processes with one thread and no device: this forks. Python's own timers cannot interrupt sympy within
+    one multiplication of huge numbers.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            os.close(reader)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
+            resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+            os.write(writer, b"1" if compare() else b"0")
+        os._exit(0)
+    os.close(writer)
+    try:
+        poll = select.poll()  # ends at the child's end, too
+        poll.register(reader, select.POLLIN)
+        answer = os.read(reader, 1) if poll.poll(seconds * 1000) else None
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if answer is None:
+        return timeout(f"comparing took more than {seconds:g} s")
+    if not answer:
+        return wrong("the answer cannot be compared")
+    return correct() if answer == b"1" else wrong("not the same")
+
+
+def _compare(gold: str, found: str, tolerance: float) -> bool:
+    math_verify = _library()
+    target, parsed = _parse(gold), _parse(found)
+    if not target or not parsed:
+        return False
+    with contextlib.suppress(TypeError, ValueError, AttributeError, OverflowError):
+        if tolerance:
+            a, b = (float(side[0].evalf()) for side in (target, parsed))
+            return abs(a - b) <= tolerance * abs(a)
+    return math_verify.verify(target, parsed, timeout_seconds=None)
+
+
+def _parse(answer: str) -> list:
+    """What math-verify makes of one answer. It leaves out text, in which another answer may hide."""
+    answer = re.sub(r"\\(?:text\w*|math(?:rm|bf|sf|it)|[hm]box)\s*\{([^{}]*\d[^{}]*)\}", r" \1 ", answer)
+    math_verify = _library()
+    config = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+    return math_verify.parse(rf"\boxed{{{answer}}}", extraction_config=config, parsing_timeout=None)
+
+
+@functools.cache
+def _library() -> Any:
+    import math_verify
+
+    for name in ("math_verify", "latex2sympy2_extended"):  # it warns that nobody limits its time; forked does
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return math_verify

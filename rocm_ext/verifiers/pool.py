@@ -1,0 +1,240 @@
+"""Verification in processes of its own, beside generation."""
+
+import contextlib
+import json
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from rocm_ext.errors import UserError
+from rocm_ext.verifiers.base import Result, Verdict, error
+from rocm_ext.verifiers.process import descendants
+
+START = 60.0  # seconds that a worker may take to build its verifier
+SAID = 2000  # bytes of a worker's last words
+
+
+class Pool:
+    """Workers that verify completions; a context manager.
+
+    The workers are new interpreters without torch, not forks: a process that uses a GPU must not be forked. Each
+    builds the verifier once. One that dies or hangs is replaced.
+
+    Args:
+        node: the verifier, as for :func:`rocm_ext.verifiers.build`; JSON data.
+        workers: how many processes.
+        timeout: seconds of wall time for one verification as a whole. A backstop against verifiers that hang, which
+            is an ERROR; the time of a model's code is limited by the verifier itself.
+
+    Raises:
+        UserError: on entering, where a worker cannot build the verifier.
+    """
+
+    def __init__(self, node: Mapping[str, Any], workers: int, timeout: float) -> None:
+        if workers < 1 or timeout <= 0:
+            raise UserError(f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
+        try:
+            self._node = json.loads(json.dumps(node, default=_plain))
+        except (TypeError, ValueError) as problem:
+            raise UserError(f"a verifier's arguments must be plain data: {problem}") from problem
+        self._timeout = timeout
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verify")
+        self._all = [_Worker(self._node) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._all:
+            self._idle.put(worker)
+        self._closed = False
+
+    def __enter__(self) -> "Pool":
+        try:
+            for worker in self._all:  # together
+                worker.start()
+            deadline = time.monotonic() + START
+            for worker in self._all:
+                worker.ready(deadline)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the workers and what they started, at once. Verifications under way end as ERROR or are cancelled."""
+        self._closed = True
+        for worker in self._all:
+            worker.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, completion: str, row: Mapping[str, Any]) -> "Future[Result]":
+        """A future that gets the result; the verifier cannot make it raise."""
+        return self._threads.submit(self._verify, completion, row)
+
+    def _verify(self, completion: str, row: Mapping[str, Any]) -> Result:
+        worker = self._idle.get()  # there are as many as threads
+        try:
+            request = json.dumps({"completion": completion, "row": dict(row)}, default=_plain)
+            return worker.verify(request, self._timeout)
+        except (TypeError, ValueError, RecursionError) as problem:
+            return error(f"the row cannot be sent to a worker: {problem}")
+        except UserError as problem:
+            return error(problem)
+        except Exception as problem:
+            if self._closed:
+                return error("verification was ended")
+            return error(f"{type(problem).__name__}: {problem}")
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process and the pipes to it. Used by one thread at a time; ``close`` by any."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self._process: subprocess.Popen | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._buffer = b""
+
+    def start(self) -> None:
+        # not -m, which puts the current directory first, where a `json.py` may lie
+        boot = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from rocm_ext.verifiers.worker import main;main()"
+        command = [sys.executable, "-c", boot, json.dumps(sys.path)]
+        with self._lock:
+            if self._closed:
+                raise UserError("verification was ended")
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                bufsize=0,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            self._buffer = b""
+        start = {"node": self._node, "parent": os.getpid()}
+        with contextlib.suppress(BrokenPipeError):
+            self._send(json.dumps(start), time.monotonic() + START)
+
+    def ready(self, deadline: float) -> None:
+        """Wait until the verifier is built.
+
+        Raises:
+            UserError: it cannot be.
+        """
+        line = self._line(deadline)
+        message = json.loads(line) if line else {}
+        if "ready" not in message:
+            said = message.get("error") or (
+                f"the worker did not start within {START:g} s" if line is None else f"the worker {self._end()}"
+            )
+            self.kill()
+            raise UserError(f"the verifier cannot be built in a worker: {said}")
+
+    def verify(self, request: str, timeout: float) -> Result:
+        if self._process is None:
+            self.start()
+            self.ready(time.monotonic() + START)
+        deadline = time.monotonic() + timeout
+        try:
+            sent = self._send(request, deadline)
+        except BrokenPipeError:
+            sent = True  # it has died; reading says so
+        line = self._line(deadline) if sent else None
+        if line:
+            answer = json.loads(line)
+            return Result(Verdict(answer["verdict"]), answer["reward"], answer["detail"])
+        ended = f"verifier hung for {timeout:g} s" if line is None else f"verifier's process {self._end()}"
+        self.kill()
+        return error("verification was ended" if self._closed else ended)
+
+    def kill(self) -> None:
+        """Kill the process, its group and whatever else hangs below it."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is None:
+            return
+        below = []
+        if process.returncode is None:
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGSTOP)  # it starts nothing more
+                below = descendants(process.pid)
+                os.killpg(process.pid, signal.SIGKILL)
+        for pid in below:  # in groups of their own
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None and not self._closed:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self.kill()
+
+    def _end(self) -> str:
+        """How the process ended, or is about to."""
+        process = self._process
+        if process is None:
+            return "was ended"
+        try:
+            code = process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        return f"died of signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with {code}"
+
+    def _send(self, text: str, deadline: float) -> bool:
+        """Whether all of a line was taken before the deadline."""
+        process = self._process
+        if process is None or process.stdin is None:
+            raise BrokenPipeError
+        fd = process.stdin.fileno()
+        os.set_blocking(fd, False)
+        data = memoryview(text.encode() + b"\n")
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, selectors.EVENT_WRITE)
+            while data:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return False
+                data = data[os.write(fd, data[: 1 << 16]) :]
+        return True
+
+    def _line(self, deadline: float) -> bytes | None:
+        """A line that the process says; empty at its end, None at the deadline."""
+        process = self._process
+        if process is None or process.stdout is None:
+            return b""
+        fd = process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+                data = os.read(fd, 1 << 16)
+                if not data:
+                    return b""
+                self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+
+def _plain(value: Any) -> Any:
+    """JSON for what rows of datasets hold besides: arrays, other mappings, dates."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    raise TypeError(f"a {type(value).__name__} is no JSON")

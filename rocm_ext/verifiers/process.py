@@ -1,0 +1,179 @@
+"""Child processes whose output, time and memory are bounded."""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+POLL = 0.05  # seconds between looks at the memory of the children
+CHUNK = 1 << 16
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Child:
+    """A started process: what it is fed, what it has said so far, and what it may use.
+
+    Args:
+        process: the leader of a process group, with binary pipes for those of stdin, stdout and stderr that are wanted.
+        feed: bytes for stdin, which is closed after them.
+        output_bytes: of stdout, and of stderr; a process that says more is killed.
+        memory_mb, processes: of the process with all its descendants, looked at every 50 ms; None: no limit.
+        unsized_tmp: count what lies in the process's /tmp as memory.
+    """
+
+    process: subprocess.Popen
+    feed: bytes = b""
+    output_bytes: int = 1 << 20
+    memory_mb: int | None = None
+    processes: int | None = None
+    unsized_tmp: bool = False
+    stdout: bytearray = field(default_factory=bytearray)
+    stderr: bytearray = field(default_factory=bytearray)
+    killed: str = ""  # why we killed it
+    too_big: bool = False  # killed for the memory
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.returncode
+
+    def kill(self, why: str = "") -> None:
+        """Kill the process and its process group. What is in a PID namespace below it dies with it.
+
+        Before it is reaped only: afterwards its number may be somebody else's.
+        """
+        if self.process.returncode is None:
+            self.killed = self.killed or why
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill what is left of the process and take back its descriptors."""
+        self.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):  # a broken pipe
+                    stream.close()
+
+
+def supervise(children: Sequence[Child], seconds: float) -> bool:
+    """Feed, read and watch ``children`` until the first of them has ended, and end the others.
+
+    Returns:
+        whether ``seconds`` of wall time were enough.
+    """
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        for child in children:
+            stack.callback(child.close)
+        for child in children:
+            process = child.process
+            if process.stdin is not None:
+                os.set_blocking(process.stdin.fileno(), False)
+                selector.register(process.stdin, selectors.EVENT_WRITE, (child, None))
+            for stream, buffer in ((process.stdout, child.stdout), (process.stderr, child.stderr)):
+                if stream is not None:
+                    os.set_blocking(stream.fileno(), False)
+                    selector.register(stream, selectors.EVENT_READ, (child, buffer))
+        end = os.pidfd_open(children[0].process.pid)
+        stack.callback(os.close, end)
+        selector.register(end, selectors.EVENT_READ, None)
+        next_look = time.monotonic() + POLL
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            for key, _ in selector.select(min(deadline, next_look) - now):
+                if key.data is None:
+                    children[0].kill()  # it has ended; perhaps not all of its process group
+                    children[0].process.wait()
+                    for other in list(selector.get_map().values()):  # the rest of what it said
+                        if other.data is not None and other.data[0] is children[0] and other.data[1] is not None:
+                            while _read(other.fileobj, *other.data):
+                                pass
+                    return True
+                child, buffer = key.data
+                going_on = _write(child) if buffer is None else _read(key.fileobj, child, buffer)
+                if not going_on:
+                    selector.unregister(key.fileobj)
+                    _close(key.fileobj)
+            if time.monotonic() >= next_look:
+                for child in children:
+                    _look(child)
+                next_look = time.monotonic() + POLL
+
+
+def _read(stream: Any, child: Child, buffer: bytearray) -> bool:
+    """Read what is there; False at the end."""
+    try:
+        data = os.read(stream.fileno(), CHUNK)
+    except BlockingIOError:
+        return child.process.returncode is None
+    room = child.output_bytes - len(buffer)
+    buffer += data[:room]
+    if len(data) > room:
+        child.kill(f"printed more than {child.output_bytes} bytes")
+        return False
+    return bool(data)
+
+
+def _write(child: Child) -> bool:
+    """Write what fits; False when all is written or nobody reads."""
+    assert child.process.stdin is not None
+    try:
+        count = os.write(child.process.stdin.fileno(), child.feed[:CHUNK])
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    child.feed = child.feed[count:]
+    return bool(child.feed)
+
+
+def _close(stream: Any) -> None:
+    with contextlib.suppress(OSError):
+        stream.close()
+
+
+def _look(child: Child) -> None:
+    if child.memory_mb is None and child.processes is None:
+        return
+    pids = descendants(child.process.pid)
+    if child.processes is not None and len(pids) > child.processes:
+        child.kill(f"started more than {child.processes} processes")
+    used = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):  # ended meanwhile
+            used += int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * PAGE
+    if child.unsized_tmp and pids:
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(f"/proc/{pids[-1]}/root/tmp")
+            used += (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+    if child.memory_mb is not None and used > child.memory_mb << 20:
+        child.too_big = True
+        child.kill(f"used more than {child.memory_mb} MB of memory")
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that ``pid`` and its descendants started and that still run; none where /proc does not say."""
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        parent = todo.pop()
+        try:
+            tasks = os.listdir(f"/proc/{parent}/task")
+        except OSError:
+            continue
+        for task in tasks:
+            with contextlib.suppress(OSError):
+                children = Path(f"/proc/{parent}/task/{task}/children").read_text().split()
+                todo += map(int, children)
+                found += map(int, children)
+    return found

@@ -1,0 +1,202 @@
+"""Python code, judged by tests that it cannot see."""
+
+import ast
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.errors import UserError
+from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.cases import cases_of, run_cases
+from rocm_ext.verifiers.extract import extract_code
+from rocm_ext.verifiers.limits import Limits
+from rocm_ext.verifiers.process import supervise
+from rocm_ext.verifiers.sandbox import BOX, Sandbox, interpreter
+
+JUDGE_MB = 1024  # the tests may need more memory than the code
+
+
+class PythonTests(Verifier):
+    """Whether Python code passes its row's tests.
+
+    Row fields:
+
+    - ``tests``: source with asserts, ``test_*`` functions or ``check(candidate)``; or a list of assert statements
+    - ``entry_point``: the name that must be defined, and what ``check`` is called with; it may be an expression
+      such as ``Solution().two_sum``
+    - ``test_setup``: imports and definitions for both sides; the model's code runs with them and can read them
+    - ``code_prefix``: HumanEval's prompt, a signature with its docstring, put before code that does not define
+      the entry point itself. Helpers in it are trusted: the tests use these
+    - ``cases`` instead of ``tests``: a list of ``{input, output}`` for a program of stdin and stdout. Trailing
+      white space of lines and of the whole does not count
+
+    The code and the tests run in two processes, each in its own sandbox. The code's process gets the arguments of
+    the calls that the tests make and returns values; it sees neither the tests' source nor what they expect.
+    Values cross as plain data of exact builtin types. Objects of the code's own classes stay with the code: the
+    tests may construct them, call methods and read attributes; with ``==``, two of them compare by class and
+    attributes, and one compares with plain data by the value of the builtin it derives from. An assert that
+    compares with what the code's own classes or helper functions compute is as trustworthy as these, and one that
+    computes what it expects from an argument after the call trusts the call not to have changed it.
+
+    Args:
+        timeout: seconds of wall time for one completion, all its tests together.
+        memory_mb: for the code.
+        partial_credit: the reward is the share of tests that pass; else it is 1 or 0.
+        sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
+        python: the interpreter; its installed packages can be imported.
+    """
+
+    def __init__(
+        self,
+        timeout: float = 10.0,
+        memory_mb: int = 512,
+        partial_credit: bool = False,
+        sandbox: str = "bubblewrap",
+        python: str | None = None,
+    ) -> None:
+        if timeout <= 0 or memory_mb < 64:
+            raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 64, found {timeout} and {memory_mb}")
+        self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
+        self.partial_credit, self.kind, self.python = partial_credit, sandbox, python or sys.executable
+
+    @cached_property
+    def _sandbox(self) -> Sandbox:
+        return Sandbox(self.kind, interpreter(self.python)[0])
+
+    def check(self) -> None:
+        self._sandbox.check()
+        outcome = self._sandbox.run([self.python, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20))
+        if outcome.stdout.strip() != b"42":
+            raise UserError(f"{self.python} does not run in the sandbox: {short(outcome.stderr.decode(), 200)}")
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        if row.get("cases") is not None:
+            cases_of(row)
+            return
+        for name in ("entry_point", "test_setup", "code_prefix"):
+            if row.get(name) is not None:
+                field(row, name, str)
+        for name, source in (("tests", tests_of(row)), ("test_setup", row.get("test_setup") or "")):
+            try:
+                ast.parse(source)
+            except (SyntaxError, ValueError) as error:
+                raise ValueError(f"field {name!r} is no Python: {error}") from error
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        code = extract_code(completion, "python")
+        prefix = row.get("code_prefix") or ""
+        entry = row.get("entry_point") or ""
+        if code is None and prefix and "```" not in completion and completion.strip():
+            code = completion.replace("\r\n", "\n")  # the bare body
+        if code is None:
+            return unparsed("no Python code")
+        if row.get("cases") is not None:
+            return self._cases(code, row)
+        if prefix and entry and not re.search(rf"^\s*(async\s+)?(def|class)\s+{re.escape(entry)}\b", code, re.M):
+            code = prefix + ("" if prefix.endswith("\n") else "\n") + code
+        return self._tests(code, prefix, entry, row)
+
+    def _cases(self, code: str, row: Mapping[str, Any]) -> Result:
+        boot = f"import builtins,runpy,sys;sys.path+={list(self._packages)!r};builtins.exit=builtins.quit=sys.exit;"
+        boot += f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
+        argv = [self.python, "-s", "-S", "-c", boot]
+        results = run_cases(self._sandbox, argv, {"solution.py": code}, cases_of(row), self.limits, self.partial_credit)
+        return results.result(self.partial_credit)
+
+    @property
+    def _packages(self) -> tuple[str, ...]:
+        return interpreter(self.python)[1]
+
+    def _tests(self, code: str, prefix: str, entry: str, row: Mapping[str, Any]) -> Result:
+        trusted = [source for source in (row.get("test_setup") or "", prefix) if source and _parses(source)]
+        shared = [name for source in trusted for name in _classes(source)]
+        try:
+            tests = tests_of(row)
+        except ValueError as problem:
+            return error(problem)
+        path = list(self._packages)
+        program = {"setup": "\n".join(trusted), "code": code, "shared": shared, "path": path}
+        judge = {"trusted": trusted, "tests": tests, "entry_point": entry, "shared": shared, "path": path,
+                 "all": self.partial_credit}  # fmt: skip
+        began = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            asked, ask = os.pipe()
+            heard, answer = os.pipe()
+            try:
+                first = self._start("_judge.py", judge, (heard, ask), Limits(self.limits.seconds, memory_mb=JUDGE_MB))
+                stack.callback(first.close)
+                second = self._start("_candidate.py", program, (asked, answer), self.limits)
+                stack.callback(second.close)
+            finally:
+                for fd in (asked, ask, heard, answer):
+                    os.close(fd)
+            in_time = supervise([first.child, second.child], self.limits.seconds - (time.monotonic() - began))
+            reports = [json.loads(line) for line in bytes(first.child.stdout).split(b"\n") if line]
+            stderr = bytes(first.child.stderr or second.child.stderr).decode("utf-8", "replace")
+            if not in_time:
+                return timeout(f"not done after {self.limits.seconds:g} s")
+            if second.child.killed:
+                return wrong(f"the code {second.child.killed}")
+            return self._result(reports, stderr, second.child.returncode)
+
+    def _start(self, script: str, task: dict, fds: tuple[int, int], limits: Limits) -> Any:
+        files = {name: _source(name) for name in ("_wire.py", "_units.py", script)} | {"task.json": json.dumps(task)}
+        argv = [self.python, "-s", "-S", f"{BOX}/{script}", *map(str, fds), f"{BOX}/task.json"]
+        return self._sandbox.start(argv, files, limits=limits, pass_fds=fds)
+
+    def _result(self, reports: list[Any], stderr: str, returncode: int | None) -> Result:
+        """The verdict from the judge's report; the program has no way to write one."""
+        started = "started" in reports
+        last = reports[-1] if reports and isinstance(reports[-1], dict) else None
+        if last is None or (last["kind"] == "gone" and not started):
+            if started:
+                return wrong("the tests crashed on what the code returned")
+            return error(f"the sandbox or the tests did not start: {stderr}")
+        detail = short(last.get("detail", ""))
+        if last["kind"] == "broken":
+            return error(detail)
+        if last["kind"] == "gone":
+            return wrong(detail)
+        passed, total = last["passed"], last["total"]
+        if passed == total:
+            return correct(f"passed {total} of {total}")
+        share = passed / total if self.partial_credit else 0.0
+        count = f"passed {passed} of {total}; " if self.partial_credit else ""
+        return wrong(f"{count}failed: {detail}", share)
+
+
+def tests_of(row: Mapping[str, Any]) -> str:
+    """The source of a row's tests.
+
+    Raises:
+        ValueError: there are none.
+    """
+    tests = field(row, "tests", (str, list, tuple))
+    source = tests if isinstance(tests, str) else "\n".join(map(str, tests))
+    if not source.strip():
+        raise ValueError("field 'tests' is empty")
+    return source.replace("\r\n", "\n")
+
+
+@cache
+def _source(name: str) -> str:
+    return Path(__file__).with_name(name).read_text()
+
+
+def _parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def _classes(source: str) -> list[str]:
+    return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]

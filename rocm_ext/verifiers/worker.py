@@ -1,0 +1,72 @@
+"""A process that verifies: one JSON object per line comes in, one goes out.
+
+In: ``{"node": ..., "parent": pid}`` first, then ``{"completion": ..., "row": ...}`` each. Out: ``{"ready": true}`` or
+``{"error": ...}``, then ``{"verdict": ..., "reward": ..., "detail": ...}`` each. Started by
+:class:`rocm_ext.verifiers.pool.Pool`.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import traceback
+from typing import Any
+
+RUNNING = False  # True in a worker: one thread, no device, so that it may fork
+PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends; Linux only."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def blame(problem: BaseException) -> str:
+    """Type, message and last frame of an exception."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(problem).__name__}: {problem}{where}"
+
+
+def main() -> None:
+    global RUNNING
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    # The protocol's descriptors are ours alone: what a verifier or its children print goes to stderr.
+    reader = os.fdopen(os.dup(0), "r", encoding="utf-8", newline="\n")
+    writer = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    def say(message: dict) -> None:
+        writer.write(json.dumps(message) + "\n")
+        writer.flush()
+
+    start = json.loads(reader.readline())
+    die_with(start["parent"])
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    RUNNING = True
+
+    from rocm_ext.verifiers.base import Result, error
+    from rocm_ext.verifiers.build import build
+
+    try:
+        verifier = build(start["node"])
+    except BaseException as problem:
+        say({"error": str(problem) if type(problem).__name__ == "UserError" else blame(problem)})
+        return
+    say({"ready": True})
+    for line in reader:
+        request = json.loads(line)
+        try:
+            result: Any = verifier(request["completion"], request["row"])
+            if not isinstance(result, Result):
+                result = error(f"{type(verifier).__name__} returned {type(result).__name__}, not a Result")
+            result = Result(result.verdict, result.reward, result.detail)  # checked again: it may have been built oddly
+        except BaseException as problem:  # SystemExit too: a verifier is to return
+            result = error(blame(problem))
+        say({"verdict": str(result.verdict), "reward": result.reward, "detail": result.detail})

@@ -1,0 +1,856 @@
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from torchtune.models.qwen2_5 import qwen2_5_tokenizer
+
+from rocm_ext.chat import render_prompt
+from rocm_ext.errors import UserError
+from rocm_ext.generation import openai
+from rocm_ext.generation.base import Request, Sampling
+from rocm_ext.generation.openai import OpenAIEngine
+from tests.tiny import write_model, write_tokenizer
+
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
+PLAIN = Sampling(max_new_tokens=8)
+COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def load_tokenizer(folder):
+    return qwen2_5_tokenizer(*(str(folder / file) for file in ("vocab.json", "merges.txt", "tokenizer.json")))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def requests_for(tokenizer, *texts, samples=1):
+    conversations = [({"role": "user", "content": text},) for text in texts]
+    return [
+        Request(f"p{i}", sample, 1000 * i + sample, tuple(render_prompt(tokenizer, messages)), messages)
+        for i, messages in enumerate(conversations)
+        for sample in range(samples)
+    ]
+
+
+def wanted(requests):
+    return Counter((request.prompt_id, request.sample) for request in requests)
+
+
+# ---- a real server
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    # no Qwen: at a <tool_call> without JSON behind it, transformers serve 5.23 answers with a 500
+    folder = write_model(tmp_path_factory.mktemp("served") / "model", "llama")
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+              "bos_token": None, "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(model_dir, tmp_path_factory):
+    """The url of ``transformers serve``."""
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model_dir)]
+    command += ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    home = tmp_path_factory.mktemp("hf")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    with (home / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        else:
+            pytest.fail(f"transformers serve did not start: {(home / 'log').read_text()[-2000:]}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def chat_engine(served, model_dir, **args):
+    args = {"model": str(model_dir), "endpoint": "chat", "concurrency": 1, **args}
+    return OpenAIEngine(load_tokenizer(model_dir), urls=[served], **args)
+
+
+def test_greedy_answers_of_transformers_serve_are_its_own(served, model_dir):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    engine = chat_engine(served, model_dir, concurrency=3)
+    engine.check()
+    assert (engine.exact_tokens, engine.has_logprobs) == (False, False)
+    requests = requests_for(engine.tokenizer, "Natalia sold clips", "How many?", "Add 1 and 2.", "a\n\n b")
+    with engine.session(None) as session:
+        completions = list(session.generate(requests, GREEDY))
+        tokens = session.stats()["tokens"]
+    assert wanted(c.request for c in completions) == wanted(requests)
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    stops = list(engine.tokenizer.stop_tokens)
+    for completion in completions:
+        prompt = torch.tensor([completion.request.tokens])
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12,
+                             eos_token_id=stops, pad_token_id=stops[-1])[0, prompt.shape[1] :]  # fmt: skip
+        assert completion.text == tokenizer.decode(out, skip_special_tokens=True)
+        assert completion.finish_reason == ("stop" if out[-1] in stops else "length")
+        assert completion.logprobs == []
+    assert tokens == sum(len(c.tokens) for c in completions) > 0
+
+
+def test_transformers_serve_samples_as_asked(served, model_dir):
+    # the model's own generation config decodes greedily
+    engine = chat_engine(served, model_dir)
+    requests = requests_for(engine.tokenizer, "Natalia sold clips", samples=24)
+    with engine.session(None) as session:
+        first = {c.request.sample: c for c in session.generate(requests, Sampling(max_new_tokens=64))}
+        again = {c.request.sample: c.text for c in session.generate(requests[:4], Sampling(max_new_tokens=64))}
+        top = list(session.generate(requests[:4], Sampling(max_new_tokens=64, top_k=1)))
+    assert len({c.text for c in first.values()}) == 24
+    assert again == {i: first[i].text for i in range(4)}
+    assert len({c.text for c in top}) == 1
+    ended = [c for c in first.values() if c.finish_reason == "stop"]
+    assert 0 < len(ended) < 24
+    assert all(c.tokens[-1] == engine.tokenizer.special_tokens["<|im_end|>"] for c in ended)
+    assert not any("<|im_end|>" in c.text for c in first.values())
+
+
+def test_transformers_serve_leaves_stop_strings_in_and_we_do_not(served, model_dir):
+    engine = chat_engine(served, model_dir)
+    (request,) = requests_for(engine.tokenizer, "Natalia sold clips")
+    with engine.session(None) as session:
+        (whole,) = session.generate([request], Sampling(max_new_tokens=30, temperature=0.0))
+        stop = whole.text[8:10]
+        (cut,) = session.generate([request], Sampling(30, temperature=0.0, stop_strings=(stop,)))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert engine.tokenizer.stop_tokens[0] not in cut.tokens
+
+
+def test_what_transformers_serve_cannot_do_is_said_in_a_line(served, model_dir):
+    with pytest.raises(UserError, match=r"prompt must be a string\.; for a server .* set endpoint: chat"):
+        chat_engine(served, model_dir, endpoint="completions").check()
+    with pytest.raises(UserError, match=r"HTTP 400: Server is pinned to .*; requested 'other'"):
+        chat_engine(served, model_dir, model="other").check()
+    with pytest.raises(UserError, match=r"does not list its models: HTTP 500: .*; name one in model"):
+        chat_engine(served, model_dir, model=None).check()
+
+
+def test_transformers_serve_takes_no_adapter(served, model_dir, adapter):
+    with (
+        pytest.raises(UserError, match=r"does not load the adapter .* \(HTTP 404: Not Found\)\. .*vllm serve MODEL"),
+        chat_engine(served, model_dir).session(adapter),
+    ):
+        pytest.fail("the adapter was taken")
+
+
+# ---- a server that does as it is told
+
+
+class Fake(ThreadingHTTPServer):
+    """Answers with ``reply(path, body)``: a dict, or status, body and headers. Keeps what was asked."""
+
+    daemon_threads, request_queue_size = True, 256
+
+    def __init__(self, reply):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply, self.asked, self.lock = reply, [], threading.Lock()
+        self.active = self.most = 0
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def bodies(self, path=COMPLETIONS):
+        return [body for asked, body, _ in self.asked if asked == path and not is_check(body)]
+
+    def die(self):
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request, client_address):
+        pass  # a client that went away
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(None)
+
+    def do_POST(self):
+        self.answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+    def answer(self, body):
+        fake = self.server
+        with fake.lock:
+            fake.asked.append((self.path, body, dict(self.headers)))
+            fake.active += 1
+            fake.most = max(fake.most, fake.active)
+        try:
+            reply = fake.reply(self.path, body)
+        finally:
+            with fake.lock:
+                fake.active -= 1
+        status, content, headers = reply if isinstance(reply, tuple) else (200, reply, {})
+        content = content if isinstance(content, str) else json.dumps(content)
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(content.encode())))
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def is_check(body):
+    return body is not None and body.get("max_tokens") == 1
+
+
+@pytest.fixture
+def vllm(tokenizer, monkeypatch):
+    """Makes servers that answer as vLLM does, unless ``reply(body)`` gives something else for a request."""
+    monkeypatch.setattr(openai, "BACKOFF", 0.01)
+    fakes = []
+
+    def vllm(reply=None, paths=None):
+        def answer(path, body):
+            if paths and path in paths:
+                return paths[path](body) if callable(paths[path]) else paths[path]
+            if path == MODELS:
+                return {"object": "list", "data": [{"id": "base", "parent": None}, {"id": "old", "parent": "base"}]}
+            if path.endswith("_lora_adapter"):
+                return 200, "Success: LoRA adapter.", {}
+            said = None if reply is None or is_check(body) else reply(body)
+            return vllm_answer(tokenizer, body) if said is None else said
+
+        fakes.append(Fake(answer))
+        return fakes[-1]
+
+    yield vllm
+    for fake in fakes:
+        fake.die()
+
+
+def vllm_answer(tokenizer, body, text="It is 7.", **choice):
+    """An answer of the form of vLLM's /v1/completions; the text tells the seed."""
+    text = f"{text} {body['seed']}" if "seed" in body else text
+    tokens = [*tokenizer.encode(text, add_bos=False, add_eos=False), tokenizer.stop_tokens[0]]
+    logprobs = {"tokens": ["t"] * len(tokens), "token_logprobs": [-0.25 * i for i in range(len(tokens))]}
+    choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": "stop", "stop_reason": None,
+              "token_ids": tokens, "prompt_token_ids": body.get("prompt"), **choice}  # fmt: skip
+    return {"id": "cmpl-1", "object": "text_completion", "choices": [choice], "usage": {}}
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def run(engine, requests, sampling=PLAIN):
+    with engine.session(None) as session:
+        return list(session.generate(requests, sampling)), session
+
+
+def test_everything_that_decides_the_distribution_is_sent(vllm, tokenizer):
+    fake = vllm()
+    request = Request("p", 3, 2**62 + 5, (7, 8, 9))
+    (completion,), session = run(OpenAIEngine(tokenizer, urls=[fake.url]), [request])
+    assert fake.bodies() == [
+        {"model": "base", "prompt": [7, 8, 9], "seed": 5, "max_tokens": 8, "temperature": 1.0, "top_p": 1.0,
+         "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": list(tokenizer.stop_tokens),
+         "return_token_ids": True, "logprobs": 1}
+    ]  # fmt: skip
+    expected = vllm_answer(tokenizer, {"seed": 5})["choices"][0]
+    assert completion.request is request
+    assert (completion.tokens, completion.text) == (expected["token_ids"], "It is 7. 5")
+    assert completion.logprobs == expected["logprobs"]["token_logprobs"]
+    assert (session.exact_tokens, session.has_logprobs) == (True, True)
+
+
+def test_set_values_are_sent_as_they_are(vllm, tokenizer):
+    fake = vllm()
+    sampling = Sampling(5, temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, stop_strings=("\n\n", "Q:"))
+    run(OpenAIEngine(tokenizer, urls=[fake.url + "/v1/"]), requests_for(tokenizer, "a"), sampling)
+    sent = fake.bodies()[0]
+    assert {name: sent[name] for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")} == {
+        "max_tokens": 5, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "stop": ["\n\n", "Q:"]
+    }  # fmt: skip
+
+
+def test_every_request_is_answered_once_by_servers_that_share_the_load(vllm, tokenizer):
+    def slowly(body):
+        time.sleep(0.02)
+
+    fakes = [vllm(slowly), vllm(slowly)]
+    requests = requests_for(tokenizer, *"abcdefgh", samples=5)
+    engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], concurrency=3)
+    completions, session = run(engine, requests)
+    assert wanted(c.request for c in completions) == wanted(requests)
+    assert all(c.text.endswith(f" {c.request.seed}") for c in completions)
+    shares = [len(fake.bodies()) for fake in fakes]
+    assert sum(shares) == 40
+    assert min(shares) > 8
+    assert [fake.most for fake in fakes] == [3, 3]
+    stats = session.stats()
+    assert stats["tokens"] == sum(len(c.tokens) for c in completions)
+    # 40 answers in 7 rounds of 20 ms at least
+    assert 0 < stats["tokens_per_second"] < stats["tokens"] / 0.13
+    assert stats["retried"] == 0
+
+
+def test_a_completion_is_yielded_while_others_are_under_way(vllm, tokenizer):
+    gate = threading.Event()
+    fake = vllm(lambda body: None if body["seed"] == 0 else gate.wait(20) and None)
+    with OpenAIEngine(tokenizer, urls=[fake.url]).session(None) as session:
+        completions = session.generate(requests_for(tokenizer, "a", "b"), PLAIN)
+        assert next(completions).request.seed == 0
+        assert not gate.is_set()
+        gate.set()
+        assert next(completions).request.seed == 1000
+        assert list(completions) == []
+
+
+def test_no_requests_no_completions(vllm, tokenizer):
+    assert run(OpenAIEngine(tokenizer, urls=[vllm().url]), [])[0] == []
+
+
+# ---- failures that pass
+
+
+def test_server_errors_and_cut_connections_are_retried(vllm, tokenizer):
+    failures = iter([(500, "down", {}), (503, {"error": {"message": "busy"}}, {}), "abort"])
+
+    def reply(body):
+        failure = next(failures, None)
+        return vllm_answer(tokenizer, body, finish_reason="abort") if failure == "abort" else failure
+
+    fake = vllm(reply)
+    (completion,), session = run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"))
+    assert completion.text == "It is 7. 0"
+    assert session.stats()["retried"] == 3
+    assert len({json.dumps(body) for body in fake.bodies()}) == 1
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_retry_after_is_honoured(vllm, tokenizer, form):
+    times = []
+
+    def reply(body):
+        times.append(time.monotonic())
+        until = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=2), usegmt=True)
+        return (429, "slow down", {"Retry-After": "1" if form == "seconds" else until}) if len(times) == 1 else None
+
+    run(OpenAIEngine(tokenizer, urls=[vllm(reply).url]), requests_for(tokenizer, "a"))
+    assert 0.9 < times[1] - times[0] < 5
+
+
+def test_a_time_out_is_retried(vllm, tokenizer):
+    calls = []
+
+    def reply(body):
+        calls.append(1)
+        if len(calls) == 1:
+            time.sleep(1)
+
+    (completion,), session = run(
+        OpenAIEngine(tokenizer, urls=[vllm(reply).url], timeout=0.4), requests_for(tokenizer, "a")
+    )
+    assert completion.text == "It is 7. 0"
+    assert session.stats()["retried"] == 1
+
+
+def test_the_share_of_a_server_that_dies_moves_to_the_others(vllm, tokenizer, caplog, monkeypatch):
+    monkeypatch.setattr("rocm_ext.monitor.log.propagate", True)
+    seen = []
+
+    def dying(body):
+        seen.append(1)
+        if len(seen) > 3:
+            return 500, "CUDA out of memory", {}
+
+    def slowly(body):
+        time.sleep(0.01)
+
+    bad, good = vllm(dying), vllm(slowly)
+    requests = requests_for(tokenizer, *"abcdef", samples=5)
+    completions, _ = run(OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, retries=2), requests)
+    assert wanted(c.request for c in completions) == wanted(requests)
+    assert f"{bad.url} is left out, the others take its share: HTTP 500: CUDA out of memory" in caplog.text
+
+
+def test_a_server_whose_process_is_gone_is_left_out(vllm, tokenizer):
+    bad, good = vllm(), vllm()
+    engine = OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, retries=1)
+    with engine.session(None) as session:
+        bad.die()
+        requests = requests_for(tokenizer, *"abcdef")
+        assert wanted(c.request for c in session.generate(requests, PLAIN)) == wanted(requests)
+    assert len(good.bodies()) == 6
+
+
+def test_when_no_server_is_left_what_had_finished_has_been_yielded(vllm, tokenizer):
+    seen = []
+
+    def dying(body):
+        seen.append(1)
+        if len(seen) > 3:
+            return 502, "<html>bad gateway</html>", {}
+
+    fakes = [vllm(dying), vllm()]
+    engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], concurrency=1, retries=2)
+    got = []
+    with engine.session(None) as session:
+        fakes[1].die()
+        completions = session.generate(requests_for(tokenizer, *"abcdef"), PLAIN)
+        with pytest.raises(UserError, match="no server is left after 2 retries each") as caught:
+            deque(map(got.append, completions))
+    assert len(got) == 3
+    message = str(caught.value)
+    assert f"{fakes[0].url}: HTTP 502: <html>bad gateway</html>" in message
+    assert f"{fakes[1].url}: ConnectError: " in message
+    assert re.search(r"bad gateway</html> \(prompt p[3-5], sample 0\)", message)
+    assert "\n" not in message
+
+
+# ---- failures that stay
+
+
+def test_a_refused_request_is_not_retried(vllm, tokenizer):
+    said = {"error": {"message": "This model's maximum context length is 4 tokens.", "code": 400}}
+    fake = vllm(lambda body: (400, said, {}))
+    with pytest.raises(UserError, match=f"{fake.url} refuses a request with HTTP 400: This model's maximum context"):
+        run(OpenAIEngine(tokenizer, urls=[fake.url], concurrency=1), requests_for(tokenizer, "a", "b"))
+    assert len(fake.bodies()) == 1
+
+
+RUBBISH = {
+    "html": ("<html>\n<body>Welcome to nginx!", "answers with no JSON object.*Welcome to nginx"),
+    "list": ([1, 2], r"answers with no JSON object.*\[1, 2\]"),
+    "no choices": ({"id": 1}, r'answers with no choices: {"id": 1}'),
+    "empty choices": ({"choices": []}, "answers with no choices"),
+    "choices of another type": ({"choices": "text"}, "answers with no choices"),
+    "a choice of another type": ({"choices": ["text"]}, "answers with no choices"),
+    "no text": ({"choices": [{"finish_reason": "stop"}]}, "answers with no text"),
+    "null text": ({"choices": [{"text": None, "finish_reason": "stop"}]}, "answers with no text"),
+    "number": ({"choices": [{"text": 1, "finish_reason": "stop"}]}, "answers with no text"),
+    "reason": ({"choices": [{"text": "a", "finish_reason": "tool_calls"}]}, "the finish_reason 'tool_calls'"),
+    "no reason": ({"choices": [{"text": "a"}]}, "the finish_reason None, not stop or length"),
+    "redirect": ((301, "moved", {"location": "/"}), "refuses a request with HTTP 301: moved"),
+    "reasoning": (
+        {"choices": [{"text": "a", "reasoning_content": "b"}]},
+        "start the server without a reasoning parser",
+    ),
+    "long": ({"choices": [{"text": ["x" * 10000], "finish_reason": "stop"}]}, "answers with no text"),
+}
+
+
+@pytest.mark.parametrize("case", RUBBISH)
+def test_rubbish_is_shown_in_one_short_line(vllm, tokenizer, case):
+    answer, message = RUBBISH[case]
+    fake = vllm(lambda body: answer)
+    with pytest.raises(UserError, match=message) as caught:
+        run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"))
+    assert fake.url in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_chat_without_a_message_is_rubbish(vllm, tokenizer):
+    fake = vllm(paths={CHAT: {"choices": [{"text": "a", "finish_reason": "stop"}]}})
+    with pytest.raises(UserError, match="answers with no message"):
+        OpenAIEngine(tokenizer, urls=[fake.url], endpoint="chat").check()
+
+
+# ---- ends
+
+
+def engine_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "openai-engine"]
+
+
+@pytest.mark.parametrize("how", ["close", "throw"])
+def test_closing_early_ends_what_is_under_way(vllm, tokenizer, how):
+    gate = threading.Event()
+    fake = vllm(lambda body: None if body["seed"] == 0 else gate.wait(30) and None)
+    requests = requests_for(tokenizer, *"abcdefgh")
+    with OpenAIEngine(tokenizer, urls=[fake.url], concurrency=4).session(None) as session:
+        completions = session.generate(requests, PLAIN)
+        next(completions)
+        assert len(engine_threads()) == 1
+        start = time.monotonic()
+        if how == "close":
+            completions.close()
+        else:  # Ctrl-C while waiting
+            with pytest.raises(KeyboardInterrupt):
+                completions.throw(KeyboardInterrupt())
+        assert time.monotonic() - start < 5
+        assert engine_threads() == []
+    assert len(fake.bodies()) <= 5
+    gate.set()
+
+
+def test_ctrl_c_ends_a_process_that_waits(vllm, tokenizer, tmp_path):
+    gate = threading.Event()
+    fake = vllm(lambda body: gate.wait(60) and None)
+    script = tmp_path / "wait.py"
+    script.write_text(
+        "import sys, threading\n"
+        "from rocm_ext.generation.base import Request, Sampling\n"
+        "from rocm_ext.generation.openai import OpenAIEngine\n"
+        "from tests.test_openai_engine import load_tokenizer\n"
+        "from pathlib import Path\n"
+        "engine = OpenAIEngine(load_tokenizer(Path(sys.argv[2])), urls=[sys.argv[1]])\n"
+        "with engine.session(None) as session:\n"
+        "    try:\n"
+        "        list(session.generate([Request('p', 0, 0, (1,))], Sampling(8)))\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('ended', [t.name for t in threading.enumerate()], flush=True)\n"
+    )
+    write_tokenizer(tmp_path)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, str(script), fake.url, str(tmp_path)]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not fake.bodies() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert fake.bodies(), "the request did not arrive"
+        process.send_signal(2)
+        out, _ = process.communicate(timeout=30)
+    gate.set()
+    assert process.returncode == 0
+    assert out == "ended ['MainThread']\n"
+
+
+# ---- token ids and log-probabilities
+
+
+def llama_answer(ids, completion_tokens):
+    """An answer of the form of llama.cpp's /v1/completions."""
+    content = [{"id": i, "token": "t", "bytes": [116], "logprob": -0.5, "top_logprobs": []} for i in ids]
+    choice = {"text": "So it is.", "index": 0, "logprobs": {"content": content}, "finish_reason": "stop"}
+    return {"choices": [choice], "usage": {"completion_tokens": completion_tokens, "prompt_tokens": 3}}
+
+
+def test_ids_in_llama_cpps_logprobs_are_exact_if_they_are_all_there(vllm, tokenizer):
+    text = tokenizer.encode("So it is.", add_bos=False, add_eos=False)
+    ids = [*text, tokenizer.stop_tokens[1]]
+    whole, part = (vllm(paths={COMPLETIONS: llama_answer(ids[:n], len(ids))}) for n in (len(ids), len(ids) - 1))
+    (completion,), session = run(OpenAIEngine(tokenizer, urls=[whole.url]), requests_for(tokenizer, "a"))
+    assert (completion.tokens, completion.logprobs) == (ids, [-0.5] * len(ids))
+    assert (session.exact_tokens, session.has_logprobs) == (True, True)
+
+    (completion,), session = run(OpenAIEngine(tokenizer, urls=[part.url]), requests_for(tokenizer, "a"))
+    assert completion.tokens == [*text, tokenizer.special_tokens["<|im_end|>"]]
+    assert completion.logprobs == []
+    assert (session.exact_tokens, session.has_logprobs) == (False, False)
+
+
+INEXACT = {
+    "no ids": {"token_ids": None},
+    "empty ids": {"token_ids": []},
+    "ids of another type": {"token_ids": ["1", "2"]},
+    "negative": {"token_ids": [-1]},
+}
+
+
+@pytest.mark.parametrize("case", INEXACT)
+def test_without_ids_the_text_is_encoded_again_and_that_is_told_once(vllm, tokenizer, case, caplog, monkeypatch):
+    monkeypatch.setattr("rocm_ext.monitor.log.propagate", True)
+    fake = vllm(paths={COMPLETIONS: lambda body: vllm_answer(tokenizer, body, **INEXACT[case])})
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    completions, session = run(engine, requests_for(tokenizer, *"abc"))
+    for completion in completions:
+        text = tokenizer.encode(completion.text, add_bos=False, add_eos=False)
+        assert completion.tokens == [*text, tokenizer.special_tokens["<|im_end|>"]]
+        assert completion.logprobs == []
+    assert (session.exact_tokens, session.has_logprobs) == (False, False)
+    assert caplog.text.count("gives no token ids") == 1
+
+
+@pytest.mark.parametrize(
+    "logprobs", [None, {}, [], {"token_logprobs": None}, {"token_logprobs": [-1.0]}, {"token_logprobs": ["a"] * 4}]
+)
+def test_logprobs_that_do_not_fit_the_tokens_are_none(vllm, tokenizer, logprobs):
+    fake = vllm(lambda body: vllm_answer(tokenizer, body, logprobs=logprobs))
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    engine.check()
+    assert (engine.exact_tokens, engine.has_logprobs) == (True, True)
+    (completion,), session = run(engine, requests_for(tokenizer, "a"))
+    assert completion.logprobs == []
+    assert (session.exact_tokens, session.has_logprobs) == (True, False)
+
+
+def test_an_answer_cut_by_length_or_a_stop_string_gets_no_stop_token(vllm, tokenizer):
+    fake = vllm(lambda body: vllm_answer(tokenizer, body, token_ids=None, finish_reason="length"))
+    (cut,), _ = run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"))
+    assert cut.tokens == tokenizer.encode("It is 7. 0", add_bos=False, add_eos=False)
+    for choice in ({"text": "It is"}, {"text": "It is", "stop_reason": " 7"}):
+        fake = vllm(lambda body, choice=choice: vllm_answer(tokenizer, body, token_ids=None, **choice))
+        (cut,), _ = run(
+            OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"), Sampling(8, stop_strings=(" is",))
+        )
+        assert (cut.text, cut.finish_reason) == ("It", "stop")
+        assert cut.tokens == tokenizer.encode("It", add_bos=False, add_eos=False)
+
+
+def test_another_chat_template_than_ours_is_told(vllm, tokenizer, caplog, monkeypatch):
+    monkeypatch.setattr("rocm_ext.monitor.log.propagate", True)
+
+    def chat(prompt):
+        def answer(body):
+            assert body["messages"][0]["role"] == "user"
+            assert body["logprobs"] is True
+            choice = vllm_answer(tokenizer, body)["choices"][0]
+            text = choice.pop("text")
+            del choice["prompt_token_ids"]
+            entries = [{"token": "t", "logprob": -1.0} for _ in choice["token_ids"]]
+            choice |= {"message": {"role": "assistant", "content": text}, "logprobs": {"content": entries}}
+            return {"choices": [choice], "prompt_token_ids": prompt}
+
+        return answer
+
+    requests = requests_for(tokenizer, "1")
+    (completion,), session = run(
+        OpenAIEngine(tokenizer, urls=[vllm(paths={CHAT: chat([1, 2])}).url], endpoint="chat"), requests
+    )
+    assert completion.logprobs == [-1.0] * len(completion.tokens)
+    assert (session.exact_tokens, session.has_logprobs) == (True, True)
+    assert caplog.text.count("its chat template differs") == 1
+
+
+def test_chat_needs_messages(vllm, tokenizer):
+    engine = OpenAIEngine(tokenizer, urls=["http://127.0.0.1:1"], endpoint="chat")
+    with pytest.raises(UserError, match="prompt p has no messages"):
+        engine.body(openai._Server("http://x", "m", "plain"), "m", Request("p", 0, 0, (1,)), PLAIN)
+
+
+def test_a_server_of_openais_own_fields_gets_no_others(vllm, tokenizer):
+    known = {"model", "prompt", "seed", "logprobs", "max_tokens", "temperature", "top_p", "stop"}
+
+    def strict(body):
+        if unknown := body.keys() - known:
+            return 400, {"error": {"message": f"Unrecognized request argument supplied: {min(unknown)}"}}, {}
+        return vllm_answer(tokenizer, body, token_ids=None)
+
+    fake = vllm(paths={COMPLETIONS: strict})
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    (completion,), _ = run(engine, requests_for(tokenizer, "a"))
+    assert completion.text == "It is 7. 0"
+    assert fake.bodies()[-1].keys() == known - {"stop"}
+    with pytest.raises(UserError, match="takes no top_k and no min_p; set them to null"):
+        run(engine, requests_for(tokenizer, "a"), Sampling(8, top_k=5, min_p=0.1))
+
+
+# ---- check
+
+
+def test_check_finds_the_only_base_model(vllm, tokenizer):
+    fake = vllm()
+    OpenAIEngine(tokenizer, urls=[fake.url]).check()
+    assert fake.asked[-1][1]["model"] == "base"
+
+
+def test_check_wants_a_name_where_there_are_several_models(vllm, tokenizer):
+    cards = {"data": [{"id": "a"}, {"id": "b"}, "c", {}]}
+    with pytest.raises(UserError, match="serves a, b; name one in model"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: cards}).url]).check()
+    with pytest.raises(UserError, match="serves no model; name one in model"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: {"data": None}}).url]).check()
+
+
+def test_check_names_a_model_that_is_not_served(vllm, tokenizer):
+    missing = 404, {"error": {"message": "The model `x` does not exist.", "code": 404}}, {}
+    with pytest.raises(UserError, match=r"The model `x` does not exist\.; it serves base, not x"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={COMPLETIONS: missing}).url], model="x").check()
+
+
+def test_check_wants_one_model_of_all_servers(vllm, tokenizer):
+    urls = [vllm(paths={MODELS: {"data": [{"id": name}]}}).url for name in "ab"]
+    with pytest.raises(UserError, match="the urls serve different models: a, b; name one in model"):
+        OpenAIEngine(tokenizer, urls=urls).check()
+
+
+def test_check_tells_that_no_server_is_there_at_once(tokenizer):
+    url = f"http://127.0.0.1:{free_port()}"
+    start = time.monotonic()
+    with pytest.raises(UserError, match=f"{url} cannot be reached: ConnectError: .*is the server running") as caught:
+        OpenAIEngine(tokenizer, urls=[url]).check()
+    assert time.monotonic() - start < 5
+    assert "\n" not in str(caught.value)
+
+
+def test_check_does_not_wait_for_a_server_that_hangs(vllm, tokenizer, monkeypatch):
+    monkeypatch.setattr(openai, "CHECK_TIMEOUT", 0.3)
+    fake = vllm(paths={MODELS: lambda body: time.sleep(1.5) or {}})
+    with pytest.raises(UserError, match="cannot be reached: no answer in time"):
+        OpenAIEngine(tokenizer, urls=[fake.url]).check()
+
+
+def test_a_server_that_is_still_loading_is_told(vllm, tokenizer):
+    loading = 503, {"error": {"message": "Loading model", "code": 503}}, {}
+    with pytest.raises(UserError, match="does not answer a first request: HTTP 503: Loading model"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={COMPLETIONS: loading}).url]).check()
+
+
+def test_the_key_is_read_from_the_environment_and_sent(vllm, tokenizer, monkeypatch):
+    monkeypatch.setenv("RAFT_KEY", " secret \n")
+    fake = vllm()
+    run(OpenAIEngine(tokenizer, urls=[fake.url], api_key_env="RAFT_KEY"), requests_for(tokenizer, "a"))
+    assert {headers.get("Authorization", headers.get("authorization")) for *_, headers in fake.asked} == {
+        "Bearer secret"
+    }
+
+
+def test_a_key_that_is_missing_is_told(vllm, tokenizer):
+    refused = 401, {"error": {"message": "Unauthorized"}}, {}
+    with pytest.raises(UserError, match="HTTP 401: Unauthorized; set api_key_env"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: refused}).url], model="base").check()
+
+
+def test_a_key_in_the_config_is_refused_and_not_repeated(tokenizer):
+    for value in ("sk-abc", "sk abc"):
+        with pytest.raises(UserError, match="the name of an environment variable, not the key") as caught:
+            OpenAIEngine(tokenizer, urls=["http://x"], api_key_env=value)
+        assert value not in str(caught.value)
+
+
+BAD_ARGUMENTS = {
+    "urls text": ({"urls": "http://x"}, "urls must be a list"),
+    "urls none": ({"urls": []}, "urls must be a list"),
+    "urls number": ({"urls": [8000]}, "8000 in urls is no address"),
+    "urls scheme": ({"urls": ["localhost:8000"]}, "'localhost:8000' in urls is no address"),
+    "urls query": ({"urls": ["http://x?key=1"]}, "is no address"),
+    "urls twice": ({"urls": ["http://x", "http://x/v1/"]}, "urls names http://x twice"),
+    "endpoint": ({"endpoint": "chats"}, "endpoint 'chats' is unknown; did you mean chat"),
+    "concurrency": ({"concurrency": 0}, "concurrency is 0; expected a whole number of at least 1"),
+    "retries": ({"retries": -1}, "retries is -1"),
+    "bool": ({"retries": True}, "retries is True"),
+    "timeout": ({"timeout": 0}, "timeout is 0; expected seconds"),
+    "nan": ({"timeout": float("nan")}, "timeout is nan"),
+    "lora": ({"lora_name": "a b"}, "lora_name is 'a b'"),
+    "unset": ({"api_key_env": "NO_SUCH_VARIABLE_HERE"}, "is not set; export it"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments(tokenizer, case):
+    args, message = BAD_ARGUMENTS[case]
+    with pytest.raises(UserError, match=message):
+        OpenAIEngine(tokenizer, **{"urls": ["http://x"], **args})
+
+
+# ---- adapters
+
+
+def adapter_calls(fake):
+    return [(path.split("/")[-1].split("_")[0], body) for path, body, _ in fake.asked if path.endswith("_lora_adapter")]
+
+
+def test_an_adapter_is_loaded_by_all_used_by_name_and_unloaded(vllm, tokenizer, adapter, monkeypatch):
+    monkeypatch.chdir(adapter.parent)
+    fakes = [vllm(), vllm()]
+    engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], lora_name="mine", concurrency=1)
+    with engine.session(Path("adapter")) as session:
+        before = [adapter_calls(fake) for fake in fakes]
+        list(session.generate(requests_for(tokenizer, *"abcdef"), PLAIN))
+    name = before[0][0][1]["lora_name"]
+    assert re.fullmatch("mine-[0-9a-f]{12}", name)
+    load = [("unload", {"lora_name": name}), ("load", {"lora_name": name, "lora_path": str(adapter.resolve())})]
+    for fake, calls in zip(fakes, before, strict=True):
+        assert calls == load
+        assert adapter_calls(fake) == [*load, ("unload", {"lora_name": name})]
+        assert {body["model"] for body in fake.bodies()} <= {name}
+    assert sum(len(fake.bodies()) for fake in fakes) == 6
+
+
+def test_other_weights_have_another_name(vllm, tokenizer, adapter):
+    fake = vllm()
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    for weights in (b"1", b"2", b"1"):
+        (adapter / "adapter_model.safetensors").write_bytes(weights)
+        with engine.session(adapter):
+            pass
+    names = [body["lora_name"] for verb, body in adapter_calls(fake) if verb == "load"]
+    assert names[0] == names[2] != names[1]
+
+
+def test_the_adapter_is_unloaded_after_an_error_too(vllm, tokenizer, adapter):
+    fake = vllm()
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    with pytest.raises(ZeroDivisionError), engine.session(adapter):
+        raise ZeroDivisionError
+    assert [verb for verb, _ in adapter_calls(fake)] == ["unload", "load", "unload"]
+
+
+@pytest.mark.parametrize(("status", "said"), [(404, "Not Found"), (400, "LoRA rank 64 is greater than 16.")])
+def test_a_server_that_does_not_take_adapters(vllm, tokenizer, adapter, status, said):
+    willing = vllm()
+    fake = vllm(paths={"/v1/load_lora_adapter": (status, {"detail": said}, {})})
+    engine = OpenAIEngine(tokenizer, urls=[willing.url, fake.url])
+    with pytest.raises(UserError) as caught, engine.session(adapter):
+        pytest.fail("the adapter was taken")
+    assert str(caught.value).startswith(f"{fake.url} does not load the adapter {adapter} (HTTP {status}: {said})")
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve" in str(caught.value)
+    # the one that had taken it is left as it was
+    assert [verb for verb, _ in adapter_calls(willing)] == ["unload", "load", "unload"]
+
+
+def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(vllm, tokenizer, adapter):
+    gone, fake = vllm(), vllm()
+    engine = OpenAIEngine(tokenizer, urls=[gone.url, fake.url])
+    engine.check()
+    gone.die()
+    with engine.session(adapter) as session:
+        assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
+    fake.die()
+    with pytest.raises(UserError, match=f"no server is left to load .*{fake.url} cannot be reached"):
+        engine.session(adapter).__enter__()
+
+
+def test_what_is_no_adapter_and_servers_without_them(vllm, tokenizer, tmp_path, adapter):
+    fake = vllm()
+    with pytest.raises(UserError, match="is no adapter in PEFT's format: FileNotFoundError"):
+        OpenAIEngine(tokenizer, urls=[fake.url]).session(tmp_path / "none").__enter__()
+    with pytest.raises(UserError, match="dynamic_lora is false"):
+        OpenAIEngine(tokenizer, urls=[fake.url], dynamic_lora=False).session(adapter).__enter__()
