@@ -12,13 +12,12 @@ import json
 import random
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -30,25 +29,16 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext import config, device, evaluation, export, model
 from rocm_ext.chat import render_prompt
 from rocm_ext.checkpoint import FREE_KEYS, check_same_run
+from rocm_ext.cycles import Cycle, best, stop_reason, table
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_folder, replace_text
 from rocm_ext.generation import Request, Sampling, sample_seed
 from rocm_ext.interrupt import Interrupt
 from rocm_ext.machine import host_memory
-from rocm_ext.monitor import Metrics, duration, log, read_metrics
+from rocm_ext.monitor import Metrics, duration, log
 from rocm_ext.prompts import Prompt, check_disjoint
 from rocm_ext.ranks import local_world_size
-from rocm_ext.rollouts import (
-    Interrupted,
-    Key,
-    Phase,
-    Rollouts,
-    Sample,
-    entropy,
-    read_records,
-    read_results,
-    read_samples,
-)
+from rocm_ext.rollouts import Interrupted, Key, Phase, Rollouts, Sample
 from rocm_ext.selection import choose_prompts, filter_samples, to_rows
 from rocm_ext.values import check_raft_values
 from rocm_ext.verifiers import Pool, Result, build
@@ -120,8 +110,8 @@ class RAFT:
         return prompts
 
     def _setup_verifier(self) -> None:
-        self.verifier: Any = OmegaConf.to_container(self.cfg.verifier, resolve=True)
-        verifier = build(self.verifier)
+        node: Any = OmegaConf.to_container(self.cfg.verifier, resolve=True)
+        self.verifier, verifier = node, build(node)
         verifier.check()
         for prompt in (*self.prompts, *self.held_out):
             try:
@@ -147,7 +137,7 @@ class RAFT:
                 return json.loads(path.read_text())
             except (OSError, ValueError) as error:
                 raise UserError(f"cannot read {path}: {error}; take another output_dir") from error
-        earlier = [path.name for path in sorted(self.out.glob("*")) if path.name in ("run.json", "adapter", "checkpoints")]
+        earlier = [name for name in ("run.json", "adapter", "checkpoints") if (self.out / name).exists()]
         if earlier and not cfg.overwrite_output_dir:
             raise UserError(
                 f"output_dir {self.out} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True goes "
@@ -174,6 +164,8 @@ class RAFT:
                 )
         self.engine = self._engine()
         self.engine.check()
+        if self.cfg.objective == "raft++" and not self.engine.exact_tokens:
+            raise UserError("raft++ needs the token ids of sampling, which this server does not give; take raft")
         trainer._setup_activations(max(map(len, self.tokens.values())) + new)
         trainer._setup_weights()
         self._initial = export.adapter_state(trainer.decoder)
@@ -250,7 +242,7 @@ class RAFT:
         Returns:
             why no other cycle should follow, or None.
         """
-        if not self._adapter(cycle).exists():
+        if not Cycle(self.out, cycle).adapter.exists():
             asked = self.choose(cycle)
             if not asked:
                 return f"none of {len(self.prompts)} prompts is worth asking in cycle {cycle} (skip_solved)"
@@ -259,14 +251,14 @@ class RAFT:
         if self.held_out:
             self.evaluate(cycle)
         self.write_summary(cycle)
-        return self._stop_reason(cycle)
+        return stop_reason(self._rows(), self.cfg.min_entropy, self.cfg.stop_after_no_gain)
 
     def choose(self, cycle: int) -> list[Prompt]:
         """The prompts that a cycle asks."""
         cfg = self.cfg
         chosen = choose_prompts(
             [prompt.id for prompt in self.prompts],
-            [self._pass_rates(earlier) for earlier in range(1, cycle)],
+            [Cycle(self.out, earlier).pass_rates(cfg.reward_threshold) for earlier in range(1, cycle)],
             count=cfg.prompts_per_cycle,
             skip_solved=cfg.skip_solved,
             retry_unsolved_after=cfg.retry_unsolved_after,
@@ -274,14 +266,6 @@ class RAFT:
         )
         by_id = {prompt.id: prompt for prompt in self.prompts}
         return [by_id[prompt_id] for prompt_id in chosen]
-
-    def _pass_rates(self, cycle: int) -> dict[str, float]:
-        passed: dict[str, list[bool]] = {}
-        for record in read_records(self._folder(cycle) / "verdicts.jsonl"):
-            reward = record["reward"]
-            if reward is not None:  # a verifier's failure says nothing about the prompt
-                passed.setdefault(record["prompt_id"], []).append(reward >= self.cfg.reward_threshold)
-        return {prompt_id: fmean(each) for prompt_id, each in passed.items()}
 
     def sample(self, cycle: int, asked: Sequence[Prompt]) -> Phase:
         """Answers of the model as the cycle before left it, and their verdicts."""
@@ -306,7 +290,7 @@ class RAFT:
         try:
             with self.interrupt:
                 phase = self.rollouts.make(
-                    self._folder(cycle) / ("" if what == "sample" else what),
+                    Cycle(self.out, cycle).phase(what),
                     f"cycle {cycle} {what}",
                     requests,
                     rows,
@@ -333,14 +317,10 @@ class RAFT:
             state = export.read_adapter(folder, trainer.decoder, trainer.cfg.checkpointer.model_type)
         model.load_adapter(trainer.decoder, state, str(folder))
 
-    def _folder(self, cycle: int) -> Path:
-        return self.out / f"cycle_{cycle}"
-
     def _adapter(self, cycle: int) -> Path:
         """The PEFT folder that a cycle leaves; cycle 0's is the one to start from, if there is one."""
-        if cycle == 0:
-            return Path(self.cfg.checkpointer.get("adapter_checkpoint") or self._folder(0) / "adapter")
-        return self._folder(cycle) / "adapter"
+        first = self.cfg.checkpointer.get("adapter_checkpoint")
+        return Path(first) if first and cycle == 0 else Cycle(self.out, cycle).adapter
 
     def keep(self, cycle: int, phase: Phase) -> list[Sample]:
         """The samples to train on, in ``kept.jsonl``.
@@ -354,16 +334,15 @@ class RAFT:
         if not kept:
             raise UserError(
                 f"cycle {cycle}: nothing to train on. {len(phase.samples)} answers: {verdicts}; {told}. Raise "
-                "samples_per_prompt or max_new_tokens, take easier prompts, or start from a model that is sometimes right"
+                "samples_per_prompt or max_new_tokens, or take easier prompts or a model that is sometimes right"
             )
         log.info("cycle %d: %d answers: %s; %s", cycle, len(phase.samples), verdicts, told)
         if self.ranks.is_main:
-            lines = [
-                {**asdict(sample), "reward": phase.results[sample.key].reward, "prompt_tokens": self.tokens[sample.prompt_id]}
-                for sample in kept
-            ]
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            replace_text(self._folder(cycle) / "kept.jsonl", text)
+            lines = []
+            for sample in kept:
+                more = {"reward": phase.results[sample.key].reward, "prompt_tokens": self.tokens[sample.prompt_id]}
+                lines.append(json.dumps({**asdict(sample), **more}, ensure_ascii=False) + "\n")
+            replace_text(Cycle(self.out, cycle).kept, "".join(lines))
         return kept
 
     def _filter(self, cycle: int, samples: Mapping[Key, Sample], results: Mapping[Key, Result]) -> Any:
@@ -381,17 +360,18 @@ class RAFT:
 
     def train(self, cycle: int, kept: Sequence[Sample]) -> None:
         """One run of the SFT recipe over ``kept``, with an optimiser of its own, in the cycle's folder."""
-        cfg, trainer = self.cfg, self.trainer
+        cfg, trainer, folder = self.cfg, self.trainer, Cycle(self.out, cycle).folder
         with_logprobs = cfg.objective == "raft++"
         if with_logprobs and any(len(sample.logprobs) != len(sample.tokens) for sample in kept):
-            raise UserError("raft++ needs the log-probs of sampling, which this engine does not give; take objective=raft")
-        optimizer = {**cfg.optimizer, "lr": self._lr(cycle)}
+            raise UserError("raft++ needs log-probs of sampling, which this engine did not give; take objective=raft")
+        lr = cfg.optimizer.lr
+        lr = max(lr * cfg.lr_decay ** (cycle - 1), min(cfg.lr_floor, lr))
         self._load_adapter(cycle - 1 if cfg.start_from == "previous" else 0)
         trainer.start(
             self._trainer_config(
-                output_dir=str(self._folder(cycle)),
+                output_dir=str(folder),
                 seed=sample_seed(cfg.seed, cycle, "train", 0) % 2**31,
-                optimizer=optimizer,
+                optimizer={**cfg.optimizer, "lr": lr},
                 resume_from_checkpoint=True,
                 save_adapter_weights_only=True,
             ),
@@ -399,19 +379,12 @@ class RAFT:
         )
         trainer.train()
         if self.ranks.is_main:
-            shutil.rmtree(self._folder(cycle) / "checkpoints", ignore_errors=True)
-        self._record(cycle, "train", self._train_summary(cycle))
-
-    def _lr(self, cycle: int) -> float:
-        cfg = self.cfg
-        return max(cfg.optimizer.lr * cfg.lr_decay ** (cycle - 1), min(cfg.lr_floor, cfg.optimizer.lr))
-
-    def _train_summary(self, cycle: int) -> dict[str, Any]:
-        return json.loads((self._folder(cycle) / "summary.json").read_text())
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        self._record(cycle, "train", Cycle(self.out, cycle).training())
 
     def evaluate(self, cycle: int) -> None:
         """``eval.json``: how the model as the cycle left it does on the held-out prompts."""
-        path = self._folder(cycle) / "eval.json"
+        path = Cycle(self.out, cycle).eval
         if path.exists():
             return
         cfg = self.cfg
@@ -426,69 +399,35 @@ class RAFT:
     # ---- what comes out
 
     def write_summary(self, cycle: int) -> None:
-        """``summary.json``: a row per cycle, from the cycles' files."""
+        """``summary.json``: an entry per cycle, from the cycles' files."""
         if self.ranks.is_main:
-            rows = [self._summary_row(each) for each in range(0 if self.held_out else 1, cycle + 1)]
+            threshold = self.cfg.reward_threshold
+            rows = [
+                Cycle(self.out, each).row(threshold, partial(self._filter, each))
+                for each in range(0 if self.held_out else 1, cycle + 1)
+            ]
             replace_text(self.out / "summary.json", json.dumps({"cycles": rows}, indent=2) + "\n")
+        self.ranks.barrier()
 
-    def _summary_row(self, cycle: int) -> dict[str, Any]:
-        folder, row = self._folder(cycle), {"cycle": cycle}
-        if cycle:
-            samples = {sample.key: sample for sample in read_samples(folder / "samples.jsonl")}
-            results = read_results(folder / "verdicts.jsonl")
-            _, counts = self._filter(cycle, samples, results)
-            training, passed = self._train_summary(cycle), self._pass_rates(cycle)
-            row |= {
-                "prompts": len(passed),
-                "samples": len(samples),
-                "verdicts": dict(sorted(Counter(result.verdict.value for result in results.values()).items())),
-                "pass_rate": fmean(passed.values()) if passed else 0.0,
-                "filter": counts,
-                "kept": counts["kept"],
-                "mean_tokens": fmean(len(sample.tokens) for sample in samples.values()),
-                "entropy": entropy(samples.values()),
-                "steps": training["steps"],
-                "lr": self._lr(cycle),
-                "first_loss": training["first_loss"],
-                "last_loss": training["last_loss"],
-            }
-        if self.held_out:
-            row["held_out"] = json.loads((folder / "eval.json").read_text())
-        times = [line for line in read_metrics(self.out / "metrics.jsonl") if line["cycle"] == cycle]
-        return row | {"seconds": {phase: sum(t["seconds"] for t in times if t["phase"] == phase) for phase in _PHASES}}
-
-    def _stop_reason(self, cycle: int) -> str | None:
-        cfg, rows = self.cfg, self._read_summary()
-        if cfg.min_entropy is not None and (now := rows[-1]["entropy"]) is not None and now < cfg.min_entropy:
-            return f"the sampler's entropy is {now:.3f} nats per token, under min_entropy {cfg.min_entropy:g}"
-        if cfg.stop_after_no_gain:
-            correct = [row["held_out"]["correct"] for row in rows]
-            since = len(correct) - 1 - correct.index(max(correct))
-            if since >= cfg.stop_after_no_gain:
-                return f"no gain on held-out prompts for {since} cycles"
-        return None
-
-    def _read_summary(self) -> list[dict[str, Any]]:
+    def _rows(self) -> list[dict[str, Any]]:
         return json.loads((self.out / "summary.json").read_text())["cycles"]
 
     def write_outputs(self) -> None:
-        """``adapter/``, of the cycle that did best on held-out prompts, or of the last one without any; ``merged/``
-        if asked for."""
-        rows = [row for row in self._read_summary() if row["cycle"]] if (self.out / "summary.json").exists() else []
-        if not rows:
-            raise UserError("no cycle has trained anything: every prompt is left out")
-        best = max(rows, key=lambda row: (row["held_out"]["correct"] if self.held_out else 0, row["cycle"]))["cycle"]
+        """``adapter/``, of the cycle that did best on held-out prompts, or of the last; ``merged/`` if asked for."""
+        if not (self.out / "summary.json").exists():
+            raise UserError("no prompt is worth asking in the first cycle, so nothing was trained")
         if self.ranks.is_main:
+            rows = self._rows()
+            number = best(rows)
             with replace_folder(self.out / "adapter") as folder:
-                shutil.copytree(self._adapter(best), folder, dirs_exist_ok=True)
+                shutil.copytree(Cycle(self.out, number).adapter, folder, dirs_exist_ok=True)
             if not self.cfg.save_adapter_weights_only:
                 export.merge(self.trainer.cfg.checkpointer, self.out / "adapter", self.out / "merged")
-            log.info("%s", describe(self._read_summary()))
-            log.info("adapter: %s, of cycle %d%s", self.out / "adapter", best, ", the best on held-out prompts" * bool(self.held_out))
+            log.info("%s", table(rows))
+            log.info("adapter: %s, of cycle %d", self.out / "adapter", number)
+            if self.held_out and rows[number]["held_out"]["correct"] <= rows[0]["held_out"]["correct"]:
+                log.warning("no cycle does better on held-out prompts than the model it began with")
         self.ranks.barrier()
-
-
-_PHASES = ("sample", "train", "eval")
 
 
 def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
@@ -508,24 +447,7 @@ def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
         raft.setup()
         with raft.verification() as raft.rollouts:
             raft.evaluate(0)
-        return json.loads((Path(folder) / "cycle_0" / "eval.json").read_text())
-
-
-def describe(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of a run's cycles."""
-    titles = ("cycle", "samples", "pass rate", "kept", "steps", "lr", "loss", "held-out", "95 % interval")
-    lines = [titles]
-    for row in rows:
-        held = row.get("held_out")
-        trained = ["-"] * 6
-        if "kept" in row:
-            loss = f"{row['first_loss']:.3f} -> {row['last_loss']:.3f}"
-            trained = [str(row["samples"]), f"{row['pass_rate']:.1%}", str(row["kept"]), str(row["steps"]), f"{row['lr']:.1e}", loss]
-        low, high = held["interval"] if held else (0.0, 0.0)
-        scores = (f"{held['pass_at_1']:.1%}", f"{low:.1%} - {high:.1%}") if held else ("-", "-")
-        lines.append((str(row["cycle"]), *trained, *scores))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+        return Cycle(Path(folder), 0).scores() or {}
 
 
 def run(recipe: RAFT) -> None:

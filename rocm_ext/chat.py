@@ -33,7 +33,7 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping]) -> list[int]:
     Raises:
         UserError: a message is malformed.
     """
-    conversation = [*_to_messages(messages), Message(role="assistant", content="")]
+    conversation = [*to_messages(messages), Message(role="assistant", content="")]
     tokens, mask = _render(tokenizer, conversation, unmasked=[len(conversation) - 1])
     start = mask.index(False) if False in mask else len(mask)
     return tokens[: start + _header_length(tokenizer)]
@@ -51,7 +51,7 @@ def render_conversation(
     Raises:
         UserError: a message is malformed, or there is no assistant turn to train on.
     """
-    conversation = _to_messages(messages)
+    conversation = to_messages(messages)
     trained = [i for i, message in enumerate(conversation) if not message.masked]
     if not trained:
         raise UserError("no assistant turn to train on")
@@ -107,8 +107,12 @@ def unlimited(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _to_messages(turns: Any) -> list[Message]:
-    """torchtune messages, ``masked`` where there is nothing to train on."""
+def to_messages(turns: Any) -> list[Message]:
+    """torchtune messages, ``masked`` where there is nothing to train on. ``turns`` as in :func:`render_prompt`.
+
+    Raises:
+        UserError: a message is malformed.
+    """
     if not isinstance(turns, (list, tuple)):
         raise UserError(f"a conversation must be a list of messages, found {type(turns).__name__}")
     return [_to_message(turn, f"message {number}") for number, turn in enumerate(turns)]

@@ -96,7 +96,7 @@ def _add_verify(commands) -> None:
     add("--verifier", required=True, metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
     add("--data", required=True, metavar="FILE", help="rows as RAFT reads them: JSONL, JSON, Parquet, CSV, a hub name")
     add("--format", metavar="NAME", help="gsm8k, mbpp or humaneval: ready mappings of their columns")
-    add("--gold", metavar="FIELD", help="the right answer (default: solution, completion or answer, the first there is)")
+    add("--gold", metavar="FIELD", help="the right answer (default: the first of solution, completion, answer)")
     add("--workers", type=_count, metavar="N", help="processes (default: physical cores)")
     add("--limit", type=_count, metavar="N", help="the first N rows only")
     add("--json", action="store_true", help="print one JSON object instead")
@@ -111,7 +111,37 @@ def _count(text: str) -> int:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    ...
+    import psutil
+    import yaml
+
+    from rocm_ext.prompts import prompt_dataset
+    from rocm_ext.verifiers import Verdict
+    from rocm_ext.verifiers.selfcheck import self_check
+
+    path = args.verifier if "." in args.verifier else f"rocm_ext.verifiers.{args.verifier}"
+    node = {"_component_": path}
+    for item in args.arguments:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise UserError(f"cannot read argument {item!r}; expected key=value", code=2)
+        node[key] = yaml.safe_load(value)
+    prompts = prompt_dataset(source=args.data, format=args.format)
+    rows = [(prompt.origin, prompt.row) for prompt in prompts]
+    workers = args.workers or psutil.cpu_count(logical=False) or 1
+    summary = self_check(node, rows, args.gold, workers, args.limit)
+    verdicts = {verdict.value: count for verdict, count in sorted(summary.verdicts.items())}
+    failures = [{"origin": origin, "verdict": r.verdict.value, "detail": r.detail} for origin, r in summary.failures]
+    if args.json:
+        content = {"rows": summary.rows, "verdicts": verdicts, "mean_reward": summary.mean_reward}
+        print(json.dumps({**content, "failures": failures}))
+    else:
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+        mean = "none" if summary.mean_reward is None else f"{summary.mean_reward:.4f}"
+        print(f"{summary.rows} right answers: {counts}; mean reward {mean}")
+        for failure in failures:
+            print("{origin}: {verdict} {detail}".format(**failure))
+    if wrong := summary.rows - summary.verdicts[Verdict.CORRECT]:
+        raise UserError(f"{wrong} of {summary.rows} right answers were not found right")
 
 
 def _add_overrides(parser) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.chat import _to_messages, string
+from rocm_ext.chat import string, to_messages
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.monitor import log
-from rocm_ext.sources import _load
+from rocm_ext.sources import load_rows
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def prompt_dataset(
         raise UserError(f"limit is {limit!r}; expected a whole number of at least 1, or null")
     string(system_prompt, "system_prompt")
     mapping = _checked_map(column_map)
-    rows, origin = _load(source, split, data_files, name)
+    rows, origin = load_rows(source, split, data_files, name)
     columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
     if missing := [column for column in mapping.values() if column not in columns]:
         raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
@@ -193,7 +193,7 @@ def _conversation(turns: Any) -> tuple[dict[str, str], ...]:
     """The messages of a row, as ``{role, content}`` and no more, which end with a user's turn."""
     # torchtune calls the role of tools ipython, servers do not
     roles = {"ipython": "tool"}
-    messages = [{"role": roles.get(m.role, m.role), "content": m.text_content} for m in _to_messages(turns)]
+    messages = [{"role": roles.get(m.role, m.role), "content": m.text_content} for m in to_messages(turns)]
     if not messages:
         raise UserError("messages is empty; expected a conversation that ends with a user's turn")
     if messages[-1]["role"] != "user":

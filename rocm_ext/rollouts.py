@@ -8,9 +8,10 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from statistics import fmean
 from typing import Any
 
@@ -45,11 +46,17 @@ class Sample:
 
     @classmethod
     def of(cls, completion: Completion) -> "Sample":
+        """What is recorded of a completion."""
         request = completion.request
-        logprobs = [round(value, 6) for value in completion.logprobs]
-        ids = {"prompt_id": request.prompt_id, "sample": request.sample, "seed": request.seed}
-        return cls(**ids, finish_reason=completion.finish_reason, text=completion.text,
-                   tokens=completion.tokens, logprobs=logprobs)  # fmt: skip
+        return cls(
+            request.prompt_id,
+            request.sample,
+            request.seed,
+            completion.finish_reason,
+            completion.text,
+            completion.tokens,
+            [round(value, 6) for value in completion.logprobs],
+        )
 
     @property
     def key(self) -> Key:
@@ -69,27 +76,36 @@ class Journal:
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self._path, self._ranks = path, ranks
         self._own = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
+        self._file: Any = None
         self.records: dict[Key, dict[str, Any]] = {}
         self.collect()
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one record."""
-        with disk_errors(self._own), self._own.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        with disk_errors(self._own):
+            self._file = self._file or self._own.open("ab", buffering=0)  # one write each: a kill loses no other line
+            self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
         self.records[record["prompt_id"], record["sample"]] = record
 
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
         """Rewrite this rank's file without the records that are ``unwanted``."""
+        self._close()
         kept = [record for record in read_records(self._own) if not unwanted(record)]
         self._own.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept), "utf-8")
 
     def collect(self) -> None:
         """Know every rank's records."""
+        self._close()
         self._ranks.barrier()
         if self._ranks.is_main:
             self._merge()
         self._ranks.barrier()
         self.records = {(r["prompt_id"], r["sample"]): r for r in read_records(self._path)}
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _merge(self) -> None:
         with disk_errors(self._path):
@@ -119,15 +135,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     content = path.read_bytes()
-    records = []
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(content[: _whole(content)].decode("utf-8").splitlines(), start=1):
         try:
-            record = json.loads(line)
-            records.append(record if record["prompt_id"] is not None and type(record["sample"]) is int else None)
+            records.append(json.loads(line))
+            _ = records[-1]["prompt_id"], records[-1]["sample"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}:{number} is no record of this run; delete that line to have it done again"
-            ) from error
+            raise UserError(f"{path}:{number} is no record of a run; delete that line to have it done again") from error
     return records
 
 
@@ -260,14 +274,22 @@ class _Judge:
     def __init__(self, pool: Pool, journal: Journal, interrupt: Interrupt) -> None:
         self._pool, self._journal, self._interrupt = pool, journal, interrupt
         self._pending: dict[Future, Key] = {}
+        self._done: SimpleQueue[Future] = SimpleQueue()
         self.counts: Counter[str] = Counter(record["verdict"] for record in journal.records.values())
 
     def submit(self, key: Key, text: str, row: Mapping[str, Any]) -> None:
-        self._pending[self._pool.submit(text, row)] = key
+        future = self._pool.submit(text, row)
+        self._pending[future] = key
+        future.add_done_callback(self._done.put)
 
-    def record_finished(self) -> None:
-        """Record what is there."""
-        for future in [future for future in self._pending if future.done()]:
+    def record_finished(self, timeout: float = 0.0) -> None:
+        """Record what is there, having waited up to ``timeout`` seconds for the first."""
+        while self._pending:
+            try:
+                future = self._done.get(timeout > 0, timeout)
+            except Empty:
+                return
+            timeout = 0.0
             (prompt_id, sample), result = self._pending.pop(future), future.result()
             self._journal.append(
                 {
@@ -281,12 +303,11 @@ class _Judge:
             self.counts[result.verdict.value] += 1
 
     def finish(self) -> None:
-        """Wait for the rest; on an interrupt only for what runs already."""
+        """Wait for the rest, unless the user asks to stop."""
         while self._pending:
             if self._interrupt.signum is not None:
-                self._pending = {future: key for future, key in self._pending.items() if not future.cancel()}
-            wait(self._pending, timeout=1, return_when=FIRST_COMPLETED)
-            self.record_finished()
+                return  # judged by whoever goes on
+            self.record_finished(timeout=1.0)
 
 
 def read_samples(path: Path) -> list[Sample]:

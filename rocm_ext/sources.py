@@ -69,7 +69,7 @@ def sft_dataset(
     for ours in column_map:
         if ours not in FIELDS:
             raise UserError(f"column_map maps our columns to yours; {ours!r} is none of ours{nearest(ours, FIELDS)}")
-    rows, origin = _load(source, split, data_files, name)
+    rows, origin = load_rows(source, split, data_files, name)
     columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
     if missing := [column for column in column_map.values() if column not in columns]:
         raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
@@ -148,8 +148,15 @@ class ConversationDataset(Dataset):
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
 
-def _load(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Callable[[int], str]]:
-    """The rows of a source and what tells the origin of row i."""
+def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Callable[[int], str]]:
+    """The rows of a source and what tells the origin of row i: ``file:line`` in JSON lines, else its index, from 0.
+
+    Args:
+        source, split, data_files, name: as for :func:`sft_dataset`.
+
+    Raises:
+        UserError: there is no such source, it cannot be read, or the split has no rows.
+    """
     files = _local_files(source)
     kinds = {LOADERS.get(Path(file).suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
