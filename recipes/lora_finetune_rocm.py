@@ -72,6 +72,7 @@ class LoRAFinetune:
         self.step = 0  # optimiser steps done; everything about progress derives from it
         self.best: dict[str, Any] | None = None  # of the validations so far: loss, step, adapter
         self.worse = 0  # validations since then
+        self.metric_logger: Any = None
         self.interrupt = Interrupt()
 
     def setup(self) -> None:
@@ -255,7 +256,6 @@ class LoRAFinetune:
 
     def _setup_logging(self) -> None:
         cfg = self.cfg
-        self.metric_logger = None
         if self.ranks.is_main and cfg.metric_logger is not None:
             self.metric_logger = config.instantiate(cfg.metric_logger, key="metric_logger")
         profiler = OmegaConf.create({config.COMPONENT: "torchtune.training.setup_torch_profiler", "enabled": False})

@@ -662,7 +662,7 @@ def test_another_chat_template_than_ours_is_told(vllm, tokenizer, caplog, monkey
 def test_chat_needs_messages(vllm, tokenizer):
     engine = OpenAIEngine(tokenizer, urls=["http://127.0.0.1:1"], endpoint="chat")
     with pytest.raises(UserError, match="prompt p has no messages"):
-        engine.body(openai._Server("http://x", "m", "plain"), "m", Request("p", 0, 0, (1,)), PLAIN)
+        engine.wire.body(openai.Server("http://x", "m", "plain"), "m", Request("p", 0, 0, (1,)), PLAIN)
 
 
 def test_a_server_of_openais_own_fields_gets_no_others(vllm, tokenizer):

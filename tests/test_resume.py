@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,10 +21,10 @@ import torch
 import yaml
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
-from rocm_ext import config, files
+from rocm_ext import config
 from rocm_ext.checkpoint import Checkpoints
 from rocm_ext.errors import UserError
-from rocm_ext.monitor import log
+from tests.forks import forked, kill_before
 from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
@@ -115,32 +114,7 @@ def reference(make, folder) -> Path:
 
 
 def run(path: Path, *overrides: str, prepare: Callable[[], object] | None = None) -> tuple[int, str]:
-    """A whole run in a fork, after ``prepare()``: its exit code, negative for a signal, and its messages."""
-    receive, send = os.pipe()  # holds 64 kB, far more than a run has to say
-    pid = os.fork()
-    if pid:
-        os.close(send)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with open(receive) as messages:
-            return code, messages.read()
-    code = 1
-    try:
-        sys.stdout = sys.stderr = os.fdopen(send, "w")
-        log.handlers.clear()
-        torch.set_num_threads(1)
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
-        if prepare is not None:
-            prepare()
-        sys.argv = ["tune", "--config", str(path), *overrides]
-        main()
-    except SystemExit as leaving:
-        code = leaving.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    return forked(main, path, *overrides, prepare=prepare)
 
 
 def resume(path: Path, **kwargs) -> tuple[int, str]:
@@ -240,29 +214,6 @@ def test_sigterm_during_setup(make, tmp_path):
     assert code == 143
     assert "Traceback" not in messages
     assert not any((tmp_path / "out").iterdir())
-
-
-def kill_before(count: int) -> Callable[[], None]:
-    """Patches that kill the process at its ``count``-th change of the disk: a flush, a rename or a removal."""
-
-    def prepare() -> None:
-        done = 0
-
-        def counted(function):
-            def call(*args, **kwargs):
-                nonlocal done
-                done += 1
-                if done == count:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **kwargs)
-
-            return call
-
-        files._sync = counted(files._sync)
-        Path.rename, Path.replace = counted(Path.rename), counted(Path.replace)  # type: ignore[method-assign]
-        shutil.rmtree = counted(shutil.rmtree)  # type: ignore[assignment]
-
-    return prepare
 
 
 @pytest.mark.parametrize("counts", [range(1, 25, 4), pytest.param(range(1, 40), marks=pytest.mark.slow)])

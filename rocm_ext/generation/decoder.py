@@ -180,7 +180,7 @@ class Decoder:
             return out.reshape(n, -1)
 
         hidden = self._hidden(tokens, positions, attend)
-        return F.linear(self._rms_norm(hidden, self.norm), self.output)
+        return _linear(self._rms_norm(hidden, self.norm), self.output)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, attend) -> Tensor:
         """[n, d], before the last norm. ``attend(layer, q, k, v)``: [n, heads, head_dim] each -> [n, d]."""
@@ -189,22 +189,29 @@ class Decoder:
         split = [self.heads + self.kv_heads, self.kv_heads]
         for index, layer in enumerate(self.layers):
             h = self._rms_norm(x, layer.attention_norm)
-            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(len(tokens), -1, self.head_dim)
+            qkv = _linear(h, layer.qkv, layer.qkv_bias).view(len(tokens), -1, self.head_dim)
             qk, v = qkv.split(split, dim=1)
             q, k = _rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
-            x = x + F.linear(attend(index, q, k, v), layer.out, layer.out_bias)
+            x = x + _linear(attend(index, q, k, v), layer.out, layer.out_bias)
             h = self._rms_norm(x, layer.mlp_norm)
-            gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            gate, up = _linear(h, layer.gate_up).chunk(2, dim=-1)
+            x = x + _linear(_silu(gate) * up, layer.down)
         return x
 
     def _rms_norm(self, x: Tensor, scale: Tensor) -> Tensor:
         return F.rms_norm(x, scale.shape, scale.to(x.dtype), self.eps)
 
 
-# Matrix products of fewer rows take other kernels, with other rounding, on CPUs (MKL, measured): a sample would
-# depend on how many others are in the batch.
-MIN_ROWS = 16
+# Matrix products of fewer or of more rows take other kernels, with other rounding, on CPUs (MKL with several threads,
+# measured): a sample would depend on how many others are in the batch.
+MIN_ROWS, MAX_ROWS = 16, 96
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.is_cuda or len(x) <= MAX_ROWS:
+        return F.linear(x, weight, bias)
+    parts = x.tensor_split(-(-len(x) // MAX_ROWS))  # of nearly equal lengths, so none is short
+    return torch.cat([F.linear(part, weight, bias) for part in parts])
 
 
 @contextmanager
@@ -280,6 +287,13 @@ def _rope_tables(rope: Any, head_dim: int) -> tuple[Tensor, Tensor]:
     if isinstance(rope, Qwen2RotaryPositionalEmbeddings):
         return cache[:, :half].contiguous(), cache[:, head_dim : head_dim + half].contiguous()
     return cache[..., 0].contiguous(), cache[..., 1].contiguous()
+
+
+def _silu(x: Tensor) -> Tensor:
+    if x.is_cuda or x.dtype != torch.float32:
+        return F.silu(x)
+    # on CPUs silu rounds otherwise where a thread's share ends, which depends on what else is computed; exp does not
+    return x / (1 + torch.exp(-x))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

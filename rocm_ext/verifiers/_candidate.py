@@ -11,7 +11,8 @@ import os
 import sys
 from collections import deque
 
-from _wire import Channel, Closed, Codec, Malformed, Unsendable, plain_classes, state
+from _channel import Channel, Closed, Malformed, Unsendable
+from _wire import Codec, plain_classes, state
 
 PLAIN = (list, dict, set, tuple, frozenset, str, bytes, bytearray)
 

@@ -47,8 +47,16 @@ class Tests:
 
     def names(self):
         """The names that the tests load, and may mean the program's by."""
-        trees = [statement for statements, _ in self.steps for statement in statements]
-        return {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        return {node.id for node in self._nodes() if isinstance(node, ast.Name)}
+
+    def defined(self):
+        """The names that the tests themselves import and define."""
+        found = {n.name for n in self._nodes() if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+        imports = [alias for n in self._nodes() if isinstance(n, (ast.Import, ast.ImportFrom)) for alias in n.names]
+        return found | {(alias.asname or alias.name).split(".")[0] for alias in imports}
+
+    def _nodes(self):
+        return [node for statements, _ in self.steps for tree in statements for node in ast.walk(tree)]
 
 
 def is_test(name):

@@ -1,4 +1,4 @@
-"""How the judge of tests and the tested program talk: frames of JSON, in which only plain data are values.
+"""How values cross between the judge of tests and the tested program: as JSON, and only plain data.
 
 Runs inside the sandboxes, of the standard library only. A message holds a graph: containers that can change
 are numbered nodes, so that shared ones stay shared, cycles work, and what a call did to its arguments can be told.
@@ -10,11 +10,10 @@ import collections
 import datetime
 import decimal
 import fractions
-import json
-import os
 import sys
 
-MAX_FRAME = 16 << 20  # bytes
+from _channel import Malformed, TooMuch, Unsendable
+
 MAX_DEPTH = 100  # of tuples in tuples; lists and dicts are nodes and may nest as they like
 BIG = 1 << 53
 
@@ -34,58 +33,6 @@ DATES = {
 DATE_NAMES = {kind.__name__: kind for kind in DATES}
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 NUMPY_KINDS = "biufcSU"
-
-
-class Malformed(Exception):
-    """A message that says nothing sensible."""
-
-
-class Unsendable(Exception):
-    """A value that cannot be put into a message."""
-
-
-class Closed(Exception):
-    """The other side is gone."""
-
-
-class Channel:
-    """Frames over two pipes: four bytes of length, then JSON."""
-
-    def __init__(self, reader, writer):
-        self.reader, self.writer = reader, writer
-
-    def send(self, message):
-        data = json.dumps(message, separators=(",", ":")).encode()
-        if len(data) > MAX_FRAME:
-            raise Unsendable(f"a value of {len(data)} bytes is larger than {MAX_FRAME}")
-        data = memoryview(len(data).to_bytes(4, "big") + data)
-        while data:
-            try:
-                data = data[os.write(self.writer, data) :]
-            except OSError:
-                raise Closed from None
-
-    def receive(self):
-        size = int.from_bytes(self._exactly(4), "big")
-        if size > MAX_FRAME:
-            raise Malformed(f"a message of {size} bytes")
-        try:
-            message = json.loads(self._exactly(size))
-        except (ValueError, RecursionError) as error:
-            raise Malformed(str(error)) from None
-        if type(message) is not dict:
-            raise Malformed("no object")
-        return message
-
-    def _exactly(self, count):
-        parts = []
-        while count:
-            data = os.read(self.reader, min(count, 1 << 20))
-            if not data:
-                raise Closed
-            parts.append(data)
-            count -= len(data)
-        return b"".join(parts)
 
 
 class Codec:
@@ -151,7 +98,7 @@ class Codec:
                 table.append(value)
             return ["r", index]
         if depth > MAX_DEPTH:
-            raise Unsendable("tuples nested too deeply")
+            raise TooMuch("tuples nested too deeply")
 
         def each(values):
             return [self._encode(v, memo, table, depth + 1) for v in values]
@@ -210,7 +157,15 @@ class Codec:
                     if (node[0] in DICTS or node[0] == "s") is late:
                         self.fill(table[start + index], node, table)
             return [self._decode(root, table, 0) for root in roots]
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            ImportError,
+        ) as error:
             raise Malformed(f"{type(error).__name__}: {error}") from None
 
     def _empty(self, node):
@@ -233,8 +188,8 @@ class Codec:
             for name in state(value):
                 object.__delattr__(value, name)
             for name, item in node[2]:
-                if type(name) is not str:
-                    raise ValueError("an attribute without a name")
+                if type(name) is not str or callable(getattr(kind, name, None)):  # in the place of a method
+                    raise ValueError(f"an attribute {name!r}")
                 object.__setattr__(value, name, self._decode(item, table, 0))
             return
         items = bytes.fromhex(node[1]) if tag == "ba" else [self._decode(item, table, 0) for item in node[1]] \

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import warnings
 
 TAGS = {
     "python": ("python", "py", "python3", "py3"),
@@ -64,13 +65,24 @@ def extract_code(text: str, language: str) -> str | None:
     return text if _is_code(text, language) else None
 
 
+def parse_python(source: str) -> ast.Module:
+    """The syntax tree, without the warnings about it.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python, or too deep.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source)
+
+
 def _is_code(text: str, language: str) -> bool:
     if language != "python":
         return bool(SIGNS[language].search(text))
     if len(text) > MAX_PARSED:
         return False
     try:
-        body = ast.parse(text).body
+        body = parse_python(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     # one word, or words with commas, parse too

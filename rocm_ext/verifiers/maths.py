@@ -20,12 +20,13 @@ TAIL = 20_000  # characters at the end of a completion that are looked at
 LONGEST = 500  # characters of an answer that is parsed
 MEMORY = 2 << 30  # bytes of address space beyond what the worker has, for sympy
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
-BOX = re.compile(r"\\(?:boxed|fbox)[ \t]*\{")
+BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|(?<!\\)[{}]")
 PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is|are|equals|=|:)[*_ \t]*:?[*_ \t]*([^\n]+)", re.I)
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 NUMBER = re.compile(rf"(?<![\w.])-?[$€£]?-?(?:{DIGITS})(?:/-?\d+(?!\.\d))?%?")
 PLAIN = re.compile(rf"([-+]?(?:{DIGITS}))\.?(?:\s+([A-Za-z]{{3,}}))?")
-MATHS = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.S)
+SOME = r"(.{1,1000}?)"  # bounded: an unclosed one would be looked for to the end of the text
+MATHS = re.compile(rf"\$\${SOME}\$\$|(?<!\\)\$([^$\n]{{1,1000}}?)(?<!\\)\$|\\\[{SOME}\\\]|\\\({SOME}\\\)", re.S)
 EXPRESSION = re.compile(r"[\w\s+\-*/^().,=|\\{}\[\]<>!%$]{1,200}")
 ROW = re.compile(r"\d\s+\d|\d,\s")  # of numbers
 WORD = re.compile(r"(?<!\\)\b(?:[A-Za-z]{3,}|or|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if)\b", re.I)
@@ -40,7 +41,8 @@ class MathAnswer(Verifier):
     else the last formula or number of the last line, else of the text. One answer is judged, however many
     there are; ``\\boxed{1, 2}`` is the set of both. Only the last 20,000 characters are looked at.
 
-    Decimal numbers are compared exactly; all else by math-verify (to six digits), in a process that is killed when it takes too long.
+    Decimal numbers are compared exactly; all else by math-verify (to six digits), in a process that is killed when
+    it takes too long.
 
     Args:
         field: the row's field with the gold answer: text that ends like GSM8K's (``#### 72``), has a ``\\boxed{}``,
@@ -60,7 +62,7 @@ class MathAnswer(Verifier):
         try:
             _library()
         except ImportError as error:
-            raise UserError(f"MathAnswer needs `pip install 'math-verify[antlr4_13_2]'` ({error})") from error
+            raise UserError(f"MathAnswer needs `pip install math-verify` ({error})") from error
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         value = row.get(self.field)
@@ -137,7 +139,8 @@ def final_answer(text: str) -> str | None:
 def _marked(text: str) -> str | None:
     """The last ``#### ...`` or ``\\boxed{...}``."""
     found = [(match.start(), match[1]) for match in HASHES.finditer(text)][-1:]
-    found += list(_boxes(text))[-1:]
+    if box := _last_box(text):
+        found.append(box)
     return max(found)[1].strip() if found else None
 
 
@@ -153,21 +156,15 @@ def _prose(text: str) -> bool:
     return bool(words) or not (held or number(text) is not None or ROW.search(text) is None)
 
 
-def _boxes(text: str) -> Any:
-    """(position, content) of each closed box that is in no other."""
-    end = 0
-    for match in BOX.finditer(text):
-        if match.start() < end:
-            continue
-        depth = 1
-        for position in range(match.end(), len(text)):
-            depth += (text[position] == "{") - (text[position] == "}")
-            if depth == 0:
-                end = position
-                yield match.start(), text[match.end() : position]
-                break
-        else:
-            return
+def _last_box(text: str) -> tuple[int, str] | None:
+    """Position and content of the box that is closed last; one that is in another is part of it."""
+    found, opened = None, []
+    for match in BRACE.finditer(text):
+        if match[0] != "}":
+            opened.append(match)
+        elif opened and (start := opened.pop())[0] != "{":
+            found = start.start(), text[start.end() : match.start()]
+    return found
 
 
 def number(answer: str) -> Fraction | None:
@@ -227,7 +224,8 @@ def _compare(gold: str, found: str, tolerance: float) -> bool:
 
 
 def _parse(answer: str) -> list:
-    """What math-verify makes of one answer. It leaves out text, in which another answer may hide."""
+    """What math-verify makes of one answer. Left alone, it would take a box within, and overlook text that hedges."""
+    answer = re.sub(r"\\(?:boxed|fbox)[ \t]*\{", "{", answer)
     answer = re.sub(r"\\(?:text\w*|math(?:rm|bf|sf|it)|[hm]box)\s*\{([^{}]*\d[^{}]*)\}", r" \1 ", answer)
     math_verify = _library()
     config = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]

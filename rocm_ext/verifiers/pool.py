@@ -74,6 +74,8 @@ class Pool:
         for worker in self._all:
             worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._all:
+            worker.release()
 
     def submit(self, completion: str, row: Mapping[str, Any]) -> "Future[Result]":
         """A future that gets the result; the verifier cannot make it raise."""
@@ -105,6 +107,7 @@ class _Worker:
         self._lock = threading.Lock()
         self._closed = False
         self._buffer = b""
+        self._dead: list[subprocess.Popen] = []
 
     def start(self) -> None:
         # not -m, which puts the current directory first, where a `json.py` may lie
@@ -174,14 +177,22 @@ class _Worker:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None and not self._closed:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        self._dead.append(process)
+        if not self._closed:
+            self.release()
 
     def close(self) -> None:
+        """Kill the process for good. Its pipes stay open: the thread of a verification may be reading them."""
         self._closed = True
         self.kill()
+
+    def release(self) -> None:
+        """Close the pipes of killed processes."""
+        while self._dead:
+            process = self._dead.pop()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
 
     def _end(self) -> str:
         """How the process ended, or is about to."""

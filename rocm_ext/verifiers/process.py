@@ -166,14 +166,17 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     todo = [pid]
     while todo:
-        parent = todo.pop()
-        try:
-            tasks = os.listdir(f"/proc/{parent}/task")
-        except OSError:
-            continue
-        for task in tasks:
+        children = children_of(todo.pop())
+        todo += children
+        found += children
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that ``pid`` started and that still run."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                children = Path(f"/proc/{parent}/task/{task}/children").read_text().split()
-                todo += map(int, children)
-                found += map(int, children)
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return found

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.errors import UserError
-from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import cases_of, run_cases
-from rocm_ext.verifiers.extract import extract_code
+from rocm_ext.verifiers.extract import extract_code, parse_python
 from rocm_ext.verifiers.limits import Limits
 from rocm_ext.verifiers.process import supervise
 from rocm_ext.verifiers.sandbox import BOX, Sandbox, interpreter
@@ -85,7 +86,7 @@ class PythonTests(Verifier):
                 field(row, name, str)
         for name, source in (("tests", tests_of(row)), ("test_setup", row.get("test_setup") or "")):
             try:
-                ast.parse(source)
+                parse_python(source)
             except (SyntaxError, ValueError) as error:
                 raise ValueError(f"field {name!r} is no Python: {error}") from error
 
@@ -138,21 +139,24 @@ class PythonTests(Verifier):
                 for fd in (asked, ask, heard, answer):
                     os.close(fd)
             in_time = supervise([first.child, second.child], self.limits.seconds - (time.monotonic() - began))
-            reports = [json.loads(line) for line in bytes(first.child.stdout).split(b"\n") if line]
             stderr = bytes(first.child.stderr or second.child.stderr).decode("utf-8", "replace")
             if not in_time:
                 return timeout(f"not done after {self.limits.seconds:g} s")
             if second.child.killed:
                 return wrong(f"the code {second.child.killed}")
-            return self._result(reports, stderr, second.child.returncode)
+            result = self._result(first.child.stdout, stderr)
+        spent = second.child.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU)
+        return timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
 
     def _start(self, script: str, task: dict, fds: tuple[int, int], limits: Limits) -> Any:
-        files = {name: _source(name) for name in ("_wire.py", "_units.py", script)} | {"task.json": json.dumps(task)}
+        files = {name: _source(name) for name in ("_channel.py", "_wire.py", "_units.py", script)}
+        files["task.json"] = json.dumps(task)
         argv = [self.python, "-s", "-S", f"{BOX}/{script}", *map(str, fds), f"{BOX}/task.json"]
         return self._sandbox.start(argv, files, limits=limits, pass_fds=fds)
 
-    def _result(self, reports: list[Any], stderr: str, returncode: int | None) -> Result:
-        """The verdict from the judge's report; the program has no way to write one."""
+    def _result(self, said: bytes, stderr: str) -> Result:
+        """The verdict from what the judge has said, which the program has no way to write."""
+        reports = [json.loads(line) for line in said.split(b"\n")[:-1]]  # whole lines only
         started = "started" in reports
         last = reports[-1] if reports and isinstance(reports[-1], dict) else None
         if last is None or (last["kind"] == "gone" and not started):
@@ -192,11 +196,11 @@ def _source(name: str) -> str:
 
 def _parses(source: str) -> bool:
     try:
-        ast.parse(source)
+        parse_python(source)
     except (SyntaxError, ValueError):
         return False
     return True
 
 
 def _classes(source: str) -> list[str]:
-    return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return [node.name for node in parse_python(source).body if isinstance(node, ast.ClassDef)]

@@ -11,10 +11,13 @@ import json
 import os
 import signal
 import traceback
+from pathlib import Path
 from typing import Any
 
+from rocm_ext.verifiers.process import children_of
+
 RUNNING = False  # True in a worker: one thread, no device, so that it may fork
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with(parent: int) -> None:
@@ -23,6 +26,20 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt() -> None:
+    """Become the parent of what is orphaned below; see :func:`reap`."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap() -> None:
+    """Reap the inits of ended sandboxes. bwrap does not wait for them, nor does PID 1 in many a container."""
+    for pid in children_of(os.getpid()):
+        with contextlib.suppress(OSError):
+            if "(bwrap) Z" in Path(f"/proc/{pid}/stat").read_text():
+                os.waitpid(pid, os.WNOHANG)
 
 
 def blame(problem: BaseException) -> str:
@@ -47,6 +64,7 @@ def main() -> None:
 
     start = json.loads(reader.readline())
     die_with(start["parent"])
+    adopt()
     with contextlib.suppress(OSError):
         os.nice(5)
     RUNNING = True
@@ -69,4 +87,5 @@ def main() -> None:
             result = Result(result.verdict, result.reward, result.detail)  # checked again: it may have been built oddly
         except BaseException as problem:  # SystemExit too: a verifier is to return
             result = error(blame(problem))
+        reap()
         say({"verdict": str(result.verdict), "reward": result.reward, "detail": result.detail})

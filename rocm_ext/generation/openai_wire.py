@@ -1,0 +1,360 @@
+"""What is sent to servers that speak OpenAI's protocol and what is read from them.
+
+vLLM, SGLang, llama.cpp and ``transformers serve`` extend the protocol in different ways and take different
+parts of it.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.chat import render_conversation
+from rocm_ext.errors import UserError, one_line
+from rocm_ext.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rocm_ext.generation.base import Completion, Request, Sampling
+from rocm_ext.monitor import log
+
+try:  # the successor of httpx, of the same interface; it needs Python 3.11
+    import httpx2 as httpx
+except ImportError:
+    try:
+        import httpx  # type: ignore[no-redef]
+    except ImportError as error:
+        raise UserError(
+            "the openai engine needs an HTTP client, httpx2 or httpx: pip install 'torchtune-rocm[openai]'"
+        ) from error
+
+ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
+CHECK_TIMEOUT = 10.0  # seconds, to connect and for what takes no computing
+ADAPTER_TIMEOUT = 300.0  # seconds, to load an adapter
+SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and all of them set mean a random seed; others take 64
+LORA_HINT = (
+    "RAFT beyond its first cycle needs a server that takes adapters while it runs: "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK, "
+    "with the adapter's folder visible to it under the same path"
+)
+
+
+@dataclass
+class Server:
+    """``url`` without ``/v1``, and what was found out about it."""
+
+    url: str
+    model: str = ""
+    dialect: str = ""
+
+
+class Transient(Exception):
+    """The server may answer if it is asked again, not before ``retry_after`` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Refused(UserError):
+    """The server does not want this request."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Wire:
+    """Requests as they are sent to an endpoint, and its answers as completions.
+
+    Args:
+        tokenizer: a torchtune model tokenizer, the run's.
+        endpoint: ``completions`` or ``chat``.
+
+    Attributes:
+        exact_tokens, has_logprobs: see :class:`rocm_ext.generation.openai.OpenAIEngine`.
+    """
+
+    def __init__(self, tokenizer: Any, endpoint: str) -> None:
+        self.tokenizer, self.endpoint = tokenizer, endpoint
+        self.exact_tokens = self.has_logprobs = False
+        self._end_of_turn = _end_of_turn(tokenizer)
+        self._told: set[str] = set()
+
+    def body(self, server: Server, model: str, request: Request, sampling: Sampling) -> dict[str, Any]:
+        """The JSON to ask ``server`` for one answer."""
+        stops = list(self.tokenizer.stop_tokens)
+        body = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
+        if self.endpoint == "chat":
+            if not request.messages:
+                raise UserError(f"prompt {request.prompt_id} has no messages, which endpoint: chat sends")
+            body |= {"messages": [dict(message) for message in request.messages], "logprobs": True, "top_logprobs": 1}
+        else:
+            body |= {"prompt": list(request.tokens), "logprobs": 1}
+        return body | _sampling_fields(server, sampling, stops)
+
+    def completion(self, url: str, answer: dict[str, Any], request: Request, sampling: Sampling) -> Completion:
+        """What ``answer`` says, see :class:`Completion`.
+
+        Raises:
+            UserError: it is not an answer to such a request.
+            Transient: the server gave the request up.
+        """
+        choice, text, reason = _choice(url, answer, self.endpoint)
+        prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
+        if isinstance(prompt, list) and prompt != list(request.tokens):
+            self._tell_once(f"{url} renders prompts otherwise than the run: its chat template differs")
+        text, cut = _until(text, sampling.stop_strings)
+        reason = "stop" if cut else reason
+        by_token = reason == "stop" and not cut and not isinstance(choice.get("stop_reason"), str)
+        tokens = _token_ids(choice, answer.get("usage"))
+        logprobs = _logprobs(choice)
+        if tokens is None:
+            self.exact_tokens = False
+            self._tell_once(f"{url} gives no token ids; they are made again from the text, perhaps differently")
+            tokens = self.tokenizer.encode(text, add_bos=False, add_eos=False) + [self._end_of_turn] * by_token
+            logprobs = None
+        if logprobs is None or len(logprobs) != len(tokens):
+            self.has_logprobs = False
+            self._tell_once(f"{url} gives no log-probabilities of the sampled tokens")
+            logprobs = []
+        return Completion(request, tokens, logprobs, text, reason)
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log.warning("%s", text)
+
+
+# ---- what is sent
+
+
+def checked_urls(urls: Any) -> list[str]:
+    """The urls without ``/v1``.
+
+    Raises:
+        UserError: they are not urls of servers, or one is there twice.
+    """
+    if isinstance(urls, str) or not isinstance(urls, Sequence) or not len(urls):
+        raise UserError("urls must be a list with at least one url, like [http://localhost:8000]")
+    plain = []
+    for url in urls:
+        if not isinstance(url, str) or not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", url):
+            raise UserError(f"{url!r} in urls is no address of a server; expected one like http://localhost:8000")
+        plain.append(url.rstrip("/").removesuffix("/v1").rstrip("/"))
+    if twice := {url for url in plain if plain.count(url) > 1}:
+        raise UserError(f"urls names {', '.join(sorted(twice))} twice")
+    return plain
+
+
+def authorization(api_key_env: str | None) -> dict[str, str]:
+    """The header with the API key in that environment variable; none for None."""
+    if api_key_env is None:
+        return {}
+    # The value may be the key itself, by mistake: it is not repeated.
+    if not isinstance(api_key_env, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", api_key_env):
+        raise UserError("api_key_env must be the name of an environment variable, not the key")
+    if not (key := os.environ.get(api_key_env, "").strip()):
+        raise UserError("the environment variable that api_key_env names is not set; export it with the API key")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> dict[str, Any]:
+    """The sampling settings as a server takes them.
+
+    extended: vLLM, SGLang and llama.cpp know these fields or pass over them. transformers: ``transformers
+    serve`` refuses unknown fields, but takes a generation config. plain: OpenAI's own fields.
+    """
+    fields: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
+    fields["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+    if sampling.stop_strings:
+        fields["stop"] = list(sampling.stop_strings)
+    min_p = 0.0 if sampling.min_p is None else sampling.min_p
+    if server.dialect == "extended":
+        fields |= {"top_k": sampling.top_k or -1, "min_p": min_p, "repetition_penalty": 1.0}
+        return fields | {"stop_token_ids": stops, "return_token_ids": True}
+    if server.dialect == "transformers":
+        config = {"do_sample": sampling.temperature > 0, "top_k": sampling.top_k or 0, "min_p": min_p}
+        return fields | {"generation_config": json.dumps({**config, "repetition_penalty": 1.0, "eos_token_id": stops})}
+    if asked := [name for name in ("top_k", "min_p") if getattr(sampling, name) is not None]:
+        raise UserError(f"{server.url} takes no {' and no '.join(asked)}; set them to null")
+    return fields
+
+
+def _end_of_turn(tokenizer: Any) -> int:
+    """The token that ends the assistant's turn in training."""
+    tokens, _ = render_conversation(
+        tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    )
+    return next((token for token in reversed(tokens) if token in tokenizer.stop_tokens), tokenizer.stop_tokens[0])
+
+
+# ---- adapters
+
+
+def adapter_name(prefix: str, adapter: Path) -> str:
+    """A name of its own for every adapter: servers keep what they have cached under a name."""
+    digest = hashlib.sha256()
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        try:
+            digest.update((adapter / file).read_bytes())
+        except OSError as error:
+            raise UserError(f"{adapter} is no adapter in PEFT's format: {one_line(error)}") from error
+    return f"{prefix}-{digest.hexdigest()[:12]}"
+
+
+def load_adapter(server: Server, name: str, adapter: Path, headers: dict[str, str]) -> None:
+    """Make a server serve ``adapter``, a PEFT folder, as ``name``.
+
+    Raises:
+        UserError: it does not.
+        httpx.RequestError: it cannot be reached.
+    """
+    # An adapter of this name is left from a killed run: the same weights, but maybe elsewhere.
+    _adapter_call(server, "unload", {"lora_name": name}, headers)
+    path = str(adapter.expanduser().resolve())
+    response = _adapter_call(server, "load", {"lora_name": name, "lora_path": path}, headers)
+    if response.status_code != 200:
+        said = f"HTTP {response.status_code}: {_message(response)}"
+        raise UserError(f"{server.url} does not load the adapter {adapter} ({said}). {LORA_HINT}")
+
+
+def unload_adapter(server: Server, name: str, headers: dict[str, str]) -> None:
+    """Unload it again; a server that does not is warned about."""
+    try:
+        response = _adapter_call(server, "unload", {"lora_name": name}, headers)
+    except httpx.RequestError as error:
+        log.warning("%s cannot be asked to unload %s: %s", server.url, name, in_words(error))
+    else:
+        if response.status_code != 200:
+            log.warning("%s does not unload %s: %s", server.url, name, _message(response))
+
+
+def _adapter_call(server: Server, verb: str, body: dict[str, str], headers: dict[str, str]) -> Any:
+    timeout = httpx.Timeout(ADAPTER_TIMEOUT, connect=CHECK_TIMEOUT)
+    return httpx.post(f"{server.url}/v1/{verb}_lora_adapter", json=body, headers=headers, timeout=timeout)
+
+
+# ---- what comes back
+
+
+def json_object(url: str, response: Any) -> dict[str, Any]:
+    """The JSON object in a response.
+
+    Raises:
+        Transient, UserError: there is none.
+    """
+    status = response.status_code
+    if status in (408, 429) or status >= 500:
+        raise Transient(f"HTTP {status}: {_message(response)}", _retry_after(response))
+    if status != 200:
+        hint = "; set api_key_env" if status in (401, 403) else ""
+        raise Refused(f"{url} refuses a request with HTTP {status}: {_message(response)}{hint}", status)
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise UserError(
+            f"{url} answers with no JSON object; is it an OpenAI-compatible server? {_start(response.text)}"
+        )
+    return answer
+
+
+def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, Any], str, str]:
+    """The only choice in an answer, its text and its finish reason."""
+    choices = answer.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict):
+        raise _nonsense(url, "no choices", answer)
+    source: Any = choice.get("message") if endpoint == "chat" else choice
+    if not isinstance(source, dict):
+        raise _nonsense(url, "no message", answer)
+    if source.get("reasoning_content") or source.get("reasoning"):
+        raise UserError(f"{url} splits the reasoning from the answer; start the server without a reasoning parser")
+    text = source.get("content" if endpoint == "chat" else "text")
+    if not isinstance(text, str):
+        raise _nonsense(url, "no text", answer)
+    reason = choice.get("finish_reason")
+    if reason == "abort":  # vLLM, on its way down
+        raise Transient("the server gave the request up")
+    if reason not in ("stop", "length"):
+        raise _nonsense(url, f"the finish_reason {reason!r}, not stop or length", answer)
+    return choice, text, reason
+
+
+def _token_ids(choice: dict[str, Any], usage: Any) -> list[int] | None:
+    """The sampled ids: ``token_ids`` (vLLM, SGLang) or those in llama.cpp's log-probabilities; None: neither."""
+    ids = choice.get("token_ids")
+    if ids is None:
+        ids = [entry.get("id") for entry in _entries(choice)]
+        # llama.cpp leaves out tokens that end within a character, and those of a stop string
+        if not isinstance(usage, dict) or usage.get("completion_tokens") != len(ids):
+            return None
+    valid = isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)
+    return ids if valid else None
+
+
+def _logprobs(choice: dict[str, Any]) -> list[float] | None:
+    """One per token: of the completions' form, or of the chat's, which llama.cpp uses for both."""
+    logprobs = choice.get("logprobs")
+    values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    if values is None:
+        values = [entry.get("logprob") for entry in _entries(choice)]
+    valid = isinstance(values, list) and values and all(type(value) in (int, float) for value in values)
+    return [float(value) for value in values] if valid else None
+
+
+def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    return content if isinstance(content, list) and all(isinstance(entry, dict) for entry in content) else []
+
+
+def _until(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
+    """``text`` up to the first stop string, and whether there is one. transformers leaves it in."""
+    ends = [end for stop in stop_strings if (end := text.find(stop)) >= 0]
+    return (text[: min(ends)], True) if ends else (text, False)
+
+
+def _retry_after(response: Any) -> float:
+    """The header's seconds, or the time until its date."""
+    value = response.headers.get("retry-after", "")
+    with suppress(ValueError):
+        return max(0.0, float(value))
+    with suppress(ValueError, TypeError):
+        return max(0.0, (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds())
+    return 0.0
+
+
+def _message(response: Any) -> str:
+    """What the server says about an error: OpenAI's ``error.message``, FastAPI's ``detail``, or the body."""
+    with suppress(ValueError):
+        body = response.json()
+        if isinstance(body, dict):
+            said = body.get("error", body.get("detail", body.get("message")))
+            said = said.get("message", said) if isinstance(said, dict) else said
+            if said:
+                return _start(said if isinstance(said, str) else json.dumps(said), 500)
+    return _start(response.text)
+
+
+def _nonsense(url: str, what: str, answer: dict[str, Any]) -> UserError:
+    return UserError(f"{url} answers with {what}: {_start(json.dumps(answer))}")
+
+
+def _start(text: str, length: int = 200) -> str:
+    text = " ".join(text.split())
+    return text[:length] or "(nothing)"
+
+
+def in_words(error: Exception) -> str:
+    """An error of the client in words."""
+    if isinstance(error, httpx.TimeoutException):
+        return f"no answer in time ({type(error).__name__})"
+    return str(error) if isinstance(error, Transient | UserError) else one_line(error)

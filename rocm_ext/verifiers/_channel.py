@@ -1,0 +1,62 @@
+"""Frames of JSON over pipes. Runs inside the sandboxes, of the standard library only."""
+
+import json
+import os
+
+MAX_FRAME = 16 << 20  # bytes
+
+
+class Malformed(Exception):
+    """A message that says nothing sensible."""
+
+
+class Unsendable(Exception):
+    """A value that cannot be put into a message."""
+
+
+class TooMuch(Unsendable):
+    """A value that is too large or too deep for a message."""
+
+
+class Closed(Exception):
+    """The other side is gone."""
+
+
+class Channel:
+    """Frames over two pipes: four bytes of length, then JSON."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    def send(self, message):
+        data = json.dumps(message, separators=(",", ":")).encode()
+        if len(data) > MAX_FRAME:
+            raise TooMuch(f"a value of {len(data)} bytes is larger than {MAX_FRAME}")
+        data = memoryview(len(data).to_bytes(4, "big") + data)
+        while data:
+            try:
+                data = data[os.write(self.writer, data) :]
+            except OSError:
+                raise Closed from None
+
+    def receive(self):
+        size = int.from_bytes(self._exactly(4), "big")
+        if size > MAX_FRAME:
+            raise Malformed(f"a message of {size} bytes")
+        try:
+            message = json.loads(self._exactly(size))
+        except (ValueError, RecursionError) as error:
+            raise Malformed(str(error)) from None
+        if type(message) is not dict:
+            raise Malformed("no object")
+        return message
+
+    def _exactly(self, count):
+        parts = []
+        while count:
+            data = os.read(self.reader, min(count, 1 << 20))
+            if not data:
+                raise Closed
+            parts.append(data)
+            count -= len(data)
+        return b"".join(parts)

@@ -1,0 +1,39 @@
+"""Verifiers for tests: they judge what a model with random weights says."""
+
+import hashlib
+import os
+from pathlib import Path
+
+from rocm_ext.verifiers import Result, Verdict, Verifier
+
+
+class Coin(Verifier):
+    """Right or wrong by a hash of the answer, half of the time each; ``needs`` the field ``answer``."""
+
+    needs = ("answer",)
+
+    def __init__(self, log: str | None = None, share: float = 0.5) -> None:
+        self.log, self.share = log, share
+
+    def __call__(self, completion, row):
+        if self.log is not None:
+            with Path(self.log).open("a") as file:
+                file.write("judged\n")
+        value = hashlib.sha256(f"{completion} {row['answer']}".encode()).digest()[0] / 256
+        return Result(Verdict.CORRECT, 1.0) if value < self.share else Result(Verdict.WRONG, 0.0, f"{value:.2f}")
+
+
+class Broken(Verifier):
+    """Fails on every answer that holds an ``e``."""
+
+    def __call__(self, completion, row):
+        if "e" in completion:
+            raise RuntimeError("the judge is ill")
+        return Result(Verdict.CORRECT, 1.0)
+
+
+class Dies(Verifier):
+    """Takes its process with it."""
+
+    def __call__(self, completion, row):
+        os._exit(3)

@@ -1,0 +1,666 @@
+"""Samples are those of transformers' models, follow from their seed alone, and take the memory that was planned."""
+
+import copy
+import gc
+import math
+import random
+import weakref
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchtune.models.convert_weights import tune_to_hf
+from torchtune.models.gemma2 import gemma2
+from torchtune.models.llama3_1 import llama3_1, lora_llama3_1
+from torchtune.models.mistral import mistral
+from torchtune.models.phi3 import phi3
+from torchtune.models.qwen2 import lora_qwen2, qwen2
+from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
+from torchtune.modules import RMSNorm
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.generation import logits_process as hf
+
+from rocm_ext import export
+from rocm_ext.chat import to_text
+from rocm_ext.errors import UserError
+from rocm_ext.generation import LocalEngine, Request, Sampling, sample_seed
+from rocm_ext.generation.decoder import Decoder, check_family, merged
+from rocm_ext.generation.draw import draw, uniforms
+from rocm_ext.generation.local import LocalSession
+from rocm_ext.lora import Dora, adapters, adopt, init_adapters
+
+SHAPE = {"vocab_size": 331, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64,
+         "intermediate_dim": 96, "max_seq_len": 1024, "norm_eps": 1e-6}  # fmt: skip
+GIB = 2**30
+ALL_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "output_proj"]
+STOPS = tuple(range(5, 331, 16))  # so many that answers have many lengths
+CPU = torch.device("cpu")
+
+
+class Words:
+    """A tokenizer whose ids are letters: 0 is a, 26 is a again."""
+
+    def __init__(self, stop_tokens=STOPS):
+        self.stop_tokens = list(stop_tokens)
+
+    def decode(self, tokens):
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+@torch.no_grad()
+def model(family: str = "qwen2", lora: str | None = None, seed: int = 0, **changes):
+    """torchtune's decoder with random weights, sharp enough that attention matters, and adapters if wanted."""
+    torch.manual_seed(seed)
+    shape = SHAPE | changes
+    if lora is None:
+        decoder = {"qwen2": qwen2, "llama": llama3_1}[family](**shape)
+    else:
+        build = {"qwen2": lora_qwen2, "llama": lora_llama3_1}[family]
+        decoder = build(ALL_PROJECTIONS, True, **shape, lora_rank=4, lora_alpha=6, use_dora=lora == "dora")
+        adopt(decoder, {"lora_attn_modules": ALL_PROJECTIONS})
+    for name, parameter in decoder.named_parameters():
+        parameter.normal_(std=0.1).add_(1.0 if "norm" in name else 0.0)
+    if lora is not None:
+        init_adapters(decoder, 0, CPU)
+        for _, layer in adapters(decoder):
+            layer.lora_b.weight.normal_(std=0.2)
+            if isinstance(layer, Dora):
+                layer.initialize_dora_magnitude()
+                layer.magnitude.mul_(1 + 0.2 * torch.randn_like(layer.magnitude))
+    return decoder.eval()
+
+
+def twin(decoder, family: str, tied: bool = False):
+    """transformers' model with the same base weights."""
+    attention = decoder.layers[0].attn
+    shape = {
+        "vocab_size": SHAPE["vocab_size"],
+        "hidden_size": SHAPE["embed_dim"],
+        "intermediate_size": SHAPE["intermediate_dim"],
+        "num_hidden_layers": len(decoder.layers),
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "max_position_embeddings": SHAPE["max_seq_len"],
+        "rms_norm_eps": SHAPE["norm_eps"],
+        "tie_word_embeddings": tied,
+    }
+    state = {name: p for name, p in decoder.state_dict().items() if ".lora_" not in name and "magnitude" not in name}
+    if family == "qwen2":
+        state = qwen2_tune_to_hf(state, attention.num_heads, attention.num_kv_heads, SHAPE["embed_dim"], tied)
+        theirs = Qwen2ForCausalLM(Qwen2Config(**shape, rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
+    else:
+        state = tune_to_hf(state, attention.num_heads, attention.num_kv_heads, SHAPE["embed_dim"])
+        rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+        theirs = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=rope))
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if tied else [])
+    return theirs.eval()
+
+
+def prompts(*lengths: int) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(SHAPE["vocab_size"], (n,), generator=generator).tolist()) for n in lengths]
+
+
+def ask(texts, samples: int = 1, cycle: int = 0) -> list[Request]:
+    return [
+        Request(str(i), sample, sample_seed(0, cycle, str(i), sample), tokens)
+        for i, tokens in enumerate(texts)
+        for sample in range(samples)
+    ]
+
+
+def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, **options):
+    """Completions by prompt and sample."""
+    with merged(decoder) as laid_out:
+        session = LocalSession(laid_out, tokenizer or Words(), lambda: memory, slots, **options)
+        completions = list(session.generate(requests, sampling))
+    assert len(completions) == len(requests)
+    return {(c.request.prompt_id, c.request.sample): c for c in completions}
+
+
+# ---- the same model as transformers'
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "changes"),
+    [
+        ("qwen2", None, {}),
+        ("qwen2", None, {"tie_word_embeddings": True, "num_kv_heads": 1}),
+        ("qwen2", "lora", {"num_heads": 8}),
+        ("qwen2", "dora", {"tie_word_embeddings": True}),
+        ("llama", None, {"num_kv_heads": 4}),
+        ("llama", "lora", {"num_kv_heads": 1}),
+        ("llama", "dora", {}),
+    ],
+    ids=str,
+)
+def test_greedy_answers_equal_those_of_transformers(family, lora, changes, tmp_path, monkeypatch):
+    decoder = model(family, lora, **changes)
+    theirs = twin(decoder, family, changes.get("tie_word_embeddings", False))
+    if lora is not None:
+        # PEFT refuses every linear layer beside torchao < 0.16, the newest that torchtune works with
+        monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
+        export.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
+        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path)
+    texts = prompts(1, 2, 15, 16, 17, 70)
+    ours = sample(decoder, ask(texts), Sampling(16, temperature=0), Words([]))
+    for i, tokens in enumerate(texts):
+        inputs = torch.tensor([tokens])
+        out = theirs.generate(input_ids=inputs, attention_mask=inputs >= 0, max_new_tokens=16, do_sample=False,
+                              eos_token_id=None, pad_token_id=0)  # fmt: skip
+        assert ours[str(i), 0].tokens == out[0, len(tokens) :].tolist()
+    assert len({c.tokens[-1] for c in ours.values()}) > 1
+
+
+@torch.no_grad()
+def teacher_forced(decoder, completion) -> torch.Tensor:
+    """Log-probs of an answer's tokens by torchtune's own forward pass."""
+    prompt = completion.request.tokens
+    logits = decoder(torch.tensor([[*prompt, *completion.tokens[:-1]]]))[0, len(prompt) - 1 :]
+    return logits.float().log_softmax(-1).gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "sampling"),
+    [
+        ("qwen2", "dora", Sampling(20)),
+        ("llama", "lora", Sampling(20, temperature=0.6, top_k=40, top_p=0.9, min_p=0.02)),
+        ("qwen2", None, Sampling(20, temperature=1.7)),
+        ("llama", None, Sampling(20, temperature=0)),
+    ],
+    ids=str,
+)
+def test_logprobs_are_those_of_the_unmodified_distribution(family, lora, sampling):
+    decoder = model(family, lora)
+    for completion in sample(decoder, ask(prompts(1, 9, 40), 4), sampling).values():
+        found = torch.tensor(completion.logprobs)
+        torch.testing.assert_close(found, teacher_forced(decoder, completion), rtol=0, atol=1e-5)
+
+
+def test_a_bf16_model_samples_what_it_would_be_trained_on():
+    decoder = model("qwen2", "lora")
+    for name, parameter in decoder.named_parameters():
+        if ".lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    exact = copy.deepcopy(decoder).float()
+    completions = sample(decoder, ask(prompts(1, 9, 40), 8), Sampling(20)).values()
+    gaps = torch.cat([torch.tensor(c.logprobs) - teacher_forced(exact, c) for c in completions])
+    assert 0 < gaps.abs().max() < 0.05
+
+
+# ---- a sample follows from its seed
+
+TEXTS = prompts(5, 1, 2, 16, 17, 33, 15, 5, 600, 40)
+WARM = Sampling(24, temperature=0.9, top_p=0.97)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return model("qwen2", "lora")
+
+
+@pytest.fixture(scope="module")
+def reference(small):
+    """8 answers to each of ``TEXTS``, drawn all at once."""
+    return sample(small, ask(TEXTS, 8), WARM)
+
+
+def assert_same(found, reference) -> None:
+    """Bit for bit, tokens and log-probs."""
+    for key, completion in found.items():
+        expected = reference[key]
+        assert (completion.tokens, completion.logprobs) == (expected.tokens, expected.logprobs), key
+        assert (completion.text, completion.finish_reason) == (expected.text, expected.finish_reason)
+
+
+@pytest.mark.parametrize("slots", [1, 16, 17, 24, 100])
+def test_samples_do_not_depend_on_slots(small, reference, slots):
+    assert len({tuple(c.tokens) for c in reference.values()}) > 70
+    assert len({len(c.tokens) for c in reference.values()}) > 10
+    assert_same(sample(small, ask(TEXTS, 8), WARM, slots=slots), reference)
+
+
+def test_samples_do_not_depend_on_other_samples_or_prompts(small, reference):
+    assert_same(sample(small, ask(TEXTS), WARM), reference)
+    for i in range(len(TEXTS)):
+        assert_same(sample(small, [r for r in ask(TEXTS, 8) if r.prompt_id == str(i)][3:4], WARM), reference)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chosen=st.lists(st.integers(0, 79), min_size=1, max_size=40, unique=True),
+    slots=st.sampled_from([None, 16, 17, 19]),
+)
+def test_samples_do_not_depend_on_order(small, reference, chosen, slots):
+    requests = ask(TEXTS, 8)
+    assert_same(sample(small, [requests[i] for i in chosen], WARM, slots=slots), reference)
+
+
+def test_another_cycle_draws_other_samples(small, reference):
+    other = sample(small, ask(TEXTS, 8, cycle=1), WARM)
+    assert sum(other[key].tokens == reference[key].tokens for key in reference) < 8
+
+
+def test_seeds_differ_and_fit_into_63_bits():
+    seeds = {
+        sample_seed(seed, cycle, prompt, i)
+        for seed in (0, 1, 11)
+        for cycle in (0, 1, 11, "eval")
+        for prompt in ("", "1", "11")
+        for i in (-1, 0, 1, 11)
+    }
+    assert len(seeds) == 3 * 4 * 3 * 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) > 2**62
+
+
+# ---- random numbers
+
+
+def split_mix(seed: int, position: int) -> float:
+    """Steele, Lea and Flood's reference, in Python."""
+    mask = 2**64 - 1
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return ((z ^ (z >> 31)) >> 11) / 2**53
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31)), min_size=1, max_size=50))
+def test_uniforms_are_split_mix(pairs):
+    seeds, positions = torch.tensor(pairs).T
+    assert uniforms(seeds, positions).tolist() == [split_mix(*pair) for pair in pairs]
+
+
+def test_uniforms_are_spread_evenly_and_independent():
+    seeds = torch.tensor([sample_seed(0, 1, str(i // 8), i % 8) for i in range(512)])
+    table = torch.stack([uniforms(seeds, torch.full_like(seeds, i)) for i in range(256)])  # [positions, seeds]
+    assert 0 <= table.min() < 1e-4
+    assert 1 - 1e-4 < table.max() < 1
+    # neighbours in a stream, neighbours among samples, and one place further in both
+    for pairs in ((table[:-1], table[1:]), (table[:, :-1], table[:, 1:]), (table[:-1, :-1], table[1:, 1:])):
+        a, b = ((16 * t).long().flatten() for t in pairs)
+        counts = torch.bincount(16 * a + b, minlength=256).double()
+        assert_chi_square(counts, torch.full_like(counts, 1 / 256))
+
+
+# ---- drawing
+
+
+def assert_chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> None:
+    """Counts that one in 100,000 honest samplers would exceed fail; by Wilson and Hilferty's approximation."""
+    expected = counts.sum() * probabilities
+    assert counts[expected == 0].sum() == 0
+    rare = expected < 5
+    observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    freedom = len(expected) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 4.265 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert ((observed - expected) ** 2 / expected).sum() < limit
+
+
+def exact_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """[v] fp64, by transformers' processors in transformers' order."""
+    chain = [hf.TemperatureLogitsWarper(float(sampling.temperature))]
+    chain += [hf.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    chain += [hf.TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
+    chain += [hf.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    scores = logits.double()[None]
+    for warper in chain:
+        scores = warper(None, scores)
+    return scores[0].softmax(-1)
+
+
+SAMPLINGS = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.5},
+    {"top_k": 1},
+    {"top_k": 20},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 100, "top_p": 0.95, "min_p": 0.1},
+    {"top_p": 0.5, "min_p": 0.3},
+]
+# Spread of the logits. Flat over 1,700 tokens: the 1,024 most probable ones hold less than 0.8
+VOCABULARIES = {"320": (320, 2.0), "1700": (1700, 2.0), "1700, flat": (1700, 0.3)}
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("options", SAMPLINGS, ids=str)
+def test_tokens_are_drawn_with_their_exact_probabilities(vocabulary, options):
+    size, spread = VOCABULARIES[vocabulary]
+    sampling = Sampling(1, **options)
+    logits = spread * torch.randn(size, generator=torch.Generator().manual_seed(size))
+    probabilities = exact_probabilities(logits, sampling)
+    n = 20_000
+    rows = logits.expand(n, -1)
+    # equally spaced numbers instead of random ones: every token comes up n p times, but for its two ends
+    tokens, logprobs = draw(rows, (torch.arange(n).double() + 0.5) / n, sampling)
+    counts = torch.bincount(tokens, minlength=size).double()
+    assert (counts - n * probabilities).abs().max() < 1.05
+    assert counts[probabilities == 0].sum() == 0
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[tokens], rtol=0, atol=1e-5)
+
+    tokens, _ = draw(rows, uniforms(torch.arange(n) * 7919, torch.zeros(n, dtype=torch.int64)), sampling)
+    if sampling.top_k != 1:
+        assert_chi_square(torch.bincount(tokens, minlength=size).double(), probabilities)
+
+
+def test_temperature_zero_is_the_most_probable_token():
+    logits = torch.randn(9, 1000, generator=torch.Generator().manual_seed(0))
+    tokens, logprobs = draw(logits, torch.rand(9).double(), Sampling(1, temperature=0, top_k=5))
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1))
+
+
+@st.composite
+def rows_of_logits(draw_value):
+    size = draw_value(st.sampled_from([1, 2, 7, 511, 512, 513, 1025, 1100]))
+    generator = torch.Generator().manual_seed(draw_value(st.integers(0, 2**32)))
+    scale = draw_value(st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4, 3e38]))
+    logits = (scale * (2 * torch.rand(size, generator=generator) - 1)).float()
+    hidden = torch.rand(size, generator=generator) < draw_value(st.sampled_from([0.0, 0.5, 0.99]))
+    hidden[draw_value(st.integers(0, size - 1))] = False
+    return logits.masked_fill(hidden, -torch.inf)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    logits=rows_of_logits(),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([1e-3, 0.5, 1.0, 3, 100.0]),
+            "top_k": st.integers(1, 1200),
+            "top_p": st.sampled_from([1e-9, 0.1, 0.5, 0.95, 1 - 1e-9, 1]),
+            "min_p": st.sampled_from([1e-9, 0.1, 1.0]),
+        },
+    ),
+)
+def test_what_is_excluded_is_never_drawn(logits, options):
+    sampling = Sampling(1, **options)
+    edges = torch.tensor([0.0, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-24, 1 - 2.0**-53], dtype=torch.float64)
+    tokens, logprobs = draw(logits.expand(len(edges), -1), edges, sampling)
+    assert tokens.min() >= 0
+    assert tokens.max() < len(logits)
+    relative = ((logits.double() - logits.max()) / sampling.temperature).exp()
+    assert (relative[tokens] > 0).all()
+    assert logprobs.isfinite().all()
+    better = torch.stack([(logits > logits[token]).sum() for token in tokens])
+    assert sampling.top_k is None or (better < sampling.top_k).all()
+    assert sampling.min_p is None or (relative[tokens] >= sampling.min_p * (1 - 1e-4)).all()
+    if sampling.top_p is not None:
+        kept = relative.sort(descending=True).values[: sampling.top_k]
+        above = torch.stack([kept[kept > relative[token]].sum() for token in tokens])
+        assert (above <= kept.sum() * sampling.top_p * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_new_tokens": 0}, {"max_new_tokens": 1.0}, {"max_new_tokens": True}, {"temperature": -0.1},
+        {"temperature": "1"}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": 0}, {"top_k": 1.5},
+        {"top_p": 0}, {"top_p": 1.1}, {"top_p": "0.9"}, {"min_p": 0.0}, {"min_p": 2}, {"stop_strings": ("",)},
+        {"stop_strings": (1,)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_impossible_settings_are_refused(bad):
+    with pytest.raises(UserError, match=next(iter(bad))):
+        Sampling(**{"max_new_tokens": 5, **bad})
+
+
+# ---- adapters merged
+
+
+@pytest.mark.parametrize(("family", "lora"), [("qwen2", "lora"), ("llama", "dora")])
+def test_merged_weights_are_those_that_are_exported(family, lora, tmp_path):
+    decoder = model(family, lora)
+    export.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
+    updates = export.updates_by_weight(load_file(tmp_path / export.ADAPTER_WEIGHTS))
+    with merged(decoder) as laid_out:
+        for i, (layer, theirs) in enumerate(zip(laid_out.layers, decoder.layers, strict=True)):
+
+            def expected(ours, name, i=i):
+                return export.merged_weight(ours.weight, updates[f"model.layers.{i}.{name}.weight"], 6 / 4)
+
+            attention, mlp = theirs.attn, theirs.mlp
+            assert torch.equal(layer.out, expected(attention.output_proj, "self_attn.o_proj"))
+            assert torch.equal(layer.down, expected(mlp.w2, "mlp.down_proj"))
+            gate_up = [expected(mlp.w1, "mlp.gate_proj"), expected(mlp.w3, "mlp.up_proj")]
+            assert torch.equal(layer.gate_up, torch.cat(gate_up))
+            assert torch.equal(layer.qkv[-32:], expected(attention.v_proj, "self_attn.v_proj"))
+            assert not torch.equal(layer.out, attention.output_proj.weight)
+
+
+@pytest.mark.parametrize("end", ["whole", "early", "error"])
+def test_sampling_leaves_the_model_as_it_was(end):
+    decoder = model("qwen2", "dora", tie_word_embeddings=True)
+    before = {name: (p, p.detach().clone(), p.requires_grad) for name, p in decoder.named_parameters()}
+    try:
+        with merged(decoder) as laid_out:
+            completions = LocalSession(laid_out, Words(), lambda: GIB).generate(ask(prompts(3, 4)), Sampling(8))
+            next(completions)
+            if end == "error":
+                raise ZeroDivisionError
+            if end == "whole":
+                list(completions)
+    except ZeroDivisionError:
+        assert end == "error"
+    assert not vars(laid_out)  # whoever still holds it holds no weights
+    after = dict(decoder.named_parameters())
+    assert after.keys() == before.keys()
+    for name, (parameter, value, trainable) in before.items():
+        assert after[name] is parameter
+        assert torch.equal(parameter, value)
+        assert (parameter.requires_grad, parameter.grad) == (trainable, None)
+
+
+def other_family(name: str):
+    shape = {**SHAPE, "vocab_size": 64, "num_layers": 1}
+    if name == "gemma2":
+        return gemma2(**{k: v for k, v in shape.items() if k != "norm_eps"}, head_dim=16)
+    if name == "phi3":
+        return phi3(**shape)
+    decoder = qwen2(**shape)
+    attention = decoder.layers[0].attn
+    if name == "q_norm":
+        attention.q_norm = attention.k_norm = RMSNorm(16)
+    elif name == "gelu":
+        decoder.layers[0].mlp.activation = nn.GELU()
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("gemma2", "Gemma2"),
+        ("phi3", "position embeddings Phi3RotaryPositionalEmbeddings"),
+        ("q_norm", "q/k norms"),
+        ("gelu", "an activation other than SiLU"),
+    ],
+)
+def test_other_families_are_refused_by_name(name, what):
+    engine = LocalEngine(decoder=other_family(name), tokenizer=Words(), free_memory=lambda: GIB)
+    for refused in (engine.check, engine.session().__enter__):
+        with pytest.raises(UserError, match=what):
+            refused()
+
+
+def test_mistral_is_a_llama():
+    shape = {k: v for k, v in SHAPE.items() if k != "num_layers"}
+    torch.manual_seed(0)
+    decoder = mistral(**shape, num_layers=1).eval()
+    check_family(decoder)
+    (completion,) = sample(decoder, ask(prompts(9)), Sampling(12), Words([])).values()
+    torch.testing.assert_close(torch.tensor(completion.logprobs), teacher_forced(decoder, completion), rtol=0, atol=1e-5)
+
+
+# ---- where answers end
+
+
+@pytest.fixture(scope="module")
+def untold(small):
+    """Answers that nothing but their length ends."""
+    return sample(small, ask(TEXTS[:4], 6), Sampling(30), Words([]))
+
+
+def test_a_stop_token_ends_an_answer(small, untold):
+    stops = {untold["0", 0].tokens[0], untold["1", 0].tokens[10], untold["2", 0].tokens[29]}
+    reasons = set()
+    for key, completion in sample(small, ask(TEXTS[:4], 6), Sampling(30), Words(stops)).items():
+        whole = untold[key].tokens
+        end = next((i + 1 for i, token in enumerate(whole) if token in stops), None)
+        assert completion.tokens == whole[:end]
+        assert len(completion.logprobs) == len(completion.tokens)
+        assert completion.finish_reason == ("length" if end is None else "stop")
+        assert completion.text == Words().decode(whole if end is None else whole[: end - 1])
+        reasons.add((completion.finish_reason, len(completion.tokens)))
+    assert {("stop", 1), ("stop", 30), ("length", 30)} <= reasons
+
+
+class Pairs(Words):
+    """Two letters a token, so that a stop string may lie over the border of two."""
+
+    def decode(self, tokens):
+        return "".join(f"{chr(97 + token % 7)}{chr(97 + token % 5)}" for token in tokens)
+
+
+@pytest.mark.parametrize("stops", [("ab",), ("dca",), ("gebb", "ab", "fabc"), ("never at all",)])
+def test_a_stop_string_ends_an_answer(small, untold, stops):
+    ends = []
+    for key, completion in sample(small, ask(TEXTS[:4], 6), Sampling(30, stop_strings=stops), Pairs([])).items():
+        whole = Pairs().decode(untold[key].tokens)
+        first = min((at for at, _ in enumerate(whole) if whole.startswith(stops, at)), default=None)
+        held = [n for n in range(1, 31) if any(stop in whole[: 2 * n] for stop in stops)]
+        assert completion.tokens == untold[key].tokens[: min(held, default=30)]
+        assert completion.finish_reason == ("stop" if held else "length")
+        text = Pairs().decode(completion.tokens)
+        cut = [text.find(stop) for stop in stops if stop in text]
+        assert completion.text == text[: min(cut, default=len(text))]
+        assert first is None or len(completion.text) == first
+        ends.append(first)
+    if stops == ("never at all",):
+        assert ends == [None] * 24
+    else:
+        assert {0, 1} <= {end % 2 for end in ends if end is not None}
+
+
+def test_a_stop_string_may_be_the_whole_answer(small, untold):
+    start = Words().decode(untold["0", 0].tokens)[:3]
+    found = sample(small, ask(TEXTS[:1]), Sampling(30, stop_strings=(start,)), Words([]))["0", 0]
+    assert (found.text, found.finish_reason, len(found.tokens)) == ("", "stop", 3)
+
+
+class Gappy(Words):
+    """Raises on ids beyond its vocabulary, as torchtune's tokenizers do."""
+
+    def decode(self, tokens):
+        return "".join([chr(97 + token) for token in tokens if {token: token}[token] < 26 or {}[token]])
+
+
+def test_ids_that_the_tokenizer_does_not_know_say_nothing(small, untold):
+    assert to_text(Gappy(), [0, 300, 1]) == "ab"
+    found = sample(small, ask(TEXTS[:4], 6), Sampling(30), Gappy([]))
+    for key, completion in found.items():
+        assert completion.tokens == untold[key].tokens
+        assert completion.text == "".join(chr(97 + token) for token in completion.tokens if token < 26)
+    assert any(completion.text for completion in found.values())
+
+
+def test_answers_beyond_the_context_are_refused(small):
+    assert len(sample(small, ask(prompts(1000)), Sampling(24))["0", 0].tokens) <= 24
+    with pytest.raises(UserError, match="are 1025 tokens; the model takes 1024"):
+        sample(small, ask(prompts(3, 1001)), Sampling(24))
+
+
+@pytest.mark.parametrize("stops", [[], None])
+def test_a_tokenizer_without_stop_tokens_is_refused(small, stops):
+    tokenizer = SimpleNamespace(stop_tokens=stops)
+    with pytest.raises(UserError, match="no stop_tokens"):
+        LocalEngine(decoder=small, tokenizer=tokenizer, free_memory=lambda: GIB).check()
+    LocalEngine(decoder=small, tokenizer=Words(), free_memory=lambda: GIB).check()
+
+
+@pytest.mark.parametrize("slots", [0, -1, 2.0, True, "8"])
+def test_impossible_slots_are_refused(small, slots):
+    with pytest.raises(UserError, match=r"engine\.slots"):
+        LocalEngine(slots, decoder=small, tokenizer=Words(), free_memory=lambda: GIB)
+
+
+# ---- slots and memory
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """What was prefilled, in calls, and weak references to every tensor of a cache."""
+    record = SimpleNamespace(prefilled=[], prefixes=[], slots=[], shapes=[])
+    prefill, new_cache = Decoder.prefill, Decoder.new_cache
+
+    def counted(self, given):
+        made = prefill(self, given)
+        record.prefilled.append([tuple(tokens) for tokens in given])
+        record.prefixes += [weakref.ref(t) for cache in made for t in (*cache.keys, *cache.values)]
+        return made
+
+    def seen(self, slots, length):
+        cache = new_cache(self, slots, length)
+        record.slots += [weakref.ref(t) for t in (*cache.keys, *cache.values)]
+        record.shapes.append((slots, length))
+        return cache
+
+    monkeypatch.setattr(Decoder, "prefill", counted)
+    monkeypatch.setattr(Decoder, "new_cache", seen)
+    record.alive = lambda which: (gc.collect(), sum(ref() is not None for ref in which))[1]
+    return record
+
+
+def test_a_prompt_is_prefilled_once(small, caches):
+    texts = prompts(*range(1, 31))
+    sample(small, ask(texts, 5), Sampling(6), slots=16)
+    assert sorted(tokens for call in caches.prefilled for tokens in call) == sorted(text[:-1] for text in texts)
+    assert len(caches.prefilled) < 30
+
+
+def test_slots_are_nearly_always_busy_and_answers_come_as_they_end(small, caches):
+    with merged(small) as decoder:
+        session = LocalSession(decoder, Words(), lambda: GIB, slots=16)
+        requests = ask(prompts(*range(1, 31)), 10)
+        lengths, sampled = [], []
+        for completion in session.generate(requests, Sampling(24)):
+            lengths.append(len(completion.tokens))
+            sampled.append(session.stats()["tokens"])
+            if len(lengths) == 150:  # prompts answered, one under way and perhaps some that are prefilled already
+                assert caches.alive(caches.prefixes) < 0.4 * len(caches.prefixes)
+        stats = session.stats()
+    assert len(lengths) == 300
+    assert stats["tokens"] == sum(lengths)
+    assert stats["occupancy"] > 0.95
+    assert sampled[0] < 0.05 * stats["tokens"]
+    assert sampled[150] == pytest.approx(stats["tokens"] / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("end", ["whole", "early"])
+def test_caches_go_with_the_generator(small, caches, end):
+    with merged(small) as decoder:
+        completions = LocalSession(decoder, Words(), lambda: GIB).generate(ask(TEXTS, 4), Sampling(12))
+        next(completions)
+        assert caches.alive(caches.slots) == 2 * SHAPE["num_layers"]
+        if end == "early":
+            completions.close()
+        else:
+            list(completions)
+        assert caches.alive(caches.slots) == caches.alive(caches.prefixes) == 0

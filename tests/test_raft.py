@@ -1,0 +1,510 @@
+"""RAFT through its own door: what a run writes, that it survives, and that it does the same on any number of ranks."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from rocm_ext.recipes.raft_rocm import RAFT, evaluate_adapter, main
+from safetensors.torch import load_file
+
+from rocm_ext import config, rollouts
+from rocm_ext.chat import IGNORE, render_prompt
+from rocm_ext.errors import UserError
+from rocm_ext.loss import ClippedRatioLoss
+from rocm_ext.rollouts import Journal, read_records
+from tests.forks import forked, kill_before
+from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
+
+REPO = Path(__file__).parents[1]
+SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
+WEIGHTS = "adapter/adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A base model with sharp opinions, 12 prompts and 6 held-out ones."""
+    top = tmp_path_factory.mktemp("raft")
+    write_model(top / "base", initializer_range=0.1)
+    write_model(top / "llama", "llama", initializer_range=0.1)
+    write_rows(top / "prompts.jsonl", 12)
+    write_rows(top / "heldout.jsonl", 6, start=100)
+    return top
+
+
+@pytest.fixture(scope="module")
+def make(folder):
+    """Writes the YAML of a run: 2 cycles of 12 prompts with 4 answers each."""
+
+    def prompts(name: str) -> dict:
+        component = "rocm_ext.prompts.prompt_dataset"
+        return {"_component_": component, "source": str(folder / name), "column_map": {"prompt": "question"}}
+
+    def make(out: Path, base: str = "base", **changes) -> Path:
+        cfg = run_config(folder / base, folder / "prompts.jsonl", out)
+        cfg = {key: value for key, value in cfg.items() if key not in SFT_ONLY} | {
+            "prompts": prompts("prompts.jsonl"),
+            "eval_prompts": prompts("heldout.jsonl"),
+            "verifier": {"_component_": "tests.judges.Coin"},
+            "verify_workers": 1,
+            "cycles": 2,
+            "samples_per_prompt": 4,
+            "max_new_tokens": 12,
+            "drop_truncated": False,
+            "skip_solved": False,
+            "retry_unsolved_after": 1,
+            "epochs": 2,
+            "save_every_n_steps": 2,
+            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-3},
+            **changes,
+        }
+        out.parent.mkdir(exist_ok=True, parents=True)
+        return write_yaml(out.with_suffix(f".{len(changes)}.yaml"), cfg)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(make, folder) -> Path:
+    """A run that nothing disturbed."""
+    out = folder / "reference"
+    code, messages = forked(main, make(out))
+    assert code == 0, messages
+    return out
+
+
+def load(path: Path, *overrides: str) -> RAFT:
+    return RAFT(config.load("raft_rocm", str(path), list(overrides)))
+
+
+def cycle_row(out: Path, cycle: int) -> dict:
+    return next(row for row in json.loads((out / "summary.json").read_text())["cycles"] if row["cycle"] == cycle)
+
+
+def outcome(out: Path) -> dict:
+    """All that must not differ between runs: records, adapters, training curves and scores."""
+    found: dict = {"adapter": (out / WEIGHTS).read_bytes()}
+    for folder in sorted(out.glob("cycle_*")):
+        for path in sorted(folder.rglob("*.jsonl")):
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            timing = ("seconds", "tokens_per_second", "peak_memory")
+            lines = [{k: v for k, v in line.items() if k not in timing} for line in lines]
+            found[f"{folder.name}/{path.relative_to(folder)}"] = sorted(map(json.dumps, lines))
+        for name in (WEIGHTS, "eval.json"):
+            if (folder / name).exists():
+                found[f"{folder.name}/{name}"] = (folder / name).read_bytes()
+    return found
+
+
+def assert_equal(out: Path, reference: Path) -> None:
+    found, expected = outcome(out), outcome(reference)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name] == expected[name], name
+
+
+# ---- what a run writes
+
+
+def test_every_arrow_is_a_file(reference):
+    assert (reference / "cycle_0" / "eval.json").exists()
+    for cycle in (1, 2):
+        folder = reference / f"cycle_{cycle}"
+        samples, verdicts, kept = (read_records(folder / f"{n}.jsonl") for n in ("samples", "verdicts", "kept"))
+        keys = {(r["prompt_id"], r["sample"]) for r in samples}
+        assert len(samples) == len(keys) == 12 * 4
+        assert {(r["prompt_id"], r["sample"]) for r in verdicts} == keys
+        right = {(r["prompt_id"], r["sample"]) for r in verdicts if r["verdict"] == "CORRECT"}
+        assert {(r["prompt_id"], r["sample"]) for r in kept} <= right
+        assert (folder / WEIGHTS).exists()
+        assert not (folder / "checkpoints").exists()
+        row = cycle_row(reference, cycle)
+        assert (row["samples"], row["kept"]) == (48, len(kept))
+        assert row["verdicts"] == {"CORRECT": len(right), "WRONG": 48 - len(right)}
+        assert row["steps"] == 2 * -(-len(kept) // 8)
+        assert row["held_out"] == json.loads((folder / "eval.json").read_text())
+        assert row["seconds"]["sample"] > 0
+    for record in samples:
+        assert len(record["tokens"]) == len(record["logprobs"]) <= 12
+        assert record["finish_reason"] == ("length" if len(record["tokens"]) == 12 else "stop")
+        assert all(value <= 0 for value in record["logprobs"])
+
+
+def test_samples_are_those_of_the_model_of_the_cycle_before(reference, make, tmp_path):
+    raft = load(make(tmp_path / "out", checkpointer={
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": str(reference.parent / "base"), "checkpoint_files": ["model.safetensors"],
+        "model_type": "QWEN2", "output_dir": str(tmp_path),
+        "adapter_checkpoint": str(reference / "cycle_1" / "adapter"),
+    }))  # fmt: skip
+    raft.setup()
+    decoder = raft.trainer.decoder.eval()
+    for record in read_records(reference / "cycle_2" / "samples.jsonl")[:12]:
+        prompt = raft.tokens[record["prompt_id"]]
+        with torch.no_grad():
+            logits = decoder(torch.tensor([prompt + record["tokens"]]))[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(record["tokens"])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(record["logprobs"]), expected, rtol=0, atol=1e-4)
+
+
+def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
+    """The first cycle's adapter is the SFT recipe's on the kept token ids, with the prompt masked."""
+    kept = read_records(reference / "cycle_1" / "kept.jsonl")
+    raft = load(make(tmp_path / "out"), "seed=1")
+    raft.setup()
+    for record in kept:
+        assert record["prompt_tokens"] == raft.tokens[record["prompt_id"]]
+    trainer, rows = raft.trainer, []
+    original = LoRAFinetune.start
+
+    def start(self, cfg, given):
+        rows.append(given)
+        original(self, cfg, given)
+
+    LoRAFinetune.start = start
+    try:
+        raft.run()
+    finally:
+        LoRAFinetune.start = original
+        trainer.cleanup()
+    for record, tokens, labels in zip(kept, rows[0].tokens, rows[0].labels, strict=True):
+        prompt = record["prompt_tokens"]
+        assert tokens.tolist() == prompt + record["tokens"]
+        assert labels.tolist() == [IGNORE] * len(prompt) + record["tokens"]
+    assert_equal(tmp_path / "out", reference)
+
+
+def test_prompts_are_rendered_as_for_sft(reference, make, tmp_path):
+    raft = load(make(tmp_path / "out"))
+    raft.setup()
+    prompt = raft.prompts[3]
+    assert raft.tokens[prompt.id] == render_prompt(raft.trainer.tokenizer, prompt.messages)
+    raft.trainer.cleanup()
+
+
+def test_evaluation_of_any_adapter(reference, make, tmp_path):
+    path = make(tmp_path / "out")
+    for cycle, adapter in ((0, None), (2, reference / "cycle_2" / "adapter")):
+        scores = evaluate_adapter(config.load("raft_rocm", str(path), ["seed=1"]), adapter)
+        assert scores == json.loads((reference / f"cycle_{cycle}" / "eval.json").read_text())
+    assert not (tmp_path / "out").exists()
+
+
+# ---- ranks
+
+
+def test_two_ranks_sample_and_train_what_one_does(reference, make, tmp_path):
+    out = tmp_path / "two"
+    run = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "raft_rocm", "--config", make(out),
+               env={"PYTHONPATH": str(REPO)})  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    for cycle in (1, 2):
+        found, expected = (
+            {(r["prompt_id"], r["sample"]): (r["tokens"], r["seed"]) for r in read_records(path)}
+            for path in (top / f"cycle_{cycle}" / "samples.jsonl" for top in (out, reference))
+        )
+        assert found == expected
+    torch.testing.assert_close(load_file(out / WEIGHTS), load_file(reference / WEIGHTS), rtol=0, atol=1e-6)
+    assert not list(out.rglob("*.rank*"))
+
+
+# ---- objectives
+
+
+def test_clipped_ratio_equals_its_formula():
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(16, 50, bias=False), torch.randn(40, 16, requires_grad=True)
+    targets = torch.randint(0, 50, (40,))
+    with torch.no_grad():
+        old = head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0] + 0.5 * torch.randn(40)
+    ratio = (head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0] - old).exp()
+    expected = -torch.minimum(ratio, ratio.clamp(1 - 0.2, 1 + 0.28)).sum()
+    (grad,) = torch.autograd.grad(expected, hidden)
+    loss = ClippedRatioLoss(0.28, chunk_tokens=7)(head, hidden, targets, old)
+    (found,) = torch.autograd.grad(loss, hidden)
+    assert 5 < (ratio > 1.28).sum() < 35  # some of both kinds
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-6)
+
+
+def test_raft_plus_plus_starts_at_a_ratio_of_one(make, tmp_path):
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out, objective="raft++", cycles=1, epochs=3))
+    assert code == 0, messages
+    losses = [json.loads(line)["loss"] for line in (out / "cycle_1" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[0] == pytest.approx(-1, abs=1e-4)  # the sampler's log-probs are the trainer's
+    assert losses[-1] < -1.01
+    assert min(losses) >= -1.28
+
+
+# ---- killed and resumed
+
+
+@pytest.mark.parametrize("counts", [range(2, 90, 22), pytest.param(range(1, 120, 3), marks=pytest.mark.slow)])
+def test_killed_while_writing(make, reference, tmp_path, counts):
+    out, codes = tmp_path / "out", []
+    for count in counts:
+        codes.append(forked(main, make(out), "resume_from_checkpoint=True", prepare=kill_before(count))[0])
+    assert set(codes) <= {-signal.SIGKILL, 0}
+    assert -signal.SIGKILL in codes
+    code, messages = forked(main, make(out), "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert_equal(out, reference)
+
+
+def kill_at_record(name: str, count: int):
+    """Patches that kill the process while it writes record number ``count`` of a journal, half of it written."""
+
+    def prepare() -> None:
+        original = Journal.append
+
+        def append(self, record):
+            if self._own.name == name:
+                prepare.count += 1  # type: ignore[attr-defined]
+            if prepare.count == count:  # type: ignore[attr-defined]
+                text = json.dumps(record, ensure_ascii=False).encode()
+                with self._own.open("ab") as file:
+                    file.write(text[: len(text) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, record)
+
+        prepare.count = 0  # type: ignore[attr-defined]
+        rollouts.Journal.append = append  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("samples.jsonl", 3), ("samples.jsonl", 40), ("verdicts.jsonl", 20), ("samples.jsonl", 58)]
+)
+def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=kill_at_record(name, count))[0] == -signal.SIGKILL
+    code, messages = forked(main, make(out), "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert_equal(out, reference)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(make, reference, tmp_path):
+    rng, out = random.Random(0), tmp_path / "out"
+    for _ in range(25):
+        forked(main, make(out), "resume_from_checkpoint=True", kill_after=rng.uniform(0.5, 6))
+    code, messages = forked(main, make(out), "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert_equal(out, reference)
+
+
+def test_ctrl_c_while_sampling(make, reference, tmp_path):
+    def prepare() -> None:
+        original = Journal.append
+
+        def append(self, record):
+            original(self, record)
+            if len(self.records) == 9:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        rollouts.Journal.append = append  # type: ignore[method-assign]
+
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out, eval_prompts=None), prepare=prepare)
+    assert code == 130, messages
+    assert "stopped in cycle 1, all saved; go on with resume_from_checkpoint=True" in messages
+    assert "Traceback" not in messages
+    recorded = read_records(out / "cycle_1" / "samples.jsonl")
+    assert 9 <= len(recorded) < 48
+    assert forked(main, make(out, eval_prompts=None), "resume_from_checkpoint=True")[0] == 0
+    assert read_records(out / "cycle_1" / "samples.jsonl")[: len(recorded)] == recorded
+    assert (out / "cycle_2" / WEIGHTS).read_bytes() == (reference / "cycle_2" / WEIGHTS).read_bytes()
+
+
+def test_resuming_a_finished_run_changes_nothing(reference, make, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    code, messages = forked(main, make(out), "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert_equal(out, reference)
+
+
+def test_more_cycles_go_on_from_the_last(reference, make, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    code, messages = forked(main, make(out), "resume_from_checkpoint=True", "cycles=3")
+    assert code == 0, messages
+    assert cycle_row(out, 3)["steps"] > 0
+    assert (out / "cycle_2" / WEIGHTS).read_bytes() == (reference / "cycle_2" / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("temperature=0.7", "temperature: was 1.0, is 0.7"),
+        ("max_new_tokens=11", "max_new_tokens: was 12, is 11"),
+        ("samples_per_prompt=5", "samples_per_prompt: was 4, is 5"),
+        ("verifier.share=0.4", "verifier.share: was None, is 0.4"),
+        ("prompts.limit=7", "prompts changed"),
+        ("eval_prompts.limit=3", "eval prompts changed"),
+        ("model.lora_rank=5", "model.lora_rank: was 4, is 5"),
+        ("max_per_prompt=1", "max_per_prompt: was 4, is 1"),
+        ("seed=2", "seed: was 1, is 2"),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused(reference, make, tmp_path, override, message):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    before = outcome(out)
+    code, messages = forked(main, make(out), "resume_from_checkpoint=True", override)
+    assert code == 1
+    assert message in messages
+    assert "Traceback" not in messages
+    code, messages = forked(main, make(out))
+    assert code == 1
+    assert "resume_from_checkpoint=True goes on" in messages
+    assert outcome(out) == before
+
+
+def test_overwriting_starts_afresh(reference, make, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    (out / "cycle_7").mkdir()
+    code, messages = forked(main, make(out), "overwrite_output_dir=True")
+    assert code == 0, messages
+    assert_equal(out, reference)
+
+
+# ---- settings that change what happens
+
+
+def test_base_starts_each_cycle_from_the_first_adapter(reference, make, tmp_path):
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out, start_from="base"))
+    assert code == 0, messages
+    assert (out / "cycle_1" / WEIGHTS).read_bytes() == (reference / "cycle_1" / WEIGHTS).read_bytes()
+    samples = [(top / "cycle_2" / "samples.jsonl").read_text() for top in (out, reference)]
+    assert sorted(samples[0].splitlines()) == sorted(samples[1].splitlines())  # of the same model
+    assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
+
+
+def test_learning_rates_decay_to_their_floor(make, tmp_path):
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out, cycles=3, lr_decay=0.5, lr_floor=2e-3, eval_prompts=None, epochs=1))
+    assert code == 0, messages
+    assert [cycle_row(out, cycle)["lr"] for cycle in (1, 2, 3)] == pytest.approx([5e-3, 2.5e-3, 2e-3])
+
+
+def test_pass_at_k_is_measured(make, tmp_path):
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out, cycles=1, eval_samples=4))
+    assert code == 0, messages
+    scores = json.loads((out / "cycle_1" / "eval.json").read_text())
+    assert list(scores["pass_at_k"]) == ["1", "2", "4"]
+    records = read_records(out / "cycle_1" / "eval" / "verdicts.jsonl")
+    right = [r["verdict"] == "CORRECT" for r in records if r["sample"] >= 0]
+    assert len(right) == 24
+    assert scores["pass_at_k"]["1"]["pass"] == pytest.approx(sum(right) / 24)
+    solved = {r["prompt_id"] for r in records if r["sample"] >= 0 and r["verdict"] == "CORRECT"}
+    assert scores["pass_at_k"]["4"]["pass"] == pytest.approx(len(solved) / 6)
+
+
+def test_the_entropy_floor_stops(make, tmp_path):
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out, min_entropy=50.0))
+    assert code == 0, messages
+    assert "under min_entropy 50" in messages
+    assert not (out / "cycle_2").exists()
+    assert (out / WEIGHTS).exists()
+
+
+def test_llama_on_the_same_road(make, tmp_path):
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out, "llama", cycles=1))
+    assert code == 0, messages
+    assert cycle_row(out, 1)["kept"] > 0
+
+
+# ---- bad input, and verifiers that fail
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0}, "temperature 0 gives the same answer 4 times"),
+        ({"max_per_prompt": 0}, "max_per_prompt is 0; expected a whole number of at least 1, or null"),
+        ({"best_fraction": 0}, "best_fraction is 0; expected a share above 0"),
+        ({"objective": "grpo"}, "objective is 'grpo'; expected raft or raft++"),
+        ({"reward_threshold": 0}, "reward_threshold is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"stop_strings": "stop"}, "stop_strings is 'stop'; expected a list"),
+        ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
+        ({"samples_per_promt": 3}, "unknown key samples_per_promt; did you mean samples_per_prompt?"),
+        ({"dataset": {"_component_": "rocm_ext.data.sft_dataset"}}, "unknown key dataset"),
+        ({"verifier": {"_component_": "rocm_ext.verifiers.MathAnser"}}, "MathAnser"),
+        ({"verifier": {"_component_": "tests.judges.Coin", "heads": 1}}, "heads"),
+        ({"verifier": {"_component_": "rocm_ext.verifiers.PythonTests"}}, "prompts.jsonl:1"),
+        ({"stop_after_no_gain": 1, "eval_prompts": None}, "stop_after_no_gain needs held-out prompts"),
+        ({"verifier": {"_component_": "tests.judges.Coin", "share": 0.0}}, "nothing to train on. 48 answers: 48 WRONG"),
+        ({"verifier": {"_component_": "tests.judges.Broken"}}, "the judge is ill"),
+        ({"verifier": {"_component_": "tests.judges.Dies"}}, "exited with 3"),
+        ({"engine": {"_component_": "rocm_ext.generation.LocalEngine", "slots": 0}}, "engine.slots is 0"),
+        ({"engine": {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}},
+         "http://127.0.0.1:9/v1"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(make, tmp_path, changes, message):
+    code, messages = forked(main, make(tmp_path / "out", **changes))
+    assert code == 1
+    assert message in messages
+    assert len([line for line in messages.splitlines() if line.startswith("error: ")]) == 1
+    assert "Traceback" not in messages
+
+
+def test_held_out_prompts_must_not_be_trained_on(make, folder, tmp_path):
+    rows = folder / "prompts.jsonl"
+    overlap = tmp_path / "overlap.jsonl"
+    overlap.write_text(rows.read_text().splitlines()[4] + "\n")
+    code, messages = forked(main, make(tmp_path / "out"), f"eval_prompts.source={overlap}")
+    assert code == 1
+    assert "overlap.jsonl:1" in messages
+    assert "prompts.jsonl:5" in messages
+
+
+def test_a_mended_verifier_judges_again_without_sampling_again(make, tmp_path):
+    out = tmp_path / "out"
+    broken = {"_component_": "tests.judges.Broken"}
+    code, messages = forked(main, make(out, verifier=broken, eval_prompts=None))
+    assert code == 1
+    assert "max_error_share" in messages
+    samples = (out / "cycle_1" / "samples.jsonl").read_bytes()
+    assert "ERROR" not in (out / "cycle_1" / "verdicts.jsonl").read_text()
+    # the same name in the config, another behaviour
+    code, messages = forked(
+        main, make(out, verifier=broken, eval_prompts=None), "resume_from_checkpoint=True", "max_error_share=1",
+    )  # fmt: skip
+    assert code == 0, messages
+    assert (out / "cycle_1" / "samples.jsonl").read_bytes() == samples
+
+
+def test_a_verification_is_done_once(make, tmp_path):
+    log, out = tmp_path / "log", tmp_path / "out"
+    verifier = {"_component_": "tests.judges.Coin", "log": str(log)}
+    assert forked(main, make(out, verifier=verifier, cycles=1, eval_prompts=None))[0] == 0
+    assert len(log.read_text().splitlines()) == 48
+
+
+def test_seeds_are_hashes_of_run_cycle_prompt_and_index(reference):
+    record = read_records(reference / "cycle_2" / "samples.jsonl")[5]
+    text = f"1\0{2}\0{record['prompt_id']}\0{record['sample']}".encode()
+    assert record["seed"] == int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+def test_no_file_of_another_run_is_touched(make, tmp_path):
+    out = tmp_path / "out"
+    (out / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds an earlier run"):
+        load(make(out)).setup()

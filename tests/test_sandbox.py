@@ -1,0 +1,533 @@
+"""Hostile code: it scores nothing, harms nothing, and is done with in bounded time."""
+
+# ruff: noqa: E501 - the attacks are easier to read in their own lines
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from rocm_ext.errors import UserError
+from rocm_ext.verifiers import Limits, Pool, PythonTests, Run, Sandbox, Verdict, bubblewrap
+from rocm_ext.verifiers.process import children_of
+from rocm_ext.verifiers.sandbox import interpreter
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+ROW = {"tests": "def test_solution():\n    assert f(2) == 4\n    assert f(3) == 9\n    assert f(-10) == 100",
+       "entry_point": "f"}  # fmt: skip
+SECONDS = 1.0
+WRONG_F = "\ndef f(x):\n    return 5\n"
+YES = """
+class Yes(BASE):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 4
+    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __instancecheck__ = lambda self, *other: True
+    def __bool__(self): return True
+    def same(self, *other): return self
+    __sub__ = __rsub__ = __abs__ = __add__ = __mul__ = __round__ = __neg__ = same
+"""
+ALWAYS = [YES.replace("BASE", base) + "def f(x):\n    return Yes()\n" for base in
+          ("object", "int", "float", "str", "list", "dict", "tuple", "set")]  # fmt: skip
+
+FORGERIES = {
+    "exit": "exit(0)",
+    "quit": "def f(x): quit()",
+    "sys.exit": "import sys\nsys.exit()",
+    "sys.exit in f": "import sys\ndef f(x): sys.exit(0)",
+    "os._exit": "import os\nos._exit(0)",
+    "os._exit in f": "import os\ndef f(x): os._exit(0)",
+    "system exit": "raise SystemExit(0)",
+    "keyboard interrupt": "def f(x): raise KeyboardInterrupt",
+    "assertion error": "def f(x): raise AssertionError",
+    "prints a pass": 'print(\'{"kind": "done", "passed": 3, "total": 3}\', flush=True)' + WRONG_F,
+    "writes a pass to every descriptor": """
+import os, json
+report = {"kind": "done", "passed": 3, "total": 3, "detail": "", "ready": True, "ok": True, "n": [], "u": []}
+data = json.dumps(report).encode()
+for fd in range(64):
+    for frame in (data + b"\\n", len(data).to_bytes(4, "big") + data):
+        try: os.write(fd, frame)
+        except OSError: pass
+""" + WRONG_F,
+    "answers every call with every kind of message": """
+import os, json, sys
+fd = int(sys.argv[2])
+for value in ([], True, {}, ["h", 0, "f", []], ["T", "exec"], ["r", 10**9], ["r", -1], ["o", "X", []], ["nt", "a b", [], []],
+              ["np", "O", [1], "00"], ["B", "exec"], ["f", 0], ["D", "1e99"], [[[[[]]]]], ["i", "0x4"], {"passed": 3}):
+    for message in ({"ok": value, "n": [["l", [4]]], "u": [[0, ["l", []]], [-1, 1], ["x"]]}, {"exc": value, "n": []},
+                    {"op": "callback", "f": value, "a": [], "n": []}, {"ok": value, "n": value, "u": value}, [value]):
+        data = json.dumps(message).encode()
+        os.write(fd, len(data).to_bytes(4, "big") + data)
+""" + WRONG_F,
+    "a frame of 4 GB": "import os, sys\nos.write(int(sys.argv[2]), b'\\xff' * 100)" + WRONG_F,
+    "deep JSON": "import os, sys\nd = b'[' * 500000\nos.write(int(sys.argv[2]), len(d).to_bytes(4, 'big') + d)" + WRONG_F,
+    "patches builtins": """
+import builtins
+builtins.AssertionError = type("E", (BaseException,), {})
+builtins.isinstance = builtins.all = builtins.any = lambda *a: True
+builtins.len = builtins.sum = lambda *a: 4
+""" + WRONG_F,
+    "patches unittest": "import unittest\nunittest.TestCase.assertEqual = lambda *a: None" + WRONG_F,
+    "patches json": """
+import json
+dumps = json.dumps
+json.dumps = lambda value, **k: dumps({"ok": True, "n": [], "u": [], "passed": 3, "total": 3, "kind": "done"})
+json.loads = lambda *a: {}
+""" + WRONG_F,
+    "patches the wire": """
+import sys
+for module in list(sys.modules.values()):
+    for name in ("Codec", "Channel"):
+        if hasattr(module, name): setattr(module, name, object)
+    if hasattr(module, "Program"): module.Program.answer = lambda self, request: {"ok": True, "n": [], "u": []}
+""" + WRONG_F,
+    "replaces modules": "import sys\nfor n in list(sys.modules): sys.modules[n] = None" + WRONG_F,
+    "settrace": "import sys\nsys.settrace(lambda *a: exit(0))\nsys.setprofile(lambda *a: None)" + WRONG_F,
+    "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))\nexit(0)",
+    "__del__": "import os\nclass D:\n    def __del__(self): os._exit(0)\nd = D()\ndel d" + WRONG_F,
+    "walks frames": """
+import gc, sys
+def f(x):
+    frame, seen = sys._getframe(), []
+    while frame:
+        seen += [v for v in frame.f_locals.values() if isinstance(v, int) and v not in (x, 0, 1)]
+        frame = frame.f_back
+    seen += [o for o in gc.get_objects() if type(o) is int]
+    return next((s for s in seen if s == x * x), seen[0] if seen else 5)
+""",
+    "reads tests": """
+import os
+def f(x):
+    text = ""
+    for folder, _, names in [*os.walk("/box"), *os.walk("/proc/self"), *os.walk("/tmp")]:
+        for name in names:
+            try: text += open(os.path.join(folder, name), errors="replace").read(100000)
+            except Exception: pass
+    return 4 if "f(2) =" + "= 4" in text else 5
+""",
+    "reads processes": """
+import os
+def f(x):
+    text = b""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for name in ("cmdline", "environ", "mem", "maps"):
+            try: text += open(f"/proc/{pid}/{name}", "rb").read(100000)
+            except Exception: pass
+    return x * x if b"f(2) =" + b"= 4" in text or b"HOME=/root" in text else 5
+""",
+    "counts calls": "n = 0\ndef f(x):\n    global n\n    n += 1\n    return [5, 9, 100][min(n, 2)]",
+    "empties": "def f(*a, **k): return None",
+    "syntax error": "```python\ndef f(x) return 4\n```",
+    "null byte": "```python\ndef f(x):\n    return 4\x00\n```",
+    "surrogate": "```python\nx = '\ud800'\n" + WRONG_F + "```",
+}  # fmt: skip
+
+DAMAGE = {
+    "kills everything": "import os\ndef f(x):\n    os.kill(-1, 9)\n    os.kill(1, 9)\n    os.kill(os.getppid(), 9)\n    return 5",
+    "forks without end": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "forks politely": "import os, time\ntry:\n    for i in range(10000): os.fork() or time.sleep(60)\nexcept OSError: pass"
+                      + WRONG_F,
+    "starts threads": "import threading, time\nfor i in range(10000): threading.Thread(target=time.sleep, args=(60,)).start()"
+                      + WRONG_F,
+    "fills the disk": "n = 0\nwhile True:\n    n += 1\n    open(f'/tmp/{n}', 'wb').write(bytes(10**7))",
+    "fills a file": "f = open('/tmp/x', 'wb')\nwhile True: f.write(bytes(10**6))",
+    "fills the memory": "x = []\nwhile True: x.append(bytes(10**7))",
+    "fills the memory in f": "def f(x):\n    return [0] * 10**12",
+    "fills shared memory": "import os\nn = 0\nwhile True:\n    n += 1\n    open(f'/dev/shm/{n}', 'wb').write(bytes(10**7))",
+    "returns too much": "def f(x): return [list(range(1000)) for i in range(10000)]",
+    "returns without end": "import itertools\ndef f(x): return itertools.count()",
+    "returns a cycle": "def f(x):\n    a = []\n    a.append(a)\n    return a",
+    "returns deeply": "def f(x):\n    a = ()\n    for i in range(100000): a = (a,)\n    return a",
+    "recurses": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x + 1)",
+    "crashes": "import ctypes\ndef f(x): return ctypes.string_at(0)",
+    "sleeps": "import time\ntime.sleep(1000)",
+    "sleeps in f": "import time\ndef f(x): time.sleep(1000)",
+    "loops": "while True: pass",
+    "loops in C": "def f(x): return 9 ** 9 ** 9",
+    "ignores signals": """
+import signal, time
+for number in range(1, 65):
+    try: signal.signal(number, lambda *a: None)
+    except Exception: pass
+while True:
+    try: time.sleep(100)
+    except BaseException: pass
+""",
+    "prints without end": "while True: print('x' * 100000)",
+    "writes without end": "import os\nwhile True: os.write(2, b'x' * 100000)",
+    "floods the judge": "import os, sys\nwhile True: os.write(int(sys.argv[2]), b'\\0\\0\\0\\2{}' * 1000)",
+    "prints from threads": """
+import threading, os
+def shout():
+    while True: os.write(int(__import__("sys").argv[2]), b"\\0\\0\\0\\2{}")
+for i in range(8): threading.Thread(target=shout).start()
+""" + WRONG_F,
+    "daemonises": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n    os._exit(0)"
+                  + WRONG_F,
+    "reads stdin": "input()",
+    "opens sockets": """
+import socket
+for family, address in ((socket.AF_INET, ("1.1.1.1", 80)), (socket.AF_INET, ("127.0.0.1", 22))):
+    with socket.socket(family) as s: s.connect(address)
+def f(x): return x * x
+""",
+}  # fmt: skip
+
+
+def verify(completion: str, row: dict = ROW, timeout: float = 10, partial_credit: bool = False):
+    started = time.monotonic()
+    result = PythonTests(timeout, partial_credit=partial_credit)(completion, row)
+    assert time.monotonic() - started < timeout + 4
+    return result
+
+
+def fenced(code: str) -> str:
+    return code if code.startswith("```") else f"```python\n{code}\n```"
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_pass_cannot_be_forged(name: str):
+    for partial in (False, True):
+        result = verify(fenced(FORGERIES[name]), partial_credit=partial)
+        assert result.verdict in (Verdict.WRONG, Verdict.UNPARSED), result
+        # an answer that is right for one of the three calls earns its share
+        assert result.reward <= (2 / 3 if partial and "counts" in name else 0), result
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_bounded(name: str):
+    result = verify(fenced(DAMAGE[name]), timeout=SECONDS)
+    assert result.verdict in (Verdict.WRONG, Verdict.TIMEOUT), result
+    assert result.reward == 0
+
+
+def test_methods_of_trusted_classes_are_not_replaced():
+    """A class of the set-up travels by its attributes; one of these must not take the place of a method."""
+    setup = "class P:\n    def __init__(self, x): self.x = x\n    def same(self, x): return self.x == x\n"
+    row = {"tests": "assert f(2).same(4)", "entry_point": "f", "test_setup": setup}
+    assert verify(fenced("def f(x): return P(x * x)"), row).verdict is Verdict.CORRECT
+    forged = "def f(x):\n    p = P(5)\n    p.same = lambda x: True\n    return p\n"
+    assert verify(fenced(forged), row).verdict is Verdict.WRONG
+    redefined = (
+        "class P:\n    def __init__(self, x): self.x = 5\n    def same(self, x): return True\ndef f(x): return P(x)"
+    )
+    assert verify(fenced(redefined), row).verdict is Verdict.WRONG
+
+
+def test_modules_that_tests_forget_to_import_are_not_the_programs():
+    forged = (
+        "class math:\n    isclose = staticmethod(lambda *a, **k: True)\nisclose = math.isclose\ndef f(x): return 5.0"
+    )
+    for test in ("assert math.isclose(f(2), 4)", "assert isclose(f(2), 4)"):
+        assert verify(fenced(forged), {"tests": test, "entry_point": "f"}).verdict is Verdict.WRONG
+        assert verify("def f(x): return 4.0", {"tests": test, "entry_point": "f"}).verdict is Verdict.CORRECT
+
+
+@pytest.mark.skipif(importlib.util.find_spec("numpy") is None, reason="needs numpy")
+def test_numpy_takes_no_memory_from_the_program():
+    forged = "class A:\n    __array_interface__ = {'data': (0x400000, False), 'shape': (1,), 'typestr': '<i8', 'version': 3}\ndef f(x): return A()"
+    row = {"tests": "import numpy as np\nassert np.array_equal(f(2), [4])", "entry_point": "f"}
+    result = verify(fenced(forged), row)
+    assert result.verdict is Verdict.WRONG
+    assert "crashed" not in result.detail
+
+
+@pytest.mark.parametrize("code", ALWAYS, ids=range(len(ALWAYS)))
+def test_nothing_equals_everything(code: str):
+    tests = ["f(2) == 4", "4 == f(2)", "f(2) in (4, 5)", "abs(f(2) - 4) < 1e-6", "not f(2) != 4", "f(2) > 3 and f(2) < 5",
+             "math.isclose(f(2), 4)", "set(f(2)) == {4}", "[f(2)] == [4]", "{'a': f(2)} == {'a': 4}", "f(2) == f(2) == 4",
+             "f(2) is 4", "round(f(2), 2) == 4.25", "sorted([f(2)]) == [4]", "isinstance(f(2), int) and f(2) == 4",
+             "4 - f(2) == 0", "f(2).__eq__(4) is True", "len(f(2)) == 4"]  # fmt: skip
+    row = {"tests": ["import math"] + [f"assert {test}" for test in tests], "entry_point": "f"}
+    result = verify(fenced(code), row, partial_credit=True)
+    assert (result.verdict, result.reward) == (Verdict.WRONG, 0.0), result
+
+
+def test_right_answers_still_pass():
+    noisy = "import os\nprint('hello')\nos.write(1, b'x')\ndef f(x):\n    print(x)\n    return x * x\n"
+    assert verify(fenced(noisy)).verdict is Verdict.CORRECT
+    assert verify(fenced(noisy + "if __name__ == '__main__':\n    input()\n")).verdict is Verdict.CORRECT
+
+
+def test_tests_that_swallow_exceptions_do_not_pass_a_dead_program():
+    row = ROW | {"tests": "def test_all():\n    for i in range(3):\n        try:\n            assert f(i) == i\n"
+                          "        except:\n            pass\n"}  # fmt: skip
+    assert verify(fenced("import os\ndef f(x): os._exit(0)"), row).verdict is Verdict.WRONG
+    assert verify(fenced("def f(x): raise SystemExit"), row).verdict is Verdict.WRONG
+
+
+def test_the_program_is_never_shown_what_is_expected():
+    """A class with every operator records what it is shown; nothing of it may be what the tests expect."""
+    spy = """
+SEEN = []
+class Spy:
+    def __getattr__(self, name): SEEN.append(name); raise AttributeError(name)
+for name in ("eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv mod rmod pow rpow contains getitem call "
+             "and or xor rand ror rxor matmul rmatmul divmod rdivmod instancecheck").split():
+    def method(self, *args, name=name): SEEN.extend(map(repr, args)); raise TypeError(name)
+    setattr(Spy, f"__{name}__", method)
+def f(x): return Spy()
+def seen(): return [s for s in SEEN if "1234" in s]
+"""
+    expressions = ["f(2) == 1234", "1234 == f(2)", "f(2) + 1234", "1234 - f(2)", "f(2) < 1234", "1234 in [f(2)]",
+                   "f(2) in [1234]", "{f(2): 1}.get(1234)", "divmod(f(2), 1234)", "f(2) @ 1234", "f(2) | 1234",
+                   "abs(f(2) - 1234)", "[f(2)] < [1234]", "max(f(2), 1234)"]  # fmt: skip
+    tests = "".join(f"try: {e}\nexcept Exception: pass\n" for e in expressions) + "assert seen() == []\n"
+    row = {"tests": tests, "entry_point": "f"}
+    assert verify(fenced(spy), row).verdict is Verdict.CORRECT
+    assert (
+        verify(fenced(spy), row | {"tests": "try: f(2)[1234]\nexcept TypeError: pass\nassert seen() == []"}).reward == 0
+    )
+
+
+@pytest.fixture(scope="module")
+def box() -> Sandbox:
+    return Sandbox("bubblewrap", interpreter(sys.executable)[0])
+
+
+def python(box: Sandbox, code: str, seconds: float = 10, **limits):
+    return box.run([sys.executable, "-s", "-S", "-c", code], limits=Limits(seconds=seconds, **limits))
+
+
+def test_files_are_out_of_reach(box: Sandbox):
+    secret = Path.home() / f".rocm-ext-test-{uuid.uuid4().hex}"
+    secret.write_text("secret")
+    paths = [
+        secret,
+        Path(__file__),
+        Path("/etc/passwd"),
+        Path("/etc/shadow"),
+        Path("/etc/hostname"),
+        Path("/root/.ssh"),
+    ]
+    try:
+        code = f"""
+import json, os
+seen = [p for p in {[str(p) for p in paths]!r} if os.path.exists(p) or os.access(p, os.R_OK)]
+written = []
+for folder in ["/", "/usr", "/usr/bin", "/etc", "/box", "/dev", "/root", "/proc", {sys.prefix!r}, "/var", "/home"]:
+    try: open(folder + "/x", "w"); written.append(folder)
+    except OSError: pass
+print(json.dumps([seen, written, dict(os.environ), os.getcwd(), os.getuid(), os.getgroups()]))
+"""
+        os.environ["ROCM_EXT_TEST_SECRET"] = "secret"
+        seen, written, environment, cwd, uid, groups = json.loads(python(box, code).stdout)
+    finally:
+        secret.unlink()
+        del os.environ["ROCM_EXT_TEST_SECRET"]
+    assert seen == written == []
+    assert "ROCM_EXT_TEST_SECRET" not in environment
+    assert environment["HOME"] == cwd == "/tmp"
+    assert uid != 0
+    assert 0 not in groups
+
+
+def test_privileges_are_gone(box: Sandbox):
+    code = """
+import ctypes, os, json
+libc = ctypes.CDLL(None, use_errno=True)
+status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+calls = {"unshare": libc.unshare(0x10000000), "shmget": libc.shmget(0, 4096, 0o1600), "setuid": libc.setuid(0),
+         "mount": libc.mount(b"x", b"/tmp", b"tmpfs", 0, None), "memfd": libc.memfd_create(b"x", 0),
+         "ptrace": libc.ptrace(16, os.getppid(), 0, 0), "clone": libc.syscall(56, 0x10000011, 0, 0, 0, 0)}
+pids = [p for p in os.listdir("/proc") if p.isdigit()]
+try: secret = open("/proc/1/environ").read()
+except OSError: secret = ""
+print(json.dumps([calls, status["CapEff"], status["CapPrm"], status["NoNewPrivs"], len(pids), secret]))
+"""
+    calls, effective, permitted, no_new, processes, environ = json.loads(python(box, code).stdout)
+    assert set(calls.values()) == {-1}, calls
+    assert int(effective, 16) == int(permitted, 16) == 0
+    assert no_new.strip() == "1"
+    assert processes <= 3
+    assert environ == ""
+
+
+def test_no_process_survives(box: Sandbox):
+    mark = f"mark-{uuid.uuid4().hex}"
+    code = f"""
+import os, sys, time
+for i in range(5):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0: os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(1000)", "{mark}"])
+        os._exit(0)
+time.sleep({{sleep}})
+"""
+
+    def alive() -> list[str]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if mark.encode() in path.read_bytes() and str(os.getpid()) != path.parent.name:
+                    found.append(path.parent.name)
+            except OSError:
+                pass
+        return found
+
+    for sleep in (0.3, 1000):
+        outcome = python(box, code.format(sleep=sleep), seconds=1)
+        assert outcome.timed_out == (sleep > 1)
+        deadline = time.monotonic() + 3
+        while alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert alive() == []
+
+
+def test_workers_leave_no_zombies():
+    """Neither to themselves nor to init: in a container without one that reaps, each would stay for good."""
+    node = {"_component_": "rocm_ext.verifiers.PythonTests", "timeout": 0.7}
+    with Pool(node, workers=1, timeout=30) as pool:
+        for completion in (
+            "def f(x): return 4",
+            "def f(x): return 5",
+            "while True: pass",
+            "import os\nos._exit(0)",
+        ) * 2:
+            pool.submit(completion, ROW).result()
+            time.sleep(0.1)
+        pool.submit("nothing", ROW).result()  # the next verification reaps what the last has left
+        children = [process for process in Path("/proc").glob("[0-9]*/stat") if "(bwrap)" in _text(process)]
+        ours = [c for c in children if int(_text(c).rsplit(")", 1)[1].split()[1]) in children_of(os.getpid())]
+        assert [c for c in ours if "(bwrap) Z" in _text(c)] == []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def test_processes_and_memory_are_limited_together(box: Sandbox):
+    code = "import os, time\nn = 1\ntry:\n    while os.fork(): n += 1\n    time.sleep(2)\nexcept OSError: print(n)"
+    outcome = python(box, code, seconds=1.5, processes=8)
+    count = int(outcome.stdout or 0)
+    assert count <= 8 or outcome.killed  # root in a user namespace: counted from outside
+    hog = """
+import os, time
+for i in range(8):
+    if os.fork() == 0:
+        x = b"x" * (100 << 20)
+        break
+time.sleep(60)
+"""
+    outcome = python(box, hog, seconds=20, memory_mb=256)
+    assert outcome.too_big, outcome
+    assert outcome.seconds < 15
+
+
+def test_output_is_bounded(box: Sandbox):
+    outcome = python(box, "while True: print('x' * 10**6)", output_bytes=10_000)
+    assert len(outcome.stdout) == 10_000
+    assert "more than" in outcome.killed
+    assert not outcome.timed_out
+
+
+def test_a_cpu_limit_is_a_timeout(box: Sandbox):
+    outcome = python(box, "while True: pass", seconds=20, cpu_seconds=1)
+    assert outcome.timed_out
+    assert outcome.seconds < 10
+
+
+def test_a_program_that_cannot_be_started_is_told_from_one_that_fails(box: Sandbox):
+    assert python(box, "import sys; print('bwrap: no', file=sys.stderr); sys.exit(1)").started
+    broken = Sandbox("bubblewrap", ["/no/such/folder"])
+    assert not broken.run(["/bin/echo"]).started
+    with pytest.raises(UserError, match="no/such/folder"):
+        broken.check()
+
+
+def test_stdin_and_large_files(box: Sandbox):
+    code = "import sys; print(len(sys.stdin.read()), len(open('/box/a', 'rb').read()))"
+    outcome = box.run([sys.executable, "-S", "-c", code], {"a": bytes(20 << 20)}, b"x" * 3_000_000)
+    assert outcome.stdout == b"3000000 20971520\n", outcome
+
+
+def test_rlimits_only_when_asked_for(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UserError, match="did you mean rlimits"):
+        Sandbox("rlimit")
+    with pytest.raises(UserError, match="home"):
+        Sandbox("bubblewrap", [str(Path.home())])
+    plain = PythonTests(sandbox="rlimits", timeout=SECONDS)
+    plain.check()
+    assert plain("def f(x): return x * x", ROW).verdict is Verdict.CORRECT
+    assert plain("def f(x): return x", ROW).verdict is Verdict.WRONG
+    assert plain("while True: pass", ROW).verdict is Verdict.TIMEOUT
+    assert plain("x = [bytes(10**7) for i in range(10**4)]", ROW).verdict is Verdict.WRONG
+    caches = (bubblewrap.tool, bubblewrap.usable_mode, bubblewrap.sized)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda *a, **k: None)
+    try:
+        with pytest.raises(UserError, match=r"apt install bubblewrap.*sandbox: rlimits.*files"):
+            PythonTests().check()
+        with pytest.raises(UserError, match="apt install bubblewrap"):  # and nothing is run instead
+            PythonTests()("def f(x): return x * x", ROW)
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.path.exists("/usr/bin/python3"), reason="needs root and /usr/bin/python3"
+)
+@pytest.mark.parametrize("sized", [True, False])
+def test_without_privileges(sized: bool, tmp_path: Path):
+    """The other way to use bubblewrap, in a user namespace, as a user without rights; without --size, too."""
+    root = Path(__file__).parents[1]
+    sources = tmp_path / "rocm_ext"
+    shutil.copytree(root / "rocm_ext" / "verifiers", sources / "verifiers")
+    for name in ("__init__.py", "errors.py"):
+        shutil.copy(root / "rocm_ext" / name, sources)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from rocm_ext.verifiers import PythonTests, bubblewrap, Sandbox, Limits
+if not {sized}: bubblewrap.sized = lambda: False
+v = PythonTests(timeout=10, python="/usr/bin/python3")
+v.check()
+assert not bubblewrap.usable_mode().real_id
+row = {ROW!r}
+print(*[v(code, row).verdict for code in ("def f(x): return x * x", "def f(x): return x", "exit(0)",
+        "import os\\nwhile True:\\n  try: os.fork()\\n  except OSError: os._exit(0)")])
+box = Sandbox("bubblewrap", ())
+fill = "n = 0\\nwhile True:\\n    n += 1\\n    open('/tmp/%d' % n, 'wb').write(bytes(10**7))"
+outcome = box.run(["/usr/bin/python3", "-S", "-c", fill], limits=Limits(seconds=20, memory_mb=200))
+print(outcome.timed_out, outcome.too_big, b"No space" in outcome.stderr)
+spawn = "import os, time\\nn = 1\\ntry:\\n    while os.fork(): n += 1\\n    time.sleep(2)\\nexcept OSError: print(n)"
+print(int(box.run(["/usr/bin/python3", "-S", "-c", spawn], limits=Limits(processes=8, seconds=5)).stdout) <= 8)
+"""
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o755)
+    result = subprocess.run(
+        ["/usr/bin/python3", "-c", code], capture_output=True, text=True, user=4321, group=4321, extra_groups=[],
+        cwd="/", check=False, env={"HOME": "/nonexistent", "PATH": "/usr/bin:/bin"}, timeout=100,
+    )  # fmt: skip
+    lines = result.stdout.splitlines()
+    assert lines[0] == "CORRECT WRONG WRONG WRONG", result.stderr
+    assert lines[1] == ("False False True" if sized else "False True False")
+    assert lines[2] == "True"
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_compilers_are_boxed_in():
+    run = Run("c", timeout=1, compile_timeout=3)
+    row = {"cases": [{"input": "", "output": "4"}]}
+    reads = '```c\n#include "/etc/passwd"\nint main() {}\n```'
+    assert run(reads, row).reward == 0
+    endless = '```c\n#include "/dev/zero"\nint main() {}\n```'
+    assert run(endless, row).verdict in (Verdict.WRONG, Verdict.TIMEOUT)
+    bomb = "```c\n#include <unistd.h>\nint main() { while (1) fork(); }\n```"
+    result = run(bomb, row)
+    assert result.verdict in (Verdict.TIMEOUT, Verdict.WRONG)
+    assert result.reward <= 0.2

@@ -1,0 +1,155 @@
+"""What is kept and what is asked next, and how right is measured: pure functions, checked against their definitions."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rocm_ext.evaluation import pass_at_k, wilson
+from rocm_ext.rollouts import Sample
+from rocm_ext.selection import choose_prompts, filter_samples
+from rocm_ext.verifiers import Result, Verdict
+
+RULES = {"threshold": 0.5, "per_prompt": None, "best_fraction": 1.0, "deduplicate": False, "drop_truncated": False}
+
+rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=2)
+answers = st.lists(st.tuples(st.integers(0, 4), rewards, tokens, st.booleans()), max_size=40)
+
+
+def phase(drawn):
+    """Samples and results by key, of (prompt, reward, tokens, cut off) each."""
+    samples, results, counts = {}, {}, {}
+    for prompt, reward, tokens, cut in drawn:
+        index = counts[prompt] = counts.get(prompt, -1) + 1
+        key = (f"p{prompt}", index)
+        samples[key] = Sample(*key, 0, "length" if cut else "stop", "", tokens, [0.0] * len(tokens))
+        verdict = Verdict.ERROR if reward is None else Verdict.CORRECT if reward == 1 else Verdict.WRONG
+        results[key] = Result(verdict, reward)
+    return samples, results
+
+
+def keep(drawn, seed=0, **rules):
+    return filter_samples(*phase(drawn), **{**RULES, **rules}, seed=seed)
+
+
+@given(answers, st.integers(0, 5))
+def test_every_answer_is_kept_or_counted_once(drawn, seed):
+    kept, counts = keep(drawn, seed, per_prompt=2, best_fraction=0.7, deduplicate=True, drop_truncated=True)
+    assert counts.pop("kept") == len(kept)
+    assert len(kept) + sum(counts.values()) == len(drawn)
+
+
+@given(answers, st.integers(0, 5), st.randoms(use_true_random=False))
+def test_the_order_of_records_does_not_matter(drawn, seed, rng):
+    samples, results = phase(drawn)
+    keys = list(samples)
+    rng.shuffle(keys)
+    rules = {**RULES, "per_prompt": 1, "best_fraction": 0.5, "deduplicate": True}
+    shuffled = filter_samples({k: samples[k] for k in keys}, results, **rules, seed=seed)
+    assert shuffled == filter_samples(samples, results, **rules, seed=seed)
+
+
+@given(answers)
+def test_only_rewards_at_the_threshold_or_above_are_kept(drawn):
+    samples, results = phase(drawn)
+    kept, _ = filter_samples(samples, results, **RULES, seed=0)
+    assert {s.key for s in kept} == {k for k, r in results.items() if r.reward is not None and r.reward >= 0.5}
+
+
+@given(answers)
+def test_the_best_of_each_prompt_are_kept(drawn):
+    kept, _ = keep(drawn, threshold=0.25, per_prompt=2)
+    _, results = phase(drawn)
+    for prompt in {key[0] for key in results}:
+        found = sorted((results[s.key].reward for s in kept if s.prompt_id == prompt), reverse=True)
+        fit = [r.reward for k, r in results.items() if k[0] == prompt and r.reward is not None and r.reward >= 0.25]
+        assert found == sorted(fit, reverse=True)[:2]
+
+
+def test_a_fraction_is_of_each_prompt_and_leaves_one():
+    drawn = [(0, 1.0, [i], False) for i in range(10)] + [(1, 0.5, [0], False)]
+    kept, counts = keep(drawn, best_fraction=0.25)
+    assert [s.prompt_id for s in kept].count("p0") == 3
+    assert [s.prompt_id for s in kept].count("p1") == 1
+    assert counts == {"not_among_best": 7, "kept": 4}
+
+
+def test_equal_answers_to_different_prompts_both_count():
+    kept, counts = keep([(0, 1.0, [1, 2], False), (0, 1.0, [1, 2], False), (1, 1.0, [1, 2], False)], deduplicate=True)
+    assert len(kept) == 2
+    assert counts == {"duplicate": 1, "kept": 2}
+
+
+def test_the_seed_breaks_ties():
+    drawn = [(0, 1.0, [i], False) for i in range(8)]
+    first = {keep(drawn, seed, per_prompt=1)[0][0].sample for seed in range(40)}
+    assert len(first) > 4
+
+
+def test_truncated_answers_are_dropped_if_asked():
+    drawn = [(0, 1.0, [1], True), (0, 1.0, [2], False)]
+    assert [s.sample for s in keep(drawn, drop_truncated=True)[0]] == [1]
+    assert [s.sample for s in keep(drawn)[0]] == [0, 1]
+
+
+# ---- prompts
+
+PROMPTS = [f"p{i}" for i in range(20)]
+
+
+def choose(rates, count=None, skip=True, retry=2, seed=0):
+    return choose_prompts(PROMPTS, rates, count=count, skip_solved=skip, retry_unsolved_after=retry, seed=seed)
+
+
+def test_solved_prompts_are_skipped_and_unsolved_ones_come_back_later():
+    rates = [{"p0": 1.0, "p1": 0.0, "p2": 0.5}]
+    asked = choose(rates)
+    assert "p0" not in asked
+    assert "p1" not in asked
+    assert "p2" in asked
+    rates.append({"p2": 0.5})
+    assert "p1" in choose(rates)
+    assert "p1" in choose(rates[:1], retry=1)
+    assert "p1" not in choose([*rates, {}, {}], retry=None)
+    assert "p0" in choose(rates, skip=False)
+
+
+def test_the_last_measurement_counts():
+    assert "p0" in choose([{"p0": 1.0}, {"p0": 0.5}])
+    assert "p0" not in choose([{"p0": 0.5}, {"p0": 1.0}])
+
+
+@given(st.integers(1, 20), st.integers(0, 99))
+def test_prompts_that_were_never_asked_come_first(count, seed):
+    rates = [dict.fromkeys(PROMPTS[:10], 0.5)]
+    asked = choose(rates, count, seed=seed)
+    assert len(asked) == len(set(asked)) == count
+    assert set(asked[:10]) <= set(PROMPTS[10:])
+
+
+def test_the_order_of_the_file_does_not_matter():
+    shuffled = random.Random(0).sample(PROMPTS, len(PROMPTS))
+    rules = {"count": 7, "skip_solved": True, "retry_unsolved_after": 2, "seed": 3}
+    assert choose_prompts(PROMPTS, [], **rules) == choose_prompts(shuffled, [], **rules)
+    assert choose([], 7, seed=3) != choose([], 7, seed=4)
+
+
+# ---- measures
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(5, 0, 2), (5, 2, 1), (6, 2, 3), (6, 4, 3), (4, 4, 4), (8, 1, 8)])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(n, correct, k):
+    draws = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
+    assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "low", "high"),
+    [(100, 300, 0.2824, 0.3885), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],
+)
+def test_wilson(k, n, low, high):
+    # 81/263 is Newcombe's (1998) first example; the others follow from the formula
+    assert wilson(k, n) == pytest.approx((low, high), abs=1e-4)
