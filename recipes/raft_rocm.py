@@ -18,7 +18,6 @@ from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -434,20 +433,18 @@ def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
     """The content of ``eval.json`` for ``eval_prompts`` of a config and any adapter, without a run.
 
     Args:
-        cfg: of ``raft_rocm``; its ``output_dir`` is not touched.
+        cfg: of ``raft_rocm``, with an ``output_dir`` of its own: records go there.
         adapter: PEFT folder; None: the model as the config starts it.
     """
-    with TemporaryDirectory() as folder:
-        cfg.output_dir, cfg.resume_from_checkpoint, cfg.metric_logger = folder, False, None
-        if adapter is not None:
-            cfg.checkpointer.adapter_checkpoint = str(adapter)
-        raft = RAFT(cfg)
-        if cfg.eval_prompts is None:
-            raise UserError("eval_prompts is not set; name the prompts to evaluate on")
-        raft.setup()
-        with raft.verification() as raft.rollouts:
-            raft.evaluate(0)
-        return Cycle(Path(folder), 0).scores() or {}
+    if cfg.eval_prompts is None:
+        raise UserError("eval_prompts is not set; name the prompts to evaluate on")
+    if adapter is not None:
+        cfg.checkpointer.adapter_checkpoint = str(adapter)
+    raft = RAFT(cfg)
+    raft.setup()
+    with raft.verification() as raft.rollouts:
+        raft.evaluate(0)
+    return Cycle(raft.out, 0).scores() or {}
 
 
 def run(recipe: RAFT) -> None:

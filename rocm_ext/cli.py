@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rocm_ext.errors import UserError
 
@@ -158,11 +159,12 @@ def _eval(args: argparse.Namespace) -> None:
     if strange := [item for item in args.overrides if "=" not in item]:
         raise UserError(f"cannot read override {strange[0]!r}; expected key=value", code=2)
     data = [f"eval_prompts.source={args.data}"] if args.data else []
-    cfg = config.load("raft_rocm", args.config, [*args.overrides, *data, "output_dir=eval"])
-    setup_logging()
-    for line in device.start(device.load_profile(cfg.hardware), detect()):
-        print(line, file=sys.stderr)
-    scores = evaluate_adapter(cfg, args.adapter)
+    with TemporaryDirectory() as out:
+        cfg = config.load("raft_rocm", args.config, [*args.overrides, *data, f"output_dir={out}"])
+        setup_logging()
+        for line in device.start(device.load_profile(cfg.hardware), detect()):
+            print(line, file=sys.stderr)
+        scores = evaluate_adapter(cfg, args.adapter)
     if args.json:
         print(json.dumps(scores))
         return

@@ -191,9 +191,9 @@ def test_prompts_are_rendered_as_for_sft(reference, make, tmp_path):
 def test_evaluation_of_any_adapter(reference, make, tmp_path):
     path = make(tmp_path / "out")
     for cycle, adapter in ((0, None), (2, reference / "cycle_2" / "adapter")):
-        scores = evaluate_adapter(config.load("raft_rocm", str(path), ["seed=1"]), adapter)
-        assert scores == json.loads((reference / f"cycle_{cycle}" / "eval.json").read_text())
-    assert not (tmp_path / "out").exists()
+        cfg = config.load("raft_rocm", str(path), [f"output_dir={tmp_path / str(cycle)}"])
+        scores = json.loads((reference / f"cycle_{cycle}" / "eval.json").read_text())
+        assert evaluate_adapter(cfg, adapter) == scores
 
 
 # ---- ranks
@@ -307,7 +307,7 @@ def test_ctrl_c_while_sampling(make, reference, tmp_path):
 
         def append(self, record):
             original(self, record)
-            if len(self.records) == 9:
+            if self._own.name == "samples.jsonl" and len(self.records) == 9:
                 os.kill(os.getpid(), signal.SIGINT)
 
         rollouts.Journal.append = append  # type: ignore[method-assign]
@@ -453,7 +453,7 @@ def test_llama_on_the_same_road(make, tmp_path):
         ({"verifier": {"_component_": "tests.judges.Dies"}}, "exited with 3"),
         ({"engine": {"_component_": "rocm_ext.generation.LocalEngine", "slots": 0}}, "engine.slots is 0"),
         ({"engine": {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}},
-         "http://127.0.0.1:9/v1"),
+         "http://127.0.0.1:9 cannot be reached"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(make, tmp_path, changes, message):
