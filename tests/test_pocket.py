@@ -1,21 +1,24 @@
 """The pocket model is a Qwen2.5 to everybody, and its evaluation counts right."""
 
+import itertools
 import json
+import re
 import signal
-from decimal import Decimal
-from itertools import takewhile
-from types import SimpleNamespace
+from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
+from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli, pocket
 from rocm_ext.chat import render_conversation, render_prompt
-from rocm_ext.errors import UserError
-from rocm_ext.evaluation import accuracy, final_number, greedy, load_model, load_tokenizer, read_rows, wilson
+from rocm_ext.evaluation import Score, pass_at_k, wilson
+from rocm_ext.generation import LocalEngine, Request, Sampling
 
 TEXTS = [
     "What is 47 + 38?",
@@ -43,6 +46,19 @@ def hf_model(pocket_dir):
 
 
 @pytest.fixture(scope="module")
+def tune_model(pocket_dir):
+    """torchtune's own decoder with the pocket model's weights."""
+    model = qwen2(**pocket.SHAPE)
+    shape = {"num_heads": 4, "num_kv_heads": 2, "dim": 128, "tie_word_embeddings": True}
+    model.load_state_dict(qwen2_hf_to_tune(load_file(pocket_dir / "model.safetensors"), **shape))
+    return model.eval()
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
 def held_out(pocket_dir):
     return read_rows(pocket_dir / "heldout.jsonl")
 
@@ -50,10 +66,10 @@ def held_out(pocket_dir):
 # ---- the model and its tokenizer
 
 
-def test_logits_equal_those_of_transformers(pocket_dir, hf_model):
+def test_logits_equal_those_of_transformers(pocket_dir, hf_model, tune_model):
     tokens = torch.randint(pocket.SHAPE["vocab_size"], (3, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(load_model(pocket_dir)(tokens), hf_model(tokens).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(tune_model(tokens), hf_model(tokens).logits, rtol=0, atol=1e-4)
     assert type(hf_model).__name__ == "Qwen2ForCausalLM"
     card = json.loads((pocket_dir / pocket.CARD).read_text())
     assert hf_model.num_parameters() == card["parameters"]
@@ -89,8 +105,8 @@ def test_chat_template_renders_what_torchtune_does(tune_tokenizer, hf_tokenizer,
     assert hf_tokenizer.pad_token_id == tune_tokenizer.pad_id
 
 
-def test_lora_pocket_takes_the_weights(pocket_dir):
-    base = load_model(pocket_dir).state_dict()
+def test_lora_pocket_takes_the_weights(tune_model):
+    base = tune_model.state_dict()
     modules = ["q_proj", "k_proj", "v_proj", "output_proj"]
     model = pocket.lora_pocket(modules, apply_lora_to_mlp=True, lora_rank=4, lora_alpha=8)
     missing, unexpected = model.load_state_dict(base, strict=False)
@@ -115,7 +131,7 @@ def test_rows_are_disjoint_and_right(pocket_dir, held_out):
     for row in (*train, *held_out):
         (low, high, op), worked = numbers(row), row["messages"][1]["content"]
         assert row["answer"] == str(low + high if op == "add" else high - low)
-        assert final_number(worked) == Decimal(row["answer"])
+        assert worked.splitlines()[-1] == row["answer"]
         for line in worked.splitlines()[:-1]:
             left, right = line.split("=")
             assert eval(left) == int(right)
@@ -160,94 +176,119 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
 # ---- evaluation
 
 
-def test_greedy_equals_that_of_transformers(pocket_dir, hf_model, tune_tokenizer, held_out):
-    contents = [row["prompt"] for row in held_out[:12]] + ["Hello, who are you?", "1"]
-    prompts = [render_prompt(tune_tokenizer, [{"role": "user", "content": text}]) for text in contents]
-    replies = greedy(load_model(pocket_dir), tune_tokenizer, prompts, max_new_tokens=24, batch_size=5)
-    for prompt, reply in zip(prompts, replies, strict=True):
-        out = hf_model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0].tolist()
-        assert reply == [token for token in out[len(prompt) :] if token not in tune_tokenizer.stop_tokens]
+def replies(model, tokenizer, texts: list[str]):
+    """Greedy completions of user turns, in their order."""
+    requests = [
+        Request(str(i), 0, 0, tuple(render_prompt(tokenizer, [{"role": "user", "content": text}])))
+        for i, text in enumerate(texts)
+    ]
+    engine = LocalEngine(decoder=model, tokenizer=tokenizer, free_memory=lambda: 2**30)
+    with engine.session() as session:
+        completions = list(session.generate(requests, Sampling(24, temperature=0)))
+    return sorted(completions, key=lambda completion: int(completion.request.prompt_id))
 
 
-def test_greedy_ends_at_a_stop_token(pocket_dir, tune_tokenizer, held_out):
-    model = load_model(pocket_dir)
-    prompts = [render_prompt(tune_tokenizer, row["messages"][:1]) for row in held_out[:40]]
-    whole = greedy(model, SimpleNamespace(stop_tokens=[]), prompts, max_new_tokens=8)
-    assert all(len(reply) == 8 for reply in whole)
-    stop = whole[0][3]
-    cut = greedy(model, SimpleNamespace(stop_tokens=[stop]), prompts, max_new_tokens=8)
-    assert cut == [list(takewhile(lambda token: token != stop, reply)) for reply in whole]
-    assert len(cut[0]) < 8
+def test_greedy_answers_equal_those_of_transformers(tune_model, hf_model, tune_tokenizer, held_out):
+    texts = [row["prompt"] for row in held_out[:12]] + ["Hello, who are you?", "1"]
+    completions = replies(tune_model, tune_tokenizer, texts)
+    assert len(completions) == len(texts)
+    for completion in completions:
+        prompt = torch.tensor([completion.request.tokens])
+        out = hf_model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :].tolist()
+        assert completion.tokens == out
+    assert {"stop"} <= {completion.finish_reason for completion in completions}
 
 
-def test_greedy_refuses_more_than_the_model_takes(pocket_dir, tune_tokenizer):
-    with pytest.raises(UserError, match="257 tokens; the model takes 256"):
-        greedy(load_model(pocket_dir), tune_tokenizer, [[1] * 57], max_new_tokens=200)
+def test_accuracy_counts_right_answers(pocket_dir, tune_model):
+    tokenizer, prompts = pocket.load_tokenizer(pocket_dir), ["What is 10 + 10?", "Add 12 and 71.", "Add 20 and 31."]
+    said = [re.findall(r"\d+", c.text)[-1] for c in replies(tune_model, tokenizer, prompts)]
+    answers = [said[0], str(int(said[1]) + 1), said[2]]
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+    assert pocket.accuracy(tune_model, tokenizer, rows) == Score(2, 3)
+
+
+def evaluate(capsys, pocket_dir, *arguments: str) -> dict:
+    """What ``rocm-ext eval --json`` prints."""
+    config = ["--config", "cpu_pocket_raft", f"pocket={pocket_dir}", "verify_workers=1"]
+    code = cli.main(["eval", *config, "--json", *arguments])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    return json.loads(out.out)
 
 
 def test_the_card_says_what_eval_says(pocket_dir, capsys):
     card = json.loads((pocket_dir / pocket.CARD).read_text())
-    files = ["--model", str(pocket_dir), "--data", str(pocket_dir / "heldout.jsonl")]
-    assert cli.main(["eval", *files, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["correct"], said["total"]) == (card["correct"], card["total"])
-    assert cli.main(["eval", *files, "--limit", "5"]) == 0
-    assert "/5), 95 % interval" in capsys.readouterr().out
+    said = evaluate(capsys, pocket_dir)
+    assert (said["correct"], said["prompts"]) == (card["correct"], card["total"])
+    assert said["pass_at_1"] == card["accuracy"]
+    assert said["interval"] == pytest.approx(wilson(card["correct"], card["total"]))
+    assert sum(said["verdicts"].values()) == card["total"]
+    assert said["pass_at_k"] == {}
 
 
-@pytest.mark.parametrize("use_dora", [False, True])
-def test_adapters_merge_as_in_peft(use_dora, pocket_dir, tmp_path, monkeypatch):
+def test_eval_draws_the_same_answers_each_time(pocket_dir, held_out, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in held_out[:40]))
+    files = [path.name for path in tmp_path.iterdir()]
+    more = ["--data", str(rows), "eval_samples=3"]
+    said = evaluate(capsys, pocket_dir, *more)
+    assert said == evaluate(capsys, pocket_dir, *more)
+    assert said["prompts"] == 40
+    assert (said["samples_per_prompt"], list(said["pass_at_k"])) == (3, ["1", "2"])
+    assert said["pass_at_k"]["1"]["pass"] <= said["pass_at_k"]["2"]["pass"]
+    assert [path.name for path in tmp_path.iterdir()] == files
+
+
+def test_eval_takes_an_adapter_of_peft(pocket_dir, held_out, tmp_path, capsys, monkeypatch):
+    """PEFT's own answers with the adapter are right as often as eval says."""
     # PEFT refuses every linear layer beside torchao < 0.16, the newest that torchtune works with
     monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
+    rows = tmp_path / "rows.jsonl"
     base = AutoModelForCausalLM.from_pretrained(pocket_dir, dtype=torch.float32)
-    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", use_dora=use_dora)
-    model = peft.get_peft_model(base, config).eval()
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = peft.get_peft_model(base, peft.LoraConfig(r=16, lora_alpha=32, target_modules=layers)).eval()
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.data += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path)
-    tokens = torch.arange(40)[None]
-    with torch.no_grad():
-        ours, theirs = load_model(pocket_dir, tmp_path)(tokens), model(tokens).logits
-        assert (theirs - load_model(pocket_dir)(tokens)).abs().max() > 0.1
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(pocket_dir)
+    chosen = []
+    for i, row in enumerate(held_out[:20]):
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_tensors="pt")
+        out = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        numbers = re.findall(r"\d+", tokenizer.decode(out, skip_special_tokens=True).strip().splitlines()[-1])
+        answer = numbers[-1] if i % 2 and numbers else "1000"  # every other row asks for what PEFT's model says
+        chosen.append({"prompt": row["prompt"], "answer": answer})
+    rows.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    expected = sum(row["answer"] != "1000" for row in chosen)
+    assert expected > 5
+    with_adapter = evaluate(capsys, pocket_dir, "--data", str(rows), "--adapter", str(tmp_path / "adapter"))
+    assert with_adapter["correct"] == expected
+    assert evaluate(capsys, pocket_dir, "--data", str(rows))["correct"] < expected
 
 
-def test_another_architecture_is_named(pocket_dir, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match="is a llama model"):
-        load_model(tmp_path)
+def test_eval_in_words(pocket_dir, held_out, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in held_out[:5]))
+    arguments = ["--config", "cpu_pocket_raft", "--data", str(rows), f"pocket={pocket_dir}", "eval_samples=2"]
+    assert cli.main(["eval", *arguments]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"pass@1 \d+\.\d % \([0-5]/5\), 95 % interval .*", first)
+    assert [line.split(":")[0] for line in others] == ["pass@1 of 2", "pass@2 of 2"]
 
 
-def test_accuracy_counts_right_answers(pocket_dir):
-    tokenizer, model = load_tokenizer(pocket_dir), load_model(pocket_dir)
-    prompts = ["What is 10 + 10?", "Add 12 and 71."]
-    ids = [render_prompt(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
-    said = [final_number(tokenizer.decode(reply)) for reply in greedy(model, tokenizer, ids, 64)]
-    answers = [str(said[0]), str(said[1] + 1)]
-    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
-    assert str(accuracy(model, tokenizer, rows)).startswith("accuracy 50.0 % (1/2)")
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("7+8=15\n1+4+3=8\n85", "85"),
-        ("so it is 1,234.50.", "1234.5"),
-        ("The answer is -3", "-3"),
-        ("5-3", "3"),
-        ("x = -7\n", "-7"),
-        ("85.0", "85"),
-        ("17, 18", "18"),
-    ],
-)
-def test_the_final_number(text, number):
-    assert final_number(text) == Decimal(number)
-
-
-def test_no_number_is_no_answer():
-    assert final_number("none at all") is None
+def test_eval_names_what_it_cannot_read(pocket_dir, tmp_path, capsys):
+    config = ["--config", "cpu_pocket_raft", f"pocket={pocket_dir}"]
+    for arguments, code, said in [
+        (["--data", str(tmp_path / "none.jsonl")], 1, "none.jsonl"),
+        (["--adapter", str(tmp_path)], 1, str(tmp_path)),
+        (["fast"], 2, "cannot read override 'fast'"),
+        (["eval_prompts=null"], 1, "eval_prompts"),
+    ]:
+        assert cli.main(["eval", *config, *arguments]) == code
+        assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -259,11 +300,8 @@ def test_wilson(k, n, low, high):
     assert wilson(k, n) == pytest.approx((low, high), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{}", "[1]", '{"prompt": "a", "answer": "none"}', '{"prompt": 1, "answer": 2}']
-)
-def test_bad_rows_are_one_line(content, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(content)
-    with pytest.raises(UserError, match=r"rows\.jsonl"):
-        read_rows(path)
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n):
+    for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
+        draws = list(itertools.combinations([i < correct for i in range(n)], k))
+        assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)

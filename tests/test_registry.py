@@ -69,14 +69,16 @@ def test_other_programs_load_next_to_nothing():
     assert sorted(run.stdout.split()) == ["rocm_ext", "rocm_ext.registry"]
 
 
-def test_register_adds_recipe_and_configs(as_tune):
+def test_register_adds_recipes_and_configs(as_tune):
     registry.register()
-    ours = as_tune[-1]
-    assert ours.name == "lora_finetune_rocm"
-    assert ours.supports_distributed
-    assert sorted(c.name for c in ours.configs) == CONFIGS
-    assert all(Path(c.file_path).is_file() for c in ours.configs)
-    assert Path(ours.file_path).is_file()
+    sft, raft = as_tune[-2:]
+    assert (sft.name, raft.name) == ("lora_finetune_rocm", "raft_rocm")
+    assert sorted(c.name for c in raft.configs) == [name for name in CONFIGS if "raft" in name]
+    assert sorted(c.name for c in (*sft.configs, *raft.configs)) == CONFIGS
+    for ours in (sft, raft):
+        assert ours.supports_distributed
+        assert all(Path(c.file_path).is_file() for c in ours.configs)
+        assert Path(ours.file_path).is_file()
 
 
 def test_register_leaves_other_programs_alone(as_tune, monkeypatch):

@@ -17,7 +17,7 @@ So each side computes every answer to its own end, and only tokens up to there c
 into text. Rows whose logits do not fit into half of the memory are given to torchtune in several batches.
 
 Each side has a process of its own, on the same weights, with the same number of threads; sides alternate
-A B C C B A. No time is believed before greedy answers agree (bf16: are as probable as the best ones) and
+A B C C B A. Where other work shares the machine, processor time with ``--threads 1`` tells most. No time is believed before greedy answers agree (bf16: are as probable as the best ones) and
 sampled ones are as probable as the model says: the mean of log p - E[log p] is zero within its error.
 """
 
@@ -81,7 +81,7 @@ def compare(folder: Path, vocab: int, names: tuple[str, ...], args: argparse.Nam
     judge = ProcessPoolExecutor(1, context, start, ("judge", folder, "fp32", args.threads))
     gate(sides, judge, prompts, args.dtype)
     judge.shutdown()
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     peaks = {}
     for repeat in range(args.repeats):
         for name in list(sides)[:: 1 if repeat % 2 == 0 else -1]:
@@ -90,20 +90,23 @@ def compare(folder: Path, vocab: int, names: tuple[str, ...], args: argparse.Nam
             times[name].append(seconds)
     for pool in sides.values():
         pool.shutdown()
-    load = " ".join(f"{x:.1f}" for x in os.getloadavg())
+    tokens, load = sum(trace), " ".join(f"{x:.1f}" for x in os.getloadavg())
     print(
-        f"vocabulary {vocab:,}, {args.dtype}, {args.layers} layers of {args.width}, {args.threads} threads, load {load}; "
-        f"{sum(trace):,} tokens, {max(trace)} in the longest answer: rows that end together would gain "
-        f"{len(trace) * max(trace) / sum(trace):.2f}x"
+        f"vocabulary {vocab:,}, {args.dtype}, {args.layers} layers of {args.width}, {args.threads} threads, "
+        f"load {load}\n{tokens:,} tokens, {max(trace)} in the longest answer: a batch that waits for it computes "
+        f"{len(trace) * max(trace) / tokens:.2f}x as many\n"
+        f"{'':<15}{'seconds':>9}{'tokens/s':>10}{'peak GiB':>10}   ours is as fast: wall time, processor time (range)"
     )
-    print(f"  {'':<15}{'seconds':>9}{'tokens/s':>10}{'peak GiB':>10}   ours is as fast (median, range)")
-    for name, seconds in times.items():
-        middle = statistics.median(seconds)
-        line = f"  {name:<15}{middle:>9.1f}{sum(trace) / middle:>10.0f}{peaks[name] / 2**30:>10.2f}"
-        if name != "ours":
-            ratios = [theirs / ours for theirs, ours in zip(seconds, times["ours"], strict=True)]
-            line += f"   {statistics.median(ratios):.2f}x ({min(ratios):.2f}–{max(ratios):.2f})"
-        print(line, flush=True)
+    for name, runs in times.items():
+        wall = statistics.median(wall for wall, _ in runs)
+        ratios = "" if name == "ours" else "   " + "   ".join(ratio(runs, times["ours"], clock) for clock in (0, 1))
+        print(f"{name:<15}{wall:>9.1f}{tokens / wall:>10.0f}{peaks[name] / 2**30:>10.2f}{ratios}", flush=True)
+
+
+def ratio(theirs: list[tuple[float, float]], ours: list[tuple[float, float]], clock: int) -> str:
+    """Median and range over the repeats of their time by ours."""
+    ratios = [a[clock] / b[clock] for a, b in zip(theirs, ours, strict=True)]
+    return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
 def gate(sides: dict[str, Any], judge: Any, prompts: list[list[int]], dtype: str) -> None:
@@ -143,11 +146,11 @@ def start(name: str, folder: Path, dtype: str, threads: int) -> None:
     SIDE.lean = name == "torchtune lean"
 
 
-def run(prompts: list[list[int]], trace: list[int], greedy: bool) -> tuple[Answers, float, int]:
-    """The answers, the seconds that they took and the process's peak memory in bytes."""
-    began = time.perf_counter()
+def run(prompts: list[list[int]], trace: list[int], greedy: bool) -> tuple[Answers, tuple[float, float], int]:
+    """The answers, the wall's and the processors' seconds that they took, the process's peak memory in bytes."""
+    began = time.perf_counter(), time.process_time()
     answers = SIDE.generate(prompts, trace, greedy)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began[0], time.process_time() - began[1]
     return answers, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -298,7 +301,7 @@ class Torchtune:
             drawn, logits = generate_next_token(*args, **kwargs)
             return drawn, logits[:, :0]
 
-        with torch.device("cpu"), local_kv_cache(
+        with local_kv_cache(
             self.model, batch_size=rows, device=torch.device("cpu"), dtype=self.dtype, decoder_max_seq_len=length
         ):  # fmt: skip
             out, _ = generate(
