@@ -14,14 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from rocm_ext.recipes.raft_rocm import RAFT
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
+from rocm_ext import config
 from rocm_ext.chat import render_prompt
 from rocm_ext.errors import UserError
 from rocm_ext.generation import openai
 from rocm_ext.generation.base import Request, Sampling
 from rocm_ext.generation.openai import OpenAIEngine
-from tests.tiny import write_model, write_tokenizer
+from rocm_ext.rollouts import read_records
+from tests.tiny import run_config, write_model, write_rows, write_tokenizer, write_yaml
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 PLAIN = Sampling(max_new_tokens=8)
@@ -854,3 +857,27 @@ def test_what_is_no_adapter_and_servers_without_them(vllm, tokenizer, tmp_path, 
         OpenAIEngine(tokenizer, urls=[fake.url]).session(tmp_path / "none").__enter__()
     with pytest.raises(UserError, match="dynamic_lora is false"):
         OpenAIEngine(tokenizer, urls=[fake.url], dynamic_lora=False).session(adapter).__enter__()
+
+
+def test_a_raft_cycle_samples_on_a_server(served, model_dir, tmp_path):
+    """The recipe trains in its own process what a real server sampled."""
+    rows = write_rows(tmp_path / "prompts.jsonl", 4)
+    cfg = run_config(model_dir, rows, tmp_path / "out")
+    del cfg["dataset"]
+    cfg |= {
+        "prompts": {
+            "_component_": "rocm_ext.prompts.prompt_dataset", "source": str(rows), "column_map": {"prompt": "question"},
+        },
+        "verifier": {"_component_": "tests.judges.Coin"},
+        "engine": {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": [served], "model": str(model_dir),
+                   "endpoint": "chat"},
+        "cycles": 1, "samples_per_prompt": 3, "max_new_tokens": 6, "drop_truncated": False,
+    }  # fmt: skip
+    raft = RAFT(config.load("raft_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))))
+    raft.setup()
+    raft.run()
+    raft.trainer.cleanup()
+    samples = read_records(tmp_path / "out" / "cycle_1" / "samples.jsonl")
+    assert len(samples) == 12
+    assert all(record["tokens"] for record in samples)
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
