@@ -73,6 +73,7 @@ class LoRAFinetune:
         self.best: dict[str, Any] | None = None  # of the validations so far: loss, step, adapter
         self.worse = 0  # validations since then
         self.metric_logger: Any = None
+        self.steps_before = 0  # of earlier runs with this model: RAFT's cycles
         self.interrupt = Interrupt()
 
     def setup(self) -> None:
@@ -81,24 +82,25 @@ class LoRAFinetune:
         self._setup_output_dir()
         self._setup_tokenizer()
         self._setup_data()
-        self.setup_model(longest=max(sum(lengths) for lengths in self.rows.lengths))
-        self.setup_run()
-
-    def setup_model(self, longest: int) -> None:
-        """The model, ready to train on rows of up to ``longest`` tokens. Machine and tokenizer come first."""
         self._setup_model()
-        self._setup_activations(longest)
+        self._setup_activations(longest=max(sum(lengths) for lengths in self.rows.lengths))
         self._setup_weights()
+        self._setup_run()
 
-    def start(self, cfg: DictConfig, rows: data.Rows) -> None:
-        """Begin another run with the model as it is now, over ``rows``; machine, model and data keys of ``cfg``
-        have had their say. Then :meth:`train`."""
-        self.cfg, self.rows = cfg, rows
+    def start(self, cfg: DictConfig, rows: data.Rows, steps_before: int) -> None:
+        """Begin another run with the model as it is now; then :meth:`train`.
+
+        Args:
+            cfg: its keys for machine, model and data have had their say.
+            rows: to train on.
+            steps_before: of earlier runs, which loggers count too.
+        """
+        self.cfg, self.rows, self.steps_before = cfg, rows, steps_before
         self.step, self.best, self.worse = 0, None, 0
         self._setup_output_dir()
-        self.setup_run()
+        self._setup_run()
 
-    def setup_run(self) -> None:
+    def _setup_run(self) -> None:
         """What belongs to one run over ``rows``: a RAFT cycle is one, and there are many with one model."""
         self._setup_loaders()
         self._setup_optimizer()
@@ -218,8 +220,7 @@ class LoRAFinetune:
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
 
     def _setup_loaders(self) -> None:
-        cfg = self.cfg
-        per_step = cfg.sequences_per_step or cfg.batch_size * (cfg.gradient_accumulation_steps or 1) * self.ranks.world
+        cfg, per_step = self.cfg, self.rows_per_step
         steps = Steps(len(self.rows), per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
         self.loader = self._loader(self.rows, steps)
         self.total_steps = steps.per_epoch * cfg.epochs
@@ -228,6 +229,12 @@ class LoRAFinetune:
             once = Steps(len(self.validation_rows), per_step, shuffle=False)
             self.validation_loader = self._loader(self.validation_rows, once)
         log.info("%s rows, %d a step, %d steps an epoch", f"{len(self.rows):,}", per_step, steps.per_epoch)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that an optimiser step sees, over all ranks."""
+        cfg = self.cfg
+        return cfg.sequences_per_step or cfg.batch_size * (cfg.gradient_accumulation_steps or 1) * self.ranks.world
 
     def _loader(self, rows: data.Rows, steps: Steps) -> StepLoader:
         return StepLoader(
@@ -256,7 +263,7 @@ class LoRAFinetune:
 
     def _setup_logging(self) -> None:
         cfg = self.cfg
-        if self.ranks.is_main and cfg.metric_logger is not None:
+        if self.ranks.is_main and cfg.metric_logger is not None and self.metric_logger is None:
             self.metric_logger = config.instantiate(cfg.metric_logger, key="metric_logger")
         profiler = OmegaConf.create({config.COMPONENT: "torchtune.training.setup_torch_profiler", "enabled": False})
         profiler.update(cfg.profiler or {})
@@ -435,7 +442,7 @@ class LoRAFinetune:
             epoch = (self.step - 1) // self.loader.steps.per_epoch + 1
             self.metrics.write(step=self.step, epoch=epoch, **values)
         if self.metric_logger is not None and self.step % self.cfg.log_every_n_steps == 0:
-            self.metric_logger.log_dict(values, step=self.step)
+            self.metric_logger.log_dict(values, step=self.steps_before + self.step)
 
     def save_checkpoint(self) -> None:
         """Write everything that a resumed run needs, and the adapter as PEFT reads it."""
@@ -489,8 +496,11 @@ class LoRAFinetune:
         }
 
     def _leave_interrupted(self) -> None:
-        signum = max(s or 0 for s in self.ranks.gather(self.interrupt.signum))
-        log.info("stopped at step %d, all saved; go on with resume_from_checkpoint=True", self.step)
+        self.leave(f"at step {self.step}", max(s or 0 for s in self.ranks.gather(self.interrupt.signum)))
+
+    def leave(self, where: str, signum: int) -> None:
+        """Stop ``where`` a signal asked for it, with all saved."""
+        log.info("stopped %s, all saved; go on with resume_from_checkpoint=True", where)
         self.cleanup()
         raise SystemExit(128 + signum)
 

@@ -28,11 +28,10 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext import config, device, evaluation, export, model
 from rocm_ext.chat import render_prompt
 from rocm_ext.checkpoint import FREE_KEYS, check_same_run
-from rocm_ext.cycles import Cycle, best, stop_reason, table
+from rocm_ext.cycles import Cycle, Run, best, stop_reason, table
 from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors, replace_folder, replace_text
+from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.generation import Request, Sampling, sample_seed
-from rocm_ext.interrupt import Interrupt
 from rocm_ext.machine import host_memory
 from rocm_ext.monitor import Metrics, duration, log
 from rocm_ext.prompts import Prompt, check_disjoint
@@ -49,6 +48,14 @@ _FREE = FREE_KEYS | frozenset(
     engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.retries engine.api_key_env
     """.split()  # noqa: SIM905
 )
+
+
+def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
+    """sha256 of tensors by name."""
+    digest = sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode() + tensor.float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class RAFT:
@@ -71,7 +78,7 @@ class RAFT:
         )
         self.trainer = LoRAFinetune(self._trainer_config())
         self.out = Path(cfg.output_dir)
-        self.interrupt = Interrupt()
+        self.interrupt = self.trainer.interrupt  # one for all phases
 
     def _trainer_config(self, **changes: Any) -> DictConfig:
         """The SFT recipe's config: its defaults, under what this recipe's says."""
@@ -96,7 +103,7 @@ class RAFT:
 
     def _setup_prompts(self) -> None:
         cfg = self.cfg
-        self.prompts = self._prompts("prompts")
+        self.prompts = self._prompts("prompts") if cfg.prompts is not None else []
         self.held_out = self._prompts("eval_prompts") if cfg.eval_prompts is not None else []
         if cfg.stop_after_no_gain and not self.held_out:
             raise UserError("stop_after_no_gain needs held-out prompts: set eval_prompts")
@@ -122,27 +129,11 @@ class RAFT:
         cfg, trainer = self.cfg, self.trainer
         trainer._setup_machine()
         self.ranks = trainer.ranks
-        self._recorded = self._read_run()
+        self._recorded = Run(self.out).begun(cfg.resume_from_checkpoint, cfg.overwrite_output_dir)
         recorded = self._recorded["identity"]["seed"] if self._recorded else None
         seed = next(s for s in (cfg.seed, recorded, random.SystemRandom().randrange(2**31)) if s is not None)
         cfg.seed = trainer.cfg.seed = self.ranks.agree(seed)
         trainer._setup_tokenizer()
-
-    def _read_run(self) -> dict[str, Any] | None:
-        """What the run in ``output_dir`` was begun with, if this one goes on with it."""
-        cfg, path = self.cfg, self.out / "run.json"
-        if cfg.resume_from_checkpoint and path.exists():
-            try:
-                return json.loads(path.read_text())
-            except (OSError, ValueError) as error:
-                raise UserError(f"cannot read {path}: {error}; take another output_dir") from error
-        earlier = [name for name in ("run.json", "adapter", "checkpoints") if (self.out / name).exists()]
-        if earlier and not cfg.overwrite_output_dir:
-            raise UserError(
-                f"output_dir {self.out} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True goes "
-                "on with a RAFT run, overwrite_output_dir=True replaces it, or choose another output_dir"
-            )
-        return None
 
     def _setup_tokens(self) -> None:
         """Render every prompt, by the code that SFT rows are rendered with."""
@@ -161,25 +152,42 @@ class RAFT:
                     f"{prompt.origin}: {length} tokens, with max_new_tokens {new} more than the {context} that the "
                     "model takes; lower max_new_tokens or drop the prompt"
                 )
-        self.engine = self._engine()
-        self.engine.check()
-        if self.cfg.objective == "raft++" and not self.engine.exact_tokens:
-            raise UserError("raft++ needs the token ids of sampling, which this server does not give; take raft")
+        size = trainer.decoder.tok_embeddings.num_embeddings
+        if (largest := max(max(tokens) for tokens in self.tokens.values())) >= size:
+            raise UserError(
+                f"the tokenizer makes token id {largest}, but the model's vocabulary ends at {size - 1}: tokenizer and "
+                "model do not belong together"
+            )
+        self._setup_engine()
         trainer._setup_activations(max(map(len, self.tokens.values())) + new)
         trainer._setup_weights()
         self._initial = export.adapter_state(trainer.decoder)
 
-    def _engine(self) -> Any:
+    def _setup_engine(self) -> None:
         node, trainer = self.cfg.engine, self.trainer
         offered = {"decoder": trainer.decoder, "tokenizer": trainer.tokenizer, "free_memory": self._free_memory}
         wanted = {name: value for name, value in offered.items() if config.takes(node, name, key="engine")}
-        return config.instantiate(node, key="engine", **wanted)
+        self.engine = config.instantiate(node, key="engine", **wanted)
+        self.engine.check()
+        known = self.engine.exact_tokens and self.engine.has_logprobs
+        if not known and (self.cfg.objective == "raft++" or self.cfg.min_entropy is not None):
+            raise UserError(
+                "raft++ and min_entropy need the token ids and log-probs of sampling, which this engine does not give"
+            )
 
     def _free_memory(self) -> int:
+        """Bytes that sampling may still take on the device."""
         trainer = self.trainer
         if trainer.device.type == "cpu":
             return host_memory(Path("/"), "MemAvailable") // local_world_size()
-        return device.memory_budget(trainer.profile, trainer.machine)[0] - torch.cuda.memory_allocated(trainer.device)
+        torch.cuda.empty_cache()
+        taken = torch.cuda.memory_allocated(trainer.device)
+        free = device.memory_budget(trainer.profile, trainer.machine)[0]
+        if not trainer.machine.unified:  # there MemAvailable, in the budget, is without what is taken already
+            free -= taken
+        if self.cfg.memory_fraction is not None:
+            free = min(free, int(self.cfg.memory_fraction * trainer.machine.total_memory) - taken)
+        return free
 
     def _setup_run(self) -> None:
         """Make the folder this run's, once nothing can fail any more."""
@@ -189,22 +197,14 @@ class RAFT:
             "eval prompts": self._fingerprint(self.held_out),
             "dtype": str(self.trainer.dtype),
             "seed": self.cfg.seed,
+            "first adapter": fingerprint(self._initial),
+            "rows per step": self.trainer.rows_per_step,
         }
         if self._recorded is not None:
             check_same_run(self.out / "run.json", self._recorded, self.cfg, identity, _FREE)
         self.metrics: Metrics | None = None
         if self.ranks.is_main:
-            with disk_errors(self.out):
-                self.out.mkdir(parents=True, exist_ok=True)
-            if self._recorded is None:
-                for path in (*self.out.glob("cycle_*"), *(self.out / n for n in ("adapter", "merged", "checkpoints"))):
-                    shutil.rmtree(path, ignore_errors=True)
-                for name in ("metrics.jsonl", "summary.json"):
-                    (self.out / name).unlink(missing_ok=True)
-            content = {"config": OmegaConf.to_container(self.cfg, resolve=True), "identity": identity}
-            replace_text(self.out / "run.json", json.dumps(content, indent=2) + "\n")
-            replace_text(self.out / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
-            self.metrics = Metrics(self.out / "metrics.jsonl")
+            self.metrics = Run(self.out).take(self.cfg, identity, fresh=self._recorded is None)
         self.ranks.barrier()
 
     def _fingerprint(self, prompts: Sequence[Prompt]) -> str:
@@ -230,8 +230,9 @@ class RAFT:
     def verification(self) -> Iterator[Rollouts]:
         """Worker processes that verify while the model samples."""
         workers = self.cfg.verify_workers
-        if workers is None:  # one core of each rank's share drives the sampler
-            workers = max(1, (psutil.cpu_count(logical=False) or 2) // local_world_size() - 1)
+        if workers is None:  # one core of each rank's share drives the sampler, and loading needs none meanwhile
+            cores = min(len(psutil.Process().cpu_affinity() or [0]), psutil.cpu_count(logical=False) or 1)
+            workers = min(16, max(1, cores // local_world_size() - 1))
         with Pool(self.verifier, workers, self.cfg.verify_timeout) as pool:
             yield Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share)
 
@@ -241,12 +242,13 @@ class RAFT:
         Returns:
             why no other cycle should follow, or None.
         """
-        if not Cycle(self.out, cycle).adapter.exists():
+        if not Cycle(self.out, cycle).trained:
             asked = self.choose(cycle)
             if not asked:
                 return f"none of {len(self.prompts)} prompts is worth asking in cycle {cycle} (skip_solved)"
             phase = self.sample(cycle, asked)
             self.train(cycle, self.keep(cycle, phase))
+        self._check_changed(cycle)
         if self.held_out:
             self.evaluate(cycle)
         self.write_summary(cycle)
@@ -283,6 +285,7 @@ class RAFT:
 
     def _phase(self, cycle: int, what: str, adapter_of: int, requests: Sequence, prompts: Sequence[Prompt]) -> Phase:
         """Completions of ``requests`` with their verdicts, from the model with the adapter of a cycle."""
+        self._check_interrupt(cycle)
         self._load_adapter(adapter_of)
         rows = {prompt.id: prompt.row for prompt in prompts}
         folder = self._adapter(adapter_of)
@@ -296,25 +299,57 @@ class RAFT:
                     lambda: self.engine.session(folder if folder.exists() else None),
                 )
         except Interrupted as stop:
-            log.info("stopped in cycle %d, all saved; go on with resume_from_checkpoint=True", cycle)
-            self.trainer.cleanup()
-            raise SystemExit(128 + stop.signum) from None
+            self.trainer.leave(f"in cycle {cycle}", stop.signum)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the cache's memory is training's now
-        self._record(cycle, what, phase.stats)
+        if phase.stats.get("tokens"):  # else all of it was recorded before
+            self._record(cycle, what, phase.stats, self._steps_before(cycle + (what == "eval")))
         return phase
 
-    def _record(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
-        if self.metrics is not None and values["seconds"] > 0:
+    def _check_interrupt(self, cycle: int) -> None:
+        """Leave if a signal came after the phase before had last looked."""
+        if signum := max(signum or 0 for signum in self.ranks.gather(self.interrupt.signum)):
+            self.trainer.leave(f"in cycle {cycle}", signum)
+
+    def _record(self, cycle: int, phase: str, values: Mapping[str, Any], steps: int) -> None:
+        """A line of ``metrics.jsonl``, and the numbers of it for the metric logger, ``steps`` into training."""
+        if self.metrics is not None:
             self.metrics.write(cycle=cycle, phase=phase, **values)
+        if self.trainer.metric_logger is not None:
+            numbers = {f"{phase}_{name}": value for name, value in values.items() if isinstance(value, int | float)}
+            self.trainer.metric_logger.log_dict(numbers, step=steps)
+
+    def _steps_before(self, cycle: int) -> int:
+        return sum(Cycle(self.out, each).training()["steps"] for each in range(1, cycle))
 
     def _load_adapter(self, cycle: int) -> None:
         """The adapter that a cycle left, always from its file: a resumed run has nothing else."""
-        trainer, folder = self.trainer, self._adapter(cycle)
-        state: Mapping[str, torch.Tensor] = self._initial
-        if cycle:
-            state = export.read_adapter(folder, trainer.decoder, trainer.cfg.checkpointer.model_type)
-        model.load_adapter(trainer.decoder, state, str(folder))
+        model.load_adapter(self.trainer.decoder, self._adapter_state(cycle), str(self._adapter(cycle)))
+
+    def _adapter_state(self, cycle: int) -> Mapping[str, torch.Tensor]:
+        if cycle == 0:
+            return self._initial
+        trainer = self.trainer
+        return export.read_adapter(self._adapter(cycle), trainer.decoder, trainer.cfg.checkpointer.model_type)
+
+    def _check_changed(self, cycle: int) -> None:
+        """Refuse to call it training if nothing was learnt.
+
+        Raises:
+            UserError: the adapter is what the cycle began with.
+        """
+        before, after = self._adapter_state(self._trained_from(cycle)), self._adapter_state(cycle)
+        if all(torch.equal(before[name], tensor) for name, tensor in after.items()):
+            steps = Cycle(self.out, cycle).training()["steps"]
+            raise UserError(
+                f"cycle {cycle}: {steps} optimiser steps changed nothing, bit for bit. A warm-up as long as the cycle "
+                "does that, and fp16 whose loss scale never settles: drop lr_scheduler, keep more answers, or take "
+                "another dtype"
+            )
+
+    def _trained_from(self, cycle: int) -> int:
+        """The cycle whose adapter a cycle's training begins with."""
+        return cycle - 1 if self.cfg.start_from == "previous" else 0
 
     def _adapter(self, cycle: int) -> Path:
         """The PEFT folder that a cycle leaves; cycle 0's is the one to start from, if there is one."""
@@ -340,7 +375,7 @@ class RAFT:
             lines = []
             for sample in kept:
                 more = {"reward": phase.results[sample.key].reward, "prompt_tokens": self.tokens[sample.prompt_id]}
-                lines.append(json.dumps({**asdict(sample), **more}, ensure_ascii=False) + "\n")
+                lines.append(json.dumps({**asdict(sample), **more}) + "\n")
             replace_text(Cycle(self.out, cycle).kept, "".join(lines))
         return kept
 
@@ -365,21 +400,23 @@ class RAFT:
             raise UserError("raft++ needs log-probs of sampling, which this engine did not give; take objective=raft")
         lr = cfg.optimizer.lr
         lr = max(lr * cfg.lr_decay ** (cycle - 1), min(cfg.lr_floor, lr))
-        self._load_adapter(cycle - 1 if cfg.start_from == "previous" else 0)
+        self._load_adapter(self._trained_from(cycle))
         trainer.start(
             self._trainer_config(
                 output_dir=str(folder),
                 seed=sample_seed(cfg.seed, cycle, "train", 0) % 2**31,
                 optimizer={**cfg.optimizer, "lr": lr},
-                resume_from_checkpoint=True,
+                resume_from_checkpoint=(folder / "checkpoints").exists(),
+                overwrite_output_dir=True,
                 save_adapter_weights_only=True,
             ),
             to_rows(kept, self.tokens, with_logprobs),
+            self._steps_before(cycle),
         )
         trainer.train()
         if self.ranks.is_main:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        self._record(cycle, "train", Cycle(self.out, cycle).training())
+        self._record(cycle, "train", Cycle(self.out, cycle).training(), self._steps_before(cycle + 1))
 
     def evaluate(self, cycle: int) -> None:
         """``eval.json``: how the model as the cycle left it does on the held-out prompts."""
@@ -440,6 +477,7 @@ def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
         raise UserError("eval_prompts is not set; name the prompts to evaluate on")
     if adapter is not None:
         cfg.checkpointer.adapter_checkpoint = str(adapter)
+    cfg.prompts = None  # they need not be here
     raft = RAFT(cfg)
     raft.setup()
     with raft.verification() as raft.rollouts:

@@ -80,10 +80,15 @@ def _add_eval(commands) -> None:
     add = parser.add_argument
     add("--config", required=True, metavar="NAME", help="a RAFT config: model, engine, eval_prompts, verifier")
     add("--adapter", type=Path, metavar="DIR", help="PEFT folder; without it: the model as the config starts it")
-    add("--data", metavar="FILE", help="other rows than the config's eval_prompts.source")
+    add("--data", metavar="FILE", help="other rows than the config's eval_prompts: a file or a hub name")
+    _add_format(add)
     add("--json", action="store_true", help="print one JSON object instead")
     _add_overrides(parser)
     parser.set_defaults(run=_eval)
+
+
+def _add_format(add) -> None:
+    add("--format", metavar="NAME", help="gsm8k, mbpp or humaneval: ready mappings of their columns")
 
 
 def _add_verify(commands) -> None:
@@ -96,7 +101,9 @@ def _add_verify(commands) -> None:
     add = parser.add_argument
     add("--verifier", required=True, metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
     add("--data", required=True, metavar="FILE", help="rows as RAFT reads them: JSONL, JSON, Parquet, CSV, a hub name")
-    add("--format", metavar="NAME", help="gsm8k, mbpp or humaneval: ready mappings of their columns")
+    _add_format(add)
+    add("--name", help="configuration of a hub data set (openai/gsm8k: main)")
+    add("--split", default="train", help="of a hub data set (train)")
     add("--gold", metavar="FIELD", help="the right answer (default: the first of solution, completion, answer)")
     add("--workers", type=_count, metavar="N", help="processes (default: physical cores)")
     add("--limit", type=_count, metavar="N", help="the first N rows only")
@@ -126,7 +133,7 @@ def _verify(args: argparse.Namespace) -> None:
         if not equals:
             raise UserError(f"cannot read argument {item!r}; expected key=value", code=2)
         node[key] = yaml.safe_load(value)
-    prompts = prompt_dataset(source=args.data, format=args.format)
+    prompts = prompt_dataset(source=args.data, format=args.format, name=args.name, split=args.split)
     rows = [(prompt.origin, prompt.row) for prompt in prompts]
     workers = args.workers or psutil.cpu_count(logical=False) or 1
     summary = self_check(node, rows, args.gold, workers, args.limit)
@@ -158,12 +165,16 @@ def _eval(args: argparse.Namespace) -> None:
 
     if strange := [item for item in args.overrides if "=" not in item]:
         raise UserError(f"cannot read override {strange[0]!r}; expected key=value", code=2)
-    data = [f"eval_prompts.source={args.data}"] if args.data else []
+    cfg = config.load("raft_rocm", args.config, [*args.overrides, "output_dir=eval"])
+    setup_logging()
+    for line in device.start(device.load_profile(cfg.hardware), detect()):
+        print(line, file=sys.stderr)
+    if args.data:
+        cfg.eval_prompts = {config.COMPONENT: "rocm_ext.prompts.prompt_dataset", "source": args.data}
+        if args.format:
+            cfg.eval_prompts.format = args.format
     with TemporaryDirectory() as out:
-        cfg = config.load("raft_rocm", args.config, [*args.overrides, *data, f"output_dir={out}"])
-        setup_logging()
-        for line in device.start(device.load_profile(cfg.hardware), detect()):
-            print(line, file=sys.stderr)
+        cfg.output_dir = cfg.checkpointer.output_dir = out
         scores = evaluate_adapter(cfg, args.adapter)
     if args.json:
         print(json.dumps(scores))

@@ -4,18 +4,66 @@ Everything here is read from those files, so a resumed run knows what a run that
 """
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rocm_ext.monitor import read_metrics
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext.errors import UserError
+from rocm_ext.files import disk_errors, replace_text
+from rocm_ext.monitor import Metrics, read_metrics
 from rocm_ext.rollouts import Key, Sample, entropy, read_records, read_results, read_samples
 from rocm_ext.verifiers import Result
 
 PHASES = ("sample", "train", "eval")
 Filter = Callable[[Mapping[Key, Sample], Mapping[Key, Result]], tuple[list[Sample], dict[str, int]]]
+
+
+class Run:
+    """The folder of a run, and what it was begun with (``run.json``)."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self._path = out, out / "run.json"
+
+    def begun(self, resume: bool, overwrite: bool) -> dict[str, Any] | None:
+        """``config`` and ``identity`` of the run that is there, if this one is to go on with it.
+
+        Raises:
+            UserError: another run is there, or this one cannot be read.
+        """
+        if resume and self._path.exists():
+            try:
+                return json.loads(self._path.read_text())
+            except (OSError, ValueError) as error:
+                raise UserError(f"cannot read {self._path}: {error}; take another output_dir") from error
+        names = ("run.json", "cycle_0", "cycle_1", "adapter", "checkpoints")
+        earlier = [name for name in names if (self.out / name).exists()]
+        if earlier and not overwrite:
+            raise UserError(
+                f"output_dir {self.out} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True goes "
+                "on with a RAFT run, overwrite_output_dir=True replaces it, or choose another output_dir"
+            )
+        return None
+
+    def take(self, cfg: DictConfig, identity: Mapping[str, Any], fresh: bool) -> Metrics:
+        """Make the folder this run's; a fresh one begins with nothing in it."""
+        with disk_errors(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            self._path.unlink(missing_ok=True)  # first: without it nothing below would be gone on with
+            for pattern in ("cycle_*", "adapter", "merged", "checkpoints"):
+                for folder in self.out.glob(pattern):
+                    shutil.rmtree(folder, ignore_errors=True)
+            for name in ("metrics.jsonl", "summary.json"):
+                (self.out / name).unlink(missing_ok=True)
+        content = {"config": OmegaConf.to_container(cfg, resolve=True), "identity": identity}
+        replace_text(self._path, json.dumps(content, indent=2) + "\n")
+        replace_text(self.out / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        return Metrics(self.out / "metrics.jsonl")
 
 
 class Cycle:
@@ -32,6 +80,11 @@ class Cycle:
         self.adapter = self.folder / "adapter"
         self.kept = self.folder / "kept.jsonl"
         self.eval = self.folder / "eval.json"
+
+    @property
+    def trained(self) -> bool:
+        """Whether training has left all its outputs; its summary is the last of them."""
+        return (self.folder / "summary.json").exists()
 
     def phase(self, what: str) -> Path:
         """Where the samples and verdicts of a phase are."""

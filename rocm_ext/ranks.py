@@ -8,6 +8,7 @@ every method is a no-op.
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class Ranks:
             raise UserError(f"several ranks need torch 2.7 or newer, found {torch.__version__}")
         # gloo beside RCCL/NCCL, so that counts and flags never wait for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend)
+        # a rank may wait long for another's last answers; torchrun notices dead ranks by itself
+        dist.init_process_group(backend, timeout=timedelta(days=1))
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         return cls(device, dist.get_rank(), dist.get_world_size(), mesh)
 

@@ -4,7 +4,9 @@ A phase is a set of requests. What is recorded is never done again: a phase that
 requests that have no record, and with the samples that have no verdict.
 """
 
+import errno
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors
+from rocm_ext.files import disk_errors, replace_text
 from rocm_ext.generation import Completion, Request, Sampling, Session
 from rocm_ext.interrupt import Interrupt
 from rocm_ext.monitor import Progress
@@ -84,14 +86,15 @@ class Journal:
         """Write one record."""
         with disk_errors(self._own):
             self._file = self._file or self._own.open("ab", buffering=0)  # one write each: a kill loses no other line
-            self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+            line = json.dumps(record).encode() + b"\n"
+            if self._file.write(line) != len(line):  # an unbuffered file may take a part, and say so in this way alone
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.records[record["prompt_id"], record["sample"]] = record
 
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Rewrite this rank's file without the records that are ``unwanted``."""
-        self._close()
-        kept = [record for record in read_records(self._own) if not unwanted(record)]
-        self._own.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept), "utf-8")
+        """Do away with the records of all ranks that are ``unwanted``; on the main rank, after :meth:`collect`."""
+        kept = [record for record in self.records.values() if not unwanted(record)]
+        replace_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def collect(self) -> None:
         """Know every rank's records."""
@@ -136,7 +139,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         return []
     content = path.read_bytes()
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(content[: _whole(content)].decode("utf-8").splitlines(), start=1):
+    # not splitlines: it also splits at characters that JSON does not escape
+    for number, line in enumerate(content[: _whole(content)].split(b"\n")[:-1], start=1):
         try:
             records.append(json.loads(line))
             _ = records[-1]["prompt_id"], records[-1]["sample"]
@@ -152,8 +156,8 @@ class Phase:
     Attributes:
         samples: by key.
         results: by key.
-        stats: what the engine reports of this process's share; ``seconds`` of the phase, and ``waiting`` of it
-            spent on verdicts after the last sample.
+        stats: what the engine reports of this process's share; ``seconds`` of the phase, and ``waiting``: those of
+            them spent on verdicts after the last sample.
     """
 
     samples: dict[Key, Sample]
@@ -238,21 +242,22 @@ class Rollouts:
         progress.close()
         if signum := max(signum or 0 for signum in self._ranks.gather(self._interrupt.signum)):
             raise Interrupted(signum)
-        self._check_errors(verdicts, len(mine))
         samples.collect()
         verdicts.collect()
+        self._check_errors(verdicts, len(requests))
         now = time.perf_counter()
         return Phase(
-            {sample.key: sample for sample in read_samples(folder / "samples.jsonl")},
-            read_results(folder / "verdicts.jsonl"),
+            {key: Sample(**record) for key, record in samples.records.items()},
+            {key: _result(record) for key, record in verdicts.records.items()},
             {**stats, "seconds": now - began, "waiting": now - sampled},
         )
 
     def _check_errors(self, verdicts: Journal, total: int) -> None:
         errors = [r for r in verdicts.records.values() if r["verdict"] == Verdict.ERROR.value]
         if len(errors) > self._max_error_share * total:
-            # without their verdicts, so that they are judged again once the verifier works
-            verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
+            if self._ranks.is_main:  # without their verdicts they are judged again, once the verifier works
+                verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
+            self._ranks.barrier()
             raise UserError(
                 f"the verifier failed on {len(errors)} of {total} answers, more than max_error_share "
                 f"{self._max_error_share:g} of them; first: {errors[0]['detail']}. Samples are kept: mend the "
@@ -317,10 +322,11 @@ def read_samples(path: Path) -> list[Sample]:
 
 def read_results(path: Path) -> dict[Key, Result]:
     """The verdicts of a phase, by sample."""
-    return {
-        (record["prompt_id"], record["sample"]): Result(Verdict(record["verdict"]), record["reward"], record["detail"])
-        for record in read_records(path)
-    }
+    return {(record["prompt_id"], record["sample"]): _result(record) for record in read_records(path)}
+
+
+def _result(record: Mapping[str, Any]) -> Result:
+    return Result(Verdict(record["verdict"]), record["reward"], record["detail"])
 
 
 def entropy(samples: Iterable[Sample]) -> float | None:

@@ -67,7 +67,7 @@ def filter_samples(
             dropped["duplicate"] += len(left) - len(unique)
             left = sorted(unique.values(), key=rank)
         for rule, most in (
-            ("not_among_best", max(1, math.ceil(best_fraction * len(left)))),
+            ("not_among_best", max(1, math.ceil(best_fraction * len(left) - 1e-9))),
             ("over_cap", len(left) if per_prompt is None else per_prompt),
         ):
             dropped[rule] += max(0, len(left) - most)

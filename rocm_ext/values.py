@@ -77,11 +77,11 @@ def check_raft_values(cfg: DictConfig) -> None:
             raise UserError(f"{key} is {cfg[key]!r}; expected {' or '.join(choices)}")
     if not isinstance(cfg.stop_strings, ListConfig):
         raise UserError(f"stop_strings is {cfg.stop_strings!r}; expected a list of texts")
-    if cfg.temperature == 0 and cfg.samples_per_prompt > 1:
-        raise UserError(
-            f"temperature 0 gives the same answer {cfg.samples_per_prompt} times; set samples_per_prompt=1, "
-            "or a temperature above 0"
-        )
+    for key, most in (("samples_per_prompt", 1), ("eval_samples", 0)):
+        if cfg.temperature == 0 and cfg[key] > most:
+            raise UserError(
+                f"temperature 0 gives the same answer {cfg[key]} times; set {key}={most}, or a temperature above 0"
+            )
     if not cfg.optimizer.get("lr"):
         raise UserError(f"optimizer.lr is {cfg.optimizer.get('lr')!r}; expected a number above 0")
 

@@ -10,18 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext.recipes.raft_rocm import RAFT, evaluate_adapter, main
 from safetensors.torch import load_file
 
-from rocm_ext import config, rollouts
+from rocm_ext import cli, config, rollouts
 from rocm_ext.chat import IGNORE, render_prompt
 from rocm_ext.errors import UserError
 from rocm_ext.loss import ClippedRatioLoss
+from rocm_ext.ranks import Ranks
 from rocm_ext.rollouts import Journal, read_records
 from tests.forks import forked, kill_before
 from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 
+resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
 REPO = Path(__file__).parents[1]
 SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
 WEIGHTS = "adapter/adapter_model.safetensors"
@@ -163,9 +167,9 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
     trainer, rows = raft.trainer, []
     original = LoRAFinetune.start
 
-    def start(self, cfg, given):
+    def start(self, cfg, given, steps_before):
         rows.append(given)
-        original(self, cfg, given)
+        original(self, cfg, given, steps_before)
 
     LoRAFinetune.start = start
     try:
@@ -301,6 +305,75 @@ def test_killed_at_random_moments(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
+@pytest.mark.parametrize("written", ["summary.json", "kept.jsonl", "eval.json", "adapter"])
+def test_killed_before_a_file_appears(make, reference, tmp_path, written):
+    def prepare() -> None:
+        for name in ("replace", "rename"):
+            setattr(Path, name, killing(getattr(Path, name)))
+
+    def killing(function):
+        def call(self, target):
+            if Path(target).name == written:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(self, target)
+
+        return call
+
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
+    code, messages = forked(main, make(out), "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert_equal(out, reference)
+
+
+@pytest.mark.parametrize("step", [2, -1])
+def test_sigterm_while_training(make, reference, tmp_path, step):
+    """Also in the last step, which no other step would look for."""
+
+    def prepare() -> None:
+        original = LoRAFinetune.save_checkpoint
+
+        def save_checkpoint(self):
+            original(self)
+            if self.step == (step if step > 0 else self.total_steps):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        LoRAFinetune.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out), prepare=prepare)
+    assert code == 143, messages
+    assert "all saved; go on with resume_from_checkpoint=True" in messages
+    assert forked(main, make(out), "resume_from_checkpoint=True")[0] == 0
+    assert_equal(out, reference)
+
+
+def test_full_disk_while_sampling(make, reference, tmp_path):
+    def prepare() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out), prepare=prepare)
+    assert code == 1
+    assert "no space left to write" in messages
+    assert "Traceback" not in messages
+    code, messages = forked(main, make(out), "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert_equal(out, reference)
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_any_text_can_be_recorded(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("journal") / "samples.jsonl"
+    alone = Ranks(torch.device("cpu"), 0, 1, None)
+    journal = Journal(path, alone)
+    records = [{"prompt_id": text, "sample": index, "text": text} for index in range(2)]
+    for record in records:
+        journal.append(record)
+    assert read_records(path) == records
+    assert list(Journal(path, alone).records.values()) == records
+
+
 def test_ctrl_c_while_sampling(make, reference, tmp_path):
     def prepare() -> None:
         original = Journal.append
@@ -353,12 +426,15 @@ def test_more_cycles_go_on_from_the_last(reference, make, tmp_path):
         ("model.lora_rank=5", "model.lora_rank: was 4, is 5"),
         ("max_per_prompt=1", "max_per_prompt: was 4, is 1"),
         ("seed=2", "seed: was 1, is 2"),
+        ("sequences_per_step=16", "rows per step: was 8, is 16"),
+        ("checkpointer.adapter_checkpoint=ANOTHER", "first adapter changed"),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(reference, make, tmp_path, override, message):
     out = tmp_path / "out"
     shutil.copytree(reference, out)
     before = outcome(out)
+    override = override.replace("ANOTHER", str(reference / "cycle_1" / "adapter"))
     code, messages = forked(main, make(out), "resume_from_checkpoint=True", override)
     assert code == 1
     assert message in messages
@@ -462,6 +538,28 @@ def test_bad_input_is_one_line(make, tmp_path, changes, message):
     assert message in messages
     assert len([line for line in messages.splitlines() if line.startswith("error: ")]) == 1
     assert "Traceback" not in messages
+
+
+def test_training_that_changes_nothing_is_an_error(make, tmp_path):
+    warm_up = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 9}
+    changes = {"lr_scheduler": warm_up, "sequences_per_step": 64, "epochs": 1, "eval_prompts": None}
+    out = tmp_path / "out"
+    for resume in ("False", "True"):
+        code, messages = forked(main, make(out, **changes), f"resume_from_checkpoint={resume}")
+        assert code == 1
+        assert "cycle 1: 1 optimiser steps changed nothing, bit for bit" in messages
+
+
+def test_eval_of_other_rows_needs_nothing_of_the_configs(reference, make, folder, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()[:5]]
+    rows.write_text("".join(json.dumps({"prompt": x["question"], "answer": x["answer"]}) + "\n" for x in lines))
+    hub = {"_component_": "rocm_ext.prompts.prompt_dataset", "source": "no/such", "name": "main", "split": "test[:9]"}
+    path = make(tmp_path / "out", prompts=hub, eval_prompts=hub)
+    adapter = reference / "adapter"
+    assert cli.main(["eval", "--config", str(path), "--adapter", str(adapter), "--data", str(rows), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 5
+    assert not (tmp_path / "out").exists()
 
 
 def test_held_out_prompts_must_not_be_trained_on(make, folder, tmp_path):

@@ -1,6 +1,7 @@
 """What every engine is asked for and what it gives back."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Sampling:
         for name, count in (("max_new_tokens", self.max_new_tokens), ("top_k", self.top_k)):
             if not (type(count) is int and count >= 1) and not (count is None and name == "top_k"):
                 raise UserError(f"{name} is {count!r}; expected a whole number of at least 1")
-        if not (isinstance(self.temperature, int | float) and self.temperature >= 0):
+        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
             raise UserError(f"temperature is {self.temperature!r}; expected a number of at least 0 (0: greedy)")
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
             if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
@@ -82,7 +83,15 @@ class Completion:
 
 
 class Engine(Protocol):
-    """A source of completions."""
+    """A source of completions.
+
+    Attributes:
+        exact_tokens: whether ids are those that were sampled, not made from the text afterwards.
+        has_logprobs: whether they come with log-probs.
+    """
+
+    exact_tokens: bool
+    has_logprobs: bool
 
     def check(self) -> None:
         """Fail early, before any time is spent.

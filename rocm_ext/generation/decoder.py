@@ -115,6 +115,12 @@ class Decoder:
         """What the cache holds for one token."""
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize
 
+    @property
+    def bytes_per_row(self) -> int:
+        """What a pass holds of one token, beside the cache: a layer's inputs and outputs, q and k rotated in fp32."""
+        layer = self.layers[0]
+        return (4 * layer.down.shape[0] + 5 * layer.down.shape[1]) * self.dtype.itemsize + 16 * len(layer.qkv)
+
     def new_cache(self, slots: int, length: int) -> Cache:
         """An empty cache."""
         shape = (slots, self.kv_heads, length, self.head_dim)
@@ -237,13 +243,14 @@ def check_family(decoder: nn.Module) -> None:
     Raises:
         UserError: naming what is not supported.
     """
-    if type(decoder) is not TransformerDecoder:
+    if not isinstance(decoder, TransformerDecoder):
         raise UserError(f"sampling from a {type(decoder).__name__} is not supported; Qwen2.5 and Llama 3 are")
     for layer in map(_bare, decoder.layers):  # type: ignore[arg-type]
         attention, mlp = getattr(layer, "attn", None), getattr(layer, "mlp", None)
         rope = getattr(attention, "pos_embeddings", None)
         problems = {
-            f"layer {type(layer).__name__}": type(layer) is TransformerSelfAttentionLayer,
+            f"embeddings {type(decoder.tok_embeddings).__name__}": type(decoder.tok_embeddings) is nn.Embedding,
+            f"layer {type(layer).__name__}": isinstance(layer, TransformerSelfAttentionLayer),
             f"attention {type(attention).__name__}": isinstance(attention, MultiHeadAttention),
             "q/k norms": getattr(attention, "q_norm", None) is None,
             f"position embeddings {type(rope).__name__}": type(rope) in _ROPES,

@@ -27,11 +27,15 @@ from rocm_ext.monitor import log
 
 # Where more slots gain no more: a step is bound by compute from here on (measured on a CPU; computed for GPUs).
 _MOST_SLOTS = {"cpu": 128, "cuda": 256}
-# Cache positions looked at are a multiple of this. CPU: fewer would change the rounding of attention's sums.
-# GPU: few distinct shapes, so few graphs.
+# Cache positions looked at are a multiple of this. CPU: others would change the rounding of attention's sums (see
+# `_span`). GPU: few distinct shapes, so few graphs.
 _SPAN = {"cpu": 16, "cuda": 256}
 _PREFILL_TOKENS = 2048  # enough for a GPU to be bound by compute
-_SHARE = 0.9  # of the memory left, for the cache; the rest is room for what a step computes
+_SHARE = 0.9  # of the memory left; the rest is room for the libraries' own
+# What a step needs beside the cache: for each position its mask; for each token of the vocabulary logits, weights and
+# copies of them in fp32, and where the most probable tokens hold less than top_p, all of them sorted.
+_MASK_BYTES = 10
+_DRAW_BYTES, _NUCLEUS_BYTES = 20, 36
 
 
 class LocalEngine:
@@ -45,7 +49,7 @@ class LocalEngine:
         graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU.
     """
 
-    exact_tokens = True  # ids are those that were sampled
+    exact_tokens = has_logprobs = True
 
     def __init__(
         self,
@@ -136,7 +140,8 @@ class LocalSession:
                 f"the longest prompt and max_new_tokens {sampling.max_new_tokens} are {longest} tokens; the model "
                 f"takes {self._decoder.max_seq_len}. Lower max_new_tokens or drop long prompts"
             )
-        batch = _Batch(self._decoder, self._count_slots(len(requests), longest), longest, sampling, self._graphs)
+        length = _span(self._decoder, longest)
+        batch = _Batch(self._decoder, self._count_slots(requests, length, sampling), length, sampling, self._graphs)
         prompts = deque(
             _Prompt(tokens, deque(same)) for tokens, same in groupby(requests, key=lambda request: request.tokens)
         )
@@ -196,18 +201,22 @@ class LocalSession:
         tail = to_text(self._tokenizer, tokens[-window:])
         return any(text in tail for text in sampling.stop_strings)
 
-    def _count_slots(self, requests: int, length: int) -> int:
+    def _count_slots(self, requests: Sequence[Request], length: int, sampling: Sampling) -> int:
         decoder = self._decoder
         if self._slots is not None:
-            return max(MIN_ROWS, min(self._slots, requests))
-        most = max(MIN_ROWS, min(requests, _MOST_SLOTS.get(decoder.device.type, 128)))
-        per_slot = decoder.bytes_per_position * length + 5 * 4 * len(decoder.output)  # logits, weights, blocks in fp32
+            return max(MIN_ROWS, min(self._slots, len(requests)))
+        most = max(MIN_ROWS, min(len(requests), _MOST_SLOTS.get(decoder.device.type, 128)))
+        prompts = {request.tokens for request in requests}
+        prefilled = max(min(_PREFILL_TOKENS, sum(map(len, prompts))), max(map(len, prompts)))
+        fixed = prefilled * (decoder.bytes_per_position + decoder.bytes_per_row)
+        per_slot = length * (decoder.bytes_per_position + _MASK_BYTES) + decoder.bytes_per_row
+        per_slot += len(decoder.output) * (_DRAW_BYTES if sampling.top_p is None else _NUCLEUS_BYTES)
         free = int(_SHARE * self._free_memory())
-        fit = free // per_slot
+        fit = (free - fixed) // per_slot
         if fit < MIN_ROWS:
             raise UserError(
                 f"{free / 2**30:.1f} GiB are left for sampling; {MIN_ROWS} answers of {length} tokens need "
-                f"{MIN_ROWS * per_slot / 2**30:.1f} GiB. Lower max_new_tokens"
+                f"{(fixed + MIN_ROWS * per_slot) / 2**30:.1f} GiB. Lower max_new_tokens"
             )
         if fit < most:
             log.info("%d samples at once: %.1f GiB of memory hold no more", fit, free / 2**30)
@@ -226,14 +235,21 @@ class LocalSession:
         }
 
 
+def _span(decoder: Decoder, positions: int) -> int:
+    """How far to look into the cache for so many ``positions``: what lies beyond them must not change a bit."""
+    device = decoder.device.type
+    positions += -positions % _SPAN.get(device, 256)
+    # torch's attention on CPUs works on 512 positions at a time, and MKL sums more than 384 of them in two halves
+    # (measured): so the last 512 are looked at whole, or only in their first half
+    return positions + -positions % 512 if device == "cpu" and positions % 512 > 256 else positions
+
+
 class _Batch:
     """Slots of the cache; the running samples are in the first of them."""
 
     def __init__(self, decoder: Decoder, slots: int, length: int, sampling: Sampling, graphs: bool) -> None:
-        self._round = _SPAN.get(decoder.device.type, 256)
-        self._length = length + -length % self._round
         self._decoder, self._sampling, self.slots = decoder, sampling, slots
-        self._cache = decoder.new_cache(slots, self._length)
+        self._cache = decoder.new_cache(slots, length)
         device = decoder.device
         self._tokens, self._positions, self._seeds, self._drawn = (
             torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(4)
@@ -267,8 +283,7 @@ class _Batch:
         n = len(self.running)
         # a few slots more than are running: MIN_ROWS, and few distinct shapes where each needs a graph
         rows = min(self.slots, n + -n % MIN_ROWS if self._graphs is not None else max(n, MIN_ROWS))
-        span = max(running.position for running in self.running) + 1
-        span += -span % self._round
+        span = _span(self._decoder, max(running.position for running in self.running) + 1)
         logits = self._logits(rows, span)
         uniform = uniforms(self._seeds[:rows], self._drawn[:rows])
         tokens, logprobs = draw(logits, uniform, self._sampling)
