@@ -3,7 +3,6 @@
 import copy
 import gc
 import math
-import random
 import weakref
 from types import SimpleNamespace
 
@@ -31,7 +30,7 @@ from rocm_ext import export
 from rocm_ext.chat import to_text
 from rocm_ext.errors import UserError
 from rocm_ext.generation import LocalEngine, Request, Sampling, sample_seed
-from rocm_ext.generation.decoder import Decoder, check_family, merged
+from rocm_ext.generation.decoder import Decoder, merged
 from rocm_ext.generation.draw import draw, uniforms
 from rocm_ext.generation.local import LocalSession
 from rocm_ext.lora import Dora, adapters, adopt, init_adapters
@@ -55,16 +54,17 @@ class Words:
 
 
 @torch.no_grad()
-def model(family: str = "qwen2", lora: str | None = None, seed: int = 0, **changes):
+def model(family: str = "qwen2", lora: str | None = None, adapted=tuple(ALL_PROJECTIONS), **changes):
     """torchtune's decoder with random weights, sharp enough that attention matters, and adapters if wanted."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     shape = SHAPE | changes
     if lora is None:
-        decoder = {"qwen2": qwen2, "llama": llama3_1}[family](**shape)
+        decoder = {"qwen2": qwen2, "llama": llama3_1, "mistral": mistral}[family](**shape)
     else:
         build = {"qwen2": lora_qwen2, "llama": lora_llama3_1}[family]
-        decoder = build(ALL_PROJECTIONS, True, **shape, lora_rank=4, lora_alpha=6, use_dora=lora == "dora")
-        adopt(decoder, {"lora_attn_modules": ALL_PROJECTIONS})
+        more = {"lora_rank": 4, "lora_alpha": 6, "use_dora": lora == "dora"}
+        decoder = build(list(adapted), "v_proj" in adapted, **shape, **more)
+        adopt(decoder, {"lora_attn_modules": list(adapted)})
     for name, parameter in decoder.named_parameters():
         parameter.normal_(std=0.1).add_(1.0 if "norm" in name else 0.0)
     if lora is not None:
@@ -119,9 +119,9 @@ def ask(texts, samples: int = 1, cycle: int = 0) -> list[Request]:
     ]
 
 
-def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, **options):
+def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, merge=None, **options):
     """Completions by prompt and sample."""
-    with merged(decoder) as laid_out:
+    with merged(decoder, merge) as laid_out:
         session = LocalSession(laid_out, tokenizer or Words(), lambda: memory, slots, **options)
         completions = list(session.generate(requests, sampling))
     assert len(completions) == len(requests)
@@ -176,7 +176,7 @@ def teacher_forced(decoder, completion) -> torch.Tensor:
         ("qwen2", "dora", Sampling(20)),
         ("llama", "lora", Sampling(20, temperature=0.6, top_k=40, top_p=0.9, min_p=0.02)),
         ("qwen2", None, Sampling(20, temperature=1.7)),
-        ("llama", None, Sampling(20, temperature=0)),
+        ("mistral", None, Sampling(20, temperature=0)),
     ],
     ids=str,
 )
@@ -187,20 +187,30 @@ def test_logprobs_are_those_of_the_unmodified_distribution(family, lora, samplin
         torch.testing.assert_close(found, teacher_forced(decoder, completion), rtol=0, atol=1e-5)
 
 
-def test_a_bf16_model_samples_what_it_would_be_trained_on():
+@pytest.mark.parametrize("adapted", [ALL_PROJECTIONS, ["q_proj"], ["k_proj", "output_proj"]], ids=str)
+@pytest.mark.parametrize(("family", "lora"), [("qwen2", "dora"), ("llama", "lora")])
+def test_an_adapter_beside_the_weights_gives_the_same(family, lora, adapted):
+    decoder = model(family, lora, adapted)
+    for completion in sample(decoder, ask(prompts(1, 9), 4), Sampling(12), merge=False).values():
+        found = torch.tensor(completion.logprobs)
+        torch.testing.assert_close(found, teacher_forced(decoder, completion), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("merge", [None, True])
+def test_a_bf16_model_samples_what_it_would_be_trained_on(merge):
     decoder = model("qwen2", "lora")
     for name, parameter in decoder.named_parameters():
         if ".lora_" not in name:
             parameter.data = parameter.data.bfloat16()
     exact = copy.deepcopy(decoder).float()
-    completions = sample(decoder, ask(prompts(1, 9, 40), 8), Sampling(20)).values()
+    completions = sample(decoder, ask(prompts(1, 9, 40), 8), Sampling(20), merge=merge).values()
     gaps = torch.cat([torch.tensor(c.logprobs) - teacher_forced(exact, c) for c in completions])
     assert 0 < gaps.abs().max() < 0.05
 
 
 # ---- a sample follows from its seed
 
-TEXTS = prompts(5, 1, 2, 16, 17, 33, 15, 5, 600, 40)
+TEXTS = prompts(5, 1, 2, 16, 17, 33, 15, 250, 400, 40)
 WARM = Sampling(24, temperature=0.9, top_p=0.97)
 
 
@@ -223,7 +233,7 @@ def assert_same(found, reference) -> None:
         assert (completion.text, completion.finish_reason) == (expected.text, expected.finish_reason)
 
 
-@pytest.mark.parametrize("slots", [1, 16, 17, 24, 100])
+@pytest.mark.parametrize("slots", [1, 17, 24, 100])
 def test_samples_do_not_depend_on_slots(small, reference, slots):
     assert len({tuple(c.tokens) for c in reference.values()}) > 70
     assert len({len(c.tokens) for c in reference.values()}) > 10
@@ -234,6 +244,13 @@ def test_samples_do_not_depend_on_other_samples_or_prompts(small, reference):
     assert_same(sample(small, ask(TEXTS), WARM), reference)
     for request in ask(TEXTS, 8)[3::16]:
         assert_same(sample(small, [request], WARM), reference)
+
+
+def test_samples_of_a_wide_model_do_not_depend_on_slots():
+    """Products of 896 columns are summed in blocks, by several threads, and otherwise for other numbers of rows."""
+    wide = model(num_layers=1, num_heads=14, embed_dim=896)
+    requests = ask(prompts(9, 200), 64)
+    assert_same(sample(wide, requests, Sampling(4), slots=16), sample(wide, requests, Sampling(4), slots=128))
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -359,13 +376,6 @@ def test_tokens_are_drawn_with_their_exact_probabilities(vocabulary, options):
         assert_chi_square(torch.bincount(tokens, minlength=size).double(), probabilities)
 
 
-def test_temperature_zero_is_the_most_probable_token():
-    logits = torch.randn(9, 1000, generator=torch.Generator().manual_seed(0))
-    tokens, logprobs = draw(logits, torch.rand(9).double(), Sampling(1, temperature=0, top_k=5))
-    assert torch.equal(tokens, logits.argmax(-1))
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1))
-
-
 @st.composite
 def rows_of_logits(draw_value):
     size = draw_value(st.sampled_from([1, 2, 7, 511, 512, 513, 1025, 1100]))
@@ -399,12 +409,13 @@ def test_what_is_excluded_is_never_drawn(logits, options):
     relative = ((logits.double() - logits.max()) / sampling.temperature).exp()
     assert (relative[tokens] > 0).all()
     assert logprobs.isfinite().all()
-    better = torch.stack([(logits > logits[token]).sum() for token in tokens])
+    # as probable as another to fp32's last bits counts as a tie
+    better = torch.stack([(relative > relative[token] * (1 + 1e-6)).sum() for token in tokens])
     assert sampling.top_k is None or (better < sampling.top_k).all()
     assert sampling.min_p is None or (relative[tokens] >= sampling.min_p * (1 - 1e-4)).all()
     if sampling.top_p is not None:
         kept = relative.sort(descending=True).values[: sampling.top_k]
-        above = torch.stack([kept[kept > relative[token]].sum() for token in tokens])
+        above = torch.stack([kept[kept > relative[token] * (1 + 1e-6)].sum() for token in tokens])
         assert (above <= kept.sum() * sampling.top_p * (1 + 1e-4)).all()
 
 
@@ -438,12 +449,12 @@ def test_merged_weights_are_those_that_are_exported(family, lora, tmp_path):
                 return export.merged_weight(ours.weight, updates[f"model.layers.{i}.{name}.weight"], 6 / 4)
 
             attention, mlp = theirs.attn, theirs.mlp
-            assert torch.equal(layer.out, expected(attention.output_proj, "self_attn.o_proj"))
-            assert torch.equal(layer.down, expected(mlp.w2, "mlp.down_proj"))
+            assert torch.equal(layer.out.weight, expected(attention.output_proj, "self_attn.o_proj"))
+            assert torch.equal(layer.down.weight, expected(mlp.w2, "mlp.down_proj"))
             gate_up = [expected(mlp.w1, "mlp.gate_proj"), expected(mlp.w3, "mlp.up_proj")]
-            assert torch.equal(layer.gate_up, torch.cat(gate_up))
-            assert torch.equal(layer.qkv[-32:], expected(attention.v_proj, "self_attn.v_proj"))
-            assert not torch.equal(layer.out, attention.output_proj.weight)
+            assert torch.equal(layer.gate_up.weight, torch.cat(gate_up))
+            assert torch.equal(layer.qkv.weight[-32:], expected(attention.v_proj, "self_attn.v_proj"))
+            assert not torch.equal(layer.out.weight, attention.output_proj.weight)
 
 
 @pytest.mark.parametrize("end", ["whole", "early", "error"])
@@ -487,7 +498,7 @@ def other_family(name: str):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("gemma2", "Gemma2"),
+        ("gemma2", "embeddings GemmaNormEmbeddings"),
         ("phi3", "position embeddings Phi3RotaryPositionalEmbeddings"),
         ("q_norm", "q/k norms"),
         ("gelu", "an activation other than SiLU"),
@@ -498,15 +509,6 @@ def test_other_families_are_refused_by_name(name, what):
     for refused in (engine.check, engine.session().__enter__):
         with pytest.raises(UserError, match=what):
             refused()
-
-
-def test_mistral_is_a_llama():
-    shape = {k: v for k, v in SHAPE.items() if k != "num_layers"}
-    torch.manual_seed(0)
-    decoder = mistral(**shape, num_layers=1).eval()
-    check_family(decoder)
-    (completion,) = sample(decoder, ask(prompts(9)), Sampling(12), Words([])).values()
-    torch.testing.assert_close(torch.tensor(completion.logprobs), teacher_forced(decoder, completion), rtol=0, atol=1e-5)
 
 
 # ---- where answers end
@@ -638,19 +640,19 @@ def test_a_prompt_is_prefilled_once(small, caches):
 def test_slots_are_nearly_always_busy_and_answers_come_as_they_end(small, caches):
     with merged(small) as decoder:
         session = LocalSession(decoder, Words(), lambda: GIB, slots=16)
-        requests = ask(prompts(*range(1, 31)), 10)
+        requests = ask(prompts(*range(1, 21)), 10)
         lengths, sampled = [], []
         for completion in session.generate(requests, Sampling(24)):
             lengths.append(len(completion.tokens))
             sampled.append(session.stats()["tokens"])
-            if len(lengths) == 150:  # prompts answered, one under way and perhaps some that are prefilled already
+            if len(lengths) == 100:  # prompts answered, one under way and perhaps some that are prefilled already
                 assert caches.alive(caches.prefixes) < 0.4 * len(caches.prefixes)
         stats = session.stats()
-    assert len(lengths) == 300
+    assert len(lengths) == 200
     assert stats["tokens"] == sum(lengths)
-    assert stats["occupancy"] > 0.95
+    assert stats["occupancy"] > 0.9
     assert sampled[0] < 0.05 * stats["tokens"]
-    assert sampled[150] == pytest.approx(stats["tokens"] / 2, rel=0.1)
+    assert sampled[100] == pytest.approx(stats["tokens"] / 2, rel=0.1)
 
 
 @pytest.mark.parametrize("end", ["whole", "early"])
@@ -664,6 +666,14 @@ def test_caches_go_with_the_generator(small, caches, end):
         else:
             list(completions)
         assert caches.alive(caches.slots) == caches.alive(caches.prefixes) == 0
+
+
+def tensors(thing) -> list[torch.Tensor]:
+    """All that ``thing`` holds."""
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    parts = thing if isinstance(thing, list) else vars(thing).values() if hasattr(thing, "__dict__") else []
+    return [tensor for part in parts for tensor in tensors(part)]
 
 
 class Live(TorchDispatchMode):
@@ -692,19 +702,17 @@ class Live(TorchDispatchMode):
     ("shape", "lengths", "sampling", "memory"),
     [
         ({}, (600, 700, 900), Sampling(20), 24e6),  # most of it for keys and values
-        ({"intermediate_dim": 2048}, (500, 800, 900), Sampling(4), 160e6),  # prefilling
+        ({"intermediate_dim": 2048}, (500, 800, 900), Sampling(4), 114e6),  # prefilling
         ({"vocab_size": 20_000}, range(1, 41), Sampling(4, temperature=0.7, top_k=50), 20e6),  # drawing
         ({"vocab_size": 20_000}, range(1, 41), Sampling(4, temperature=9, top_p=0.9999), 30e6),  # and sorting all
     ],
     ids=["long", "wide", "vocabulary", "nucleus"],
 )
 def test_slots_fit_into_memory(shape, lengths, sampling, memory, caches):
-    requests = ask(prompts(*lengths), 80 // len(lengths))
+    requests = ask(prompts(*lengths), 45 // len(lengths))
     with merged(model(**shape)) as decoder:
-        weights = [t for layer in decoder.layers for t in vars(layer).values() if t is not None]
-        weights += [decoder.embedding, decoder.norm, decoder.output, decoder.cos, decoder.sin]
         session = LocalSession(decoder, Words([]), lambda: int(memory))
-        with Live(weights) as live:
+        with Live(tensors(decoder)) as live:
             list(session.generate(requests, sampling))
         gc.collect()
         assert live.now == 0

@@ -207,10 +207,10 @@ def test_accuracy_counts_right_answers(pocket_dir, tune_model):
     assert pocket.accuracy(tune_model, tokenizer, rows) == Score(2, 3)
 
 
-def evaluate(capsys, pocket_dir, *arguments: str) -> dict:
+def evaluate(capsys, pocket_dir, *arguments: str, overrides=()) -> dict:
     """What ``rocm-ext eval --json`` prints."""
-    config = ["--config", "cpu_pocket_raft", f"pocket={pocket_dir}", "verify_workers=1"]
-    code = cli.main(["eval", *config, "--json", *arguments])
+    config = ["--config", "cpu_pocket_raft", f"pocket={pocket_dir}", "verify_workers=1", *overrides]
+    code = cli.main(["eval", "--json", *arguments, *config])
     out = capsys.readouterr()
     assert code == 0, out.err
     return json.loads(out.out)
@@ -231,9 +231,8 @@ def test_eval_draws_the_same_answers_each_time(pocket_dir, held_out, tmp_path, c
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in held_out[:40]))
     files = [path.name for path in tmp_path.iterdir()]
-    more = ["--data", str(rows), "eval_samples=3"]
-    said = evaluate(capsys, pocket_dir, *more)
-    assert said == evaluate(capsys, pocket_dir, *more)
+    said, again = (evaluate(capsys, pocket_dir, "--data", str(rows), overrides=["eval_samples=3"]) for _ in range(2))
+    assert said == again
     assert said["prompts"] == 40
     assert (said["samples_per_prompt"], list(said["pass_at_k"])) == (3, ["1", "2"])
     assert said["pass_at_k"]["1"]["pass"] <= said["pass_at_k"]["2"]["pass"]
@@ -280,14 +279,14 @@ def test_eval_in_words(pocket_dir, held_out, tmp_path, capsys):
 
 
 def test_eval_names_what_it_cannot_read(pocket_dir, tmp_path, capsys):
-    config = ["--config", "cpu_pocket_raft", f"pocket={pocket_dir}"]
+    config = ["--config", "cpu_pocket_raft"]
     for arguments, code, said in [
         (["--data", str(tmp_path / "none.jsonl")], 1, "none.jsonl"),
         (["--adapter", str(tmp_path)], 1, str(tmp_path)),
         (["fast"], 2, "cannot read override 'fast'"),
         (["eval_prompts=null"], 1, "eval_prompts"),
     ]:
-        assert cli.main(["eval", *config, *arguments]) == code
+        assert cli.main(["eval", *config, *arguments, f"pocket={pocket_dir}"]) == code
         assert said in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -5,9 +5,9 @@ sampling they stay what they were, bit for bit. What is not adapted and not fuse
 most output layers) is shared. The copy goes when the context ends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,17 +33,52 @@ _ROPES = (Qwen2RotaryPositionalEmbeddings, Llama3ScaledRoPE, RotaryPositionalEmb
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """``(x Wᵀ + x Aᵀ Bᵀ) * scale + bias``, the adapter's parts None where there is none or it is in W.
+
+    Attributes:
+        weight: W, [out, in].
+        bias: [out].
+        a, b: [r, in] and [out, r], alpha / rank in b.
+        scale: [out], DoRA's magnitude over its norm.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] -> [n, out]."""
+        if self.a is None or self.b is None:
+            return _linear(x, self.weight, self.bias)
+        out = _linear(x, self.weight) + _linear(_linear(x, self.a), self.b)
+        if self.scale is not None:
+            out *= self.scale
+        return out if self.bias is None else out + self.bias
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> "Matrix":
+        """The same with its rows in another order."""
+        parts = {key: change(value) for key, value in vars(self).items() if value is not None and key != "a"}
+        return replace(self, **parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its parts."""
+        return sum(tensor.nbytes for tensor in vars(self).values() if tensor is not None)
+
+
+@dataclass(frozen=True)
 class Layer:
-    """Weights of one transformer layer, matrices [out, in]; rows of q, then k, then v, and of gate, then up."""
+    """One transformer layer; rows of q, then k, then v, and of gate, then up."""
 
     attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    qkv: Matrix
+    out: Matrix
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True)
@@ -59,10 +94,12 @@ class Decoder:
 
     Args:
         decoder: a torchtune decoder of a supported family, with or without adapters.
+        merge: add the adapters' updates to the weights; None: to fp32 weights only.
     """
 
-    def __init__(self, decoder: TransformerDecoder) -> None:
+    def __init__(self, decoder: TransformerDecoder, merge: bool | None = None) -> None:
         check_family(decoder)
+        self._merge = decoder.norm.scale.dtype == torch.float32 if merge is None else merge
         attention: Any = _bare(decoder.layers[0]).attn
         self.heads, self.kv_heads = attention.num_heads, attention.num_kv_heads
         self.head_dim = attention.head_dim
@@ -72,43 +109,44 @@ class Decoder:
         self.layers = [self._layer(_bare(layer)) for layer in decoder.layers]
         self.norm, self.eps = dense(decoder.norm.scale.detach()), decoder.norm.eps
         tied = isinstance(decoder.output, TiedLinear)
-        self.output = self.embedding if tied else _weight(decoder.output)[0]
+        self.output = Matrix(self.embedding) if tied else self._matrix(decoder.output)
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        matrices = [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, self.output))  # that a step reads
 
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.attn, layer.mlp
-        pairs = not isinstance(attention.pos_embeddings, Qwen2RotaryPositionalEmbeddings)
-        parts: list[Any] = [_weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        if pairs:
+        q, k, v = (self._matrix(linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
+        if not isinstance(attention.pos_embeddings, Qwen2RotaryPositionalEmbeddings):
             # rotate halves in every family: q·k is the same whatever the order of a head's dimensions
-            parts[:2] = [tuple(map(self._pairs_to_halves, part)) for part in parts[:2]]
-        weights, biases = zip(*parts, strict=True)
-        if any(bias is not None for bias in biases):
-            zeros = [torch.zeros(len(w), dtype=w.dtype, device=w.device) for w in weights]
-            biases = tuple(zero if b is None else b for b, zero in zip(biases, zeros, strict=True))
-        out, out_bias = _weight(attention.output_proj)
+            q, k = q.map_rows(self._pairs_to_halves), k.map_rows(self._pairs_to_halves)
         return Layer(
             attention_norm=dense(layer.sa_norm.scale.detach()),
-            qkv=torch.cat(weights),
-            qkv_bias=None if biases[0] is None else torch.cat(biases),
-            out=out,
-            out_bias=out_bias,
+            qkv=_fuse([q, k, v]),
+            out=self._matrix(attention.output_proj),
             mlp_norm=dense(layer.mlp_norm.scale.detach()),
-            gate_up=torch.cat([_weight(mlp.w1)[0], _weight(mlp.w3)[0]]),
-            down=_weight(mlp.w2)[0],
+            gate_up=_fuse([self._matrix(mlp.w1), self._matrix(mlp.w3)]),
+            down=self._matrix(mlp.w2),
         )
 
-    def _pairs_to_halves(self, rows: Tensor | None) -> Tensor | None:
-        if rows is None:
-            return None
+    def _pairs_to_halves(self, rows: Tensor) -> Tensor:
         split = rows.view(-1, self.head_dim // 2, 2, *rows.shape[1:])
         return split.transpose(1, 2).reshape(rows.shape)
 
-    @property
-    def weight_bytes(self) -> int:
-        """What one decoding step reads of the weights."""
-        tensors = [t for layer in self.layers for t in vars(layer).values() if t is not None]
-        return sum(t.nbytes for t in (*tensors, self.output))
+    def _matrix(self, linear: Any) -> Matrix:
+        weight, bias = dense(linear.weight.detach()), linear.bias
+        bias = None if bias is None else dense(bias.detach())
+        if not isinstance(linear, Lora | Dora):
+            return Matrix(weight, bias)
+        a, b = linear.lora_a.weight.detach(), linear.lora_b.weight.detach()
+        alpha = linear.scaling if isinstance(linear, Dora) else linear.alpha / linear.rank
+        if self._merge:
+            update = {".lora_A.weight": a, ".lora_B.weight": b}
+            if isinstance(linear, Dora):
+                update[".lora_magnitude_vector"] = linear.magnitude
+            return Matrix(merged_weight(weight, update, alpha), bias)
+        scale = (linear.magnitude / linear.weight_norm()).to(weight.dtype) if isinstance(linear, Dora) else None
+        return Matrix(weight, bias, a.to(weight.dtype), (alpha * b).to(weight.dtype), scale)
 
     @property
     def bytes_per_position(self) -> int:
@@ -119,7 +157,8 @@ class Decoder:
     def bytes_per_row(self) -> int:
         """What a pass holds of one token, beside the cache: a layer's inputs and outputs, q and k rotated in fp32."""
         layer = self.layers[0]
-        return (4 * layer.down.shape[0] + 5 * layer.down.shape[1]) * self.dtype.itemsize + 16 * len(layer.qkv)
+        wide = 4 * layer.down.weight.shape[0] + 5 * layer.down.weight.shape[1]
+        return wide * self.dtype.itemsize + 16 * len(layer.qkv.weight)
 
     def new_cache(self, slots: int, length: int) -> Cache:
         """An empty cache."""
@@ -148,8 +187,8 @@ class Decoder:
             for i, (q1, k1, v1) in enumerate(zip(*(t.split(spans) for t in (q, k, v)), strict=True)):
                 k1, v1 = k1.transpose(0, 1), v1.transpose(0, 1)  # [kv_heads, s, head_dim]
                 if i < len(caches):
-                    caches[i].keys.append(k1[None])
-                    caches[i].values.append(v1[None])
+                    for kept, new in ((caches[i].keys, k1), (caches[i].values, v1)):
+                        kept.append(new[None].clone(memory_format=torch.contiguous_format))  # a view would keep q too
                 # kv heads as the batch, their groups as heads: keys are expanded in stride only
                 grouped = q1.view(-1, self.kv_heads, self.heads // self.kv_heads, self.head_dim).permute(1, 2, 0, 3)
                 k1, v1 = (t[:, None].expand(-1, grouped.shape[1], -1, -1) for t in (k1, v1))
@@ -186,7 +225,7 @@ class Decoder:
             return out.reshape(n, -1)
 
         hidden = self._hidden(tokens, positions, attend)
-        return _linear(self._rms_norm(hidden, self.norm), self.output)
+        return self.output(self._rms_norm(hidden, self.norm))
 
     def _hidden(self, tokens: Tensor, positions: Tensor, attend) -> Tensor:
         """[n, d], before the last norm. ``attend(layer, q, k, v)``: [n, heads, head_dim] each -> [n, d]."""
@@ -195,13 +234,13 @@ class Decoder:
         split = [self.heads + self.kv_heads, self.kv_heads]
         for index, layer in enumerate(self.layers):
             h = self._rms_norm(x, layer.attention_norm)
-            qkv = _linear(h, layer.qkv, layer.qkv_bias).view(len(tokens), -1, self.head_dim)
+            qkv = layer.qkv(h).view(len(tokens), -1, self.head_dim)
             qk, v = qkv.split(split, dim=1)
             q, k = _rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
-            x = x + _linear(attend(index, q, k, v), layer.out, layer.out_bias)
+            x = x + layer.out(attend(index, q, k, v))
             h = self._rms_norm(x, layer.mlp_norm)
-            gate, up = _linear(h, layer.gate_up).chunk(2, dim=-1)
-            x = x + _linear(_silu(gate) * up, layer.down)
+            gate, up = layer.gate_up(h).chunk(2, dim=-1)
+            x = x + layer.down(_silu(gate) * up)
         return x
 
     def _rms_norm(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -220,21 +259,48 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.cat([F.linear(part, weight, bias) for part in parts])
 
 
-@contextmanager
-def merged(decoder: TransformerDecoder) -> Iterator[Decoder]:
-    """``decoder`` with its adapters merged in, for sampling; ``decoder`` itself stays as it is.
+def _fuse(parts: list[Matrix]) -> Matrix:
+    """One matrix with the rows of all ``parts``; an adapter's A stand below each other, its B on a diagonal."""
 
+    def joined(values: list[Tensor | None], default: Callable[[Matrix], Tensor]) -> Tensor | None:
+        if all(value is None for value in values):
+            return None
+        return torch.cat([default(p) if v is None else v for p, v in zip(parts, values, strict=True)])
+
+    b = [p.weight.new_zeros(len(p.weight), 0) if p.b is None else p.b for p in parts]
+    return Matrix(
+        torch.cat([p.weight for p in parts]),
+        joined([p.bias for p in parts], lambda p: p.weight.new_zeros(len(p.weight))),
+        a := joined([p.a for p in parts], lambda p: p.weight.new_zeros(0, p.weight.shape[1])),
+        None if a is None else torch.block_diag(*b),
+        joined([p.scale for p in parts], lambda p: p.weight.new_ones(len(p.weight))),
+    )
+
+
+def copied_bytes(decoder: TransformerDecoder) -> int:
+    """The most that a :class:`Decoder` takes beside ``decoder``; also the embeddings where those are sharded."""
+    layers = sum(p.numel() for layer in decoder.layers for p in layer.parameters() if not p.requires_grad)
+    whole = sum(p.numel() for p in decoder.parameters() if hasattr(p, "full_tensor"))
+    return max(layers, whole) * decoder.norm.scale.dtype.itemsize
+
+
+@contextmanager
+def merged(decoder: TransformerDecoder, merge: bool | None = None) -> Iterator[Decoder]:
+    """``decoder`` with its adapters, for sampling; ``decoder`` itself stays as it is.
+
+    Updates are merged into fp32 weights. 16-bit weights would round most of a small update away (rank 16, entries
+    of B at 3e-4: 59 % is left), so there the adapter stays beside them, as in training, unless ``merge`` says True.
     Collective where the weights are sharded: every rank gathers a copy of its own.
 
     Raises:
         UserError: for a family that is not supported.
     """
     with torch.no_grad():
-        merged = Decoder(decoder)
+        made = Decoder(decoder, merge)
         try:
-            yield merged
+            yield made
         finally:
-            vars(merged).clear()  # whoever still holds it holds no weights
+            vars(made).clear()  # whoever still holds it holds no weights
 
 
 def check_family(decoder: nn.Module) -> None:
@@ -273,19 +339,6 @@ _NORMS, _MLP = ("sa_norm", "mlp_norm"), ("w1", "w2", "w3")
 
 def _bare(layer: nn.Module) -> Any:
     return getattr(layer, "_checkpoint_wrapped_module", layer)
-
-
-def _weight(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight [out, in], with the adapter merged in where there is one, and bias."""
-    weight, bias = dense(linear.weight.detach()), linear.bias
-    bias = None if bias is None else dense(bias.detach())
-    if isinstance(linear, Lora | Dora):
-        update = {".lora_A.weight": linear.lora_a.weight, ".lora_B.weight": linear.lora_b.weight}
-        if isinstance(linear, Dora):
-            update[".lora_magnitude_vector"] = linear.magnitude
-        scale = linear.scaling if isinstance(linear, Dora) else linear.alpha / linear.rank
-        weight = merged_weight(weight, update, scale)
-    return weight, bias
 
 
 def _rope_tables(rope: Any, head_dim: int) -> tuple[Tensor, Tensor]:

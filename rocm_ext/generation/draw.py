@@ -97,4 +97,4 @@ def _search(weights: Tensor, uniform: Tensor) -> Tensor:
     # a last token with weight 0 cannot be drawn: the sum that must be passed stays under the block's
     wanted = share.clamp_(0.0, 1.0 - 2.0**-40) * inside[:, -1:]
     place = torch.searchsorted(inside, wanted, right=True).clamp_(max=_BLOCK - 1)
-    return (block * _BLOCK + place).squeeze(-1)
+    return (block * _BLOCK + place).squeeze(-1).clamp_(max=vocabulary - 1)  # NaN would point beyond

@@ -5,6 +5,7 @@ one token in all running slots; a slot whose answer ends is given to the next sa
 waits, filled with the last running one, so that a step computes running samples only.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,9 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext.chat import to_text
-from rocm_ext.errors import UserError
+from rocm_ext.errors import UserError, one_line
 from rocm_ext.generation.base import Completion, Request, Sampling
-from rocm_ext.generation.decoder import MIN_ROWS, Cache, Decoder, check_family, merged
+from rocm_ext.generation.decoder import MIN_ROWS, Cache, Decoder, check_family, copied_bytes, merged
 from rocm_ext.generation.draw import draw, uniforms
 from rocm_ext.monitor import log
 
@@ -47,6 +48,8 @@ class LocalEngine:
         free_memory: bytes that may still be taken on the device.
         slots: samples decoded at once; None: what memory allows, up to where more gain nothing.
         graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU.
+        merge: add the adapter to the weights; None: to fp32 weights only, see
+            :func:`rocm_ext.generation.decoder.merged`.
     """
 
     exact_tokens = has_logprobs = True
@@ -55,14 +58,15 @@ class LocalEngine:
         self,
         slots: int | None = None,
         graphs: bool | None = None,
+        merge: bool | None = None,
         *,
         decoder: TransformerDecoder,
         tokenizer: Any,
         free_memory: Callable[[], int],
     ) -> None:
-        if slots is not None and not (type(slots) is int and slots >= 1):
-            raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least 1, or null")
-        self._slots, self._graphs = slots, graphs
+        if slots is not None and not (type(slots) is int and slots >= MIN_ROWS):
+            raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least {MIN_ROWS}, or null")
+        self._slots, self._graphs, self._merge = slots, graphs, merge
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
 
     def check(self) -> None:
@@ -81,7 +85,14 @@ class LocalEngine:
     @contextmanager
     def session(self, adapter: Path | None = None) -> Iterator["LocalSession"]:
         """Sample from the decoder as it is now; ``adapter``, a file for other engines, is in it already."""
-        with merged(self._decoder) as decoder:
+        check_family(self._decoder)
+        free, needed = self._free_memory(), copied_bytes(self._decoder)
+        if needed > free:
+            raise UserError(
+                f"sampling needs up to {needed / 2**30:.1f} GiB for its own layout of the weights, {free / 2**30:.1f} "
+                "GiB are left; sample on a server (rocm_ext.generation.OpenAIEngine) or take a smaller model"
+            )
+        with merged(self._decoder, self._merge) as decoder:
             yield LocalSession(decoder, self._tokenizer, self._free_memory, self._slots, self._graphs)
 
 
@@ -210,7 +221,9 @@ class LocalSession:
         prefilled = max(min(_PREFILL_TOKENS, sum(map(len, prompts))), max(map(len, prompts)))
         fixed = prefilled * (decoder.bytes_per_position + decoder.bytes_per_row)
         per_slot = length * (decoder.bytes_per_position + _MASK_BYTES) + decoder.bytes_per_row
-        per_slot += len(decoder.output) * (_DRAW_BYTES if sampling.top_p is None else _NUCLEUS_BYTES)
+        if self._graphs:
+            per_slot += len(decoder.output.weight) * decoder.dtype.itemsize
+        per_slot += len(decoder.output.weight) * (_DRAW_BYTES if sampling.top_p is None else _NUCLEUS_BYTES)
         free = int(_SHARE * self._free_memory())
         fit = (free - fixed) // per_slot
         if fit < MIN_ROWS:
@@ -255,7 +268,9 @@ class _Batch:
             torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(4)
         )
         self.running: list[_Running] = []
-        self._graphs: dict[tuple[int, int], tuple[Any, Tensor]] | None = {} if graphs else None
+        self._graphs: dict[tuple[int, int], Any] | None = {} if graphs else None
+        shape = (slots if graphs else 0, len(decoder.output.weight))
+        self._logits = torch.empty(shape, dtype=decoder.dtype, device=device)  # of all graphs: one runs at a time
 
     @property
     def free(self) -> int:
@@ -284,33 +299,43 @@ class _Batch:
         # a few slots more than are running: MIN_ROWS, and few distinct shapes where each needs a graph
         rows = min(self.slots, n + -n % MIN_ROWS if self._graphs is not None else max(n, MIN_ROWS))
         span = _span(self._decoder, max(running.position for running in self.running) + 1)
-        logits = self._logits(rows, span)
+        logits = self._decode(rows, span)
         uniform = uniforms(self._seeds[:rows], self._drawn[:rows])
         tokens, logprobs = draw(logits, uniform, self._sampling)
         self._tokens[:rows] = tokens
         self._positions[:n] += 1
         self._drawn[:n] += 1
         for running, token, logprob in zip(self.running, tokens.tolist(), logprobs.tolist(), strict=False):
+            if math.isnan(logprob):
+                raise UserError(f"the model's logits are not finite in {self._decoder.dtype}; take dtype=bf16 or fp32")
             running.tokens.append(token)
             running.logprobs.append(logprob)
         return self._decoder.weight_bytes + rows * span * self._decoder.bytes_per_position, n
 
-    def _logits(self, rows: int, span: int) -> Tensor:
-        def step() -> Tensor:
-            return self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
-
+    def _decode(self, rows: int, span: int) -> Tensor:
+        """Logits [rows, v] of the next tokens."""
         if self._graphs is None:
-            return step()
+            return self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
         if (rows, span) not in self._graphs:
-            step()  # libraries allocate their work space at the first call, which a capture must not see
-            graph = torch.cuda.CUDAGraph()
-            pool = next((g.pool() for g, _ in self._graphs.values()), None)
+            self._graphs[rows, span] = self._capture(rows, span)
+        self._graphs[rows, span].replay()
+        return self._logits[:rows]
+
+    def _capture(self, rows: int, span: int) -> Any:
+        def step() -> None:
+            logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
+            self._logits[:rows].copy_(logits)
+
+        step()  # libraries allocate their work space at the first call, which a capture must not see
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other in (self._graphs or {}).values()), None)
+        try:
             with torch.cuda.graph(graph, pool=pool):
-                logits = step()
-            self._graphs[rows, span] = graph, logits
-        graph, logits = self._graphs[rows, span]
-        graph.replay()
-        return logits
+                step()
+        except RuntimeError as error:
+            raise UserError(f"the decoding step cannot be captured as a graph ({one_line(error)}): engine.graphs=False "
+                            "decodes without") from error  # fmt: skip
+        return graph
 
     @torch.no_grad()
     def release(self, ended: list[int]) -> None:
