@@ -14,7 +14,14 @@ from rocm_ext.errors import UserError
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``rocm-ext`` with these arguments; returns the exit code."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, more = parser.parse_known_args(argv)
+    for name in ("overrides", "arguments"):  # argparse takes those in one run only, before or after the options
+        if hasattr(args, name) and all("=" in item and item[0] != "-" for item in more):
+            getattr(args, name).extend(more)
+            more = []
+    if more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     try:
         args.run(args)
     except UserError as error:

@@ -1,8 +1,12 @@
 """What several test files share."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Before anything imports torch: threads that wait do not spin, or runs beside each other take many times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")

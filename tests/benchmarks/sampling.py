@@ -3,22 +3,24 @@
     python -m tests.benchmarks.sampling --vocab 32768 152064
 
 Work: 16 prompts of GSM8K's lengths, 8 samples each at temperature 1 from the whole vocabulary, at most 256
-tokens. How long each answer gets is a trace, drawn once (log-normal, median 67, sigma 0.7), which every side
-is given in its own way and without knowing it in advance:
+tokens. How long each answer gets is a trace, drawn once (log-normal, median 67, sigma 0.7), that every side
+is given in its own way:
 
-- ours: each sample has the trace's limit in place of ``max_new_tokens``; slots are made for 256 tokens.
+- ours: each sample has the trace's limit in place of ``max_new_tokens``, looked at when it is reached; slots
+  are made for 256 tokens.
 - transformers: ``generate`` with ``num_return_sequences``, left-padded. A ``StoppingCriteria`` tells which
   rows have ended, as that for EOS does; it decodes all rows until the last one has.
 - torchtune: ``generation.generate`` with a local cache, left-padded, as its PPO recipe calls it. It decodes
-  all rows until the last has ended, so it is told to make that many tokens, without any stop token to look
-  for. It also gathers the logits of all steps; ``lean`` keeps it from that, by its own hook.
+  all rows until the last has ended, so it is told to make that many tokens, which spares it looking for stop
+  tokens. It also gathers the logits of all steps; ``torchtune lean`` keeps it from that, by its own hook.
 
 So each side computes every answer to its own end, and only tokens up to there count. Nobody turns tokens
 into text. Rows whose logits do not fit into half of the memory are given to torchtune in several batches.
 
 Each side has a process of its own, on the same weights, with the same number of threads; sides alternate
-A B C C B A. Where other work shares the machine, processor time with ``--threads 1`` tells most. No time is believed before greedy answers agree (bf16: are as probable as the best ones) and
-sampled ones are as probable as the model says: the mean of log p - E[log p] is zero within its error.
+A B C C B A. Where other work shares the machine, processor time with ``--threads 1`` tells most. No time is
+believed before greedy answers agree (bf16: are as probable as the best ones) and sampled ones are as probable
+as the model says: the mean of log p - E[log p] is zero within its error.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from typing import Any
 
 PROMPTS, SAMPLES, MOST = 16, 8, 256
 PAD = 0  # in no prompt
-SIDES = ("ours", "transformers", "torchtune", "torchtune lean")
+PEERS = ("transformers", "torchtune lean", "torchtune")
 Answers = list[list[int]]  # of prompt 0: sample 0, 1, ...; of prompt 1: ...
 
 
@@ -44,10 +46,10 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, nargs="+", default=[32768])
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--repeats", type=int, default=4, help="of every side; an even number balances the order")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=SIDES[1:])
+    parser.add_argument("--sides", nargs="+", choices=PEERS, default=PEERS[:2])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for vocab in args.vocab:
