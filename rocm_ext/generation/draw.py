@@ -84,7 +84,7 @@ def _search(weights: Tensor, uniform: Tensor) -> Tensor:
     In two stages, so that no cumulative sum of a whole vocabulary is built, in fp64 where it matters.
     """
     n, vocabulary = weights.shape
-    if vocabulary % _BLOCK:  # padding copies, even by nothing, and that costs more than all of the drawing
+    if vocabulary % _BLOCK:  # padding copies all weights, even where it adds nothing
         weights = torch.nn.functional.pad(weights, (0, -vocabulary % _BLOCK))
     blocks = weights.reshape(n, -1, _BLOCK)
     sums = blocks.sum(-1).double()
