@@ -1,6 +1,8 @@
 """What several test files share."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,3 +19,15 @@ def pocket_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pocket") / "model"
     make(folder, seed=7, target=0.01)
     return folder
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What our logger says, each message once, whether or not an earlier run in this process set it up."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("rocm_ext")
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)

@@ -128,12 +128,11 @@ def test_a_glob_reads_all_files(write, tmp_path):
     assert [p.origin for p in prompt_dataset(source=str(tmp_path / "*.jsonl"))] == [f"{path}:1" for path in paths]
 
 
-def test_equal_rows_are_kept_once_and_counted(write, caplog, monkeypatch):
-    monkeypatch.setattr("rocm_ext.monitor.log.propagate", True)
+def test_equal_rows_are_kept_once_and_counted(write, messages):
     source = write({"prompt": "a", "x": 1}, {"x": 1, "prompt": "a"}, {"prompt": "b"}, {"prompt": "a", "x": 1})
     prompts = prompt_dataset(source=source)
     assert [p.origin for p in prompts] == [f"{source}:1", f"{source}:3"]
-    assert f"{source}: 2 of 4 rows repeat others" in caplog.text
+    assert f"{source}: 2 of 4 rows repeat others" in "\n".join(messages)
 
 
 # ---- formats
