@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rocm_ext.cycles import best, stop_reason
 from rocm_ext.evaluation import pass_at_k, wilson
 from rocm_ext.rollouts import Sample
 from rocm_ext.selection import choose_prompts, filter_samples
@@ -153,3 +154,31 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one(n, correct, k):
 def test_wilson(k, n, low, high):
     # 81/263 is Newcombe's (1998) first example; the others follow from the formula
     assert wilson(k, n) == pytest.approx((low, high), abs=1e-4)
+
+
+# ---- when to stop, and what to keep
+
+
+def rows(*correct, entropy=1.0):
+    return [{"cycle": i, "entropy": entropy, "held_out": {"correct": c}} for i, c in enumerate(correct)]
+
+
+@pytest.mark.parametrize(
+    ("correct", "patience", "stops"),
+    [((10, 20, 30), 1, False), ((10, 20, 20), 1, True), ((10, 20, 15), 2, False), ((10, 20, 15, 20), 2, True),
+     ((30, 20, 25), 2, True), ((10, 5, 11), 2, False)],
+)  # fmt: skip
+def test_no_gain_for_so_many_cycles_stops(correct, patience, stops):
+    assert bool(stop_reason(rows(*correct), None, patience)) == stops
+    assert stop_reason(rows(*correct), None, None) is None
+
+
+def test_low_entropy_stops_if_it_is_known():
+    assert "0.100 nats" in stop_reason(rows(1, 2, entropy=0.1), 0.2, None)
+    assert stop_reason(rows(1, 2, entropy=0.3), 0.2, None) is None
+    assert stop_reason(rows(1, 2, entropy=None), 0.2, None) is None
+
+
+def test_the_best_cycle_is_the_last_of_the_best_that_were_trained():
+    assert best(rows(50, 20, 30, 30, 10)) == 3
+    assert best([{"cycle": 1}, {"cycle": 2}]) == 2
