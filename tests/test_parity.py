@@ -576,7 +576,8 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folders, tmp_path, b
 
     cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "run" / "adapter")
     again = prepare({**cfg, "output_dir": str(tmp_path / "again")})
-    assert torch.equal(our_logits(again), expected)
+    # not to the bit: MKL's rounding may depend on where in memory a matrix lies
+    torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(adapter(again), adapter(ours), rtol=0, atol=0)
 
 
