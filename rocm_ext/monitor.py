@@ -102,7 +102,9 @@ class Progress:
         if self._enabled and (now - self._spoke >= 30 or self.done in (self._start + 1, self.total)):
             self._spoke = now
             left = (now - self._began) / (self.done - self._start) * (self.total - self.done)
-            log.info("%s %d/%d  %s  %s left", self._unit, self.done, self.total, text, duration(left))
+            known = now - self._began >= 5  # before that it would be a guess
+            told = f"  {duration(left)} left" * known
+            log.info("%s %d/%d  %s%s", self._unit, self.done, self.total, text, told)
 
     def close(self) -> None:
         """Remove the bar."""
