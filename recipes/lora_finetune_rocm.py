@@ -511,7 +511,7 @@ class LoRAFinetune:
         self.ranks.close()
 
 
-def run(recipe: LoRAFinetune) -> None:
+def run(recipe: Any) -> None:
     """Set ``recipe`` up, train and clean up."""
     began = time.monotonic()
     recipe.setup()

@@ -9,9 +9,9 @@ complete record. Training is :class:`LoRAFinetune`'s, unchanged, one run of it p
 """
 
 import json
+import os
 import random
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,20 +23,21 @@ from typing import Any
 import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, run
 
-from rocm_ext import config, device, evaluation, export, model
+from rocm_ext import config, data, device, evaluation, export, model
 from rocm_ext.chat import render_prompt
 from rocm_ext.checkpoint import FREE_KEYS, check_same_run
-from rocm_ext.cycles import Cycle, Run, best, stop_reason, table
+from rocm_ext.cycles import Cycle, Run, best, pass_rates, stop_reason, table
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.generation import Request, Sampling, sample_seed
 from rocm_ext.machine import host_memory
-from rocm_ext.monitor import Metrics, duration, log
+from rocm_ext.monitor import Metrics, log
 from rocm_ext.prompts import Prompt, check_disjoint
 from rocm_ext.ranks import local_world_size
 from rocm_ext.rollouts import Interrupted, Key, Phase, Rollouts, Sample
+from rocm_ext.scores import Score
 from rocm_ext.selection import choose_prompts, filter_samples, to_rows
 from rocm_ext.values import check_raft_values
 from rocm_ext.verifiers import Pool, Result, build
@@ -152,12 +153,7 @@ class RAFT:
                     f"{prompt.origin}: {length} tokens, with max_new_tokens {new} more than the {context} that the "
                     "model takes; lower max_new_tokens or drop the prompt"
                 )
-        size = trainer.decoder.tok_embeddings.num_embeddings
-        if (largest := max(max(tokens) for tokens in self.tokens.values())) >= size:
-            raise UserError(
-                f"the tokenizer makes token id {largest}, but the model's vocabulary ends at {size - 1}: tokenizer and "
-                "model do not belong together"
-            )
+        data.check_vocabulary(max(map(max, self.tokens.values())), trainer.decoder.tok_embeddings.num_embeddings)
         self._setup_engine()
         trainer._setup_activations(max(map(len, self.tokens.values())) + new)
         trainer._setup_weights()
@@ -214,7 +210,7 @@ class RAFT:
 
     # ---- the cycle
 
-    def run(self) -> None:
+    def train(self) -> None:
         """All cycles, then the outputs."""
         with self.verification() as self.rollouts:
             if self.held_out:
@@ -231,7 +227,9 @@ class RAFT:
         """Worker processes that verify while the model samples."""
         workers = self.cfg.verify_workers
         if workers is None:  # one core of each rank's share drives the sampler, and loading needs none meanwhile
-            cores = min(len(psutil.Process().cpu_affinity() or [0]), psutil.cpu_count(logical=False) or 1)
+            cores = psutil.cpu_count(logical=False) or 1
+            if hasattr(os, "sched_getaffinity"):  # a container may have fewer
+                cores = min(cores, len(os.sched_getaffinity(0)))
             workers = min(16, max(1, cores // local_world_size() - 1))
         with Pool(self.verifier, workers, self.cfg.verify_timeout) as pool:
             yield Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share)
@@ -247,7 +245,7 @@ class RAFT:
             if not asked:
                 return f"none of {len(self.prompts)} prompts is worth asking in cycle {cycle} (skip_solved)"
             phase = self.sample(cycle, asked)
-            self.train(cycle, self.keep(cycle, phase))
+            self.fit(cycle, self.keep(cycle, phase))
         self._check_changed(cycle)
         if self.held_out:
             self.evaluate(cycle)
@@ -259,7 +257,7 @@ class RAFT:
         cfg = self.cfg
         chosen = choose_prompts(
             [prompt.id for prompt in self.prompts],
-            [Cycle(self.out, earlier).pass_rates(cfg.reward_threshold) for earlier in range(1, cycle)],
+            [pass_rates(Cycle(self.out, each).results(), cfg.reward_threshold) for each in range(1, cycle)],
             count=cfg.prompts_per_cycle,
             skip_solved=cfg.skip_solved,
             retry_unsolved_after=cfg.retry_unsolved_after,
@@ -392,7 +390,7 @@ class RAFT:
             seed=sample_seed(cfg.seed, cycle, "filter", 0),
         )
 
-    def train(self, cycle: int, kept: Sequence[Sample]) -> None:
+    def fit(self, cycle: int, kept: Sequence[Sample]) -> None:
         """One run of the SFT recipe over ``kept``, with an optimiser of its own, in the cycle's folder."""
         cfg, trainer, folder = self.cfg, self.trainer, Cycle(self.out, cycle).folder
         with_logprobs = cfg.objective == "raft++"
@@ -430,7 +428,7 @@ class RAFT:
         if self.ranks.is_main:
             replace_text(path, json.dumps(scores, indent=2) + "\n")
         self.ranks.barrier()
-        log.info("cycle %d: held-out %s", cycle, evaluation.Score(scores["correct"], scores["prompts"]))
+        log.info("cycle %d: held-out %s", cycle, Score(scores["correct"], scores["prompts"]))
 
     # ---- what comes out
 
@@ -438,22 +436,24 @@ class RAFT:
         """``summary.json``: an entry per cycle, from the cycles' files."""
         if self.ranks.is_main:
             threshold = self.cfg.reward_threshold
+            earlier = {row["cycle"]: row for row in self._rows() if row["cycle"] < cycle}
             rows = [
-                Cycle(self.out, each).row(threshold, partial(self._filter, each))
+                earlier.get(each) or Cycle(self.out, each).row(threshold, partial(self._filter, each))
                 for each in range(0 if self.held_out else 1, cycle + 1)
             ]
             replace_text(self.out / "summary.json", json.dumps({"cycles": rows}, indent=2) + "\n")
         self.ranks.barrier()
 
     def _rows(self) -> list[dict[str, Any]]:
-        return json.loads((self.out / "summary.json").read_text())["cycles"]
+        path = self.out / "summary.json"
+        return json.loads(path.read_text())["cycles"] if path.exists() else []
 
     def write_outputs(self) -> None:
         """``adapter/``, of the cycle that did best on held-out prompts, or of the last; ``merged/`` if asked for."""
-        if not (self.out / "summary.json").exists():
+        rows = self._rows()
+        if not rows:
             raise UserError("no prompt is worth asking in the first cycle, so nothing was trained")
         if self.ranks.is_main:
-            rows = self._rows()
             number = best(rows)
             with replace_folder(self.out / "adapter") as folder:
                 shutil.copytree(Cycle(self.out, number).adapter, folder, dirs_exist_ok=True)
@@ -464,6 +464,10 @@ class RAFT:
             if self.held_out and rows[number]["held_out"]["correct"] <= rows[0]["held_out"]["correct"]:
                 log.warning("no cycle does better on held-out prompts than the model it began with")
         self.ranks.barrier()
+
+    def cleanup(self) -> None:
+        """Close files and leave the process group."""
+        self.trainer.cleanup()
 
 
 def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
@@ -482,16 +486,8 @@ def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
     raft.setup()
     with raft.verification() as raft.rollouts:
         raft.evaluate(0)
+    raft.cleanup()
     return Cycle(raft.out, 0).scores() or {}
-
-
-def run(recipe: RAFT) -> None:
-    """Set ``recipe`` up, run its cycles and clean up."""
-    began = time.monotonic()
-    recipe.setup()
-    recipe.run()
-    recipe.trainer.cleanup()
-    log.info("done in %s", duration(time.monotonic() - began))
 
 
 @config.recipe_main("raft_rocm")

@@ -65,8 +65,8 @@ def _add_pocket(commands) -> None:
 def _pocket(args: argparse.Namespace) -> None:
     import logging
 
-    from rocm_ext.evaluation import Score
     from rocm_ext.pocket import make
+    from rocm_ext.scores import Score
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     card, is_new = make(args.dir, args.seed, args.accuracy, args.force)
@@ -90,7 +90,7 @@ def _add_eval(commands) -> None:
     add("--data", metavar="FILE", help="other rows than the config's eval_prompts: a file or a hub name")
     _add_format(add)
     add("--json", action="store_true", help="print one JSON object instead")
-    _add_overrides(parser)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
     parser.set_defaults(run=_eval)
 
 
@@ -159,16 +159,12 @@ def _verify(args: argparse.Namespace) -> None:
         raise UserError(f"{wrong} of {summary.rows} right answers were not found right")
 
 
-def _add_overrides(parser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
-
-
 def _eval(args: argparse.Namespace) -> None:
     from rocm_ext import config, device
-    from rocm_ext.evaluation import Score
     from rocm_ext.machine import detect
     from rocm_ext.monitor import setup_logging
     from rocm_ext.recipes.raft_rocm import evaluate_adapter
+    from rocm_ext.scores import Score
 
     if strange := [item for item in args.overrides if "=" not in item]:
         raise UserError(f"cannot read override {strange[0]!r}; expected key=value", code=2)

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_text
 from rocm_ext.monitor import Metrics, read_metrics
-from rocm_ext.rollouts import Key, Sample, entropy, read_records, read_results, read_samples
+from rocm_ext.rollouts import Key, Sample, entropy, read_results, read_samples
 from rocm_ext.verifiers import Result
 
 PHASES = ("sample", "train", "eval")
@@ -90,14 +90,9 @@ class Cycle:
         """Where the samples and verdicts of a phase are."""
         return self.folder if what == "sample" else self.folder / what
 
-    def pass_rates(self, threshold: float) -> dict[str, float]:
-        """The share of each prompt's answers whose reward reached ``threshold``; a verifier's failure says nothing
-        about a prompt."""
-        passed: dict[str, list[bool]] = {}
-        for record in read_records(self.folder / "verdicts.jsonl"):
-            if record["reward"] is not None:
-                passed.setdefault(record["prompt_id"], []).append(record["reward"] >= threshold)
-        return {prompt_id: fmean(each) for prompt_id, each in passed.items()}
+    def results(self) -> dict[Key, Result]:
+        """The verdicts on the cycle's answers."""
+        return read_results(self.folder / "verdicts.jsonl")
 
     def scores(self) -> dict[str, Any] | None:
         """The content of ``eval.json``, if there is one."""
@@ -112,8 +107,8 @@ class Cycle:
         row: dict[str, Any] = {"cycle": self.number}
         if self.number:
             samples = {sample.key: sample for sample in read_samples(self.folder / "samples.jsonl")}
-            results = read_results(self.folder / "verdicts.jsonl")
-            rates, training = self.pass_rates(threshold), self.training()
+            results = self.results()
+            rates, training = pass_rates(results, threshold), self.training()
             kept, counts = filter_(samples, results)
             row |= {
                 "prompts": len({prompt for prompt, _ in samples}),
@@ -131,6 +126,16 @@ class Cycle:
             row["held_out"] = scores
         times = [line for line in read_metrics(self.out / "metrics.jsonl") if line["cycle"] == self.number]
         return row | {"seconds": {each: sum(t["seconds"] for t in times if t["phase"] == each) for each in PHASES}}
+
+
+def pass_rates(results: Mapping[Key, Result], threshold: float) -> dict[str, float]:
+    """The share of each prompt's answers whose reward reached ``threshold``; a verifier's failure says nothing
+    about a prompt."""
+    passed: dict[str, list[bool]] = {}
+    for (prompt_id, _), result in results.items():
+        if result.reward is not None:
+            passed.setdefault(prompt_id, []).append(result.reward >= threshold)
+    return {prompt_id: fmean(each) for prompt_id, each in passed.items()}
 
 
 def best(rows: Sequence[Mapping[str, Any]]) -> int:

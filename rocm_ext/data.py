@@ -102,12 +102,7 @@ class Rows:
         Raises:
             UserError: naming the largest id.
         """
-        largest = max(int(tokens.max()) for tokens in self.tokens)
-        if largest >= size:
-            raise UserError(
-                f"the tokenizer makes token id {largest}, but the model's vocabulary ends at {size - 1}: "
-                "tokenizer and model do not belong together"
-            )
+        check_vocabulary(max(int(tokens.max()) for tokens in self.tokens), size)
 
     def fingerprint(self) -> str:
         """sha256 over all rows in their order."""
@@ -118,6 +113,19 @@ class Rows:
         for logprobs in self.logprobs or ():
             digest.update(logprobs.astype("<f4").tobytes())
         return digest.hexdigest()
+
+
+def check_vocabulary(largest: int, size: int) -> None:
+    """Refuse a tokenizer that made the id ``largest`` for a model with ``size`` embeddings.
+
+    Raises:
+        UserError: naming both.
+    """
+    if largest >= size:
+        raise UserError(
+            f"the tokenizer makes token id {largest}, but the model's vocabulary ends at {size - 1}: "
+            "tokenizer and model do not belong together"
+        )
 
 
 def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: bool) -> Rows:

@@ -32,11 +32,11 @@ from tqdm import tqdm
 
 from rocm_ext.chat import IGNORE, render_conversation, render_prompt
 from rocm_ext.errors import UserError
-from rocm_ext.evaluation import Score
 from rocm_ext.files import replace_folder
 from rocm_ext.generation import Request, Sampling
 from rocm_ext.generation.decoder import merged
 from rocm_ext.generation.local import LocalSession
+from rocm_ext.scores import Score
 
 log = logging.getLogger(__name__)
 

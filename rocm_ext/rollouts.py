@@ -79,8 +79,7 @@ class Journal:
         self._path, self._ranks = path, ranks
         self._own = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
         self._file: Any = None
-        self.records: dict[Key, dict[str, Any]] = {}
-        self.collect()
+        self._read()
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one record."""
@@ -97,18 +96,21 @@ class Journal:
         replace_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def collect(self) -> None:
-        """Know every rank's records."""
-        self._close()
+        """Close the file, and know every rank's records."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._ranks.world > 1:
+            self._read()
+
+    def _read(self) -> None:
         self._ranks.barrier()
         if self._ranks.is_main:
             self._merge()
         self._ranks.barrier()
-        self.records = {(r["prompt_id"], r["sample"]): r for r in read_records(self._path)}
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.records: dict[Key, dict[str, Any]] = {
+            (record["prompt_id"], record["sample"]): record for record in read_records(self._path)
+        }
 
     def _merge(self) -> None:
         with disk_errors(self._path):

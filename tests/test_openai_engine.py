@@ -873,8 +873,8 @@ def test_a_raft_cycle_samples_on_a_server(served, model_dir, tmp_path):
     }  # fmt: skip
     raft = RAFT(config.load("raft_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))))
     raft.setup()
-    raft.run()
-    raft.trainer.cleanup()
+    raft.train()
+    raft.cleanup()
     samples = read_records(tmp_path / "out" / "cycle_1" / "samples.jsonl")
     assert len(samples) == 12
     assert all(record["tokens"] for record in samples)

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli, pocket
 from rocm_ext.chat import render_conversation, render_prompt
-from rocm_ext.evaluation import Score, pass_at_k, wilson
 from rocm_ext.generation import LocalEngine, Request, Sampling
+from rocm_ext.scores import Score, pass_at_k, wilson
 
 TEXTS = [
     "What is 47 + 38?",

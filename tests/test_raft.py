@@ -173,7 +173,7 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
 
     LoRAFinetune.start = start
     try:
-        raft.run()
+        raft.train()
     finally:
         LoRAFinetune.start = original
         trainer.cleanup()
@@ -189,7 +189,7 @@ def test_prompts_are_rendered_as_for_sft(reference, make, tmp_path):
     raft.setup()
     prompt = raft.prompts[3]
     assert raft.tokens[prompt.id] == render_prompt(raft.trainer.tokenizer, prompt.messages)
-    raft.trainer.cleanup()
+    raft.cleanup()
 
 
 def test_evaluation_of_any_adapter(reference, make, tmp_path):

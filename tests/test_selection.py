@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocm_ext.cycles import best, stop_reason
-from rocm_ext.evaluation import pass_at_k, wilson
 from rocm_ext.rollouts import Sample
+from rocm_ext.scores import pass_at_k, wilson
 from rocm_ext.selection import choose_prompts, filter_samples
 from rocm_ext.verifiers import Result, Verdict
 

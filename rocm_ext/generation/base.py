@@ -35,10 +35,10 @@ class Sampling:
         for name, count in (("max_new_tokens", self.max_new_tokens), ("top_k", self.top_k)):
             if not (type(count) is int and count >= 1) and not (count is None and name == "top_k"):
                 raise UserError(f"{name} is {count!r}; expected a whole number of at least 1")
-        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
+        if not (type(self.temperature) in (int, float) and 0 <= self.temperature < math.inf):
             raise UserError(f"temperature is {self.temperature!r}; expected a number of at least 0 (0: greedy)")
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
-            if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+            if share is not None and not (type(share) in (int, float) and 0 < share <= 1):
                 raise UserError(f"{name} is {share!r}; expected a number above 0 and up to 1, or null")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise UserError(f"stop_strings is {list(self.stop_strings)!r}; expected texts that are not empty")

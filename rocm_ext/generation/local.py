@@ -1,8 +1,8 @@
 """Sampling in this process: continuous batching over slots of a key-value cache.
 
 A prompt is prefilled once, and its cache copied into the slot of each of its samples. Every step decodes
-one token in all running slots; a slot whose answer ends is given to the next sample at once, or, when none
-waits, filled with the last running one, so that a step computes running samples only.
+one token in all running slots. Where an answer ends the last running sample moves into its slot, and waiting
+ones join behind, so that a step computes running samples only.
 """
 
 import math
