@@ -1,0 +1,56 @@
+"""`rocm-ext eval`: measure an adapter on held-out prompts."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rocm_ext.cli._options import add_format
+from rocm_ext.errors import UserError
+
+
+def add(commands) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="measure how often a model's answers are right, with any adapter or none",
+        description="Sample answers to a RAFT config's eval_prompts, verify them with its verifier, and print "
+        "pass@1 of greedy answers (and pass@k with eval_samples=N) with 95 %% Wilson intervals.",
+    )
+    option = parser.add_argument
+    option("--config", required=True, metavar="NAME", help="a RAFT config: model, engine, eval_prompts, verifier")
+    option("--adapter", type=Path, metavar="DIR", help="PEFT folder; without it: the model as the config starts it")
+    option("--data", metavar="FILE", help="other rows than the config's eval_prompts: a file or a hub name")
+    add_format(option)
+    option("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    from rocm_ext import config, device
+    from rocm_ext.machine import detect
+    from rocm_ext.monitor import setup_logging
+    from rocm_ext.recipes.raft_rocm import evaluate_adapter
+    from rocm_ext.scores import Score
+
+    if strange := [item for item in args.overrides if "=" not in item]:
+        raise UserError(f"cannot read override {strange[0]!r}; expected key=value", code=2)
+    cfg = config.load("raft_rocm", args.config, [*args.overrides, "output_dir=eval"])
+    setup_logging()
+    for line in device.start(device.load_profile(cfg.hardware), detect()):
+        print(line, file=sys.stderr)
+    if args.data:
+        cfg.eval_prompts = {config.COMPONENT: "rocm_ext.prompts.prompt_dataset", "source": args.data}
+        if args.format:
+            cfg.eval_prompts.format = args.format
+    with TemporaryDirectory() as out:
+        cfg.output_dir = cfg.checkpointer.output_dir = out
+        scores = evaluate_adapter(cfg, args.adapter)
+    if args.json:
+        print(json.dumps(scores))
+        return
+    print(f"pass@1 {Score(scores['correct'], scores['prompts'])}")
+    for k, at in scores["pass_at_k"].items():
+        low, high = at["interval"]
+        print(f"pass@{k} of {scores['samples_per_prompt']}: {at['pass']:.1%}, 95 % interval {low:.1%} - {high:.1%}")

@@ -1,0 +1,64 @@
+"""`rocm-ext verify`: run right answers through a verifier."""
+
+import argparse
+import json
+
+from rocm_ext.cli._options import add_format, count
+from rocm_ext.errors import UserError
+
+
+def add(commands) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="run the right answers of a data set through a verifier, which must find them right",
+        description="A verifier proves itself: right answers must score 1.0. Shows the verdicts, the mean reward "
+        "and the first answers that were not found right; ends with 1 if there are any.",
+    )
+    option = parser.add_argument
+    option("--verifier", required=True, metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
+    option(
+        "--data", required=True, metavar="FILE", help="rows as RAFT reads them: JSONL, JSON, Parquet, CSV, a hub name"
+    )
+    add_format(option)
+    option("--name", help="configuration of a hub data set (openai/gsm8k: main)")
+    option("--split", default="train", help="of a hub data set (train)")
+    option("--gold", metavar="FIELD", help="the right answer (default: the first of solution, completion, answer)")
+    option("--workers", type=count, metavar="N", help="processes (default: physical cores)")
+    option("--limit", type=count, metavar="N", help="the first N rows only")
+    option("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("arguments", nargs="*", metavar="key=value", help="the verifier's arguments, such as timeout=5")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    import psutil
+    import yaml
+
+    from rocm_ext.prompts import prompt_dataset
+    from rocm_ext.verifiers import Verdict
+    from rocm_ext.verifiers.selfcheck import self_check
+
+    path = args.verifier if "." in args.verifier else f"rocm_ext.verifiers.{args.verifier}"
+    node = {"_component_": path}
+    for item in args.arguments:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise UserError(f"cannot read argument {item!r}; expected key=value", code=2)
+        node[key] = yaml.safe_load(value)
+    prompts = prompt_dataset(source=args.data, format=args.format, name=args.name, split=args.split)
+    rows = [(prompt.origin, prompt.row) for prompt in prompts]
+    workers = args.workers or psutil.cpu_count(logical=False) or 1
+    summary = self_check(node, rows, args.gold, workers, args.limit)
+    verdicts = {verdict.value: count for verdict, count in sorted(summary.verdicts.items())}
+    failures = [{"origin": origin, "verdict": r.verdict.value, "detail": r.detail} for origin, r in summary.failures]
+    if args.json:
+        content = {"rows": summary.rows, "verdicts": verdicts, "mean_reward": summary.mean_reward}
+        print(json.dumps({**content, "failures": failures}))
+    else:
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+        mean = "none" if summary.mean_reward is None else f"{summary.mean_reward:.4f}"
+        print(f"{summary.rows} right answers: {counts}; mean reward {mean}")
+        for failure in failures:
+            print("{origin}: {verdict} {detail}".format(**failure))
+    if wrong := summary.rows - summary.verdicts[Verdict.CORRECT]:
+        raise UserError(f"{wrong} of {summary.rows} right answers were not found right")
