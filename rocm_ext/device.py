@@ -5,6 +5,8 @@ A recipe calls ``detect``, ``choose_profile`` or ``load_profile``, ``check_profi
 once ``start`` has returned: it may begin the program anew.
 """
 
+from __future__ import annotations
+
 import difflib
 import os
 import re
@@ -15,14 +17,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from omegaconf import OmegaConf
 
 from rocm_ext.errors import UserError
-from rocm_ext.machine import Machine, host_memory, read_text
+from rocm_ext.machine import Machine, gtt_total, host_memory, is_unified
 from rocm_ext.machine import detect as detect
+
+if TYPE_CHECKING:  # `rocm-ext doctor` reads profiles where torch does not import
+    import torch
 
 GIB = 2**30
 # One setting under three names: HIP builds of torch read each of them
@@ -68,7 +72,7 @@ class Profile:
     install: str = ""
 
     @classmethod
-    def from_dict(cls, name: str, content: Mapping[str, Any]) -> "Profile":
+    def from_dict(cls, name: str, content: Mapping[str, Any]) -> Profile:
         """Raises :class:`UserError` for keys that a profile does not have, or lacks."""
         try:
             locked = {key: Lock(**{**lock, "also": tuple(lock.get("also", ()))})
@@ -141,6 +145,18 @@ def _own_profile(machine: Machine) -> Profile | None:
     return next((profile for profile in map(load_profile, profile_names()) if profile.fits(machine)), None)
 
 
+def intended(machine: Machine) -> tuple[Machine, Profile | None]:
+    """``machine`` as it is once torch can use its GPU, and the profile that it has then.
+
+    No profile: for the GPU that torch uses there is none."""
+    if machine.backend == "cpu":
+        for arch in machine.amd_archs:
+            usable = replace(machine, backend="rocm", arch=arch, unified=is_unified(arch))
+            if profile := _own_profile(usable):
+                return usable, profile
+    return machine, _own_profile(machine)
+
+
 def _nearest(machine: Machine) -> str:
     if machine.unified:
         return "strix_halo_windows" if machine.system == "Windows" else "strix_halo"
@@ -151,19 +167,16 @@ def _nearest(machine: Machine) -> str:
 
 def _unusable_gpu(machine: Machine) -> str | None:
     """The commonest install errors: an AMD GPU with a profile is here and torch computes on the CPU."""
-    if machine.backend != "cpu":
-        return None
-    usable = (replace(machine, backend="rocm", arch=arch) for arch in machine.amd_archs)
-    arch, profile = next(((m.arch, own) for m in usable if (own := _own_profile(m))), (None, None))
-    if profile is None:
+    usable, profile = intended(machine)
+    if profile is None or usable.backend == machine.backend:
         return None
     if machine.torch_build != "rocm":
         kind = {"cuda": "CUDA", "cpu": "CPU"}[machine.torch_build]
-        return (f"found an AMD GPU ({arch}), but torch {machine.torch} is a {kind} build; "
-                f"install {profile.install}")
+        return (f"found an AMD GPU ({usable.arch}), but torch {machine.torch} is a {kind} build; "
+                f"install it with: {profile.install}")
     if machine.hidden_by:
-        return f"{machine.hidden_by} hides the AMD GPU ({arch})"
-    return (f"found an AMD GPU ({arch}), but torch {machine.torch} sees none: this user must be able to read "
+        return f"{machine.hidden_by} hides the AMD GPU ({usable.arch})"
+    return (f"found an AMD GPU ({usable.arch}), but torch {machine.torch} sees none: this user must be able to read "
             "and write /dev/kfd and /dev/dri/renderD* (groups render and video)")
 
 
@@ -193,28 +206,30 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
                             f"Use hardware=auto or hardware={own.name}; to run without the GPU: hardware=cpu")
         warnings.append(f"{machine.arch} has no hardware profile of its own: running with {profile.name}'s")
     if not machine.has_kernels:
-        hint = f"; install {profile.install}" if profile.install else ""
+        hint = f"; install it with: {profile.install}" if profile.install else ""
         warnings.append(f"torch {machine.torch} has no kernels for {machine.arch}{hint}")
-    return warnings + _below_floor(profile, machine)
+    return warnings + [f"{found}: {fix}" for found, fix in below_floor(profile, machine).values()]
 
 
-def _below_floor(profile: Profile, machine: Machine) -> list[str]:
+def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]]:
+    """What is outside the profile's limits: {"torch", "rocm" or "kernel": (what was found, what to do)}."""
     # WSL's kernel is Microsoft's, and the GPU's driver is on the Windows side
     found = {"torch": machine.torch, "rocm": machine.rocm, "kernel": "" if machine.wsl else machine.kernel}
-    lines = []
+    outside = {}
     for what, limits in profile.floor.items():
-        version = found[what]
-        if not version:
+        have = found[what]
+        if not have:
             continue
-        if "min" in limits and _version(version) < _version(limits["min"]):
-            lines.append(f"{what} {version} is older than {limits['min']}: {limits['fix']}")
-        if "below" in limits and _version(version) >= _version(limits["below"]):
-            lines.append(f"{what} {version} is not below {limits['below']}: {limits['fix']}")
-    return lines
+        if "min" in limits and version(have) < version(limits["min"]):
+            outside[what] = (f"{what} {have} is older than {limits['min']}", limits["fix"])
+        if "below" in limits and version(have) >= version(limits["below"]):
+            outside[what] = (f"{what} {have} is not below {limits['below']}", limits["fix"])
+    return outside
 
 
-def _version(text: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", text)
+def version(text: str) -> tuple[int, ...]:
+    """``6.18.4-arch1-1`` -> (6, 18, 4); () where there is no number."""
+    match = re.match(r"[0-9]{1,9}(\.[0-9]{1,9})*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
@@ -260,30 +275,60 @@ def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, 
     """Lines about variables in ``environ`` that do no good on an AMD machine.
 
     Raises :class:`UserError` where the allocator's variables contradict each other."""
+    found = environment_conflicts(profile, machine, environ)
+    if fatal := next((conflict for conflict in found if conflict.fatal), None):
+        raise UserError(str(fatal))
+    return [str(conflict) for conflict in found]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Environment variables that do no good here."""
+
+    variables: tuple[str, ...]  # the ones to unset
+    found: str
+    why: str
+    fatal: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.why}. Fix: unset {' '.join(self.variables)}"
+
+
+def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[Conflict]:
+    """What in ``environ`` is contradictory, dangerous or useless on an AMD machine."""
     if machine.torch_build != "rocm" and profile.match.get("backend") != "rocm":
         return []
+    found = _allocator_conflicts(machine, environ)
+    override = environ.get("HSA_OVERRIDE_GFX_VERSION")
+    if override and machine.native_archs and machine.has_kernels:
+        found.append(Conflict(("HSA_OVERRIDE_GFX_VERSION",), f"HSA_OVERRIDE_GFX_VERSION={override}",
+                              f"useless at best, as torch has kernels for {machine.arch}"))
+    if environ.get("ROCR_VISIBLE_DEVICES") and environ.get("HIP_VISIBLE_DEVICES"):
+        wanted, other = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+        if machine.system == "Windows":
+            wanted, other = other, wanted
+        found.append(Conflict((other,), "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set",
+                              f"HIP's numbers count what ROCR left. Set {wanted} only"))
+    return found
+
+
+def _allocator_conflicts(machine: Machine, environ: Mapping[str, str]) -> list[Conflict]:
     allocator = {name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)}
+    found = []
     if len(set(allocator.values())) > 1:
-        found = ", ".join(f"{name}={value}" for name, value in allocator.items())
-        raise UserError(f"these variables configure the same allocator and differ: {found}. Keep one")
-    lines = []
+        what = ", ".join(f"{name}={value}" for name, value in allocator.items())
+        why = "they configure the same allocator and differ. Keep one"
+        found.append(Conflict(tuple(allocator)[1:], what, why, fatal=True))
     for name, value in allocator.items():
         if not re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
             continue
         if "max_split_size_mb" in value:
-            raise UserError(f"{name}={value}: expandable_segments together with max_split_size_mb zeroes "
-                            "live buffers on ROCm (ROCm#6603). Remove one of them")
-        if _version(machine.torch) < (2, 11):
-            lines.append(f"{name}: expandable_segments has no effect on ROCm before torch 2.11")
-    override = environ.get("HSA_OVERRIDE_GFX_VERSION")
-    if override and machine.native_archs and machine.has_kernels:
-        lines.append(f"HSA_OVERRIDE_GFX_VERSION={override} is set though torch has kernels for "
-                     f"{machine.arch}: useless at best, unset it")
-    if environ.get("ROCR_VISIBLE_DEVICES") and environ.get("HIP_VISIBLE_DEVICES"):
-        wanted = "HIP_VISIBLE_DEVICES" if machine.system == "Windows" else "ROCR_VISIBLE_DEVICES"
-        lines.append("ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set: HIP's numbers count what "
-                     f"ROCR left. Set {wanted} only")
-    return lines
+            found.append(Conflict((name,), f"{name}={value}", "expandable_segments together with max_split_size_mb "
+                                  "zeroes live buffers on ROCm (ROCm#6603)", fatal=True))
+        elif version(machine.torch) < (2, 11):
+            found.append(Conflict((name,), f"{name}={value}",
+                                  "expandable_segments has no effect on ROCm before torch 2.11"))
+    return found
 
 
 def start(profile: Profile, machine: Machine) -> list[str]:
@@ -311,7 +356,7 @@ def apply_environment(profile: Profile, machine: Machine, reexec: bool = False) 
     lines = check_environment(profile, machine, os.environ)
     lines += [f"{name}={os.environ[name]} ({variable.reason})"
               for name, variable in profile.environment.items() if name in ours & set(os.environ)]
-    if added and torch.cuda.is_initialized():
+    if added and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         exports = " ".join(f"{name}={value}" for name, (value, _) in added.items())
         lines.append(f"HIP has already started without these; before starting Python: export {exports}")
     return lines
@@ -336,8 +381,12 @@ def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/")) ->
     """Bytes that one process may take on its device, and why.
 
     Raises :class:`UserError` where unified memory leaves nothing after the host's share."""
+    return budget(profile, machine, host_memory(root, "MemAvailable"), gtt_total(root))
+
+
+def budget(profile: Profile, machine: Machine, available: int, gtt: int | None) -> tuple[int, str]:
+    """:func:`memory_budget` with these bytes of available host memory and of host memory that the GPU may map."""
     kind = profile.memory["of"]
-    available = host_memory(root, "MemAvailable")
     if kind == "host":
         return available, f"{_gib(available)} of host memory are available"
     if kind == "device":
@@ -346,18 +395,27 @@ def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/")) ->
         return int(total * fraction), f"{fraction:.0%} of the GPU's {_gib(total)}"
 
     limits = {"total_memory": machine.total_memory, "MemAvailable": available}
-    cards = (root / "sys/class/drm").glob("card[0-9]*/device/mem_info_gtt_total")
-    if totals := [int(text) for text in map(read_text, cards) if text]:  # Linux only, and not in WSL
-        limits["GTT"] = max(totals)
+    if gtt is not None:
+        limits["GTT"] = gtt
     tightest = min(limits, key=lambda name: limits[name])
     limit = limits[tightest]
     reserve = int(max(profile.memory["reserve_fraction"] * limit, profile.memory["reserve_gib"] * GIB))
     if limit <= reserve:
-        fix = ("Free host memory" if tightest == "MemAvailable" else "Boot with ttm.pages_limit=33554432 "
-               "(kernels before 6.16 also want amd_iommu=off amdgpu.gttsize=131072)")
+        fix = ("Free host memory" if tightest == "MemAvailable"
+               else f"Boot with {memory_parameters(machine.kernel)}")
         raise UserError(f"unified memory: {tightest} is {_gib(limit)}, the host keeps {_gib(reserve)}. {fix}")
     found = ", ".join(f"{name} {_gib(value)}" for name, value in limits.items())
     return limit - reserve, f"the least of {found}, less {_gib(reserve)} for the host"
+
+
+def memory_parameters(kernel: str, gib: int = 128) -> str:
+    """The kernel parameters that let the GPU of a machine with ``gib`` GiB of unified memory map all of it.
+
+    Without them it is half (ROCm#5444, ROCm#6004). amdgpu.gttsize is deprecated since 6.16."""
+    limit = f"ttm.pages_limit={gib * 2**18}"  # of 4 KiB
+    if not kernel or version(kernel) >= (6, 16):
+        return limit
+    return f"amd_iommu=off amdgpu.gttsize={gib * 1024} {limit}"  # MiB
 
 
 def _gib(size: float) -> str:
@@ -377,6 +435,8 @@ def open_device(
     :func:`memory_budget`, because overcommitting it tends to hang the driver, and leaves discrete memory to
     raise torch's own error. ``device``: "cpu" or "cuda"; None is the profile's.
     Raises :class:`UserError` for a device that is not here and for a fraction that cannot be applied."""
+    import torch
+
     kind = device or profile.settings.get("device", "cpu")
     if memory_fraction is not None and not 0 < memory_fraction <= 1:
         raise UserError(f"memory_fraction={memory_fraction} is not a share: above 0, at most 1")
@@ -390,7 +450,7 @@ def open_device(
     torch.cuda.set_device(local_rank)
     if memory_fraction is None and machine.unified:
         # torch multiplies the fraction with total_memory from 2.10 on, before with what the driver reports
-        total = machine.total_memory if _version(machine.torch) >= (2, 10) else torch.cuda.mem_get_info()[1]
+        total = machine.total_memory if version(machine.torch) >= (2, 10) else torch.cuda.mem_get_info()[1]
         memory_fraction = min(1.0, memory_budget(profile, machine)[0] / total)
     if memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(float(memory_fraction), local_rank)

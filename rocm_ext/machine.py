@@ -1,16 +1,50 @@
-"""Which machine this is: GPU, memory, kernel and torch build."""
+"""Which machine this is: GPU, memory, kernel and torch build.
+
+torch is imported by :func:`ask_torch` alone: `rocm-ext doctor` judges machines whose torch does not import.
+"""
 
 import os
 import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
+
+from rocm_ext.sysfs import cards, listing, read_number, read_text, to_number
 
 _UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152"}  # is_integrated is missing on some wheels
+VISIBLE_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class TorchGpu:
+    """A GPU as torch's device properties show it."""
+
+    name: str
+    total_memory: int  # bytes
+    arch: str = ""  # gcnArchName: "gfx942:sramecc+:xnack-"; empty on NVIDIA and on some ROCm wheels
+    major: int = 0  # compute capability; NVIDIA only
+    minor: int = 0
+    integrated: bool = False
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What the installed torch says of itself and of the GPUs that it can use."""
+
+    version: str
+    hip: str | None = None  # torch.version.hip
+    cuda: str | None = None  # torch.version.cuda
+    gpus: tuple[TorchGpu, ...] = ()
+    kernels: tuple[str, ...] = ()  # torch.cuda.get_arch_list()
+
+    @property
+    def build(self) -> str:
+        """rocm, cuda or cpu."""
+        return "rocm" if self.hip else "cuda" if self.cuda else "cpu"
 
 
 @dataclass(frozen=True)
@@ -49,47 +83,82 @@ def detect(root: Path = Path("/")) -> Machine:
     """Look at torch's device properties, and below ``root`` at sysfs and procfs.
 
     Starts HIP or CUDA if there is a GPU."""
-    system = platform.system()
-    release = read_text(root / "proc/sys/kernel/osrelease") or platform.release()
-    kernel = release if system == "Linux" else ""
-    build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
-    version = str(torch.__version__)
-    amd_archs = _amd_archs(root)
+    return describe(ask_torch(), platform.system(), os.environ, host_memory(root, "MemTotal"), root)
+
+
+def ask_torch() -> Torch:
+    """Starts HIP or CUDA if there is a GPU."""
+    import torch
+
+    gpus: tuple[TorchGpu, ...] = ()
+    kernels: tuple[str, ...] = ()
+    if (torch.version.hip or torch.version.cuda) and torch.cuda.is_available():
+        gpus = tuple(_torch_gpu(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count()))
+        kernels = tuple(torch.cuda.get_arch_list())
+    return Torch(str(torch.__version__), torch.version.hip, torch.version.cuda, gpus, kernels)
+
+
+def _torch_gpu(properties: Any) -> TorchGpu:
+    return TorchGpu(
+        properties.name,
+        properties.total_memory,
+        arch=getattr(properties, "gcnArchName", ""),
+        major=getattr(properties, "major", 0),
+        minor=getattr(properties, "minor", 0),
+        integrated=bool(getattr(properties, "is_integrated", False)),
+    )
+
+
+def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: int, root: Path) -> Machine:
+    """The machine with this torch on it.
+
+    Args:
+        system: as platform.system() says it.
+        environ: the environment that torch was asked in.
+        host_total: bytes of host memory.
+        root: where proc and sys are, the machine's own or recorded ones.
+    """
+    build = torch.build
+    kernel = read_text(root / "proc/sys/kernel/osrelease") if system == "Linux" else ""
+    amd_archs = tuple(dict.fromkeys(amd_gpus(root)))
     host: dict[str, Any] = {
         "system": system,
         "kernel": kernel,
         "wsl": "microsoft" in kernel.lower(),
-        "torch": version,
+        "torch": torch.version,
         "torch_build": build,
-        "rocm": _rocm_version(version, root) if build == "rocm" else None,
+        "rocm": _rocm_version(torch.version, root) if build == "rocm" else None,
         "amd_archs": amd_archs,
     }
-    if build == "cpu" or not torch.cuda.is_available():
-        visible = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-        hidden = next((name for name in visible if os.environ.get(name) in ("", "-1")), None)
-        total, bf16 = host_memory(root, "MemTotal"), _cpu_bf16(root)
-        return Machine("cpu", total_memory=total, bf16=bf16, hidden_by=hidden, **host)
+    if not torch.gpus:
+        hidden = next((name for name in VISIBLE_VARIABLES if environ.get(name) in ("", "-1")), None)
+        return Machine("cpu", total_memory=host_total, bf16=_cpu_bf16(root), hidden_by=hidden, **host)
 
-    properties = torch.cuda.get_device_properties(0)
+    gpu = torch.gpus[0]
     if build == "rocm":
-        arch = getattr(properties, "gcnArchName", "").split(":")[0]
-        overridden = "HSA_OVERRIDE_GFX_VERSION" in os.environ  # renames the GPU for HIP, never in sysfs
+        arch = gpu.arch.split(":")[0]
+        overridden = "HSA_OVERRIDE_GFX_VERSION" in environ  # renames the GPU for HIP, never in sysfs
         if amd_archs and (not arch or (overridden and arch not in amd_archs)):
             arch = amd_archs[0]
         bf16 = _amd_bf16(arch)
     else:
-        arch, bf16 = f"sm_{properties.major}{properties.minor}", properties.major >= 8
+        arch, bf16 = f"sm_{gpu.major}{gpu.minor}", gpu.major >= 8
     return Machine(
         build,
-        total_memory=properties.total_memory,
+        total_memory=gpu.total_memory,
         bf16=bf16,
         arch=arch or None,
-        name=properties.name,
-        gpu_count=torch.cuda.device_count(),
-        unified=bool(getattr(properties, "is_integrated", False)) or arch in _UNIFIED,
-        native_archs=tuple(torch.cuda.get_arch_list()) if build == "rocm" else (),
+        name=gpu.name,
+        gpu_count=len(torch.gpus),
+        unified=gpu.integrated or is_unified(arch),
+        native_archs=torch.kernels if build == "rocm" else (),
         **host,
     )
+
+
+def is_unified(arch: str | None) -> bool:
+    """Whether an AMD GPU of this architecture shares the host's memory."""
+    return arch in _UNIFIED
 
 
 def gfx_name(target_version: int) -> str:
@@ -98,14 +167,23 @@ def gfx_name(target_version: int) -> str:
     return f"gfx{major}{minor:x}{stepping:x}"
 
 
-def _amd_archs(root: Path) -> tuple[str, ...]:
+def amd_gpus(root: Path) -> list[str]:
+    """The architecture of each AMD GPU that the kernel can compute on, largest first."""
     found = []
-    for path in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
-        node = dict(line.split(maxsplit=1) for line in read_text(path).splitlines() if " " in line)
-        version = int(node.get("gfx_target_version", 0))
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    for name in listing(nodes):
+        node = dict(line.split(maxsplit=1) for line in read_text(nodes / name / "properties").splitlines()
+                    if len(line.split()) > 1)
+        version = to_number(node.get("gfx_target_version", ""))
         if version:  # 0 is a CPU
-            found.append((-int(node.get("simd_count", 0)), gfx_name(version)))
-    return tuple(dict.fromkeys(arch for _, arch in sorted(found)))
+            found.append((-(to_number(node.get("simd_count", "")) or 0), gfx_name(version)))
+    return [arch for _, arch in sorted(found)]
+
+
+def gtt_total(root: Path) -> int | None:
+    """Bytes of host memory that the GPU may map, at most; Linux only, and not in WSL."""
+    totals = (read_number(card / "device/mem_info_gtt_total") for card in cards(root))
+    return max((total for total in totals if total is not None), default=None)
 
 
 def _amd_bf16(arch: str) -> bool:
@@ -133,16 +211,8 @@ def _rocm_version(torch_version: str, root: Path) -> str | None:
 
 def host_memory(root: Path, key: str) -> int:
     """Bytes of ``key`` ("MemTotal" or "MemAvailable") in /proc/meminfo; from psutil where there is none."""
-    match = re.search(rf"^{key}:\s+(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
+    match = re.search(rf"^{key}:\s+(\d{{1,15}}) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     if match:
         return int(match[1]) * 1024
     memory = psutil.virtual_memory()
     return memory.available if key == "MemAvailable" else memory.total
-
-
-def read_text(path: Path) -> str:
-    """The file's text without the white space around it; empty where it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
