@@ -1,0 +1,191 @@
+"""`rocm-ext compare`: is a faster setting as good as a safe one?"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rocm_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from rocm_ext.compare import Comparison
+    from rocm_ext.decision import Decision
+    from rocm_ext.statistics import Interval
+
+Row = tuple[str, str, str, str]  # what, A, B, B against A
+
+
+def add(commands) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="two runs, a safe one and a faster one: is the second faster, and does it train the same?",
+        description="Compare two runs, finished or not: a safe baseline A and a faster setting B. Tells their speed, "
+        "memory, losses (or RAFT's held-out scores) and stability, and whether to take B.",
+        epilog="Exit code: 0 take B, 1 do not, 2 something to compare is missing, 3 it cannot be told yet.",
+    )
+    parser.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of the baseline")
+    parser.add_argument("b", type=Path, metavar="RUN_B", help="output_dir of the run with the faster setting")
+    parser.add_argument(
+        "--tolerance", type=_percent, default=0.01, metavar="PERCENT",
+        help="difference of losses that does not matter, in percent of A's (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--score-tolerance", type=_percent, default=0.05, metavar="POINTS",
+        help="difference of RAFT's held-out pass@1 that does not matter, in percentage points (default: 5)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run)
+
+
+def _percent(text: str) -> float:
+    if not 0 < (value := float(text)) < 100:
+        raise argparse.ArgumentTypeError("must be above 0 and under 100")
+    return value / 100
+
+
+def run(args: argparse.Namespace) -> int:
+    import json
+
+    from rocm_ext.compare import compare
+    from rocm_ext.decision import decide
+    from rocm_ext.runs import RunFolder
+
+    try:
+        found = compare(RunFolder(args.a), RunFolder(args.b))
+    except UserError as error:
+        raise UserError(str(error), code=2) from error  # 1 says not to take B
+    decision = decide(found, args.tolerance, args.score_tolerance)
+    if args.json:
+        print(json.dumps(_finite(_content(found, decision)), indent=2, default=str))
+    else:
+        _show(found, decision)
+    return decision.exit_code
+
+
+def _content(found: "Comparison", decision: "Decision") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "a": str(found.a.path),
+        "b": str(found.b.path),
+        "recipe": found.a.recipe,
+        "finished": [found.a.finished, found.b.finished],
+        "settings": {key: list(values) for key, values in found.settings.items()},
+        "speed": asdict(found.speed),
+        "memory": list(found.memory),
+        "rates": {key: list(values) for key, values in found.rates.items()},
+        "stability": asdict(found.stability),
+        "losses": asdict(found.losses) if found.losses else None,
+        "scores": [asdict(each) for each in found.scores],
+        "notes": found.notes,
+        "decision": {"answer": decision.answer, "text": decision.text, "exit_code": decision.exit_code},
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: None."""
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _show(found: "Comparison", decision: "Decision") -> None:
+    from rich.text import Text
+
+    from rocm_ext.cli._tables import console, table
+
+    out = console()
+    out.print(Text(f"A  {found.a.path}\nB  {found.b.path}\n"))
+    if found.settings:
+        settings = table("", "settings that differ", "A", "B")
+        for key, values in found.settings.items():
+            settings.add_row(Text(key), *(Text(_short(value)) for value in values))
+        out.print(settings, "")
+    measured = table("", "measured", "A", "B", "B against A", right=("A", "B"))
+    for row in _rows(found):
+        measured.add_row(*map(Text, row))
+    out.print(measured, "")
+    for note in found.notes:
+        out.print(Text(f"note: {note}"))
+    style = {"take": "bold green", "reject": "bold red", "unknown": "bold yellow"}[decision.answer]
+    out.print(Text(f"verdict: {decision.text}", style=style))
+
+
+def _short(value: Any) -> str:
+    text = "-" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:28]} … {text[-28:]}"
+
+
+def _rows(found: "Comparison") -> list[Row]:
+    rows: list[Row] = [("finished", _yes(found.a.finished), _yes(found.b.finished), "")]
+    for name, (a, b) in found.rates.items():
+        rows.append((name, _number(a), _number(b), "" if name in ("steps", "cycles") else _times(a, b)))
+    speed = found.speed
+    told = f"{speed.value:.2f}x ({speed.low:.2f}-{speed.high:.2f})" if math.isfinite(speed.value) else "?"
+    rows.append(("speed", "", "", told))
+    a, b = found.memory
+    rows.append(("peak memory, MiB", _number(a / 2**20), _number(b / 2**20), _times(a, b)))
+    rows += _loss_rows(found) if found.losses else _score_rows(found)
+    bad = {"losses that are not finite": found.stability.not_finite}
+    if found.losses:
+        bad["loss spikes of one run alone"] = found.stability.loss_spikes
+        bad["gradient spikes of one run alone"] = found.stability.grad_spikes
+    return rows + [(name, f"{count[0]:,}", f"{count[1]:,}", "") for name, count in bad.items()]
+
+
+def _loss_rows(found: "Comparison") -> list[Row]:
+    losses = found.losses
+    assert losses is not None
+    rows = []
+    if not losses.not_comparable:
+        a, b = losses.values
+        if losses.first is not None:
+            rows.append(("loss at step 1, of the same weights", "", "", _percents(losses.first)))
+        rows.append((f"loss, all {losses.steps:,} steps of both", "", "", _interval(losses.all)))
+        half = losses.steps - losses.steps // 2
+        rows.append((f"loss, last {half:,} of them", _number(a), _number(b), _interval(losses.last_half)))
+    if losses.validation is not None and not losses.not_comparable:
+        step, a, b = losses.validation
+        rows.append((f"validation loss at step {step:,}", _number(a), _number(b), _percents(b / a - 1)))
+    if losses.best_validation is not None:
+        a, b = losses.best_validation
+        rows.append(("best validation loss", _number(a), _number(b), _percents(b / a - 1)))
+    return rows
+
+
+def _score_rows(found: "Comparison") -> list[Row]:
+    rows = []
+    for each in found.scores:
+        a, b = (f"{100 * correct / total:.1f} %" for correct, total in (each.a, each.b))
+        gain = each.gain
+        told = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
+        chance = f", McNemar p = {each.p:.2g}" if each.p is not None else ""
+        rows.append((f"held-out pass@1, cycle {each.cycle}", a, b, told + chance))
+    return rows
+
+
+def _interval(found: "Interval") -> str:
+    if not math.isfinite(found.value):
+        return "?"
+    ends = f" ({_percents(found.low)} to {_percents(found.high)})" if math.isfinite(found.low) else ""
+    return _percents(found.value) + ends
+
+
+def _percents(share: float) -> str:
+    return f"{100 * share:+.2f} %"
+
+
+def _times(a: float, b: float) -> str:
+    return f"{b / a:.2f}x" if a > 0 and b > 0 else ""
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "?"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.4g}"

@@ -1,0 +1,231 @@
+"""Folders as runs of the recipes leave them, written in no time."""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.tiny import write_yaml
+
+MACHINE = "1 x Radeon 8060S Graphics (gfx1151), Linux, torch 2.11.0+rocm7.2"
+CONFIG: dict[str, Any] = {
+    "hardware": "strix_halo",
+    "dtype": "bf16",
+    "model": {"_component_": "torchtune.models.qwen2_5.lora_qwen2_5_7b_base", "lora_rank": 16},
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "/models/Qwen2.5-7B-Instruct",
+        "output_dir": "OUT",
+    },
+    "tokenizer": {"_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer", "path": "/models/vocab.json"},
+    "dataset": {"_component_": "rocm_ext.data.sft_dataset", "source": "train.jsonl", "train_on_input": False},
+    "validation_fraction": 0.0,
+    "shuffle": True,
+    "data_seed": 0,
+    "batch_size": 2,
+    "sequences_per_step": 16,
+    "compile": False,
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-4},
+    "epochs": 1,
+    "seed": 0,
+    "resume_from_checkpoint": False,
+    "output_dir": "OUT",
+}
+
+
+def curve(steps: int, noise_seed: int = 0) -> np.ndarray:
+    """[steps] losses of a run: a falling trend, and rows that are harder or easier."""
+    t = np.arange(steps)
+    rows = np.random.default_rng(noise_seed).normal(size=steps)
+    return (0.9 + 1.1 * np.exp(-t / 60)) * np.exp(0.12 * rows)
+
+
+def wander(steps: int, seed: int, phi: float = 0.8) -> np.ndarray:
+    """[steps] autocorrelated noise of variance 1: what weights that differ a little do to the loss."""
+    draws = np.random.default_rng(seed).normal(size=steps)
+    noise = np.empty(steps)
+    noise[0] = draws[0]
+    for i in range(1, steps):
+        noise[i] = phi * noise[i - 1] + np.sqrt(1 - phi**2) * draws[i]
+    return noise
+
+
+def write_jsonl(path: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def step_lines(losses: Sequence[float], speed: float = 1000.0, memory: int = 40 << 30) -> list[dict[str, Any]]:
+    """Lines of ``metrics.jsonl``. Tokens follow from the step, as they do from its rows."""
+    lines = []
+    for step, loss in enumerate(losses, start=1):
+        tokens = 4000 + zlib.crc32(b"%d" % step) % 2000
+        rate = speed * (1 + 0.03 * float(np.sin(step))) * (0.2 if step == 1 else 1)
+        lines.append(
+            {
+                "step": step,
+                "epoch": 1,
+                "loss": float(loss),
+                "lr": 2e-4 * min(1, step / 10),
+                "grad_norm": 0.5 + 0.1 * float(np.cos(step)),
+                "tokens": tokens,
+                "tokens_per_second": rate,
+                "padding": 0.0,
+                "seconds": tokens / rate,
+                "peak_memory": memory,
+            }
+        )
+    return lines
+
+
+def sft(
+    folder: Path,
+    losses: Sequence[float],
+    *,
+    speed: float = 1000.0,
+    memory: int = 40 << 30,
+    validation: Mapping[int, float] | None = None,
+    finished: bool = True,
+    lines: list[dict[str, Any]] | None = None,
+    **settings: Any,
+) -> Path:
+    """A run of ``lora_finetune_rocm``."""
+    folder.mkdir(parents=True)
+    config = {**json.loads(json.dumps(CONFIG).replace("OUT", str(folder))), **settings}
+    write_yaml(folder / "config.yaml", config)
+    lines = step_lines(losses, speed, memory) if lines is None else lines
+    held_out = [{"step": s, "epoch": 1, "val_loss": v, "val_tokens": 5000} for s, v in (validation or {}).items()]
+    write_jsonl(folder / "metrics.jsonl", [*lines, *held_out])
+    if finished:
+        summary = {
+            "steps": len(lines),
+            "first_loss": lines[0]["loss"],
+            "last_loss": lines[-1]["loss"],
+            "tokens": sum(line["tokens"] for line in lines),
+            "seconds": sum(line["seconds"] for line in lines),
+            "tokens_per_second": speed,
+            "best_validation": None,
+            "adapter_is": "last",
+            "peak_memory": memory,
+            "machine": MACHINE,
+            "dtype": "bfloat16",
+            "ranks": 1,
+        }
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        (folder / "adapter").mkdir()
+    return folder
+
+
+def raft(
+    folder: Path,
+    right: Sequence[Sequence[bool]],
+    *,
+    answers: int = 24,
+    seconds: float = 100.0,
+    finished: bool = True,
+    drawn: int = 0,
+    texts: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Path:
+    """A run of ``raft_rocm``.
+
+    Args:
+        right: for each cycle from 0 on, which held-out prompts' greedy answers are right.
+        answers: that each cycle samples, with verdicts of all kinds.
+        drawn: answers per held-out prompt for pass@k.
+        texts: of the first answers, by verdict.
+    """
+    folder.mkdir(parents=True)
+    config = {**json.loads(json.dumps(CONFIG).replace("OUT", str(folder))), "cycles": len(right) - 1, **settings}
+    config |= {"dataset": None, "samples_per_prompt": 4, "max_new_tokens": 512}
+    write_yaml(folder / "config.yaml", config)
+    (folder / "run.json").write_text(json.dumps({"config": config, "identity": {}}))
+    lines: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    for number, passed in enumerate(right):
+        out = folder / f"cycle_{number}"
+        scores = _held_out(out, passed, drawn)
+        row: dict[str, Any] = {"cycle": number, "held_out": scores}
+        if number:
+            _sampled(out, number, answers, texts or {})
+            sft(out / "tmp", curve(12, number))
+            for path in (out / "tmp").iterdir():
+                path.rename(out / path.name)
+            (out / "tmp").rmdir()
+            summary = json.loads((out / "summary.json").read_text())
+            row |= {"filter": {"below_threshold": answers // 2, "duplicate": 1, "kept": answers // 2 - 1}}
+            row |= {"kept": answers // 2 - 1, "entropy": 0.3 / number, "pass_rate": 0.5, "samples": answers}
+            lines.append({"cycle": number, "phase": "sample", "tokens": 5000, "tokens_per_second": 900.0})
+            lines[-1] |= {"seconds": 0.7 * seconds, "waiting": 0.1, "occupancy": 0.9}
+            lines.append({"cycle": number, "phase": "train", **summary, "seconds": 0.2 * seconds})
+        lines.append({"cycle": number, "phase": "eval", "tokens": 500, "tokens_per_second": 800.0})
+        lines[-1] |= {"seconds": 0.1 * seconds, "waiting": 0.0}
+        rows.append(row)
+    write_jsonl(folder / "metrics.jsonl", lines)
+    (folder / "summary.json").write_text(json.dumps({"cycles": rows}))
+    if finished:
+        (folder / "adapter").mkdir()
+    return folder
+
+
+def _held_out(out: Path, passed: Sequence[bool], drawn: int) -> dict[str, Any]:
+    verdicts = [
+        {
+            "prompt_id": f"held{i}",
+            "sample": s,
+            "verdict": "CORRECT" if ok else "WRONG",
+            "reward": float(ok),
+            "detail": "",
+        }
+        for i, ok in enumerate(passed)
+        for s in (-1, *range(drawn))
+    ]
+    write_jsonl(out / "eval" / "verdicts.jsonl", verdicts)
+    samples = [_sample(f"held{i}", -1, f"held-out answer {i}", 20) for i in range(len(passed))]
+    write_jsonl(out / "eval" / "samples.jsonl", samples)
+    share = sum(passed) / len(passed)
+    at = {str(k): {"pass": share ** (1 / k), "interval": [0, 1]} for k in (1, 2, 4) if k <= drawn}
+    scores = {
+        "prompts": len(passed),
+        "correct": sum(passed),
+        "pass_at_1": share,
+        "interval": [0, 1],
+        "pass_at_k": at,
+        "samples_per_prompt": drawn,
+        "verdicts": {"CORRECT": sum(passed), "WRONG": len(passed) - sum(passed)},
+        "truncated": 0,
+    }
+    (out / "eval.json").write_text(json.dumps(scores))
+    return scores
+
+
+def _sampled(out: Path, cycle: int, answers: int, texts: Mapping[str, str]) -> None:
+    kinds = ["CORRECT", "WRONG", "CORRECT", "UNPARSED", "WRONG", "TIMEOUT", "CORRECT", "ERROR"]
+    samples, verdicts = [], []
+    for i in range(answers):
+        verdict = kinds[i % len(kinds)]
+        prompt, sample = f"prompt{i // 4}", i % 4
+        text = texts.get(verdict, f"So the answer of cycle {cycle} is {i}.")
+        samples.append(_sample(prompt, sample, text, 10 + 7 * i % 90))
+        reward = {"CORRECT": 1.0, "ERROR": None}.get(verdict, 0.25 * (i % 3))
+        detail = texts.get("detail", f"found {i}")
+        verdicts.append({"prompt_id": prompt, "sample": sample, "verdict": verdict, "reward": reward, "detail": detail})
+    write_jsonl(out / "samples.jsonl", samples)
+    write_jsonl(out / "verdicts.jsonl", verdicts)
+    write_jsonl(out / "kept.jsonl", samples[: answers // 2 - 1])
+
+
+def _sample(prompt: str, sample: int, text: str, tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_id": prompt,
+        "sample": sample,
+        "seed": 1,
+        "finish_reason": "stop",
+        "text": text,
+        "tokens": list(range(tokens)),
+        "logprobs": [-0.5] * tokens,
+    }
