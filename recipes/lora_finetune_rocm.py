@@ -13,6 +13,7 @@ import os
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
-from rocm_ext import activations, config, data, device, export, model, precision
+from rocm_ext import activations, config, data, device, export, model, precision, workload
 from rocm_ext.attention import use_packed_attention
 from rocm_ext.batches import Batch, StepLoader, Steps, micro_batch_budget
 from rocm_ext.checkpoint import check_same_run, rng_state, set_rng_state
 from rocm_ext.errors import UserError
+from rocm_ext.figures import figures_for
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.interrupt import Interrupt
 from rocm_ext.lora import adapter_parameters, adapters
@@ -32,7 +34,9 @@ from rocm_ext.loss import from_config
 from rocm_ext.machine import detect
 from rocm_ext.monitor import Progress, duration, log, peak_memory, summarize
 from rocm_ext.output_dir import OutputDir
+from rocm_ext.planner import TrainingPlanner
 from rocm_ext.ranks import Ranks, local_rank, local_world_size
+from rocm_ext.recorder import recording
 from rocm_ext.values import check_values
 
 
@@ -83,7 +87,7 @@ class LoRAFinetune:
         self._setup_tokenizer()
         self._setup_data()
         self._setup_model()
-        self._setup_activations(longest=max(sum(lengths) for lengths in self.rows.lengths))
+        self._setup_activations(workload.describe(self.rows, len(self.rows), "the run's rows"))
         self._setup_weights()
         self._setup_run()
 
@@ -188,12 +192,26 @@ class LoRAFinetune:
         self.packed = use_packed_attention(decoder)
         self.loss = from_config(config.instantiate(cfg.loss, key="loss"))
 
-    def _setup_activations(self, longest: int) -> None:
+    def _setup_activations(self, rows: workload.Rows) -> None:
         cfg = self.cfg
-        self.tokens_per_micro_batch = micro_batch_budget(longest, cfg.batch_size, cfg.tokens_per_micro_batch)
         budget, _ = device.memory_budget(self.profile, self.machine)
-        chunk = self.loss.chunk_for(self.device)
-        plan = activations.plan_memory(self.decoder, self.tokens_per_micro_batch, self.dtype, chunk, self.ranks.world)
+        planner = TrainingPlanner(
+            cfg,
+            self.decoder,
+            self.loss,
+            self.dtype,
+            self.device,
+            rows=rows,
+            ranks=self.ranks.world,
+            figures=partial(figures_for, self.profile, self.machine),
+            fused=precision.has_fused_attention(self.machine, self.device),
+        )
+        if cfg.tokens_per_micro_batch == "auto":
+            self.tokens_per_micro_batch = self.ranks.agree(planner.fit(budget).micro_batch)
+            log.info("micro-batches: %s tokens, by the plan", f"{self.tokens_per_micro_batch:,}")
+        else:
+            self.tokens_per_micro_batch = micro_batch_budget(rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
+        plan = planner.memory(self.tokens_per_micro_batch)
         layers, why = activations.checkpointed_layers(cfg.enable_activation_checkpointing, plan, budget)
         activations.apply_checkpointing(self.decoder, layers)
         log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
@@ -512,10 +530,11 @@ class LoRAFinetune:
 
 
 def run(recipe: Any) -> None:
-    """Set ``recipe`` up, train and clean up."""
+    """Set ``recipe`` up, train, recording the hardware's counters, and clean up."""
     began = time.monotonic()
     recipe.setup()
-    recipe.train()
+    with recording(Path(recipe.cfg.output_dir), recipe.cfg.hardware_log_seconds if recipe.ranks.is_main else None):
+        recipe.train()
     recipe.cleanup()
     log.info("done in %s", duration(time.monotonic() - began))
 

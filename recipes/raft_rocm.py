@@ -18,6 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -25,7 +26,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, run
 
-from rocm_ext import config, data, device, evaluation, export, model
+from rocm_ext import config, data, device, evaluation, export, model, workload
 from rocm_ext.chat import render_prompt
 from rocm_ext.checkpoint import FREE_KEYS, check_same_run
 from rocm_ext.cycles import Cycle, Run, best, pass_rates, stop_reason, table
@@ -155,9 +156,24 @@ class RAFT:
                 )
         data.check_vocabulary(max(map(max, self.tokens.values())), trainer.decoder.tok_embeddings.num_embeddings)
         self._setup_engine()
-        trainer._setup_activations(max(map(len, self.tokens.values())) + new)
+        trainer._setup_activations(self._expected_rows())
         trainer._setup_weights()
         self._initial = export.adapter_state(trainer.decoder)
+
+    def _expected_rows(self) -> workload.Rows:
+        """What cycles will train on, as far as it can be known."""
+        lengths = [len(tokens) for tokens in self.tokens.values()]
+        return workload.kept_rows(
+            self.cfg,
+            workload.Questions(
+                prompts=len(self.prompts),
+                held_out=len(self.held_out),
+                longest=max(lengths),
+                mean=fmean(lengths),
+                answer=workload.expected_answer(self.cfg),
+                source="the run's prompts",
+            ),
+        )
 
     def _setup_engine(self) -> None:
         node, trainer = self.cfg.engine, self.trainer

@@ -162,6 +162,11 @@ def defaults(recipe: str) -> dict[str, Any]:
     return {key: value for key, value in inherited.items() if key not in without} | own
 
 
+def recipe_of(name: str) -> str:
+    """The recipe that a config is for: RAFT's has a verifier."""
+    return "raft_rocm" if "verifier" in _read(find(name)) else "lora_finetune_rocm"
+
+
 def find(name: str) -> Path:
     """The YAML file called ``name``: a path, or a config of this library.
 

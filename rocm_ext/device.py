@@ -69,6 +69,7 @@ class Profile:
     locked: dict[str, Lock] = field(default_factory=dict)
     environment: dict[str, Variable] = field(default_factory=dict)
     floor: dict[str, dict[str, str]] = field(default_factory=dict)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # see rocm_ext.figures
     install: str = ""
 
     @classmethod
@@ -131,7 +132,7 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
         raise UserError(f"{problem}. To run without the GPU: hardware=cpu")
     if (own := _own_profile(machine)) is None:
         raise UserError(f"found {machine}, for which there is no hardware profile. "
-                        f"Name the nearest, as in hardware={_nearest(machine)}, or hardware=cpu")
+                        f"Name the nearest, as in hardware={nearest_profile(machine)}, or hardware=cpu")
     if machine.backend != "cpu":
         return own.name, f"found {machine}"
     if machine.hidden_by:
@@ -157,7 +158,7 @@ def intended(machine: Machine) -> tuple[Machine, Profile | None]:
     return machine, _own_profile(machine)
 
 
-def _nearest(machine: Machine) -> str:
+def nearest_profile(machine: Machine) -> str:
     if machine.unified:
         return "strix_halo_windows" if machine.system == "Windows" else "strix_halo"
     if re.match(r"gfx1\d", machine.arch or ""):
@@ -399,23 +400,26 @@ def budget(profile: Profile, machine: Machine, available: int, gtt: int | None) 
         limits["GTT"] = gtt
     tightest = min(limits, key=lambda name: limits[name])
     limit = limits[tightest]
-    reserve = int(max(profile.memory["reserve_fraction"] * limit, profile.memory["reserve_gib"] * GIB))
+    reserve = _host_share(profile, limit)
     if limit <= reserve:
-        fix = ("Free host memory" if tightest == "MemAvailable"
-               else f"Boot with {memory_parameters(machine.kernel)}")
+        fix = ("Free host memory" if tightest == "MemAvailable" else "Boot with ttm.pages_limit=33554432 "
+               "(kernels before 6.16 also want amd_iommu=off amdgpu.gttsize=131072)")
         raise UserError(f"unified memory: {tightest} is {_gib(limit)}, the host keeps {_gib(reserve)}. {fix}")
     found = ", ".join(f"{name} {_gib(value)}" for name, value in limits.items())
     return limit - reserve, f"the least of {found}, less {_gib(reserve)} for the host"
 
 
-def memory_parameters(kernel: str, gib: int = 128) -> str:
-    """The kernel parameters that let the GPU of a machine with ``gib`` GiB of unified memory map all of it.
+def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
+    """The same for a machine that is not this one, with ``memory`` bytes on its device."""
+    if profile.memory["of"] == "device":
+        fraction = profile.memory["fraction"]
+        return int(memory * fraction), f"{fraction:.0%} of {_gib(memory)}"
+    reserve = _host_share(profile, memory)
+    return memory - reserve, f"{_gib(memory)} less {_gib(reserve)} for the host"
 
-    Without them it is half (ROCm#5444, ROCm#6004). amdgpu.gttsize is deprecated since 6.16."""
-    limit = f"ttm.pages_limit={gib * 2**18}"  # of 4 KiB
-    if not kernel or version(kernel) >= (6, 16):
-        return limit
-    return f"amd_iommu=off amdgpu.gttsize={gib * 1024} {limit}"  # MiB
+
+def _host_share(profile: Profile, memory: int) -> int:
+    return int(max(profile.memory["reserve_fraction"] * memory, profile.memory["reserve_gib"] * GIB))
 
 
 def _gib(size: float) -> str:

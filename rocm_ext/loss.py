@@ -116,6 +116,7 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_hidden[rows] = first
             for sum_, grad in zip(grads, rest, strict=True):
                 sum_ += grad
+            del logits, grad_logits  # before the next chunk's
         if train:
             ctx.save_for_backward(grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))
         return total
@@ -128,13 +129,13 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _nll(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Any]:
     """NLL [n] of ``targets`` [n] under ``logits`` [n, v] in fp32, and its gradient [n, v] in fp32 if asked for."""
-    scores = logits.float()
     if not gradient:
-        return F.cross_entropy(scores, targets, reduction="none"), None
-    log_normaliser = scores.logsumexp(dim=-1, keepdim=True)
-    nll = (log_normaliser - scores.gather(-1, targets[:, None])).squeeze(-1)
-    # d nll / d logits = softmax - onehot; not in place, since a head such as tanh keeps its output
-    probabilities = (scores - log_normaliser).exp_()
+        return F.cross_entropy(logits.float(), targets, reduction="none"), None
+    # one buffer, from 16-bit logits too: logsumexp would take another of this size while it runs
+    log_probabilities = logits.log_softmax(dim=-1, dtype=torch.float32)
+    nll = -log_probabilities.gather(-1, targets[:, None]).squeeze(-1)
+    # d nll / d logits = softmax - onehot; the logits stay, since a head such as tanh keeps its output
+    probabilities = log_probabilities.exp_()
     probabilities.scatter_add_(-1, targets[:, None], probabilities.new_full((len(targets), 1), -1.0))
     return nll, probabilities
 

@@ -11,7 +11,7 @@ from rocm_ext.errors import UserError
 _OR_NULL = ", or null"
 _WHOLE = {  # key -> the least, and whether it may be null
     **dict.fromkeys(["batch_size", "epochs", "log_every_n_steps", "keep_last_n_checkpoints"], (1, False)),
-    **dict.fromkeys(["gradient_accumulation_steps", "sequences_per_step", "tokens_per_micro_batch"], (1, True)),
+    **dict.fromkeys(["gradient_accumulation_steps", "sequences_per_step"], (1, True)),
     **dict.fromkeys(["max_steps_per_epoch", "run_val_every_n_steps", "save_every_n_steps"], (1, True)),
     "early_stopping_patience": (1, True),
     "num_workers": (0, False),
@@ -37,6 +37,8 @@ def check_values(cfg: DictConfig) -> None:
         UserError: naming the key, what was found and what was expected.
     """
     _check_whole(cfg, _WHOLE)
+    if (tokens := cfg.tokens_per_micro_batch) not in (None, "auto") and not (type(tokens) is int and tokens >= 1):
+        raise UserError(f"tokens_per_micro_batch is {tokens!r}; expected a whole number of at least 1, auto, or null")
     if (cfg.seed or 0) >= 2**32:  # NumPy's limit
         raise UserError(f"seed is {cfg.seed}; expected a whole number from 0 to {2**32 - 1}, or null")
     rank = cfg.model.get("lora_rank", 1)
@@ -48,6 +50,7 @@ def check_values(cfg: DictConfig) -> None:
         validation_fraction=(lambda x: 0 <= x < 1, "a share from 0 to under 1"),
         memory_fraction=(lambda x: x is None or 0 < x <= 1, "a share above 0, at most 1" + _OR_NULL),
         clip_grad_norm=(lambda x: x is None or x > 0, "a number above 0" + _OR_NULL),
+        hardware_log_seconds=(lambda x: x is None or 0.1 <= x <= 86400, "seconds from 0.1 to 86400" + _OR_NULL),
     )
     if cfg.sequences_per_step and cfg.gradient_accumulation_steps:
         raise UserError("sequences_per_step and gradient_accumulation_steps are both set; keep one of them")

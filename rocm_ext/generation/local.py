@@ -213,23 +213,17 @@ class LocalSession:
         return any(text in tail for text in sampling.stop_strings)
 
     def _count_slots(self, requests: Sequence[Request], length: int, sampling: Sampling) -> int:
-        decoder = self._decoder
         if self._slots is not None:
             return max(MIN_ROWS, min(self._slots, len(requests)))
-        most = max(MIN_ROWS, min(len(requests), _MOST_SLOTS.get(decoder.device.type, 128)))
         prompts = {request.tokens for request in requests}
-        prefilled = max(min(_PREFILL_TOKENS, sum(map(len, prompts))), max(map(len, prompts)))
-        fixed = prefilled * (decoder.bytes_per_position + decoder.bytes_per_row)
-        per_slot = length * (decoder.bytes_per_position + _MASK_BYTES) + decoder.bytes_per_row
-        if self._graphs:
-            per_slot += len(decoder.output.weight) * decoder.dtype.itemsize
-        per_slot += len(decoder.output.weight) * (_DRAW_BYTES if sampling.top_p is None else _NUCLEUS_BYTES)
+        memory = slot_memory(self._decoder, list(map(len, prompts)), length, sampling, self._graphs)
+        most = most_slots(len(requests), self._decoder.device)
         free = int(_SHARE * self._free_memory())
-        fit = (free - fixed) // per_slot
+        fit = memory.fit(free)
         if fit < MIN_ROWS:
             raise UserError(
                 f"{free / 2**30:.1f} GiB are left for sampling; {MIN_ROWS} answers of {length} tokens need "
-                f"{(fixed + MIN_ROWS * per_slot) / 2**30:.1f} GiB. Lower max_new_tokens"
+                f"{memory.bytes(MIN_ROWS) / 2**30:.1f} GiB. Lower max_new_tokens"
             )
         if fit < most:
             log.info("%d samples at once: %.1f GiB of memory hold no more", fit, free / 2**30)
@@ -246,6 +240,40 @@ class LocalSession:
             "occupancy": total["tokens"] / (total["slot_steps"] or 1),
             "gb_per_second": total["bytes"] / seconds / 1e9,
         }
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """Bytes that sampling takes beside the weights: ``fixed``, and ``per_slot``."""
+
+    fixed: int
+    per_slot: int
+
+    def bytes(self, slots: int) -> int:
+        """With so many slots."""
+        return self.fixed + slots * self.per_slot
+
+    def fit(self, free: int) -> int:
+        """How many slots ``free`` bytes hold."""
+        return (free - self.fixed) // self.per_slot
+
+
+def slot_memory(
+    decoder: Decoder, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool
+) -> SlotMemory:
+    """What a session needs for prompts of these lengths and slots of ``length`` positions."""
+    prefilled = max(min(_PREFILL_TOKENS, sum(prompts)), max(prompts))
+    per_slot = length * (decoder.bytes_per_position + _MASK_BYTES) + decoder.bytes_per_row
+    vocabulary = len(decoder.output.weight)
+    if graphs:
+        per_slot += vocabulary * decoder.dtype.itemsize
+    per_slot += vocabulary * (_DRAW_BYTES if sampling.top_p is None else _NUCLEUS_BYTES)
+    return SlotMemory(prefilled * (decoder.bytes_per_position + decoder.bytes_per_row), per_slot)
+
+
+def most_slots(samples: int, device: torch.device) -> int:
+    """Slots for so many samples where memory sets no limit."""
+    return max(MIN_ROWS, min(samples, _MOST_SLOTS.get(device.type, 128)))
 
 
 def _span(decoder: Decoder, positions: int) -> int:

@@ -1,0 +1,152 @@
+"""How fast a machine is: measured by ``rocm-ext bench``, else as its data sheet says."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rocm_ext.device import GIB, Profile
+from rocm_ext.errors import UserError
+from rocm_ext.machine import Machine
+from rocm_ext.simulation import Operation
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a machine reaches.
+
+    Attributes:
+        source: where the numbers are from.
+        measured: whether they were measured on that machine.
+        flops: floating-point operations per second of matrix products, by dtype (bf16, fp16, fp32).
+        bandwidth: bytes per second, read and written, of its memory.
+        memory: bytes of the device; None where that has to be looked up on the machine itself.
+        efficiency: time that a training step should take over the time that it takes; 1 until measured.
+        decode_efficiency: the same of a decoding step.
+        link: bytes per second that a GPU receives from the others; PCIe 4 unless known.
+    """
+
+    source: str
+    measured: bool
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory: int | None = None
+    efficiency: float = 1.0
+    decode_efficiency: float = 1.0
+    link: float = 25e9
+
+    def seconds(self, operations: Iterable[Operation], dtype: str) -> float:
+        """How long ``operations`` take one after another, each bound by compute or by memory."""
+        rate = self.rate(dtype)
+        return sum(max(op.flops / rate, op.bytes / self.bandwidth) for op in operations) / self.efficiency
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s in ``dtype``.
+
+        Raises:
+            UserError: there is no figure for it.
+        """
+        if dtype not in self.flops:
+            raise UserError(f"no figure for {dtype} on this machine ({self.source}); there are {', '.join(self.flops)}")
+        return self.flops[dtype]
+
+
+def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -> Figures:
+    """The best that is known about the machine that ``profile`` describes.
+
+    Args:
+        profile: the run's hardware.
+        machine: where this runs; another machine's figures are its data sheet's.
+        bench: what ``rocm-ext bench`` wrote; None: where it writes to by default, if that is about this machine.
+
+    Raises:
+        UserError: ``bench`` was named and is none, or there are no figures at all.
+    """
+    measured = read_bench(bench, machine)
+    if measured is not None and profile.fits(machine):
+        return Figures(**{**measured["figures"], "source": f"measured {measured['date']}", "measured": True})
+    if profile.match.get("backend") == "cpu":
+        return measure_cpu()
+    archs = [arch for arch in profile.figures if arch != "reached"]
+    if not archs:
+        raise UserError(f"hardware={profile.name} has no figures of its machine; measure it: rocm-ext bench")
+    own = profile.fits(machine) and machine.arch in archs
+    sheet, reached = profile.figures[str(machine.arch) if own else archs[0]], profile.figures["reached"]
+    return Figures(
+        source=f"data sheet of {sheet['machine']}, of which {reached['compute']:.0%} of compute and "
+        f"{reached['bandwidth']:.0%} of bandwidth are taken to be reached",
+        measured=False,
+        flops={d: sheet[d] * 1e12 * reached["compute"] for d in ("bf16", "fp16", "fp32") if d in sheet},
+        bandwidth=sheet["bandwidth"] * 1e9 * reached["bandwidth"],
+        memory=int(sheet["memory"] * GIB),
+        **({"link": sheet["link"] * 1e9 * reached["bandwidth"]} if "link" in sheet else {}),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ bench.json
+def bench_path() -> Path:
+    """Where ``rocm-ext bench`` writes to, and others look: $ROCM_EXT_BENCH, or the user's cache folder."""
+    if named := os.environ.get("ROCM_EXT_BENCH"):
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "torchtune-rocm" / "bench.json"
+
+
+def machine_key(machine: Machine) -> dict[str, Any]:
+    """What a measurement is valid for."""
+    return {"backend": machine.backend, "arch": machine.arch, "name": machine.name, "torch": machine.torch,
+            "cores": os.cpu_count() if machine.backend == "cpu" else None}  # fmt: skip
+
+
+def read_bench(path: Path | None, machine: Machine) -> dict[str, Any] | None:
+    """The content of a ``bench.json`` that was measured on ``machine``, or None.
+
+    Args:
+        path: the file; None: :func:`bench_path`, where a file that is missing, torn or of another machine is no error.
+
+    Raises:
+        UserError: the named file cannot be read, or is of another machine.
+    """
+    found = path or bench_path()
+    try:
+        content = json.loads(found.read_text())
+        about, _ = content["machine"], content["figures"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if path is None:
+            return None
+        raise UserError(f"cannot read {path} as a file of `rocm-ext bench`: {error}") from error
+    if about == machine_key(machine):
+        return content
+    if path is None:
+        return None
+    raise UserError(f"{path} was measured on {about}; this is {machine_key(machine)}. Measure again: rocm-ext bench")
+
+
+# ---------------------------------------------------------------------------------------------- quick and rough
+def measure_cpu() -> Figures:
+    """Figures of this CPU, in a second: a matrix product in each dtype, and a copy."""
+    flops = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        a, b = torch.randn(512, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
+        flops[name] = 2 * 512 * 1024 * 1024 / _fastest(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+    source = torch.zeros(32 * 2**20 // 4)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
+    return Figures("measured just now, roughly", True, flops, bandwidth)
+
+
+def _fastest(work: Callable[[], Any], seconds: float = 0.2) -> float:
+    """Seconds of the fastest of some calls."""
+    work()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 3:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)
