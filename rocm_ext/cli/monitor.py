@@ -1,0 +1,118 @@
+"""`rocm-ext monitor`: watch the GPUs, the host and a run."""
+
+import argparse
+import contextlib
+import io
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.cli._options import count
+from rocm_ext.errors import UserError
+
+_Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # of a reading, and how far the run is
+
+
+def add(commands) -> None:
+    parser = commands.add_parser(
+        "monitor",
+        help="watch the GPUs and the host: load, memory, power, temperature, clocks",
+        description="Show the counters of the GPUs and of the host until Ctrl-C: a live table on a terminal, a line "
+        "per reading elsewhere. AMD GPUs are read from sysfs, NVIDIA's through nvidia-ml-py; nothing needs root. A "
+        "dash, or a field that is not there, is a counter that this machine does not have.",
+    )
+    option = parser.add_argument
+    option("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between readings (1)")
+    option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
+    option("--run", type=Path, dest="out", metavar="OUTPUT_DIR", help="also tell how far the run in this folder is")
+    option("--log", type=Path, metavar="FILE", help="also append the readings to FILE, as in a run's hardware.jsonl")
+    option("--json", action="store_true", help="print a JSON object per reading, as in a run's hardware.jsonl")
+    option(
+        "--root", type=Path, default=Path("/"), metavar="DIR", help="read the GPUs' files in DIR/sys, such as a copy"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    from rocm_ext.cli._progress import progress
+    from rocm_ext.counters import Counters
+    from rocm_ext.recorder import HardwareLog
+
+    if not args.root.is_dir():
+        raise UserError(f"--root {args.root} is no folder; expected one that holds sys/class/drm", code=2)
+    counters = Counters(args.root)
+    for note in counters.notes:
+        print(note, file=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no °
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):  # how it is meant to end
+        if args.log:
+            with _log_errors(args.log):
+                log = stack.enter_context(HardwareLog(args.log))
+        show = stack.enter_context(_screen(args))
+        for reading in _readings(counters.read, args.interval, args.count):
+            if args.log:
+                with _log_errors(args.log):
+                    log.write(reading)
+            show(reading, progress(args.out) if args.out else None)
+
+
+@contextlib.contextmanager
+def _log_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; name another file with --log") from error
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0.1 <= number <= 86400:
+        raise argparse.ArgumentTypeError("must be from 0.1 to 86400")
+    return number
+
+
+def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | None) -> Iterator[dict[str, Any]]:
+    due = time.monotonic() + 0.1  # the processor's load is that since the counters were opened
+    done = 0
+    while most is None or done < most:
+        time.sleep(max(0.0, due - time.monotonic()))
+        due = max(due + interval, time.monotonic())
+        yield read()
+        done += 1
+
+
+@contextlib.contextmanager
+def _screen(args: argparse.Namespace) -> Iterator[_Show]:
+    if args.json:
+        yield lambda reading, run: print(json.dumps(reading if run is None else {**reading, "run": run}), flush=True)
+    elif not sys.stdout.isatty():
+        from rocm_ext.cli._dashboard import line
+
+        yield lambda reading, run: print(line(reading, run), flush=True)
+    else:
+        with _live(args.interval) as show:
+            yield show
+
+
+@contextlib.contextmanager
+def _live(interval: float) -> Iterator[_Show]:
+    from rich.live import Live
+
+    from rocm_ext.cli._dashboard import Dashboard
+    from rocm_ext.cli._tables import console
+
+    def stop(signum: int, frame: Any) -> None:
+        sys.exit(128 + signum)
+
+    dashboard = Dashboard(interval)
+    earlier = signal.signal(signal.SIGTERM, stop)  # `timeout 60 rocm-ext monitor`: Live gives the cursor back
+    try:
+        with Live(console=console(), auto_refresh=False) as live:
+            yield lambda reading, run: live.update(dashboard.draw(reading, run), refresh=True)
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
