@@ -59,7 +59,8 @@ def canaries(
     machine: Machine, device: torch.device, dtype: torch.dtype, head_dim: int = 128, num_heads: int = 2
 ) -> list[Check]:
     """Small computations on ``device`` whose results are known: copies, conversions, a matmul, attention
-    forward and backward at the model's ``head_dim``, and on a GPU whether attention has a fused kernel.
+    forward and backward at the model's ``head_dim``, buffers that live while others come and go, and on a GPU
+    whether attention has a fused kernel. On a GPU they take 0.4 GiB for a moment.
 
     Wrong results have been seen on several ROCm releases, always silently (ROCm#6603 is one). An error on the
     device becomes a failed check; nothing is raised. Leaves torch's random state alone."""
@@ -72,6 +73,8 @@ def canaries(
                partial(_matmul, device, dtype, rng)),
         _check(f"{_short(dtype)} attention, head_dim {head_dim}", other_torch,
                partial(_attention, device, dtype, head_dim, num_heads, rng)),
+        _check("allocator", "unset PYTORCH_HIP_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF",
+               partial(_allocator, device)),
     ]
     if device.type == "cuda":
         fix = "install torch 2.12 or newer"
@@ -180,6 +183,30 @@ def _attention(
         with sdpa_kernel(SDPBackend.MATH):
             expected = attend(qkvg.float())
     return _close(found, expected, dtype)
+
+
+def _allocator(device: torch.device) -> tuple[bool, str]:
+    """Whether buffers keep what was written while the allocator frees, unmaps and hands out memory around them.
+
+    Where this fails, weights turn to zeros in the middle of a training (ROCm#6603). There it took a full device;
+    giving free memory back to the driver makes the allocator unmap, too, and is quick."""
+    unit = 2**18 if device.type == "cuda" else 2**13  # int32: 1 MiB, 32 KiB
+    live: list[Tensor] = []
+    for _ in range(3):
+        passing = []
+        for size in (1, 24, 64):  # the allocator's small blocks, its large ones, segments of their own
+            live.append(torch.full((size * unit,), len(live) + 1, dtype=torch.int32, device=device))
+            passing.append(torch.full((size * unit // 2,), -1, dtype=torch.int32, device=device))
+        del passing
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    wrong = sum(int((buffer != i).sum()) for i, buffer in enumerate(live, start=1))
+    zeros = sum(int((buffer == 0).sum()) for buffer in live)
+    live.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    total = 3 * (1 + 24 + 64) * unit
+    return wrong == 0, f"{wrong} of {total} words in live buffers changed, {zeros} became zero"
 
 
 def _fused(

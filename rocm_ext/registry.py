@@ -26,17 +26,23 @@ def register() -> None:
         print(f"torchtune-rocm: its recipes are not registered: {error}", file=sys.stderr)
 
 
-def wrong_pins() -> str | None:
-    """One line that says which of torchtune and torchao does not fit, or None."""
+def installed() -> dict[str, str | None]:
+    """The versions of torchtune and torchao; None: not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    def installed(name: str) -> str:
+    def of(name: str) -> str | None:
         try:
             return version(name)
         except PackageNotFoundError:
-            return "none"
+            return None
 
-    torchtune, torchao = installed("torchtune"), installed("torchao")
+    return {name: of(name) for name in ("torchtune", "torchao")}
+
+
+def wrong_pins(versions: dict[str, str | None] | None = None) -> str | None:
+    """One line that says which of torchtune and torchao does not fit, or None. ``versions``: else the installed."""
+    versions = installed() if versions is None else versions
+    torchtune, torchao = (versions.get(name) or "none" for name in ("torchtune", "torchao"))
     low, below = (_numbers(pin) for pin in TORCHAO_PIN)
     if _numbers(torchtune) == _numbers(TORCHTUNE_PIN) and low <= _numbers(torchao) < below:
         return None
@@ -63,7 +69,7 @@ def _names_us(argv: list[str]) -> bool:
 
 def _numbers(version: str) -> tuple[int, ...]:
     head = version.split("+")[0].split(".")
-    return tuple(int(part) for part in head if part.isdigit())
+    return tuple(int(part) for part in head if part.isascii() and part.isdigit())
 
 
 def _folder(name: str):

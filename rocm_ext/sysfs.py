@@ -11,7 +11,10 @@ def read_text(path: Path) -> str:
     """The file's text without the white space around it; empty where it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
-            return file.read(_MOST).decode(errors="replace").strip()
+            content = b""
+            while len(content) < _MOST and (chunk := file.read(1 << 16)):  # /proc/sys refuses to be asked for 4 MiB
+                content += chunk
+            return content.decode(errors="replace").strip()
     except (OSError, ValueError):
         return ""
 

@@ -45,7 +45,7 @@ def test_pick_dtype_refuses():
 def test_canaries_pass_on_a_sound_device_and_leave_the_random_state_alone(dtype, head_dim):
     before = torch.get_rng_state()
     checks = canaries(CPU, HOST, dtype, head_dim=head_dim)
-    assert len(checks) == 4
+    assert len(checks) == 5
     assert require(checks) == []
     assert torch.equal(before, torch.get_rng_state())
 
@@ -67,6 +67,22 @@ def test_canaries_notice_what_has_gone_wrong_on_real_devices(monkeypatch):
     assert "became zero" in failed["bf16 round trip"]
     assert "relative error 1.0" in failed["bf16 matmul"]
     assert "NaN" in failed["bf16 attention, head_dim 128"]
+
+
+def test_the_allocator_s_canary_notices_buffers_that_lose_their_contents(monkeypatch):
+    made, full = [], torch.full
+
+    def unmapping(*args, **kwargs):  # the third buffer loses its first page when the tenth is made
+        made.append(full(*args, **kwargs))
+        if len(made) == 10:
+            made[2][:1024] = 0
+        return made[-1]
+
+    monkeypatch.setattr(torch, "full", unmapping)
+    (failed,) = [check for check in canaries(CPU, HOST, torch.float32) if not check.ok]
+    assert failed.name == "allocator"
+    assert failed.found.endswith("1024 became zero")
+    assert failed.fix.startswith("unset PYTORCH_HIP_ALLOC_CONF ")
 
 
 def test_an_error_on_the_device_is_a_failed_check(monkeypatch):

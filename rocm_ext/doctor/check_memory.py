@@ -1,0 +1,122 @@
+"""Memory as the kernel, HIP and torch each see it."""
+
+from collections.abc import Iterator
+
+from rocm_ext import device
+from rocm_ext.doctor.check_system import ENOUGH
+from rocm_ext.doctor.facts import Facts
+from rocm_ext.doctor.rows import Row, gib, unrecorded
+from rocm_ext.errors import UserError
+
+SMALL_CARVE_OUT = 4 * 2**30  # the smallest setting of some machines
+
+
+def host_memory(facts: Facts) -> Iterator[Row]:
+    name, total, available = "host memory", facts.host_total, facts.available
+    if total is None:
+        yield unrecorded(name)
+        return
+    found = gib(total) + ("" if available is None else f", {gib(available)} available")
+    limit = facts.said.memory_limit
+    if limit is not None and limit < total:
+        yield Row(name, "warning", f"{found}, {gib(limit)} for this container or session",
+                  "a cgroup kills what takes more, and no budget here knows of it",
+                  "raise the limit: docker run --memory, or MemoryMax= in systemd")  # fmt: skip
+    else:
+        yield Row(name, "ok", found)
+
+
+def kernel_view(facts: Facts) -> Iterator[Row]:
+    """VRAM and GTT; on unified memory GTT is what a training gets."""
+    name, cards, total = "GPU memory, kernel", facts.cards, facts.installed_gib
+    if not facts.amd_linux:
+        return
+    sizes = [{"VRAM": card.vram, "GTT": card.gtt} for card in cards]
+    told = [", ".join(f"{label} {gib(size)}" for label, size in both.items() if size is not None) for both in sizes]
+    if not any(told):
+        yield unrecorded(name)
+        return
+    found = _counted(told)
+    if facts.fit.unified and facts.gtt is not None and total and facts.gtt < ENOUGH * total * 2**30:
+        why = f"of {total} GiB the GPU may map {gib(facts.gtt)}"
+        yield Row(name, "warning", found, why, _more_memory(facts, total))
+    else:
+        yield Row(name, "ok", found)
+
+
+def torch_view(facts: Facts) -> Iterator[Row]:
+    name, total = "GPU memory, torch", facts.installed_gib
+    if facts.said.torch is None and facts.fit.backend != "cpu":
+        yield unrecorded(name)
+    if facts.said.torch is None or not facts.said.torch.gpus:
+        return
+    found = _counted([gib(gpu.total_memory) for gpu in facts.said.torch.gpus])
+    if hip := facts.said.hip_memory:
+        found += f"; HIP: {gib(hip.total)}, {gib(hip.available)} free" if facts.amd else f"; {gib(hip.available)} free"
+    seen = facts.said.torch.gpus[0].total_memory
+    if facts.fit.unified and total and seen < ENOUGH * total * 2**30 and facts.linux:
+        yield Row(name, "warning", found, f"of {total} GiB torch sees {gib(seen)}", _more_memory(facts, total))
+    else:
+        yield Row(name, "ok", found)
+
+
+def _counted(texts: list[str]) -> str:
+    """``8 x 191.7 GiB`` of eight GPUs alike."""
+    counts = {text: texts.count(text) for text in texts if text}
+    return "; ".join(f"{count} x {text}" if count > 1 else text for text, count in counts.items())
+
+
+def _more_memory(facts: Facts, total: int) -> str:
+    return f"kernel parameter: {device.memory_parameters(facts.machine.kernel, total)}"
+
+
+def carve_out(facts: Facts) -> Iterator[Row]:
+    name, size = "carve-out", facts.carve_out
+    if not facts.amd_linux or not facts.fit.unified:
+        return
+    if size is None:
+        yield unrecorded(name)
+    elif size > SMALL_CARVE_OUT:
+        yield Row(name, "warning", f"the BIOS gives {gib(size)} to the GPU for good",
+                  "on unified memory the GPU maps what it needs from the host; a carve-out is lost to both",
+                  "BIOS: UMA frame buffer (dedicated graphics memory) 512 MB, or the smallest")  # fmt: skip
+    else:
+        yield Row(name, "ok", f"{gib(size)}; small is right on unified memory")
+
+
+def budget(facts: Facts) -> Iterator[Row]:
+    """What one training may take, as the recipes reckon it."""
+    name, profile = "memory budget", facts.profile
+    if profile is None:
+        return
+    here = facts.machine.backend == profile.match.get("backend")
+    if facts.available is None or (facts.said.torch is None and profile.memory["of"] != "host"):
+        yield unrecorded(name)
+    elif here:
+        try:
+            size, why = device.budget(profile, facts.machine, facts.available, facts.gtt)
+        except UserError as error:
+            what, _, fix = str(error).partition(". ")
+            yield Row(name, "error", "nothing is left for training", what, fix)
+        else:
+            yield Row(name, "ok", f"{gib(size)} for training: {why}")
+
+
+def swap(facts: Facts) -> Iterator[Row]:
+    name, memory = "swap", facts.files.memory
+    if not facts.linux:
+        return
+    total, free = memory.get("SwapTotal"), memory.get("SwapFree")
+    if total is None or free is None:
+        yield unrecorded(name)
+        return
+    used = total - free
+    if used > max(2**30, 0.05 * memory.get("MemTotal", 0)):
+        yield Row(name, "warning", f"{gib(used)} of {gib(total)} in use",
+                  "memory was short; what training needs may have to come back from disk",
+                  "end other programs, then sudo swapoff -a && sudo swapon -a")  # fmt: skip
+    else:
+        yield Row(name, "ok", f"{gib(used)} of {gib(total)} in use" if total else "none")
+
+
+CHECKS = (host_memory, kernel_view, torch_view, carve_out, budget, swap)

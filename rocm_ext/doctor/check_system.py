@@ -1,0 +1,261 @@
+"""The operating system, and whether this user can reach the GPU."""
+
+from collections.abc import Iterator
+
+from rocm_ext import device
+from rocm_ext.device import UserError, version
+from rocm_ext.doctor.facts import Facts
+from rocm_ext.doctor.rows import Row, gib, unrecorded
+from rocm_ext.doctor.system import AMD, STRIX_HALO, Card
+
+# linux-firmware 20251125 brought it, 20260110 has an older one again (ROCm#5724)
+BAD_MES = 0x83
+ENOUGH = 0.7  # of the memory that was bought; by default the GPU may map half, and 96 of 128 GiB may be wanted
+
+UDEV_RULES = (
+    'SUBSYSTEM=="kfd", GROUP="render", MODE="0666"\\n'
+    'SUBSYSTEM=="drm", KERNEL=="renderD*", GROUP="render", MODE="0666"\\n'
+)
+_ADD_RULES = (
+    f"printf '{UDEV_RULES}' | sudo tee /etc/udev/rules.d/70-amdgpu.rules && "
+    "sudo udevadm control --reload && sudo udevadm trigger"
+)
+_DOCKER = (
+    "docker run --device /dev/kfd --device /dev/dri --group-add video "
+    "--group-add $(getent group render | cut -d: -f3) IMAGE"
+)
+_ANEW = "log out and in again"
+_JOIN = "sudo usermod -aG render,video $USER  # then log out and in"
+
+
+def platform(facts: Facts) -> Iterator[Row]:
+    name = "platform"
+    distribution = facts.files.distribution.get("PRETTY_NAME", "")
+    where = ", ".join(filter(None, [distribution, "in a container" if facts.said.container else ""]))
+    where = f", {where}" if where else ""
+    machine = facts.machine
+    if machine.system == "Windows":
+        yield Row(name, "ok", f"Windows {facts.said.release}".strip(), "training runs in one process, as ROCm's builds "
+                  "have no torch.distributed there, and RAFT's sandbox needs Linux; WSL2 has both")  # fmt: skip
+    elif machine.system != "Linux":
+        yield Row(name, "ok", f"{machine.system} {facts.said.release}".strip(), "training runs on the CPU")
+    elif machine.wsl and "wsl2" not in machine.kernel.lower():
+        yield Row(name, "error", f"WSL1{where}", "it has no Linux kernel, so no GPU and no sandbox",
+                  "wsl --set-version DISTRIBUTION 2")  # fmt: skip
+    elif machine.wsl:
+        yield Row(name, "ok", f"WSL2, Linux {machine.kernel}{where}", "the GPU's driver is Windows'")
+    else:
+        yield Row(name, "ok", f"Linux {machine.kernel}".strip() + where)
+
+
+def hardware_profile(facts: Facts) -> Iterator[Row]:
+    name, machine = "hardware profile", facts.machine
+    if machine.hidden_by and facts.has_gpu:
+        yield Row(name, "warning", f"{machine.hidden_by} hides all GPUs", "training runs on the CPU",
+                  facts.unset(machine.hidden_by))  # fmt: skip
+    elif facts.profile is None:
+        try:
+            device.choose_profile(machine)
+        except UserError as error:
+            yield Row(name, "error", f"none for {machine.arch}", str(error),
+                      f"hardware={device.nearest_profile(machine)}")  # fmt: skip
+    else:
+        gpu = facts.fit.name or facts.fit.arch
+        yield Row(name, "ok", f"{facts.profile.name}: {gpu or 'no GPU that can train'}")
+
+
+def gpu_driver(facts: Facts) -> Iterator[Row]:
+    """An AMD GPU on the bus is of use once amdgpu shows it in /sys/class/drm and in KFD's topology."""
+    name, files = "GPU driver", facts.files
+    if not facts.linux:
+        return
+    if files.amd_gpus:
+        count = [f"{files.amd_gpus.count(arch)} x {arch}" for arch in dict.fromkeys(files.amd_gpus)]
+        yield Row(name, "ok", f"amdgpu, KFD lists {', '.join(count)}")
+    elif any(card.is_amd for card in files.cards):
+        yield Row(name, "error" if facts.amd else "warning", "amdgpu shows the AMD GPU, but KFD does not list it",
+                  "ROCm computes through KFD: the kernel lacks CONFIG_HSA_AMD, or a container hides /sys/class/kfd",
+                  _DOCKER if facts.said.container else "sudo dmesg | grep -i -e amdgpu -e kfd")  # fmt: skip
+    elif facts.amd or (AMD in files.displays.values() and facts.fit.backend != "cuda"):
+        blocked = "nomodeset" in (files.parameters or {})
+        yield Row(name, "error" if facts.amd else "warning", "an AMD GPU is here, but the amdgpu driver is not loaded",
+                  "nomodeset on the kernel command line keeps it out" if blocked else "ROCm needs it",
+                  "kernel parameter: remove nomodeset" if blocked else "sudo modprobe amdgpu")  # fmt: skip
+    elif files.nvidia:
+        yield Row(name, "ok", f"NVIDIA {files.nvidia}")
+
+
+def device_files(facts: Facts) -> Iterator[Row]:
+    name = "device files"
+    if not facts.amd or facts.machine.system != "Linux":
+        return
+    if facts.said.device_nodes is None:
+        yield unrecorded(name)
+        return
+    if facts.machine.wsl:
+        there = "/dev/dxg" in facts.said.device_nodes
+        yield Row(name, "ok" if there else "error", "/dev/dxg" if there else "/dev/dxg is missing",
+                  "" if there else "WSL reaches the GPU through it", "" if there else "wsl --update")  # fmt: skip
+        return
+    nodes = facts.gpu_nodes
+    wanted = {"/dev/kfd": "/dev/kfd" in nodes, "/dev/dri/renderD*": any("renderD" in path for path in nodes)}
+    if missing := [path for path, there in wanted.items() if not there]:
+        yield Row(name, "error", f"{' and '.join(missing)} missing", "ROCm reaches the GPU through them",
+                  _DOCKER if facts.said.container else "sudo modprobe amdgpu")  # fmt: skip
+        return
+    access = {path: facts.access(node) for path, node in nodes.items()}
+    told = ", ".join(f"{path} {node.owner}:{node.group} {node.mode}" for path, node in nodes.items())
+    if closed := [path for path, open in access.items() if open is False]:
+        yield Row(name, "error", told, f"this user cannot read and write {', '.join(closed)}", _open_fix(facts))
+    elif None in access.values():
+        yield unrecorded(name, f"{told}; the user is not recorded")
+    else:
+        yield Row(name, "ok", told)
+
+
+def _open_fix(facts: Facts) -> str:
+    groups = {node.group for node in facts.gpu_nodes.values()} - {"root"}
+    if facts.said.container:
+        return _DOCKER
+    if not groups:  # nobody but root: udev has to give them to a group
+        return _ADD_RULES
+    return _membership(facts, sorted(groups))[1] or _ADD_RULES
+
+
+def groups(facts: Facts) -> Iterator[Row]:
+    name, user = "groups", facts.said.user
+    if not facts.amd_linux or facts.said.container:
+        return
+    if user is None:
+        yield unrecorded(name)
+        return
+    wanted = sorted({node.group for node in facts.gpu_nodes.values()} - {"root"}) or ["render", "video"]
+    why, fix = _membership(facts, wanted)
+    nodes, found = facts.gpu_nodes.values(), ", ".join(sorted(user.groups)) or "none"
+    access = {facts.access(node) for node in nodes}
+    if user.root:
+        yield Row(name, "ok", "root")
+    elif not fix:
+        yield Row(name, "ok", found)
+    elif access and all(node.open_to_all for node in nodes):
+        yield Row(name, "ok", found, f"{why}, but the device files are open to everybody")
+    elif access == {True}:
+        why += "; an ACL opens the device files to this session only, not to ssh or services"
+        yield Row(name, "warning", found, why, fix)
+    else:
+        yield Row(name, "error" if False in access else "warning", found, why, fix)
+
+
+def _membership(facts: Facts, wanted: list[str]) -> tuple[str, str]:
+    """What is wrong with the user's groups, and the cure; empty where nothing is."""
+    user = facts.said.user
+    missing = [group for group in wanted if user and group not in user.groups]
+    if user is None or not missing:
+        return "", ""
+    members = facts.files.groups or {}
+    if all(user.name in members.get(group, ()) for group in missing):
+        return f"in {' and '.join(missing)} according to /etc/group, but not in this session", _ANEW
+    return f"this user is not in {' and '.join(missing)}", _JOIN
+
+
+def udev_rule(facts: Facts) -> Iterator[Row]:
+    name, rule = "udev rule", facts.files.kfd_rule
+    if not facts.amd_linux or facts.said.container:
+        return
+    if rule is None:
+        yield unrecorded(name)
+    elif rule.get("GROUP", "root") != "root" or rule.get("MODE", "")[-1:] == "6":
+        yield Row(name, "ok", "/dev/kfd: " + " ".join(f"{key}={value}" for key, value in sorted(rule.items())))
+    elif facts.gpu_nodes and all(facts.access(node) for node in facts.gpu_nodes.values()):
+        yield Row(name, "ok", "none for /dev/kfd, and none is needed")
+    else:
+        yield Row(name, "warning", "none for /dev/kfd", "/dev/kfd is root's alone", _ADD_RULES)
+
+
+def kernel(facts: Facts) -> Iterator[Row]:
+    name = "kernel"
+    if not facts.linux or facts.profile is None or "kernel" not in facts.profile.floor:
+        return
+    if not facts.machine.kernel:
+        yield unrecorded(name)
+    elif outside := device.below_floor(facts.profile, facts.machine).get(name):
+        yield Row(name, "warning", facts.machine.kernel, f"{outside[0]}: {outside[1]}", facts.upgrade)
+    else:
+        yield Row(name, "ok", facts.machine.kernel)
+
+
+def kernel_parameters(facts: Facts) -> Iterator[Row]:
+    """Whether the GPU may map the unified memory: ttm.pages_limit, whoever sets it, is what counts."""
+    name, files, total = "kernel parameters", facts.files, facts.installed_gib
+    if not facts.amd_linux or not facts.fit.unified:
+        return
+    given = files.parameters or {}
+    ours = ("ttm.pages_limit", "amdttm.pages_limit", "amdgpu.gttsize", "amd_iommu")
+    told = [f"{key}={given[key]}" for key in ours if key in given]
+    if files.pages_limit is not None:
+        told.append(f"{files.ttm}.pages_limit in effect: {files.pages_limit} ({gib(files.pages_limit * 4096)})")
+    limit = facts.gtt if files.pages_limit is None else files.pages_limit * 4096
+    if limit is None or total is None:
+        yield unrecorded(name, ", ".join(told))
+        return
+    old = version(facts.machine.kernel) < (6, 16)
+    problems = []
+    if limit < ENOUGH * total * 2**30:
+        problems.append(f"the GPU may map half of the {total} GiB of memory or less")
+    if "amdgpu.gttsize" in given and not old:
+        problems.append("amdgpu.gttsize is deprecated and does not raise the limit that counts, ttm.pages_limit")
+    if old and given.get("amd_iommu") != "off":
+        problems.append("kernels before 6.16 want amd_iommu=off")
+    found = ", ".join(told) or "none of " + ", ".join(ours)
+    if problems:
+        wanted = device.memory_parameters(facts.machine.kernel, total).replace("ttm.", f"{files.ttm}.")
+        drop = ", without amdgpu.gttsize" if "amdgpu.gttsize" in given and not old else ""
+        yield Row(name, "warning", found, "; ".join(problems), f"kernel parameter: {wanted}{drop}")
+    else:
+        yield Row(name, "ok", found)
+
+
+def firmware(facts: Facts) -> Iterator[Row]:
+    name = "firmware"
+    cards = [card for card in facts.files.cards if card.is_amd]
+    if not facts.amd_linux:
+        return
+    told = list(dict.fromkeys(filter(None, map(_versions, cards))))
+    strix = [card for card in cards if card.device in (STRIX_HALO, "")]
+    if facts.fit.arch == "gfx1151" and any(card.mes == BAD_MES for card in strix):
+        yield Row(name, "error", "; ".join(told), f"MES 0x{BAD_MES:x} of linux-firmware 20251125 hangs the GPU or ends "
+                  "runs in memory access faults (ROCm#5724); 20260110 and later are good",
+                  facts.upgrade)  # fmt: skip
+    elif not told or (facts.fit.arch == "gfx1151" and all(card.mes is None for card in strix)):
+        yield unrecorded(name, "; ".join(told))
+    else:
+        yield Row(name, "ok", "; ".join(told))
+
+
+def _versions(card: Card) -> str:
+    mes = "" if card.mes is None else f"MES 0x{card.mes:x}"
+    return ", ".join(filter(None, [mes, f"VBIOS {card.vbios}" if card.vbios else ""]))
+
+
+def numa_balancing(facts: Facts) -> Iterator[Row]:
+    name, value = "NUMA balancing", facts.files.numa_balancing
+    if not facts.amd_linux or facts.gpu_count < 2 or facts.profile is None or facts.profile.name != "mi300x":
+        return
+    if value is None:
+        yield unrecorded(name)
+    elif value:
+        yield Row(name, "warning", "on", "the kernel moves pages between sockets while several GPUs use them",
+                  "sudo sysctl kernel.numa_balancing=0")  # fmt: skip
+    else:
+        yield Row(name, "ok", "off")
+
+
+def system_files(facts: Facts) -> Iterator[Row]:
+    if facts.files.unreadable:
+        yield Row("system files", "warning", f"cannot make sense of {', '.join(facts.files.unreadable)}",
+                  "a torn or changed copy? What they tell is left out above",
+                  "record it again: rocm-ext doctor --save DIR")  # fmt: skip
+
+
+CHECKS = (platform, hardware_profile, gpu_driver, device_files, groups, udev_rule, kernel, kernel_parameters,
+          firmware, numa_balancing, system_files)  # fmt: skip

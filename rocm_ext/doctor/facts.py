@@ -1,0 +1,157 @@
+"""All that is known of a machine, live or recorded: what the checks judge."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from rocm_ext import device
+from rocm_ext.device import Profile
+from rocm_ext.doctor.recorded import NAME, DeviceNode, Recorded, read_recorded
+from rocm_ext.doctor.system import NVIDIA, STRIX_HALO, Card, System, read_system
+from rocm_ext.errors import UserError
+from rocm_ext.machine import Machine, Torch, describe
+
+# What installs packages and what brings the whole system up to date, by the words of ID and ID_LIKE in os-release
+_MANAGERS = {
+    "debian": ("sudo apt install", "sudo apt update && sudo apt full-upgrade"),
+    "ubuntu": ("sudo apt install", "sudo apt update && sudo apt full-upgrade"),
+    "fedora": ("sudo dnf install", "sudo dnf upgrade --refresh"),
+    "rhel": ("sudo dnf install", "sudo dnf upgrade --refresh"),
+    "arch": ("sudo pacman -S", "sudo pacman -Syu"),
+    "suse": ("sudo zypper install", "sudo zypper update"),
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    said: Recorded
+    files: System
+    machine: Machine  # as torch can use it now
+    fit: Machine  # as it is once torch can use its GPU
+    profile: Profile | None  # of ``fit``
+
+    @property
+    def title(self) -> str:
+        fit = self.fit
+        gpu = f"{max(1, self.gpu_count)} x {fit.name or 'AMD GPU'} ({fit.arch})"
+        return f"{gpu if fit.arch else self.files.cpu or 'CPU'}, {fit.system} {fit.kernel}".strip()
+
+    @property
+    def linux(self) -> bool:
+        """Linux with its own driver; WSL's is Windows'."""
+        return self.machine.system == "Linux" and not self.machine.wsl
+
+    @property
+    def amd(self) -> bool:
+        """An AMD GPU to train on is here, whether torch can use it or not."""
+        return self.fit.backend == "rocm"
+
+    @property
+    def amd_linux(self) -> bool:
+        return self.amd and self.linux
+
+    @property
+    def has_gpu(self) -> bool:
+        """Some GPU is here that torch might use."""
+        return self.fit.backend != "cpu" or bool(self.files.nvidia) or NVIDIA in self.files.displays.values()
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return self.said.environment or {}
+
+    @property
+    def gpu_count(self) -> int:
+        return max(self.machine.gpu_count, self.files.amd_gpus.count(self.fit.arch or ""))
+
+    @property
+    def host_total(self) -> int | None:
+        """Bytes of host memory that the kernel has."""
+        recorded = self.said.host_memory.total if self.said.host_memory else None
+        return self.files.memory.get("MemTotal", recorded)
+
+    @property
+    def available(self) -> int | None:
+        recorded = self.said.host_memory.available if self.said.host_memory else None
+        return self.files.memory.get("MemAvailable", recorded)
+
+    @cached_property
+    def cards(self) -> list[Card]:
+        """The AMD GPUs; of Strix Halo alone the integrated one."""
+        cards = [card for card in self.files.cards if card.is_amd]
+        return [card for card in cards if card.device == STRIX_HALO] or cards
+
+    @property
+    def carve_out(self) -> int | None:
+        """Bytes that the BIOS took from the host's memory, on unified memory."""
+        return max((card.vram for card in self.cards if card.vram is not None), default=None)
+
+    @property
+    def gtt(self) -> int | None:
+        """Bytes of host memory that the GPU may map."""
+        return max((card.gtt for card in self.cards if card.gtt is not None), default=None)
+
+    @property
+    def installed_gib(self) -> int | None:
+        """Unified memory as it was sold: the kernel keeps some for itself, and the carve-out is not the host's."""
+        if self.host_total is None:
+            return None
+        step = 16 * 2**30
+        return -(-(self.host_total + (self.carve_out or 0)) // step) * 16
+
+    def access(self, node: DeviceNode) -> bool | None:
+        """Whether the user can read and write a device; None where nobody can tell."""
+        return node.allows(self.said.user) if node.access is None else node.access
+
+    @property
+    def gpu_nodes(self) -> dict[str, DeviceNode]:
+        """/dev/kfd and the render nodes, those that there are."""
+        nodes = self.said.device_nodes or {}
+        return {path: node for path, node in nodes.items() if re.fullmatch(r"/dev/(kfd|dri/renderD\d+)", path)}
+
+    def install(self, package: str) -> str:
+        """The command that installs a package here."""
+        return f"{self._manager[0]} {package}" if self._manager else f"install {package} with the package manager"
+
+    @property
+    def upgrade(self) -> str:
+        return f"{self._manager[1] if self._manager else 'upgrade all packages'}  # then reboot"
+
+    @property
+    def _manager(self) -> tuple[str, str] | None:
+        words = f"{self.files.distribution.get('ID', '')} {self.files.distribution.get('ID_LIKE', '')}".split()
+        return next((_MANAGERS[word] for word in words if word in _MANAGERS), None)
+
+    def unset(self, *names: str) -> str:
+        if self.machine.system == "Windows":
+            return "Remove-Item " + ", ".join(f"Env:{name}" for name in names)
+        return "unset " + " ".join(names)
+
+
+def recorded_facts(root: Path) -> Facts:
+    """The facts of the machine whose files were copied to the folder ``root``.
+
+    Raises :class:`UserError` for a folder that holds no such copy, or a damaged ``rocm-ext.json``."""
+    try:
+        inside = {path.name for path in root.iterdir()}
+    except OSError as error:
+        raise UserError(f"--root {root}: {error.strerror or error}; expected a folder made with --save") from error
+    if not inside & {NAME, "proc", "sys"}:
+        raise UserError(f"--root {root} holds neither {NAME} nor proc/ or sys/; expected a folder made with --save")
+    said = read_recorded(root)
+    if said.system not in (None, "Linux"):  # whatever Linux files lie there are not this machine's
+        root = root / "none"
+    return combine(said, read_system(root), root)
+
+
+def combine(said: Recorded, files: System, root: Path) -> Facts:
+    """The facts, from both sources; ``root`` is where ``files`` came from."""
+    total = files.memory.get("MemTotal", said.host_memory.total if said.host_memory else 0)
+    machine = describe(said.torch or Torch(""), said.system or "Linux", said.environment or {}, total, root)
+    if not machine.amd_archs and re.search("Ryzen AI Max", files.cpu or said.cpu, re.IGNORECASE):
+        machine = replace(machine, amd_archs=("gfx1151",))  # sold with this GPU only; Windows has no KFD
+    fit, profile = device.intended(machine)
+    if said.torch is None and fit.backend == "cpu" and (files.nvidia or NVIDIA in files.displays.values()):
+        fit, profile = replace(machine, backend="cuda"), device.load_profile("cuda")
+    return Facts(said, files, machine, fit, profile)

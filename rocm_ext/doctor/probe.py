@@ -1,0 +1,79 @@
+"""What torch tells, in a process of its own: torch may not import, and a broken driver may crash or hang it.
+
+Prints a JSON object per line as soon as it knows it; the keys are those of :class:`Recorded`.
+"""
+
+import json
+import re
+from dataclasses import asdict
+from typing import Any
+
+from rocm_ext import device
+from rocm_ext.device import Profile
+from rocm_ext.doctor.rows import Row
+from rocm_ext.errors import UserError, one_line
+from rocm_ext.machine import Machine, ask_torch, detect
+
+
+def main() -> None:
+    try:
+        known = ask_torch()
+    except Exception as error:  # an ImportError, an OSError of a library, a RuntimeError of a driver
+        _tell(torch_error=one_line(error))
+        return
+    machine = detect()
+    profile = _enter_environment(machine)
+    _tell(torch=asdict(known))
+    import torch
+
+    _tell(threads=torch.get_num_threads(), blas=_blas(machine))
+    if machine.backend != "cpu":
+        free, total = torch.cuda.mem_get_info()
+        _tell(hip_memory={"available": free, "total": total})
+    if profile:
+        _tell(canaries=[asdict(row) for row in _canaries(machine, profile)])
+
+
+def _tell(**parts: Any) -> None:
+    print(json.dumps(parts), flush=True)
+
+
+def _enter_environment(machine: Machine) -> Profile | None:
+    """The profile; its environment is in place once this returns, as in a recipe."""
+    try:
+        profile = device.load_profile(device.choose_profile(machine)[0])
+        if machine.backend != "cpu":  # there it would be for other programs' good
+            device.start(profile, machine)
+    except UserError:  # a row of its own says so; what torch computes is worth knowing in any case
+        return device.intended(machine)[1] if machine.backend != "cpu" else None
+    return profile
+
+
+def _canaries(machine: Machine, profile: Profile) -> list[Row]:
+    import torch
+
+    from rocm_ext import precision
+
+    here = torch.device(profile.settings.get("device", "cpu"))
+    dtype, _ = precision.pick_dtype(str(profile.settings.get("dtype", "auto")), machine)
+    checks = precision.canaries(machine, here, dtype)
+    return [
+        Row(check.name, "ok" if check.ok else "error" if check.fatal else "warning", check.found,
+            fix="" if check.ok else check.fix)
+        for check in checks
+    ]  # fmt: skip
+
+
+def _blas(machine: Machine) -> str:
+    import torch
+
+    if machine.backend == "cpu":
+        found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+        return found[1] if found else "unknown"
+    chosen = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
+    names = {"cublas": "hipBLAS", "cublaslt": "hipBLASLt", "ck": "Composable Kernel"}
+    return names.get(chosen, chosen) if machine.backend == "rocm" else chosen
+
+
+if __name__ == "__main__":
+    main()
