@@ -213,6 +213,7 @@ class LoRAFinetune:
             self.tokens_per_micro_batch = micro_batch_budget(rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
         plan = planner.memory(self.tokens_per_micro_batch)
         layers, why = activations.checkpointed_layers(cfg.enable_activation_checkpointing, plan, budget)
+        self.planned_peak = plan.peak(layers)
         activations.apply_checkpointing(self.decoder, layers)
         log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
         self.offloading: Any = contextlib.nullcontext()
@@ -226,7 +227,7 @@ class LoRAFinetune:
         if cfg.compile:
             for layer in decoder.layers:
                 layer.compile(dynamic=True)
-        weights = model.read_weights(cfg.checkpointer)
+        weights = self._read_weights()
         self.base_fingerprint = weights.fingerprint()
         self.model = model.CausalLM(decoder, self.loss)
         self.ranks.shard(decoder.layers, self.model, set(self.adapter.values()))
@@ -236,6 +237,9 @@ class LoRAFinetune:
         trainable = sum(p.numel() for p in self.adapter.values())
         total = sum(p.numel() for p in decoder.parameters())
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
+
+    def _read_weights(self) -> model.Weights:
+        return model.read_weights(self.cfg.checkpointer)
 
     def _setup_loaders(self) -> None:
         cfg, per_step = self.cfg, self.rows_per_step
@@ -508,6 +512,7 @@ class LoRAFinetune:
             "best_validation": {k: self.best[k] for k in ("loss", "step")} if self.best else None,
             "adapter_is": "best by validation loss" if early else "last",
             "peak_memory": peak_memory(self.device),
+            "planned_memory": self.planned_peak,
             "machine": str(self.machine),
             "dtype": str(self.dtype).removeprefix("torch."),
             "ranks": self.ranks.world,

@@ -25,6 +25,7 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from rocm_ext import device
+from rocm_ext.bench_file import measured_settings
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.machine import detect
 from rocm_ext.monitor import log, setup_logging
@@ -48,8 +49,8 @@ def recipe_main(recipe: str) -> Callable[[Callable[[DictConfig], None]], Callabl
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         def action() -> None:
-            cfg = load(recipe, *command_line(sys.argv[1:], main.__doc__ or ""))
             setup_logging()
+            cfg = load(recipe, *command_line(sys.argv[1:], main.__doc__ or ""))
             for line in device.start(device.load_profile(cfg.hardware), detect()):
                 log.info("%s", line)
             main(cfg)
@@ -130,8 +131,7 @@ def load(recipe: str, name: str, overrides: list[str] | None = None) -> DictConf
         del run[key]
     on_command_line = dict(item.split("=", 1) for item in overrides if "=" in item)
     requested = on_command_line.get("hardware", run.get("hardware", known["hardware"]))
-    hardware = _resolve_hardware(requested)
-    profile = device.load_profile(hardware).settings
+    hardware, profile = _resolve_hardware(requested)
     _check_known({**run, **{k.lstrip("~").split(".")[0]: None for k in on_command_line}}, known, run)
     merged: dict[str, Any] = {}
     for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
@@ -250,8 +250,17 @@ def _read(path: Path) -> dict[str, Any]:
     return OmegaConf.to_container(node, resolve=False)  # type: ignore[return-value]
 
 
-def _resolve_hardware(requested: Any) -> str:
-    return str(requested) if requested != "auto" else device.choose_profile(detect())[0]
+def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
+    """The profile's name and its settings; ``auto`` adds what was measured on this machine."""
+    if requested != "auto":
+        return str(requested), device.load_profile(str(requested)).settings
+    machine = detect()
+    profile = device.load_profile(device.choose_profile(machine)[0])
+    measured, why = measured_settings(machine)
+    measured = {key: value for key, value in measured.items() if key not in profile.locked}
+    if measured:
+        log.info("hardware auto: %s", why)
+    return profile.name, {**profile.settings, **measured}
 
 
 def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

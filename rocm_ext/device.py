@@ -70,6 +70,7 @@ class Profile:
     environment: dict[str, Variable] = field(default_factory=dict)
     floor: dict[str, dict[str, str]] = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # see rocm_ext.figures
+    bench_config: str = ""  # whose model `rocm-ext bench` trains
     install: str = ""
 
     @classmethod

@@ -1,7 +1,5 @@
 """How fast a machine is: measured by ``rocm-ext bench``, else as its data sheet says."""
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rocm_ext.bench_file import read_bench
 from rocm_ext.device import GIB, Profile
 from rocm_ext.errors import UserError
 from rocm_ext.machine import Machine
@@ -88,46 +87,6 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -
     )
 
 
-# ------------------------------------------------------------------------------------------------ bench.json
-def bench_path() -> Path:
-    """Where ``rocm-ext bench`` writes to, and others look: $ROCM_EXT_BENCH, or the user's cache folder."""
-    if named := os.environ.get("ROCM_EXT_BENCH"):
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "torchtune-rocm" / "bench.json"
-
-
-def machine_key(machine: Machine) -> dict[str, Any]:
-    """What a measurement is valid for."""
-    return {"backend": machine.backend, "arch": machine.arch, "name": machine.name, "torch": machine.torch,
-            "cores": os.cpu_count() if machine.backend == "cpu" else None}  # fmt: skip
-
-
-def read_bench(path: Path | None, machine: Machine) -> dict[str, Any] | None:
-    """The content of a ``bench.json`` that was measured on ``machine``, or None.
-
-    Args:
-        path: the file; None: :func:`bench_path`, where a file that is missing, torn or of another machine is no error.
-
-    Raises:
-        UserError: the named file cannot be read, or is of another machine.
-    """
-    found = path or bench_path()
-    try:
-        content = json.loads(found.read_text())
-        about, _ = content["machine"], content["figures"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if path is None:
-            return None
-        raise UserError(f"cannot read {path} as a file of `rocm-ext bench`: {error}") from error
-    if about == machine_key(machine):
-        return content
-    if path is None:
-        return None
-    raise UserError(f"{path} was measured on {about}; this is {machine_key(machine)}. Measure again: rocm-ext bench")
-
-
-# ---------------------------------------------------------------------------------------------- quick and rough
 def measure_cpu() -> Figures:
     """Figures of this CPU, in a second: a matrix product in each dtype, and a copy."""
     flops = {}

@@ -108,7 +108,7 @@ def plan_memory(
     chunked.chunk_tokens = loss.chunk_for(device)
     targets = sum(lengths) if targets is None else targets
     return MemoryPlan(
-        weights=_weights(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())),
+        weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())),
         gathered=0 if ranks == 1 else _gathered(decoder),
         adapter=adapter,
         gradients=adapter,
@@ -119,8 +119,8 @@ def plan_memory(
     )
 
 
-def _weights(module: nn.Module) -> int:
-    """Bytes of the frozen parameters."""
+def frozen_bytes(module: nn.Module) -> int:
+    """Of the frozen parameters, those in 4 bits too."""
     quantized = {id(layer.weight) for _, layer in adapters(module) if layer._quantize_base}
     frozen = [p for p in _distinct(module.parameters()) if not p.requires_grad]
     return int(sum(p.numel() * (_NF4_BYTES if id(p) in quantized else p.element_size()) for p in frozen))
@@ -132,8 +132,8 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _gathered(decoder: TransformerDecoder) -> int:
     # FSDP2 keeps embeddings and output layer whole, and gathers the next layer while one computes
-    layers = [_weights(layer) for layer in decoder.layers]  # type: ignore[union-attr]
-    return _weights(decoder) - sum(layers) + 2 * max(layers)
+    layers = [frozen_bytes(layer) for layer in decoder.layers]  # type: ignore[union-attr]
+    return frozen_bytes(decoder) - sum(layers) + 2 * max(layers)
 
 
 def _state_per_byte(node: Any) -> float:

@@ -239,22 +239,31 @@ class SamplingPlanner:
         return SamplingPlan(self._layout, slots, cache, memory.bytes(slots) - cache, speed)
 
     def step_seconds(self, slots: int) -> float:
-        """One token for each of ``slots`` answers; reading weights and cache and computing do not overlap."""
-        decoder, asked, figures = self._decoder, self._asked, self._figures
-        read = decoder.weight_bytes + slots * (asked.mean + asked.answer / 2) * decoder.bytes_per_position
-        rate = figures.rate(dtype_name(decoder.dtype))
-        return (read / figures.bandwidth + slots * self._flops_per_token / rate) / figures.decode_efficiency
-
-    @property
-    def _flops_per_token(self) -> float:
-        return 2 * self._decoder.weight_bytes / self._decoder.dtype.itemsize
+        """One token for each of ``slots`` answers."""
+        return decode_seconds(self._decoder, slots, self._asked.mean + self._asked.answer / 2, self._figures)
 
     def seconds(self, prompts: int, samples: int, slots: int) -> float:
         """Prefilling ``prompts`` and decoding ``samples`` answers to each; no batch ends before its longest answer."""
         asked = self._asked
         steps = max(prompts * samples * asked.answer / slots, self._cfg.max_new_tokens)
-        prefill = prompts * asked.mean * self._flops_per_token / self._figures.rate(dtype_name(self._decoder.dtype))
+        prefill = prompts * asked.mean * _flops_per_token(self._decoder) / _rate(self._decoder, self._figures)
         return steps * self.step_seconds(slots) + prefill
+
+
+def decode_seconds(decoder: Decoder, slots: int, context: float, figures: Figures) -> float:
+    """One token for each of ``slots`` answers that look back on ``context`` tokens; reading weights and cache and
+    computing do not overlap."""
+    read = decoder.weight_bytes + slots * context * decoder.bytes_per_position
+    computing = slots * _flops_per_token(decoder) / _rate(decoder, figures)
+    return (read / figures.bandwidth + computing) / figures.decode_efficiency
+
+
+def _flops_per_token(decoder: Decoder) -> float:
+    return 2 * decoder.weight_bytes / decoder.dtype.itemsize
+
+
+def _rate(decoder: Decoder, figures: Figures) -> float:
+    return figures.rate(dtype_name(decoder.dtype))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -95,7 +95,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     name = func._overloadpacket.__name__.rstrip("_")  # addmm_ costs what addmm costs
     if attention := _ATTENTION.get(name):
         return int(attention(*(t.shape for t in args if isinstance(t, Tensor)))) // 2  # causal
-    count = flop_registry.get(getattr(torch.ops.aten, name, None))
+    count: Any = flop_registry.get(getattr(torch.ops.aten, name, None))
     return int(count(*args, **kwargs, out_val=out)) if count else 0
 
 

@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 
-from rocm_ext.cli import bench, compare, doctor, eval, monitor, plan, pocket, verify
+from rocm_ext.cli import bench, compare, doctor, eval, monitor, plan, pocket, report, verify
 from rocm_ext.errors import UserError
 
-_COMMANDS = (pocket, eval, verify, plan, bench, monitor, compare, doctor)
+_COMMANDS = (pocket, eval, verify, plan, bench, monitor, compare, doctor, report)
 
 
 def main(argv: list[str] | None = None) -> int:

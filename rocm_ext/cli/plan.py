@@ -146,6 +146,7 @@ def _cycle_table(plan: "RunPlan") -> Any:
     assert plan.cycle is not None
     cycle, sampling = plan.cycle, plan.cycle.sampling
     made = table("A RAFT cycle", "", " ", right=(" ",))
+    made.show_header = False
     made.add_row("answers", f"of {cycle.asked.answer:,.0f} tokens to prompts of {cycle.asked.mean:,.0f}")
     made.add_row("slots", f"{sampling.slots}")
     made.add_row("the sampler's layout of the weights", readable(sampling.layout))
@@ -164,8 +165,8 @@ def _print_verdict(out: Any, plan: "RunPlan") -> None:
     from rocm_ext.memory import readable
 
     if not plan.fits:
-        out.print(f"\n[red]does not fit[/] into {readable(plan.budget[0])}: lower tokenizer.max_seq_len, max_new_tokens or "
-                  "batch_size, or take a smaller model")  # fmt: skip
+        out.print(f"\n[red]does not fit[/] into {readable(plan.budget[0])}: lower tokenizer.max_seq_len, "
+                  "max_new_tokens or batch_size, or take a smaller model")  # fmt: skip
     changes = plan.changes()
     if changes and plan.best.peak <= plan.budget[0]:
         gain = plan.now.step.seconds / plan.best.step.seconds

@@ -1,0 +1,24 @@
+"""Matrix products of the model's feed-forward layer, by direction and dtype."""
+
+from typing import Any
+
+import torch
+
+from rocm_ext.bench.child import Bench
+from rocm_ext.bench.clock import measure as timed
+from rocm_ext.precision import DTYPES
+
+_TOKENS = {"cuda": 4096, "cpu": 512}
+
+
+def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
+    """FLOP/s of x Wᵀ (``forward``), g W (``dgrad``) or gᵀ x (``wgrad``)."""
+    mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
+    wide, width = mlp.w1.weight.shape
+    tokens, dtype = _TOKENS[bench.device.type], DTYPES[values["dtype"]]
+    bench.require((tokens * (wide + width) + wide * width) * dtype.itemsize * 2)
+    x, g, w = (torch.randn(shape, device=bench.device).to(dtype) for shape in
+               ((tokens, width), (tokens, wide), (wide, width)))  # fmt: skip
+    work = {"forward": lambda: x @ w.T, "dgrad": lambda: g @ w, "wgrad": lambda: g.T @ x}[values["direction"]]
+    times = timed(work, bench.device, seconds=bench.spec.seconds)
+    return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}

@@ -1,0 +1,134 @@
+"""What is to be measured: plain values, which parent and children both understand."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rocm_ext import device
+from rocm_ext.machine import Machine
+
+# Order of the table. Each is a module of this package with ``measure(bench, item)``.
+PROBES = ("gemm", "bandwidth", "attention", "loader", "training", "decoding")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run of ``rocm-ext bench``.
+
+    Attributes:
+        recipe: of the config.
+        config: name or file.
+        overrides: ``key=value``.
+        budget: bytes that a probe may take on the device.
+        quick: fewer and shorter measurements.
+        seconds: that each measurement lasts, at least.
+    """
+
+    recipe: str
+    config: str
+    overrides: tuple[str, ...]
+    budget: int
+    quick: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """One measurement.
+
+    Attributes:
+        probe: one of :data:`PROBES`.
+        values: what is varied; the names are the probe's.
+        environ: environment variables that the child starts with.
+        skip: why this is not measured; empty: it is.
+    """
+
+    probe: str
+    values: dict[str, Any]
+    environ: dict[str, str] = field(default_factory=dict)
+    skip: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def items(cfg: DictConfig, machine: Machine, profile: device.Profile, quick: bool, risky: bool) -> list[Item]:
+    """Everything that is worth measuring on ``machine``.
+
+    Args:
+        cfg: the config that is trained.
+        machine, profile: where.
+        quick: fewer of each.
+        risky: also what the profile locks because owners report hangs with it.
+    """
+    locked = {} if risky else profile.locked
+    made = [*_gemm(machine, quick), *_bandwidth(machine), *_attention(machine, quick)]
+    made += [*_loader(machine, locked, quick), *_training(cfg, machine, locked, quick), *_decoding(quick)]
+    return made
+
+
+def _dtypes(machine: Machine) -> list[str]:
+    return [
+        "fp32",
+        *(["bf16"] if machine.bf16 or machine.backend == "cpu" else []),
+        *["fp16"] * (machine.backend != "cpu"),
+    ]
+
+
+def _gemm(machine: Machine, quick: bool) -> Iterator[Item]:
+    libraries: list[tuple[str, dict[str, str]]] = [("default", {})]
+    if machine.backend == "rocm":  # rocBLAS asks hipBLASLt where this says so
+        libraries = [("rocBLAS", {"ROCBLAS_USE_HIPBLASLT": "0"}), ("hipBLASLt", {"ROCBLAS_USE_HIPBLASLT": "1"})]
+    for library, environ in libraries:
+        for dtype in _dtypes(machine):
+            for direction in ("forward", "dgrad", "wgrad"):
+                yield Item("gemm", {"direction": direction, "dtype": dtype, "library": library}, environ)
+
+
+def _bandwidth(machine: Machine) -> Iterator[Item]:
+    yield Item("bandwidth", {"what": "device copy"})
+    if machine.backend != "cpu":
+        for what in ("host to device", "device to host", "both ways"):
+            for pinned in (False, True):
+                yield Item("bandwidth", {"what": what, "pinned": pinned})
+
+
+def _attention(machine: Machine, quick: bool) -> Iterator[Item]:
+    backends = ["flash", "math", "eager"] if machine.backend == "cpu" else ["flash", "efficient", "math", "eager"]
+    for tokens in (512,) if quick else (512, 2048):
+        for backend in backends:
+            yield Item("attention", {"backend": backend, "tokens": tokens})
+
+
+def _loader(machine: Machine, locked: dict[str, device.Lock], quick: bool) -> Iterator[Item]:
+    pins = (False,) if machine.backend == "cpu" else (False, True)
+    for workers in (0, 2) if quick else (0, 2, 4, 8):
+        for pinned in pins:
+            wanted = {"num_workers": workers, "pin_memory": pinned}
+            yield Item("loader", wanted, skip=_refused(wanted, locked))
+
+
+def _training(cfg: DictConfig, machine: Machine, locked: dict[str, device.Lock], quick: bool) -> Iterator[Item]:
+    sizes = (1, 4) if quick else (1, 2, 4, 8, 16)
+    for rows in sizes:
+        yield Item("training", {"rows": rows, "compile": False, "base": "as configured"})
+    compiled = {"rows": sizes[-1] if quick else 4, "compile": True, "base": "as configured"}
+    if not quick:
+        yield Item("training", compiled, skip=_refused({"compile": True}, locked))
+        four_bit = {"rows": 4, "compile": False, "base": "4-bit"}
+        yield Item("training", four_bit, skip="" if machine.backend != "cpu" else "bf16 fits into host memory")
+
+
+def _decoding(quick: bool) -> Iterator[Item]:
+    for slots in (16, 64) if quick else (16, 32, 64, 128, 256):
+        yield Item("decoding", {"slots": slots})
+
+
+def _refused(wanted: dict[str, Any], locked: dict[str, device.Lock]) -> str:
+    for key, value in wanted.items():
+        if (lock := locked.get(key)) and value not in (lock.value, *lock.also):
+            return f"locked here: {lock.reason} (--risky measures it)"
+    return ""

@@ -1,0 +1,172 @@
+"""What the rows of a bench amount to: the machine's figures, and the settings that won."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext import config, model, workload
+from rocm_ext.attention import use_packed_attention
+from rocm_ext.bench.runner import Row
+from rocm_ext.bench.training import longest_row, probe_config
+from rocm_ext.figures import Figures
+from rocm_ext.generation.decoder import Decoder
+from rocm_ext.loss import from_config
+from rocm_ext.planner import TrainingPlanner, decode_seconds
+
+_GAIN = 1.03  # what another setting must gain, beyond the spread of both, to replace the one there is
+
+
+def figures(rows: Sequence[Row], cfg: DictConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What :class:`rocm_ext.figures.Figures` holds of a machine; nothing without matrix products and copies."""
+    flops = {}
+    copies = [row.result["value"] for row in _ok(rows, "bandwidth", what="device copy")]
+    if not copies or not _ok(rows, "gemm"):
+        return {}
+    for name in dict.fromkeys(row.item.values["dtype"] for row in _ok(rows, "gemm")):
+        best = [
+            max(r.result["value"] for r in _ok(rows, "gemm", dtype=name, direction=direction))
+            for direction in ("forward", "dgrad")
+            if _ok(rows, "gemm", dtype=name, direction=direction)
+        ]
+        flops[name] = 1 / fmean(1 / value for value in best)  # as much time in one as in the other
+    known: dict[str, Any] = {"flops": flops, "bandwidth": median(copies)}
+    roofline = Figures("", True, **known)
+    shape = model.build(cfg.model, dtype, 0, torch.device("meta"))
+    use_packed_attention(shape)
+    known |= _training_efficiency(rows, cfg, shape, device, roofline)
+    return known | _decoding_efficiency(rows, shape, roofline)
+
+
+def _training_efficiency(
+    rows: Sequence[Row], cfg: DictConfig, shape: TransformerDecoder, device: torch.device, roofline: Figures
+) -> dict[str, float]:
+    """What of the roofline a training step reaches."""
+    measured = _ok(rows, "training", compile=False, base="as configured")
+    if not measured:
+        return {}
+    fastest = max(measured, key=_value)
+    count, longest = fastest.item.values["rows"], longest_row(cfg)
+    planner = TrainingPlanner(
+        probe_config(cfg, fastest.item.values, []),
+        shape,
+        from_config(config.instantiate(cfg.loss, key="loss")),
+        shape.norm.scale.dtype,
+        device,
+        rows=workload.Rows(longest, longest, 1.0, count, "random"),
+        ranks=1,
+        figures=lambda: roofline,
+        fused=device.type == "cpu" or "bf16" in roofline.flops,
+    )
+    choice = planner.choice(count * longest, range(fastest.result["checkpointed"]), 0)
+    return {"efficiency": choice.step.seconds / fastest.result["seconds"]}
+
+
+def _decoding_efficiency(rows: Sequence[Row], shape: TransformerDecoder, roofline: Figures) -> dict[str, float]:
+    """What of the roofline a decoding step reaches."""
+    measured = _ok(rows, "decoding")
+    if not measured:
+        return {}
+    fastest = max(measured, key=_value)
+    with torch.no_grad():
+        decoder = Decoder(shape)
+    expected = decode_seconds(decoder, fastest.item.values["slots"], fastest.result["context"], roofline)
+    return {"decode_efficiency": expected / fastest.result["seconds"]}
+
+
+@dataclass(frozen=True)
+class Winner:
+    """A setting that won.
+
+    Attributes:
+        key: of a config, or the name of an environment variable.
+        value: of it.
+        reason: what it was faster than.
+    """
+
+    key: str
+    value: Any
+    reason: str
+
+
+def winners(rows: Sequence[Row], cfg: DictConfig) -> list[Winner]:
+    """The settings that were fastest, where the difference is more than noise."""
+    found = [_library(rows), *_loader(rows, cfg), _compile(rows), _size(rows, "training", "rows", "batch_size")]
+    found.append(_size(rows, "decoding", "slots", "engine.slots"))
+    return [winner for winner in found if winner is not None]
+
+
+def _library(rows: Sequence[Row]) -> Winner | None:
+    """Forward and dgrad count: LoRA's frozen weights have no wgrad."""
+    seconds: dict[str, float] = {}
+    dtypes = [row.item.values["dtype"] for row in _ok(rows, "gemm")]
+    dtype = "bf16" if "bf16" in dtypes else "fp32"
+    for row in _ok(rows, "gemm", dtype=dtype):
+        if row.item.values["direction"] != "wgrad":
+            library = row.item.values["library"]
+            seconds[library] = seconds.get(library, 0.0) + 1 / _value(row)
+    if len(seconds) < 2:
+        return None
+    best, worst = min(seconds, key=seconds.__getitem__), max(seconds, key=seconds.__getitem__)
+    gain = seconds[worst] / seconds[best]
+    if gain < _GAIN:
+        return None
+    (environ,) = {tuple(r.item.environ.items()) for r in _ok(rows, "gemm", library=best)}
+    ((name, value),) = environ
+    return Winner(name, value, f"{best} is {gain:.2f} times as fast as {worst} in forward and dgrad, {dtype}")
+
+
+def _loader(rows: Sequence[Row], cfg: DictConfig) -> list[Winner]:
+    measured = _ok(rows, "loader")
+    now = _ok(rows, "loader", num_workers=cfg.num_workers, pin_memory=cfg.pin_memory)
+    if not measured or not now:
+        return []
+    best, current = max(measured, key=_value), now[0]
+    training = max(map(_value, _ok(rows, "training")), default=0.0)
+    if _value(current) > 20 * training > 0 or not _beats(best, current):
+        return []  # what takes a twentieth of a step is not worth a setting
+    reason = f"loads {_value(best) / _value(current):.2f} times as fast as {current.item.values}"
+    return [Winner(key, best.item.values[key], reason) for key in ("num_workers", "pin_memory")]
+
+
+def _compile(rows: Sequence[Row]) -> Winner | None:
+    for compiled in _ok(rows, "training", compile=True):
+        for plain in _ok(rows, "training", compile=False, base="as configured", rows=compiled.item.values["rows"]):
+            faster, slower = (compiled, plain) if _value(compiled) > _value(plain) else (plain, compiled)
+            if _beats(faster, slower):
+                gain = _value(compiled) / _value(plain)
+                return Winner("compile", faster is compiled, f"compiled steps are {gain:.2f} times as fast")
+    return None
+
+
+def _size(rows: Sequence[Row], probe: str, what: str, key: str) -> Winner | None:
+    """The smallest size that is about as fast as the fastest."""
+    plain = {"compile": False, "base": "as configured"} if probe == "training" else {}
+    measured = _ok(rows, probe, **plain)
+    if len(measured) < 2:
+        return None
+    fastest = max(measured, key=_value)
+    chosen = min((r for r in measured if _value(r) * _GAIN >= _value(fastest)), key=lambda r: r.item.values[what])
+    told = ", ".join(f"{_value(r):,.0f} with {r.item.values[what]}" for r in measured)
+    return Winner(key, chosen.item.values[what], f"tokens/s: {told}")
+
+
+def _ok(table: Iterable[Row], probe: str, /, **values: Any) -> list[Row]:
+    """The rows of a probe that were measured, with these values."""
+    return [
+        row
+        for row in table
+        if row.status == "ok" and row.item.probe == probe and values.items() <= row.item.values.items()
+    ]
+
+
+def _value(row: Row) -> float:
+    return row.result["value"]
+
+
+def _beats(best: Row, other: Row) -> bool:
+    return best.result["low"] > other.result["high"] and _value(best) > _GAIN * _value(other)

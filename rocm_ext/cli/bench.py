@@ -1,0 +1,173 @@
+"""`rocm-ext bench`: measure this machine."""
+
+import argparse
+import json
+import os
+import sys
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rocm_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from rocm_ext.bench.runner import Row
+    from rocm_ext.bench.summary import Winner
+
+_UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "tokens/s")}
+
+
+def add(commands) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure this machine, for `rocm-ext plan` and `hardware: auto`",
+        description="Measure matrix products by direction, dtype and library, memory bandwidth, attention kernels, the "
+        "loader, real training steps of a config's model with random weights, and decoding steps by slots. Nothing is "
+        "downloaded. Every measurement runs in a child process, within the memory budget; one that crashes or hangs "
+        "is a row of the table. Writes bench.json and ends with the settings that won, as YAML.",
+    )
+    option = parser.add_argument
+    option("--config", metavar="NAME", help="whose model is trained and sampled from (the machine's own 7B or smaller)")
+    option("--quick", action="store_true", help="fewer and shorter measurements: under two minutes on two CPU cores")
+    option("--risky", action="store_true", help="also what the machine's profile locks because of reported hangs")
+    option("--timeout", type=float, default=300, metavar="S", help="seconds that one measurement may take (300)")
+    option("--only", nargs="+", metavar="PROBE", help="gemm, bandwidth, attention, loader, training, decoding")
+    option("--output", type=Path, metavar="FILE", help="where bench.json goes (where plan and recipes look for it)")
+    option("--json", action="store_true", help="print the content of bench.json instead of tables")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    from rocm_ext import config, device
+    from rocm_ext.bench import runner, spec
+    from rocm_ext.bench.child import trainer_config
+    from rocm_ext.bench_file import bench_path
+    from rocm_ext.machine import detect
+
+    machine = detect()
+    if strange := [name for name in args.only or () if name not in spec.PROBES]:
+        raise UserError(f"there is no probe {strange[0]}; there are {', '.join(spec.PROBES)}", code=2)
+    profile = device.load_profile(device.choose_profile(machine)[0])
+    name = args.config or profile.bench_config
+    # the machine's profile, also over a config that was made for another
+    overrides = [f"hardware={profile.name}", *args.overrides]
+    recipe = config.recipe_of(name)
+    cfg = trainer_config(config.load(recipe, name, overrides))
+    profile = device.load_profile(cfg.hardware)
+    budget, why = device.memory_budget(profile, machine)
+    seconds = 0.3 if args.quick else 1.0
+    job = spec.Spec(recipe, name, tuple(overrides), budget, args.quick, seconds)
+    items = [item for item in spec.items(cfg, machine, profile, args.quick, args.risky)
+             if not args.only or item.probe in args.only]  # fmt: skip
+    output = args.output or bench_path()
+    _check_writable(output)
+    progress = _Progress(len(items), quiet=args.json)
+    progress.say(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})")
+    environ = {key: value for key, (value, _) in device.environment(profile, machine, os.environ).items()}
+    rows = runner.run(job, items, args.timeout, progress.tell, environ)
+    _finish(args, output, rows, cfg, machine, job)
+
+
+def _check_writable(path: Path) -> None:
+    from rocm_ext.files import disk_errors
+
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise UserError(f"--output {path} is a folder; name a file")
+
+
+def _finish(args: argparse.Namespace, output: Path, rows: "list[Row]", cfg: Any, machine: Any, job: Any) -> None:
+    import torch
+
+    from rocm_ext.bench import summary
+    from rocm_ext.bench_file import machine_key
+    from rocm_ext.files import replace_text
+    from rocm_ext.precision import pick_dtype
+
+    target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
+    won = summary.winners(rows, cfg)
+    known = summary.figures(rows, cfg, pick_dtype(cfg.dtype, machine)[0], target)
+    content = {
+        "date": date.today().isoformat(),
+        "machine": machine_key(machine),
+        "config": job.config,
+        "quick": job.quick,
+        "figures": known,
+        "settings": {winner.key: winner.value for winner in won},
+        "rows": [row.to_dict() for row in rows],
+    }
+    if known:
+        replace_text(output, json.dumps(content, indent=2) + "\n")
+    if args.json:
+        print(json.dumps(content))
+        return
+    _print_rows(rows)
+    _print_winners(won)
+    print(f"wrote {output}: `rocm-ext plan` and `hardware: auto` use it" if known else
+          "no bench.json: it needs gemm and bandwidth")  # fmt: skip
+
+
+class _Progress:
+    """Says on stderr what was measured."""
+
+    def __init__(self, total: int, quiet: bool) -> None:
+        self._total, self._done, self._quiet = total, 0, quiet
+
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def tell(self, row: "Row") -> None:
+        """One more measurement is done."""
+        self._done += 1
+        self.say(f"[{self._done}/{self._total}] {row.item.probe} {_describe(row)}: {_outcome(row)}")
+
+
+def _describe(row: "Row") -> str:
+    """``forward, fp32, rocBLAS``; a number or switch with its name."""
+    named = (value if isinstance(value, str) else f"{key} {value}" for key, value in row.item.values.items())
+    return ", ".join(named)
+
+
+def _outcome(row: "Row") -> str:
+    if row.status != "ok":
+        return f"{row.status} ({row.detail})"
+    scale, unit = _UNITS[row.result["unit"]]
+    value, low, high = (_number(row.result[name] / scale) for name in ("value", "low", "high"))
+    return f"{value} {unit} ({low}-{high})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _print_rows(rows: "list[Row]") -> None:
+    from rich.markup import escape
+
+    from rocm_ext.bench.spec import PROBES
+    from rocm_ext.cli._tables import console, table
+    from rocm_ext.memory import readable
+
+    out = console()
+    for probe in PROBES:
+        of_probe = [row for row in rows if row.item.probe == probe]
+        if not of_probe:
+            continue
+        made = table(probe, "what", "median (quartiles)", "memory", right=("memory",))
+        for row in of_probe:
+            memory = readable(row.result["peak_memory"]) if "peak_memory" in row.result else ""
+            style = "" if row.status == "ok" else "dim" if row.status == "skipped" else "red"
+            made.add_row(escape(_describe(row)), escape(_outcome(row)), memory, style=style)
+        out.print(made)
+        out.print()
+
+
+def _print_winners(won: "list[Winner]") -> None:
+    print("# settings that won; keys that are not here are best as they are")
+    for winner in won:
+        if winner.key.isupper():
+            print(f"# export {winner.key}={winner.value}  # {winner.reason}")
+        else:
+            print(f"{winner.key}: {winner.value}  # {winner.reason}")
