@@ -403,8 +403,8 @@ def budget(profile: Profile, machine: Machine, available: int, gtt: int | None) 
     limit = limits[tightest]
     reserve = _host_share(profile, limit)
     if limit <= reserve:
-        fix = ("Free host memory" if tightest == "MemAvailable" else "Boot with ttm.pages_limit=33554432 "
-               "(kernels before 6.16 also want amd_iommu=off amdgpu.gttsize=131072)")
+        fix = ("Free host memory" if tightest == "MemAvailable"
+               else f"Boot with {memory_parameters(machine.kernel)}")
         raise UserError(f"unified memory: {tightest} is {_gib(limit)}, the host keeps {_gib(reserve)}. {fix}")
     found = ", ".join(f"{name} {_gib(value)}" for name, value in limits.items())
     return limit - reserve, f"the least of {found}, less {_gib(reserve)} for the host"
@@ -421,6 +421,16 @@ def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
 
 def _host_share(profile: Profile, memory: int) -> int:
     return int(max(profile.memory["reserve_fraction"] * memory, profile.memory["reserve_gib"] * GIB))
+
+
+def memory_parameters(kernel: str, gib: int = 128) -> str:
+    """The kernel parameters that let the GPU of a machine with ``gib`` GiB of unified memory map all of it.
+
+    Without them it is half (ROCm#5444, ROCm#6004). amdgpu.gttsize is deprecated since 6.16."""
+    limit = f"ttm.pages_limit={gib * 2**18}"  # of 4 KiB
+    if not kernel or version(kernel) >= (6, 16):
+        return limit
+    return f"amd_iommu=off amdgpu.gttsize={gib * 1024} {limit}"  # MiB
 
 
 def _gib(size: float) -> str:
