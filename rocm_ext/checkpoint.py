@@ -26,7 +26,7 @@ FREE_KEYS = frozenset(
     dataset dataset_val batch_size gradient_accumulation_steps sequences_per_step tokens_per_micro_batch
     cudnn_deterministic_mode resume_from_checkpoint overwrite_output_dir save_every_n_steps seed
     keep_last_n_checkpoints save_adapter_weights_only output_dir metric_logger log_every_n_steps
-    log_peak_memory_stats profiler
+    log_peak_memory_stats hardware_log_seconds profiler
     """.split()  # noqa: SIM905
 )
 

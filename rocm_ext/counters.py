@@ -11,10 +11,14 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from rocm_ext.errors import one_line
+from rocm_ext.sysfs import cards, listing, read_number, read_text
 
 HARDWARE_LOG = "hardware.jsonl"  # in a run's folder; a line is what Counters.read() gives
 
@@ -25,7 +29,7 @@ _NO_PYNVML = (
 _NVIDIA = ("proc/driver/nvidia/version", "usr/lib/wsl/lib/libnvidia-ml.so.1")  # the second on WSL2
 _ID_FILES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
 _MEMORY = ("vram_used", "vram_total", "gtt_used", "gtt_total")
-_MOST = {  # more is junk, as is less than 0 (-50 °C)
+_MOST = {  # more is junk
     **dict.fromkeys(_MEMORY, 2**50),
     "busy": 100,  # percent
     "power": 10_000,  # W
@@ -69,7 +73,7 @@ class Counters:
 
     def read(self) -> dict[str, Any]:
         """The counters as they are now."""
-        gpus = [gpu for card in _cards(self.root) if (gpu := self._amd(card))]
+        gpus = [gpu for card in cards(self.root) if (gpu := self._amd(card))]
         gpus += [{"id": id, "name": name, **_plausible(read())} for id, name, read in self._nvidia]
         gpus.sort(key=lambda gpu: gpu["id"].zfill(16))
         return {"time": round(time.time(), 3), "gpus": gpus, "host": self._host()}
@@ -78,18 +82,19 @@ class Counters:
 
     def _amd(self, card: Path) -> dict[str, Any] | None:
         device = card / "device"
-        if _text(device / "vendor") != "0x1002":  # a display controller, or a partition of a GPU that is listed itself
+        if read_text(device / "vendor") != "0x1002":  # another maker's, or a partition, whose GPU is listed itself
             return None
-        slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", _text(device / "uevent"), re.MULTILINE)
-        return {"id": slot[1] if slot else card.name, "name": self._name(device), **_plausible(_read_amd(device))}
+        slot = re.search(r"^PCI_SLOT_NAME=([0-9a-f:.]+)$", read_text(device / "uevent"), re.MULTILINE)
+        name = "".join(filter(str.isprintable, self._name(device)))
+        return {"id": slot[1] if slot else card.name, "name": name, **_plausible(_read_amd(device))}
 
     def _name(self, device: Path) -> str:
-        if product := _text(device / "product_name"):  # Instinct only
+        if product := read_text(device / "product_name"):  # Instinct only
             return product
-        numbers = tuple(_text(device / file).removeprefix("0x").upper() for file in ("device", "revision"))
+        numbers = tuple(read_text(device / file).removeprefix("0x").upper() for file in ("device", "revision"))
         if numbers not in self._known:
             line = re.compile(rf"^{re.escape(numbers[0])},\s*{re.escape(numbers[1])},\s*(.+)$", re.MULTILINE | re.I)
-            found = next(filter(None, (line.search(_text(self.root / path, 1 << 20)) for path in _ID_FILES)), None)
+            found = next(filter(None, (line.search(read_text(self.root / path)) for path in _ID_FILES)), None)
             self._known[numbers] = found[1].strip() if found else f"AMD GPU {numbers[0]}".strip()
         return self._known[numbers]
 
@@ -97,18 +102,21 @@ class Counters:
 
     def _open_nvml(self) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
         """PCI address, name and reader of each NVIDIA GPU."""
+        found = []
         try:
             import pynvml
+
+            pynvml.nvmlInit()
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                if gpu := _attempt(partial(_nvidia_gpu, pynvml, index)):
+                    found.append(gpu)
+                else:
+                    self.notes.append(f"NVIDIA GPU {index} does not answer")
         except ImportError:
             self.notes.append(_NO_PYNVML)
-            return []
-        try:
-            pynvml.nvmlInit()
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            return [_nvidia_gpu(pynvml, handle) for handle in handles]
         except Exception as error:  # NVMLError, or what ctypes makes of a library of another version
-            self.notes.append(f"the counters of the NVIDIA GPUs cannot be read: {' '.join(str(error).split())}")
-            return []
+            self.notes.append(f"the counters of the NVIDIA GPUs cannot be read: {one_line(error)}")
+        return found
 
     # ---- host
 
@@ -129,33 +137,32 @@ class Counters:
         return {key: value for key, value in values.items() if value is not None}
 
 
-def _cards(root: Path) -> list[Path]:
-    """``card0``, ``card1``, …; not the connectors ``card0-DP-1`` nor the render nodes."""
-    folder = root / "sys/class/drm"
-    return [folder / name for name in _list(folder) if re.fullmatch(r"card\d+", name)]
-
-
 def _read_amd(device: Path) -> dict[str, float | None]:
     """Files and units: docs.kernel.org/gpu/amdgpu/thermal.html and driver-misc.html."""
-    values = {key: _number(device / f"mem_info_{key}") for key in _MEMORY}
-    if _text(device / "power/runtime_status") == "suspended":  # older kernels would wake it up: rocm-systems#8024
+    values: dict[str, float | None] = {key: read_number(device / f"mem_info_{key}") for key in _MEMORY}
+    if read_text(device / "power/runtime_status") == "suspended":  # older kernels would wake it up: rocm-systems#8024
         return values
-    values["busy"] = _number(device / "gpu_busy_percent")
-    if not (monitors := _list(device / "hwmon")):
+    values["busy"] = read_number(device / "gpu_busy_percent")
+    if not (monitors := listing(device / "hwmon")):
         return values
     hwmon = device / "hwmon" / monitors[0]
-    power = (_number(hwmon / f"power1_{kind}", 1e6) for kind in ("average", "input"))  # most GPUs have one of them
+    power = (_scaled(hwmon / f"power1_{kind}", 1e6) for kind in ("average", "input"))  # most GPUs have one of them
     values["power"] = next((watts for watts in power if watts is not None), None)
     celsius = {
-        _text(hwmon / f"temp{n}_label") or usual: _number(hwmon / f"temp{n}_input", 1e3)
+        read_text(hwmon / f"temp{n}_label") or usual: _scaled(hwmon / f"temp{n}_input", 1e3)
         for n, usual in ((1, "edge"), (2, "junction"), (3, "mem"))
     }
     # what throttles is the junction; an APU has the edge only, MI300 no edge
     values["temperature"] = celsius.get("edge") if celsius.get("junction") is None else celsius["junction"]
     values["memory_temperature"] = celsius.get("mem")
-    values["clock"], values["memory_clock"] = (_number(hwmon / f"freq{n}_input", 1e6) for n in (1, 2))
-    values["fan"] = _number(hwmon / "fan1_input")
+    values["clock"], values["memory_clock"] = (_scaled(hwmon / f"freq{n}_input", 1e6) for n in (1, 2))
+    values["fan"] = read_number(hwmon / "fan1_input")
     return values
+
+
+def _scaled(path: Path, unit: float) -> float | None:
+    number = read_number(path)
+    return None if number is None else number / unit
 
 
 def _has_nvidia(root: Path) -> bool:
@@ -163,7 +170,9 @@ def _has_nvidia(root: Path) -> bool:
     return windows or any(os.path.exists(root / path) for path in _NVIDIA)
 
 
-def _nvidia_gpu(nvml: Any, handle: Any) -> tuple[str, str, Callable[[], dict[str, Any]]]:
+def _nvidia_gpu(nvml: Any, index: int) -> tuple[str, str, Callable[[], dict[str, Any]]]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+
     def read() -> dict[str, Any]:
         memory = _attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         milliwatts = _attempt(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
@@ -196,36 +205,5 @@ def _attempt(read: Callable[[], Any]) -> Any:
 
 def _plausible(values: dict[str, Any]) -> dict[str, Any]:
     """Without what could not be read and what no GPU can have."""
-    least = {"temperature": -50, "memory_temperature": -50}
     numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
-    return {k: round(number, 3) for k, number in numbers.items() if least.get(k, 0) <= number <= _MOST[k]}
-
-
-def _number(path: Path, unit: float = 1) -> float | None:
-    """The whole number in a file, in units of ``unit``."""
-    try:
-        value = int(_bytes(path, 64))
-    except ValueError:
-        return None
-    return value if unit == 1 else value / unit
-
-
-def _text(path: Path, most: int = 4096) -> str:
-    """The printable text in a file, without white space around it."""
-    text = _bytes(path, most).decode(errors="replace").strip()
-    return "".join(c for c in text if c.isprintable() or c == "\n")
-
-
-def _bytes(path: Path, most: int) -> bytes:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read(most)
-    except OSError:
-        return b""
-
-
-def _list(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
+    return {key: round(number, 3) for key, number in numbers.items() if 0 <= number <= _MOST[key]}

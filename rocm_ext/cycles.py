@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext.counters import HARDWARE_LOG
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_text
 from rocm_ext.monitor import Metrics, read_metrics
@@ -58,7 +59,7 @@ class Run:
             for pattern in ("cycle_*", "adapter", "merged", "checkpoints"):
                 for folder in self.out.glob(pattern):
                     shutil.rmtree(folder, ignore_errors=True)
-            for name in ("metrics.jsonl", "summary.json"):
+            for name in ("metrics.jsonl", HARDWARE_LOG, "summary.json"):
                 (self.out / name).unlink(missing_ok=True)
         content = {"config": OmegaConf.to_container(cfg, resolve=True), "identity": identity}
         replace_text(self._path, json.dumps(content, indent=2) + "\n")

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from rocm_ext.checkpoint import Checkpoints
+from rocm_ext.counters import HARDWARE_LOG
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_text
 from rocm_ext.monitor import Metrics
@@ -54,7 +55,7 @@ class OutputDir:
 
         Args:
             config: text of ``config.yaml``.
-            step: optimiser steps done; later lines of ``metrics.jsonl`` go.
+            step: optimiser steps done; later lines of ``metrics.jsonl`` go. At 0 ``hardware.jsonl`` begins anew.
         """
         self.checkpoints.sweep()
         if self.overwrite and not self.resume:
@@ -62,5 +63,8 @@ class OutputDir:
             for name in ("adapter", "merged"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "summary.json").unlink(missing_ok=True)
+        if not step:
+            with disk_errors(self.path / HARDWARE_LOG):
+                (self.path / HARDWARE_LOG).unlink(missing_ok=True)
         replace_text(self.path / "config.yaml", config)
         return Metrics(self.path / "metrics.jsonl", lambda line: line["step"] <= step)

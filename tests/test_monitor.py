@@ -120,8 +120,12 @@ def test_a_sleeping_gpu_is_left_asleep(tmp_path, monkeypatch):
     root = sysfs.strix_halo(tmp_path)
     (hwmon(root).parents[1] / "power/runtime_status").write_text("suspended\n")
     opened = []
-    real = open
-    monkeypatch.setattr(counters, "open", lambda path, *a, **k: opened.append(path) or real(path, *a, **k), False)
+
+    def noted(path, *args, **kwargs):
+        opened.append(path)
+        return builtins.open(path, *args, **kwargs)
+
+    monkeypatch.setattr("rocm_ext.sysfs.open", noted, raising=False)
     (gpu,) = gpus(root)
     assert gpu["gtt_total"] == 120 * GIB
     assert "busy" not in gpu
@@ -155,7 +159,7 @@ def test_read_errors(tmp_path, monkeypatch, number):
             return contextlib.nullcontext(file)
         return builtins.open(path, *args, **kwargs)
 
-    monkeypatch.setattr(counters, "open", failing, raising=False)
+    monkeypatch.setattr("rocm_ext.sysfs.open", failing, raising=False)
     assert gpus(root) == [{key: value for key, value in whole.items() if key not in ("busy", "temperature")}]
 
 
@@ -193,7 +197,7 @@ def test_any_junk(data):
         assert gpu["id"]
         assert gpu["name"]
         assert set(gpu) <= UNITS
-        assert all(-50 <= gpu[key] <= most for key, most in counters._MOST.items() if key in gpu)
+        assert all(0 <= gpu[key] <= most for key, most in counters._MOST.items() if key in gpu)
 
 
 def spoil(path: Path, how: str, content: bytes) -> None:
@@ -322,7 +326,17 @@ def test_nvidia_without_its_package(nvidia, monkeypatch, capsys):
 def test_nvidia_whose_driver_fails(nvidia, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(broken=("nvmlInit",)))
     assert cli.main(["monitor", "--json", "--count", "1", "--root", str(nvidia)]) == 0
-    assert "NVIDIA GPUs cannot be read: Not Supported" in capsys.readouterr().err
+    assert "NVIDIA GPUs cannot be read: NVMLError: Not Supported" in capsys.readouterr().err
+
+
+def test_one_nvidia_gpu_that_is_lost(nvidia, monkeypatch):
+    nvml = fake_nvml(["NVIDIA H200"] * 3)
+    handle = nvml.nvmlDeviceGetHandleByIndex
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: handle(index) if index != 1 else 1 / 0
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    open_counters = Counters(nvidia)
+    assert [gpu["id"] for gpu in open_counters.read()["gpus"]] == ["0000:ee:00.0", "0000:f0:00.0"]
+    assert open_counters.notes == ["NVIDIA GPU 1 does not answer"]
 
 
 def test_no_driver_no_nvml(tmp_path, monkeypatch):
@@ -636,7 +650,7 @@ print("went on")
 
 def test_a_gpu_that_hangs_does_not_hold_the_run(tmp_path, monkeypatch):
     hang = threading.Event()
-    monkeypatch.setattr(counters, "_cards", lambda root: [hang.wait(20)][:0])
+    monkeypatch.setattr(counters, "cards", lambda root: [hang.wait(20)][:0])
     began = time.monotonic()
     with recording(tmp_path, 0.1):
         time.sleep(0.1)

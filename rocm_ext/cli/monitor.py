@@ -26,7 +26,7 @@ def add(commands) -> None:
         "dash, or a field that is not there, is a counter that this machine does not have.",
     )
     option = parser.add_argument
-    option("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between readings (1)")
+    option("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between readings (2)")
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
     option("--run", type=Path, dest="out", metavar="OUTPUT_DIR", help="also tell how far the run in this folder is")
     option("--log", type=Path, metavar="FILE", help="also append the readings to FILE, as in a run's hardware.jsonl")
