@@ -175,7 +175,7 @@ def _unusable_gpu(machine: Machine) -> str | None:
     if machine.torch_build != "rocm":
         kind = {"cuda": "CUDA", "cpu": "CPU"}[machine.torch_build]
         return (f"found an AMD GPU ({usable.arch}), but torch {machine.torch} is a {kind} build; "
-                f"install it with: {profile.install}")
+                f"install it with: {reinstall(profile, machine)}")
     if machine.hidden_by:
         return f"{machine.hidden_by} hides the AMD GPU ({usable.arch})"
     return (f"found an AMD GPU ({usable.arch}), but torch {machine.torch} sees none: this user must be able to read "
@@ -208,9 +208,15 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
                             f"Use hardware=auto or hardware={own.name}; to run without the GPU: hardware=cpu")
         warnings.append(f"{machine.arch} has no hardware profile of its own: running with {profile.name}'s")
     if not machine.has_kernels:
-        hint = f"; install it with: {profile.install}" if profile.install else ""
+        hint = f"; install it with: {reinstall(profile, machine)}" if profile.install else ""
         warnings.append(f"torch {machine.torch} has no kernels for {machine.arch}{hint}")
     return warnings + [f"{found}: {fix}" for found, fix in below_floor(profile, machine).values()]
+
+
+def reinstall(profile: Profile, machine: Machine) -> str:
+    """The command that replaces torch. pip alone keeps an installed one, whatever it was built for."""
+    then = ";" if machine.system == "Windows" else " &&"
+    return f"pip uninstall -y torch{then} {profile.install}"
 
 
 def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]]:

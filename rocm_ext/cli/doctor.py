@@ -32,11 +32,15 @@ def run(args: argparse.Namespace) -> int:
     from rocm_ext.doctor.facts import recorded_facts
     from rocm_ext.doctor.live import ROOT, live_facts
     from rocm_ext.doctor.save import save
+    from rocm_ext.errors import UserError
 
-    facts = live_facts() if args.root is None else recorded_facts(args.root)
-    if args.save is not None:  # and judge what was saved: who gets it sees these rows
-        save(facts, args.root or ROOT, args.save)
-        facts = recorded_facts(args.save)
+    try:
+        facts = live_facts() if args.root is None else recorded_facts(args.root)
+        if args.save is not None:  # and judge what was saved: who gets it sees these rows
+            save(facts, args.root or ROOT, args.save)
+            facts = recorded_facts(args.save)
+    except UserError as error:
+        raise UserError(str(error), code=2) from error  # 1 would say that there are warnings only
     rows = judge(facts)
     if args.json:
         print(json.dumps(_document(facts, rows)))
@@ -78,8 +82,11 @@ def _print(facts, rows) -> None:
         shown.add_row(Text(row.level, _STYLES[row.level]), Text(_printable(row.check)), found)
     screen.print(shown)
     for row in sorted((row for row in rows if row.level in ("warning", "error")), key=lambda row: row.level == "error"):
-        screen.print(Text.assemble("\n", (row.level, _STYLES[row.level]), f" {_printable(row.check)}"))
-        screen.print(Padding(Text(f"{_printable(row.found)}: {_printable(row.why)}"), (0, 0, 0, 2)))
+        screen.print(
+            Text.assemble("\n", (row.level, _STYLES[row.level]), f" {_printable(row.check)}: ", _printable(row.found))
+        )
+        if row.why:
+            screen.print(Padding(Text(_printable(row.why)), (0, 0, 0, 2), expand=False))
         # never broken into lines, so that it can be copied
         screen.print(Text(f"  fix: {_printable(row.fix)}", "bold"), soft_wrap=True)
     screen.print(Text("\n" + verdict(facts, rows), "bold"))

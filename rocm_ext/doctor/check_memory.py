@@ -37,8 +37,8 @@ def kernel_view(facts: Facts) -> Iterator[Row]:
         yield unrecorded(name)
         return
     found = _counted(told)
-    if facts.fit.unified and facts.gtt is not None and total and facts.gtt < ENOUGH * total * 2**30:
-        why = f"of {total} GiB the GPU may map {gib(facts.gtt)}"
+    if facts.fit.unified and facts.mappable is not None and total and facts.mappable < ENOUGH * total * 2**30:
+        why = f"of {total} GiB the GPU may map {gib(facts.mappable)}"
         yield Row(name, "warning", found, why, _more_memory(facts, total))
     else:
         yield Row(name, "ok", found)

@@ -1,10 +1,11 @@
 """The operating system, and whether this user can reach the GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rocm_ext import device
 from rocm_ext.device import UserError, version
 from rocm_ext.doctor.facts import Facts
+from rocm_ext.doctor.recorded import DeviceNode
 from rocm_ext.doctor.rows import Row, gib, unrecorded
 from rocm_ext.doctor.system import AMD, STRIX_HALO, Card
 
@@ -60,8 +61,8 @@ def hardware_profile(facts: Facts) -> Iterator[Row]:
             yield Row(name, "error", f"none for {machine.arch}", str(error),
                       f"hardware={device.nearest_profile(machine)}")  # fmt: skip
     else:
-        gpu = facts.fit.name or facts.fit.arch
-        yield Row(name, "ok", f"{facts.profile.name}: {gpu or 'no GPU that can train'}")
+        gpu = facts.fit.name or facts.fit.arch or device.choose_profile(machine)[1]
+        yield Row(name, "ok", f"{facts.profile.name}: {gpu}")
 
 
 def gpu_driver(facts: Facts) -> Iterator[Row]:
@@ -104,13 +105,29 @@ def device_files(facts: Facts) -> Iterator[Row]:
                   _DOCKER if facts.said.container else "sudo modprobe amdgpu")  # fmt: skip
         return
     access = {path: facts.access(node) for path, node in nodes.items()}
-    told = ", ".join(f"{path} {node.owner}:{node.group} {node.mode}" for path, node in nodes.items())
+    told = _permissions(nodes)
     if closed := [path for path, open in access.items() if open is False]:
         yield Row(name, "error", told, f"this user cannot read and write {', '.join(closed)}", _open_fix(facts))
     elif None in access.values():
         yield unrecorded(name, f"{told}; the user is not recorded")
     else:
         yield Row(name, "ok", told)
+
+
+def _permissions(nodes: Mapping[str, DeviceNode]) -> str:
+    """``/dev/kfd, 8 render nodes: root:render 0660``."""
+    groups: dict[str, list[str]] = {}
+    for path, node in nodes.items():
+        groups.setdefault(f"{node.owner}:{node.group} {node.mode}", []).append(path)
+    told = []
+    for permission, paths in groups.items():
+        render = [path for path in paths if "renderD" in path]
+        names = [
+            *(path for path in paths if path not in render),
+            *([f"{len(render)} render nodes"] if render[1:] else render),
+        ]
+        told.append(f"{', '.join(names)}: {permission}")
+    return "; ".join(told)
 
 
 def _open_fix(facts: Facts) -> str:
@@ -194,14 +211,14 @@ def kernel_parameters(facts: Facts) -> Iterator[Row]:
     told = [f"{key}={given[key]}" for key in ours if key in given]
     if files.pages_limit is not None:
         told.append(f"{files.ttm}.pages_limit in effect: {files.pages_limit} ({gib(files.pages_limit * 4096)})")
-    limit = facts.gtt if files.pages_limit is None else files.pages_limit * 4096
+    limit = facts.mappable
     if limit is None or total is None:
         yield unrecorded(name, ", ".join(told))
         return
     old = version(facts.machine.kernel) < (6, 16)
     problems = []
     if limit < ENOUGH * total * 2**30:
-        problems.append(f"the GPU may map half of the {total} GiB of memory or less")
+        problems.append(f"the GPU may map {gib(limit)} of {total} GiB")
     if "amdgpu.gttsize" in given and not old:
         problems.append("amdgpu.gttsize is deprecated and does not raise the limit that counts, ttm.pages_limit")
     if old and given.get("amd_iommu") != "off":
@@ -226,8 +243,10 @@ def firmware(facts: Facts) -> Iterator[Row]:
         yield Row(name, "error", "; ".join(told), f"MES 0x{BAD_MES:x} of linux-firmware 20251125 hangs the GPU or ends "
                   "runs in memory access faults (ROCm#5724); 20260110 and later are good",
                   facts.upgrade)  # fmt: skip
-    elif not told or (facts.fit.arch == "gfx1151" and all(card.mes is None for card in strix)):
-        yield unrecorded(name, "; ".join(told))
+    elif not told:
+        yield unrecorded(name)
+    elif facts.fit.arch == "gfx1151" and all(card.mes is None for card in strix):
+        yield unrecorded(name, "; ".join([*told, "the kernel does not tell MES's version"]))
     else:
         yield Row(name, "ok", "; ".join(told))
 

@@ -1,13 +1,12 @@
 """torch, what it stands on, and the environment it will run in."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rocm_ext import device, registry
 from rocm_ext.device import ALLOCATOR_VARIABLES
 from rocm_ext.doctor.facts import Facts
 from rocm_ext.doctor.rows import Row, unrecorded
-from rocm_ext.doctor.system import NVIDIA
-from rocm_ext.machine import VISIBLE_VARIABLES
+from rocm_ext.machine import VISIBLE_VARIABLES, Torch
 
 # What is good for finding errors and bad for speed
 DEBUGGING = {
@@ -21,34 +20,46 @@ DEBUGGING = {
 
 
 def torch_build(facts: Facts) -> Iterator[Row]:
+    """The commonest install error is pip's CUDA or CPU wheel on an AMD machine."""
     name, torch, profile = "torch", facts.said.torch, facts.profile
-    install = (profile.install if profile else "") or "pip install torch"
     if facts.said.torch_error:
+        install = profile.install if profile and profile.install else "pip install torch"
         yield Row(name, "error", "import torch fails", facts.said.torch_error, install)
-    elif torch is None:
+        return
+    if torch is None:
         yield unrecorded(name)
-    elif facts.machine.hidden_by and facts.has_gpu:
-        yield Row(name, "ok", f"{torch.version}, a {_BUILDS[torch.build]} build")  # "hardware profile" says the rest
-    elif facts.amd and torch.build != "rocm":
-        yield Row(name, "error", f"{torch.version}, a {_BUILDS[torch.build]} build",
-                  f"the GPU is an AMD {facts.fit.arch}: torch computes on the CPU", install)  # fmt: skip
-    elif facts.amd and not torch.gpus:
-        yield Row(name, "error", f"{torch.version} sees no GPU",
-                  f"the {facts.fit.arch} is here: the rows on driver, device files and groups tell why, or HIP itself",
-                  'AMD_LOG_LEVEL=3 python -c "import torch; torch.cuda.init()"')  # fmt: skip
-    elif torch.build == "rocm" and not torch.gpus:
-        yield Row(name, "warning", f"{torch.version}, a ROCm build", "no AMD GPU is here: training runs on the CPU",
-                  "pip install torch --index-url https://download.pytorch.org/whl/cpu")  # fmt: skip
-    elif not torch.gpus and (facts.files.nvidia or NVIDIA in facts.files.displays.values()):
-        why = "an NVIDIA GPU is here, but torch computes on the CPU"
-        fix = "nvidia-smi" if torch.build == "cuda" else "pip install --force-reinstall torch"
-        yield Row(name, "warning", f"{torch.version}, a {_BUILDS[torch.build]} build", why, fix)
+        return
+    found = f"{torch.version}, a {_BUILDS[torch.build]} build"
+    if torch.gpus:
+        yield Row(name, "ok", f"{found}, {facts.machine.gpu_count} x {facts.machine.name}")
+    elif facts.machine.hidden_by:
+        yield Row(name, "ok", found)  # another row says that the GPUs are hidden
     else:
-        gpus = f", {facts.machine.gpu_count} x {facts.machine.name}" if torch.gpus else ""
-        yield Row(name, "ok", f"{torch.version}, a {_BUILDS[torch.build]} build{gpus}")
+        yield _without_gpu(facts, torch, found)
 
 
 _BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
+
+
+def _without_gpu(facts: Facts, torch: Torch, found: str) -> Row:
+    name, found_none = "torch", f"{found}, sees no GPU"
+    if facts.amd and facts.profile and torch.build != "rocm":
+        why = f"the GPU is an AMD {facts.fit.arch}: torch computes on the CPU"
+        return Row(name, "error", found, why, device.reinstall(facts.profile, facts.machine))
+    if torch.build == "rocm" and (facts.machine.wsl or facts.machine.system == "Windows"):
+        fix = "install the current Adrenalin driver on Windows; in WSL2 also ROCm for WSL (rocm.docs.amd.com)"
+        return Row(name, "error", found_none, "it reaches the GPU through Windows' driver", fix)
+    if facts.amd:
+        why = f"the {facts.fit.arch} is here: the rows on driver, device files and groups tell why, or HIP itself"
+        return Row(name, "error", found_none, why, 'AMD_LOG_LEVEL=3 python -c "import torch; torch.cuda.init()"')
+    if torch.build == "rocm":
+        cpu = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+        why = "no AMD GPU is here: training runs on the CPU"
+        return Row(name, "warning", found_none, why, f"pip uninstall -y torch && {cpu}")
+    if facts.has_gpu:
+        fix = "nvidia-smi" if torch.build == "cuda" else "pip uninstall -y torch && pip install torch"
+        return Row(name, "warning", found_none, "an NVIDIA GPU is here, but torch computes on the CPU", fix)
+    return Row(name, "ok", found)
 
 
 def torch_kernels(facts: Facts) -> Iterator[Row]:
@@ -63,7 +74,7 @@ def torch_kernels(facts: Facts) -> Iterator[Row]:
     else:
         works = facts.said.canaries and all(row.level == "ok" for row in facts.said.canaries)
         yield Row(name, "warning" if works else "error", f"only for {', '.join(torch.kernels)}",
-                  f"none for {machine.arch}", facts.profile.install)  # fmt: skip
+                  f"none for {machine.arch}", device.reinstall(facts.profile, machine))  # fmt: skip
 
 
 def limits(facts: Facts) -> Iterator[Row]:
@@ -78,7 +89,7 @@ def limits(facts: Facts) -> Iterator[Row]:
         if not found:
             yield unrecorded(name)
         elif what in outside:
-            yield Row(name, "warning", found, ": ".join(outside[what]), profile.install)
+            yield Row(name, "warning", found, ": ".join(outside[what]), device.reinstall(profile, machine))
         else:
             yield Row(name, "ok", found)
 
@@ -115,37 +126,36 @@ def environment(facts: Facts) -> Iterator[Row]:
     for conflict in conflicts:
         yield Row(" ".join(conflict.variables), "error" if conflict.fatal else "warning", conflict.found,
                   conflict.why, facts.unset(*conflict.variables))  # fmt: skip
-    ranks = {"WORLD_SIZE": str(facts.gpu_count)}
-    ours = {} if any(c.fatal for c in conflicts) else device.environment(profile, facts.fit, {**environ, **ranks})
-    for name, (value, why) in ours.items():
-        yield Row(name, "ok", f"not set; the recipe sets {value}", why)
+    alone = device.environment(profile, facts.fit, {"WORLD_SIZE": str(facts.gpu_count)})  # nothing set by the user
+    taken = {*environ, *(ALLOCATOR_VARIABLES if environ.keys() & set(ALLOCATOR_VARIABLES) else ())}
+    for name, (value, why) in alone.items():
+        if name not in taken:
+            yield Row(name, "ok", f"not set; the recipe sets {value}", why)
     for name in sorted(environ.keys() - named):
-        yield from _variable(facts, name, environ[name])
+        yield _variable(facts, name, environ[name], alone)
+    if not (alone or environ):
+        yield Row("environment", "ok", "nothing is set that matters here")
 
 
-def _variable(facts: Facts, name: str, value: str) -> Iterator[Row]:
-    assert facts.profile
-    wanted = facts.profile.environment.get(name)
-    if wanted and value != wanted.value and name not in ALLOCATOR_VARIABLES:
-        yield Row(name, "warning", f"{value}; the recipe would set {wanted.value}", wanted.reason, facts.unset(name))
-    elif name in DEBUGGING and value not in ("", "0"):
-        yield Row(name, "warning", value, f"slow: {DEBUGGING[name]}", facts.unset(name))
-    elif name == "PYTORCH_TUNABLEOP_ENABLED" and value == "1" and facts.profile.name != "mi300x":
+def _variable(facts: Facts, name: str, value: str, alone: Mapping[str, tuple[str, str]]) -> Row:
+    wanted, why = alone.get(name, (value, ""))
+    if value != wanted and name not in ALLOCATOR_VARIABLES:
+        return Row(name, "warning", f"{value}; the recipe would set {wanted}", why, facts.unset(name))
+    if name in DEBUGGING and value not in ("", "0"):
+        return Row(name, "warning", value, f"slow: {DEBUGGING[name]}", facts.unset(name))
+    if name == "PYTORCH_TUNABLEOP_ENABLED" and value == "1" and facts.profile and facts.profile.name != "mi300x":
         why = "pays where shapes are fixed; with rows of all lengths it tunes all the time"
-        yield Row(name, "warning", value, why, facts.unset(name))
-    else:
-        yield Row(name, "ok", value or "empty")
+        return Row(name, "warning", value, why, facts.unset(name))
+    return Row(name, "ok", value or "empty")
 
 
 def numerics(facts: Facts) -> Iterator[Row]:
     """The canaries, among them which attention kernels answer; and the BLAS library."""
-    if facts.said.torch is None and not facts.said.canaries:
-        yield unrecorded("canaries")
-        return
     if facts.said.canaries is None:
-        yield unrecorded("canaries")
+        yield unrecorded("canaries", "torch cannot use the GPU" if facts.said.torch and not facts.machine.arch else "")
     for row in facts.said.canaries or ():
-        yield Row(f"canary: {row.check}", row.level, row.found, row.why, row.fix)
+        name = "attention" if row.check == "fused attention" else f"canary: {row.check}"
+        yield Row(name, row.level, row.found, row.why, row.fix)
     yield Row("BLAS", "ok", facts.said.blas) if facts.said.blas else unrecorded("BLAS")
 
 

@@ -93,6 +93,12 @@ class Facts:
         return max((card.gtt for card in self.cards if card.gtt is not None), default=None)
 
     @property
+    def mappable(self) -> int | None:
+        """Bytes of host memory that HIP gets: TTM's limit binds it also where amdgpu.gttsize makes GTT larger."""
+        pages = self.files.pages_limit
+        return min((size for size in (self.gtt, pages and pages * 4096) if size is not None), default=None)
+
+    @property
     def installed_gib(self) -> int | None:
         """Unified memory as it was sold: the kernel keeps some for itself, and the carve-out is not the host's."""
         if self.host_total is None:
