@@ -263,7 +263,8 @@ def test_resume_where_nothing_is_starts_and_resume_of_a_finished_run_changes_not
     assert code == 0, messages
     after = tree(out)
     changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
-    assert changed <= {"summary.json", "config.yaml"}  # peak memory; resume_from_checkpoint
+    assert changed <= {"summary.json", "config.yaml", "hardware.jsonl"}  # peak memory; resume_from_checkpoint
+    assert after["hardware.jsonl"].startswith(before["hardware.jsonl"])
     assert json.loads(after["summary.json"])["steps"] == 10
 
 
@@ -322,7 +323,8 @@ def test_used_output_dir(make, reference, tmp_path):
 
     killed = make(out, overwrite_output_dir=True, metric_logger=at(1, signal.SIGKILL))
     assert run(killed)[0] == -signal.SIGKILL
-    assert set(os.listdir(out)) == {"config.yaml", "metrics.jsonl", "checkpoints"}  # nothing of the earlier run
+    left = set(os.listdir(out)) - {"hardware.jsonl"}
+    assert left == {"config.yaml", "metrics.jsonl", "checkpoints"}  # nothing of the earlier run
     assert run(make(out), "overwrite_output_dir=True")[0] == 0
     assert_equal(out, reference)
 
