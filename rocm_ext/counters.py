@@ -26,7 +26,7 @@ _NO_PYNVML = (
     "an NVIDIA driver is here, but not the package that reads its counters: pip install nvidia-ml-py "
     "(or torchtune-rocm[nvidia])"
 )
-_NVIDIA = ("proc/driver/nvidia/version", "usr/lib/wsl/lib/libnvidia-ml.so.1")  # the second on WSL2
+_NVIDIA = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libnvidia-ml.so.1")  # the second on WSL2
 _ID_FILES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
 _MEMORY = ("vram_used", "vram_total", "gtt_used", "gtt_total")
 _MOST = {  # more is junk
@@ -56,7 +56,7 @@ class Counters:
     To be used in the thread that made it: psutil counts processor time per thread.
 
     Args:
-        root: where ``sys`` and ``proc`` are. Below any other root than ``/`` only GPUs are read.
+        root: where ``sys`` is. Below any other root than ``/`` only AMD's GPUs are read.
         process: also tell this process's memory.
 
     Attributes:
@@ -66,7 +66,8 @@ class Counters:
     def __init__(self, root: Path = Path("/"), process: bool = False) -> None:
         self.root, self.notes = root, list[str]()
         self._known: dict[tuple[str, ...], str] = {}  # names by PCI device and revision
-        self._nvidia = self._open_nvml() if _has_nvidia(root) else []
+        self._live = root == Path("/")  # a copy says nothing about the machine that it is read on
+        self._nvidia = self._open_nvml() if self._live and _has_nvidia() else []
         self._process = _attempt(psutil.Process) if process else None
         _attempt(psutil.cpu_percent)  # tells the share since it was last asked
         self._cpu_asked = time.monotonic()
@@ -121,7 +122,7 @@ class Counters:
     # ---- host
 
     def _host(self) -> dict[str, Any]:
-        if self.root != Path("/"):
+        if not self._live:
             return {}
         values: dict[str, Any] = {}
         now = time.monotonic()
@@ -165,9 +166,8 @@ def _scaled(path: Path, unit: float) -> float | None:
     return None if number is None else number / unit
 
 
-def _has_nvidia(root: Path) -> bool:
-    windows = os.name == "nt" and shutil.which("nvidia-smi") is not None
-    return windows or any(os.path.exists(root / path) for path in _NVIDIA)
+def _has_nvidia() -> bool:
+    return any(map(os.path.exists, _NVIDIA)) or (os.name == "nt" and shutil.which("nvidia-smi") is not None)
 
 
 def _nvidia_gpu(nvml: Any, index: int) -> tuple[str, str, Callable[[], dict[str, Any]]]:

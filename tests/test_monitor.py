@@ -27,6 +27,7 @@ from rocm_ext import cli, counters
 from rocm_ext.counters import Counters
 from rocm_ext.errors import UserError
 from rocm_ext.recorder import HardwareLog, recording
+from rocm_ext.sysfs import cards
 from tests import sysfs
 from tests.forks import forked
 from tests.sysfs import GIB
@@ -287,14 +288,18 @@ def fake_nvml(names: list = ["NVIDIA H200"], broken: tuple = ()) -> SimpleNamesp
 
 
 @pytest.fixture
-def nvidia(tmp_path) -> Path:
-    """A machine with NVIDIA's driver."""
-    return sysfs.write(tmp_path, {"proc/driver/nvidia/version": "NVRM version: 580.65\n"})
+def nvidia(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Gives this machine NVIDIA's driver and a ``pynvml``, and no GPU of AMD's."""
+    driver = tmp_path / "version"
+    driver.touch()
+    monkeypatch.setattr(counters, "_NVIDIA", (str(driver),))
+    monkeypatch.setattr(counters, "cards", lambda root: [])
+    return lambda pynvml: monkeypatch.setitem(sys.modules, "pynvml", pynvml)
 
 
-def test_nvidia(nvidia, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(["NVIDIA H200", b"NVIDIA H100"]))
-    (reading,) = monitor(capsys, "--count", 1, "--root", nvidia)
+def test_nvidia(nvidia, capsys):
+    nvidia(fake_nvml(["NVIDIA H200", b"NVIDIA H100"]))
+    (reading,) = monitor(capsys, "--count", 1)
     first, second = reading["gpus"]
     assert (first["id"], first["name"], second["id"]) == ("0000:ef:00.0", "NVIDIA H100", "0000:f0:00.0")
     assert {k: v for k, v in second.items() if k not in ("id", "name")} == {
@@ -308,45 +313,52 @@ def test_nvidia(nvidia, monkeypatch, capsys):
     }
 
 
-def test_nvidia_counters_that_are_not_supported(nvidia, monkeypatch):
+def test_nvidia_counters_that_are_not_supported(nvidia):
     broken = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPowerUsage")
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(broken=broken))
-    (gpu,) = gpus(nvidia)
+    nvidia(fake_nvml(broken=broken))
+    (gpu,) = gpus(Path("/"))
     assert set(gpu) == {"id", "name", "temperature", "clock", "memory_clock"}
 
 
-def test_nvidia_without_its_package(nvidia, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert cli.main(["monitor", "--json", "--count", "2", "--interval", "0.1", "--root", str(nvidia)]) == 0
+def test_nvidia_without_its_package(nvidia, capsys):
+    nvidia(None)
+    assert cli.main(["monitor", "--json", "--count", "2", "--interval", "0.1"]) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
     assert err.count("pip install nvidia-ml-py") == 1
 
 
-def test_nvidia_whose_driver_fails(nvidia, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(broken=("nvmlInit",)))
-    assert cli.main(["monitor", "--json", "--count", "1", "--root", str(nvidia)]) == 0
+def test_nvidia_whose_driver_fails(nvidia, capsys):
+    nvidia(fake_nvml(broken=("nvmlInit",)))
+    assert cli.main(["monitor", "--json", "--count", "1"]) == 0
     assert "NVIDIA GPUs cannot be read: NVMLError: Not Supported" in capsys.readouterr().err
 
 
-def test_one_nvidia_gpu_that_is_lost(nvidia, monkeypatch):
+def test_one_nvidia_gpu_that_is_lost(nvidia):
     nvml = fake_nvml(["NVIDIA H200"] * 3)
     handle = nvml.nvmlDeviceGetHandleByIndex
     nvml.nvmlDeviceGetHandleByIndex = lambda index: handle(index) if index != 1 else 1 / 0
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    open_counters = Counters(nvidia)
+    nvidia(nvml)
+    open_counters = Counters()
     assert [gpu["id"] for gpu in open_counters.read()["gpus"]] == ["0000:ee:00.0", "0000:f0:00.0"]
     assert open_counters.notes == ["NVIDIA GPU 1 does not answer"]
 
 
-def test_no_driver_no_nvml(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(broken=("nvmlInit",)))
-    assert Counters(tmp_path).notes == []
+def test_no_driver_no_nvml(nvidia, monkeypatch):
+    nvidia(fake_nvml(broken=("nvmlInit",)))
+    monkeypatch.setattr(counters, "_NVIDIA", ())
+    assert Counters().notes == []
 
 
-def test_amd_beside_nvidia(nvidia, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
-    assert [gpu["id"] for gpu in gpus(sysfs.strix_halo(nvidia))] == ["0000:c3:00.0", "0000:f0:00.0"]
+def test_a_copy_is_not_this_machine(nvidia, tmp_path):
+    nvidia(fake_nvml())
+    assert gpus(tmp_path) == []
+
+
+def test_amd_beside_nvidia(nvidia, tmp_path, monkeypatch):
+    nvidia(fake_nvml())
+    monkeypatch.setattr(counters, "cards", lambda root: cards(sysfs.strix_halo(tmp_path)))
+    assert [gpu["id"] for gpu in gpus(Path("/"))] == ["0000:c3:00.0", "0000:f0:00.0"]
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -466,7 +478,7 @@ def test_live_until_ctrl_c(tmp_path):
     root = sysfs.strix_halo(tmp_path / "root")
     terminal = Terminal("--root", root, "--interval", 0.1, "--run", tmp_path)
     terminal.wait_for("0 Radeon 8060S Graphics", "0000:c3:00.0", "97 %", "61.0/120.0", "120", "2876", "█████", "▅▅▅▅▅")
-    terminal.wait_for("run: step 7, epoch 1, loss 0.5000, 1,234 tok/s, written ")
+    terminal.wait_for("run: step 7, epoch 1, loss 0.5000, 1,234 tok/s, ")
     terminal.press_ctrl_c()
     assert terminal.end() == 0
     shown = terminal.shown.decode()
@@ -541,7 +553,7 @@ def test_progress_of_raft(tmp_path, capsys):
     touch("cycle_10/eval/verdicts.jsonl", 50)
     assert told(capsys, tmp_path)["phase"] == "evaluating"
     assert cli.main(["monitor", "--count", "1", "--run", str(tmp_path)]) == 0
-    assert "run: cycle 10, evaluating, step 3, epoch 1, loss 0.2500, written 5" in capsys.readouterr().out
+    assert "run: cycle 10, evaluating, step 3, epoch 1, loss 0.2500, 5" in capsys.readouterr().out
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

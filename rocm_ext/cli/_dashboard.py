@@ -26,6 +26,8 @@ def line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
         units = (("power", "W"), ("temperature", "°C"), ("clock", "MHz"))
         values += [f"{gpu[key]:.0f} {unit}" for key, unit in units if key in gpu]
         parts.append(f"GPU {number}: {', '.join(values) or 'no counters'}")
+    if not reading["gpus"]:
+        parts.append("no GPU")
     host = reading["host"]
     values = [f"cpu {host['cpu']:.0f} %"] if "cpu" in host else []
     if "memory_used" in host:
@@ -52,7 +54,7 @@ def run_text(run: Mapping[str, Any]) -> str:
     if not told:
         return "nothing written yet"
     if "seconds_ago" in run:
-        told.append("finished" if run["finished"] else f"written {run['seconds_ago']:.0f} s ago")
+        told.append("finished" if run["finished"] else f"{run['seconds_ago']:.0f} s ago")
     return ", ".join(told)
 
 

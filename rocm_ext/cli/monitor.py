@@ -32,7 +32,7 @@ def add(commands) -> None:
     option("--log", type=Path, metavar="FILE", help="also append the readings to FILE, as in a run's hardware.jsonl")
     option("--json", action="store_true", help="print a JSON object per reading, as in a run's hardware.jsonl")
     option(
-        "--root", type=Path, default=Path("/"), metavar="DIR", help="read the GPUs' files in DIR/sys, such as a copy"
+        "--root", type=Path, default=Path("/"), metavar="DIR", help="read AMD GPUs' files in DIR/sys, such as a copy"
     )
     parser.set_defaults(run=run)
 
