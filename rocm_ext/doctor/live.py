@@ -27,6 +27,7 @@ from rocm_ext.machine import VISIBLE_VARIABLES
 from rocm_ext.sysfs import listing, read_number, read_text
 
 ROOT = Path("/")
+PROBE = ("-m", "rocm_ext.doctor.probe")
 PATIENCE = 180  # seconds for the probe; torch's first import from a cold disk takes most of a minute
 _GROUPS = ("render", "video")
 
@@ -142,8 +143,7 @@ def _disk_free() -> dict[str, int]:
 def _cgroups() -> list[tuple[str, Path]]:
     """(controller, folder) of this process's control groups and of those above; "" stands for all (version 2)."""
     found = []
-    for line in read_text(ROOT / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+    for controllers, path in re.findall(r"^\d+:([^:]*):(.*)$", read_text(ROOT / "proc/self/cgroup"), re.MULTILINE):
         for controller in controllers.split(","):
             top = ROOT / "sys/fs/cgroup" / controller
             own = top / path.strip("/")
@@ -209,7 +209,7 @@ def _nvidia_processes() -> tuple[Process, ...] | None:
 def _ask_torch() -> dict[str, Any]:
     """What the probe says before it ends, crashes or hangs."""
     with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+", errors="replace") as complaints:
-        probe = subprocess.Popen([sys.executable, "-m", "rocm_ext.doctor.probe"], stdin=subprocess.DEVNULL,
+        probe = subprocess.Popen([sys.executable, *PROBE], stdin=subprocess.DEVNULL,
                                  stdout=told, stderr=complaints)  # fmt: skip
         try:
             status: int | None = probe.wait(PATIENCE)
