@@ -1,4 +1,9 @@
-"""`rocm-ext doctor` on recorded machines, on what becomes of them when one thing breaks, and on this one."""
+"""`rocm-ext doctor` on recorded machines, on what becomes of them when one thing breaks, and on this one.
+
+The files in tests/trees are laid out and worded as the kernel does it (kfd_topology.c, amdgpu_ucode.c, the amdgpu
+documentation of sysfs), with values that owners published; no machine of ours was recorded. PCI addresses are left
+out: Windows cannot check out names with a colon.
+"""
 
 import json
 import os
@@ -469,6 +474,22 @@ OTHERS = {
     ("cpu", "an integrated GPU nobody trains on"): (
         lambda t: t.file("sys/class/kfd/kfd/topology/nodes/1/properties", "simd_count 4\ngfx_target_version 100306\n"),
         {},
+    ),
+    ("cpu", "an NVIDIA GPU without a driver"): (
+        lambda t: t.file("sys/bus/pci/devices/0000:01:00.0/class", "0x030000\n").file(
+            "sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n"),
+        {
+            "GPU driver": ("warning", "install NVIDIA's driver, until nvidia-smi shows the GPU"),
+            "torch": ("warning", "pip uninstall -y torch && pip install torch"),
+        },
+    ),
+    ("windows", "a full disk"): (
+        lambda t: t.say(disk_free={"Hugging Face cache": GIB}),
+        {"disk: Hugging Face cache": ("warning", '$env:HF_HOME = "/a/larger/disk"')},
+    ),
+    ("mi300x", "one GPU of eight computes wrong"): (
+        lambda t: t.say(canaries=canary("copy, GPU 5", "error", "7 of 9 words changed", "try HSA_ENABLE_SDMA=0")),
+        {"canary: copy, GPU 5": ("error", "try HSA_ENABLE_SDMA=0")},
     ),
     ("cpu", "an AMD GPU without a driver"): (
         lambda t: t.file("sys/bus/pci/devices/0000:03:00.0/class", "0x030000\n").file(

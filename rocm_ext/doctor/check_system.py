@@ -7,7 +7,7 @@ from rocm_ext.device import UserError, version
 from rocm_ext.doctor.facts import Facts
 from rocm_ext.doctor.recorded import DeviceNode
 from rocm_ext.doctor.rows import Row, gib, unrecorded
-from rocm_ext.doctor.system import AMD, STRIX_HALO, Card
+from rocm_ext.doctor.system import AMD, NVIDIA, STRIX_HALO, Card
 
 # linux-firmware 20251125 brought it, 20260110 has an older one again (ROCm#5724)
 BAD_MES = 0x83
@@ -84,6 +84,9 @@ def gpu_driver(facts: Facts) -> Iterator[Row]:
                   "kernel parameter: remove nomodeset" if blocked else "sudo modprobe amdgpu")  # fmt: skip
     elif files.nvidia:
         yield Row(name, "ok", f"NVIDIA {files.nvidia}")
+    elif NVIDIA in files.displays.values():
+        yield Row(name, "warning", "an NVIDIA GPU is here, but not NVIDIA's driver", "CUDA needs it",
+                  "install NVIDIA's driver, until nvidia-smi shows the GPU")  # fmt: skip
 
 
 def device_files(facts: Facts) -> Iterator[Row]:

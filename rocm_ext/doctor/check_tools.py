@@ -75,7 +75,7 @@ def disk(facts: Facts) -> Iterator[Row]:
     for place, free in facts.said.disk_free.items():
         low, least = DISK.get(place, (0, 0))
         why = "a 7B model in bf16 takes 15 GB"
-        fix = "export HF_HOME=/a/larger/disk" if place == "Hugging Face cache" else "output_dir=/a/larger/disk"
+        fix = "output_dir=/a/larger/disk" if place == "current folder" else facts.export("HF_HOME", "/a/larger/disk")
         if free < low:
             yield Row(f"disk: {place}", "error" if free < least else "warning", f"{gib(free)} free", why, fix)
         else:
@@ -96,7 +96,7 @@ def threads(facts: Facts) -> Iterator[Row]:
     found = f"torch takes {said.threads}; {facts.files.cores or said.cpus} physical cores{limit}"
     if said.threads > useful:
         yield Row(name, "warning", found, "threads without a core of their own make the others wait",
-                  f"export OMP_NUM_THREADS={useful}")  # fmt: skip
+                  facts.export("OMP_NUM_THREADS", str(useful)))  # fmt: skip
     else:
         yield Row(name, "ok", found)
 

@@ -154,7 +154,8 @@ def numerics(facts: Facts) -> Iterator[Row]:
     if facts.said.canaries is None:
         yield unrecorded("canaries", "torch cannot use the GPU" if facts.said.torch and not facts.machine.arch else "")
     for row in facts.said.canaries or ():
-        name = "attention" if row.check == "fused attention" else f"canary: {row.check}"
+        own = row.check.replace("fused attention", "attention")
+        name = own if own.startswith(("attention", "canaries")) else f"canary: {own}"
         yield Row(name, row.level, row.found, row.why, row.fix)
     yield Row("BLAS", "ok", facts.said.blas) if facts.said.blas else unrecorded("BLAS")
 

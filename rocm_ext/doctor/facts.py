@@ -129,6 +129,9 @@ class Facts:
         words = f"{self.files.distribution.get('ID', '')} {self.files.distribution.get('ID_LIKE', '')}".split()
         return next((_MANAGERS[word] for word in words if word in _MANAGERS), None)
 
+    def export(self, name: str, value: str) -> str:
+        return f'$env:{name} = "{value}"' if self.machine.system == "Windows" else f"export {name}={value}"
+
     def unset(self, *names: str) -> str:
         if self.machine.system == "Windows":
             return "Remove-Item " + ", ".join(f"Env:{name}" for name in names)

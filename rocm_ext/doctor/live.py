@@ -223,7 +223,7 @@ def _ask_torch() -> dict[str, Any]:
     if status != 0 and not parts.keys() & {"canaries", "torch_error"}:
         found = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
         last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", last)
-        row = Row("torch", "error", found, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
+        row = Row("canaries", "error", found, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
         parts["torch_error" if "torch" not in parts else "canaries"] = (
             f"{found}: {last}" if "torch" not in parts else (row,)
         )

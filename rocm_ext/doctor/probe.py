@@ -4,15 +4,20 @@ Prints a JSON object per line as soon as it knows it; the keys are those of :cla
 """
 
 import json
+import os
+import platform
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rocm_ext import device
 from rocm_ext.device import Profile
 from rocm_ext.doctor.rows import Row
 from rocm_ext.errors import UserError, one_line
-from rocm_ext.machine import Machine, ask_torch, detect
+from rocm_ext.machine import Machine, ask_torch, describe, host_memory
+
+ROOT = Path("/")
 
 
 def main() -> None:
@@ -21,7 +26,7 @@ def main() -> None:
     except Exception as error:  # an ImportError, an OSError of a library, a RuntimeError of a driver
         _tell(torch_error=one_line(error))
         return
-    machine = detect()
+    machine = describe(known, platform.system(), os.environ, host_memory(ROOT, "MemTotal"), ROOT)
     profile = _enter_environment(machine)
     _tell(torch=asdict(known))
     import torch
@@ -50,18 +55,23 @@ def _enter_environment(machine: Machine) -> Profile | None:
 
 
 def _canaries(machine: Machine, profile: Profile) -> list[Row]:
+    """All of the first GPU's; of the other GPUs' those that fail."""
     import torch
 
     from rocm_ext import precision
 
-    here = torch.device(profile.settings.get("device", "cpu"))
+    cuda = profile.settings.get("device") == "cuda"
     dtype, _ = precision.pick_dtype(str(profile.settings.get("dtype", "auto")), machine)
-    checks = precision.canaries(machine, here, dtype)
-    return [
-        Row(check.name, "ok" if check.ok else "error" if check.fatal else "warning", check.found,
-            fix="" if check.ok else check.fix)
-        for check in checks
-    ]  # fmt: skip
+    rows = []
+    for i in range(machine.gpu_count if cuda else 1):
+        here = torch.device("cuda", i) if cuda else torch.device("cpu")
+        for check in precision.canaries(machine, here, dtype):
+            name = f"{check.name}, GPU {i}" if i else check.name
+            if check.ok and i == 0:
+                rows.append(Row(name, "ok", check.found))
+            elif not check.ok:
+                rows.append(Row(name, "error" if check.fatal else "warning", check.found, fix=check.fix))
+    return rows
 
 
 def _blas(machine: Machine) -> str:
