@@ -25,7 +25,6 @@ from rocm_ext.statistics import (
 )
 
 WARM_UP = 10  # steps at a run's beginning that say nothing of its speed: compilation, caches, clocks
-_BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
 _DATA = {"dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long"}
 _STEP_SIZE = {"sequences_per_step", "gradient_accumulation_steps", "batch_size"}
 _RATE = {"optimizer.lr", "lr_scheduler", "epochs", "max_steps_per_epoch"}
@@ -127,6 +126,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
 
+@np.errstate(all="ignore")  # damaged files may hold 1e308
 def compare(a: RunFolder, b: RunFolder) -> Comparison:
     """Measure two runs against each other.
 
@@ -140,7 +140,7 @@ def compare(a: RunFolder, b: RunFolder) -> Comparison:
         raise UserError(
             f"{a.path} is a run of {names[a.recipe]}, {b.path} of {names[b.recipe]}; compare two runs of one recipe"
         )
-    settings = differing_settings(a, b)
+    settings = a.differing_settings(b)
     memory = (_peak_memory(a), _peak_memory(b))
     made = _compare_raft if a.recipe == "raft" else _compare_sft
     found = made(a, b, settings, memory)
@@ -152,25 +152,6 @@ def compare(a: RunFolder, b: RunFolder) -> Comparison:
     if None not in machines and machines[0] != machines[1]:
         found.notes.append(f"other machines: A on {machines[0]}, B on {machines[1]}")
     return found
-
-
-def differing_settings(a: RunFolder, b: RunFolder) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ, by dotted name. Paths below a run's own output_dir are the same in both."""
-    flat_a, flat_b = _comparable(a), _comparable(b)
-    return {
-        key: (flat_a.get(key), flat_b.get(key))
-        for key in sorted({*flat_a, *flat_b})
-        if flat_a.get(key) != flat_b.get(key)
-    }
-
-
-def _comparable(run: RunFolder) -> dict[str, Any]:
-    own = str(run.config.get("output_dir", ""))
-    return {
-        key: value.replace(own, "${output_dir}") if own and isinstance(value, str) and value.startswith(own) else value
-        for key, value in run.settings().items()
-        if key not in _BOOKKEEPING
-    }
 
 
 def _peak_memory(run: RunFolder) -> float:

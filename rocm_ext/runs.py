@@ -24,6 +24,8 @@ from rocm_ext.scores import wilson
 
 PHASES = ("sample", "train", "eval")
 GREEDY = -1  # index of a held-out prompt's greedy answer, as in rocm_ext.evaluation
+_MOST = 1e12  # of seconds and prompts; more is junk
+_BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
 Key = tuple[str, int]  # prompt id, index of the sample
 
 
@@ -85,7 +87,7 @@ class CycleFolder:
         self.phases = {line["phase"]: line for line in mine if line.get("phase") in PHASES}
         self.seconds: dict[str, float] = {}
         for line in mine:
-            if line.get("phase") in PHASES and (seconds := number(line.get("seconds"))) >= 0:
+            if line.get("phase") in PHASES and 0 <= (seconds := number(line.get("seconds"))) < _MOST:
                 self.seconds[line["phase"]] = self.seconds.get(line["phase"], 0.0) + seconds
 
     @cached_property
@@ -93,13 +95,13 @@ class CycleFolder:
         """``eval.json`` with its intervals; None where there is none, or none to be read."""
         read = read_json(self.folder / "eval.json", self._problems)
         total, correct = number(read.get("prompts")), number(read.get("correct"))
-        if not (total >= 1 and 0 <= correct <= total and math.isfinite(total)):
+        if not 0 <= correct <= total < _MOST or total < 1:
             return None
         drawn = read.get("pass_at_k")
         shares = {
             int(k): (p, *wilson(p * total, int(total)))
             for k, at in (drawn.items() if isinstance(drawn, dict) else ())
-            if str(k).isdecimal() and isinstance(at, dict) and 0 <= (p := number(at.get("pass"))) <= 1
+            if k.isdecimal() and len(k) < 9 and isinstance(at, dict) and 0 <= (p := number(at.get("pass"))) <= 1
         }
         interval = wilson(correct, int(total))
         return {"prompts": int(total), "correct": int(correct), "pass": (correct / total, *interval), "at": shares}
@@ -221,7 +223,9 @@ class RunFolder:
                 f"{path} holds no run: neither config.yaml nor metrics.jsonl of one can be read there; expected the "
                 "output_dir of lora_finetune_rocm or raft_rocm" + "".join(f" ({p})" for p in self.problems[:1])
             )
-        lines = [line for line in read_lines(path / HARDWARE_LOG, self.problems) if number(line.get("time")) >= 0]
+        lines = [
+            line for line in read_lines(path / HARDWARE_LOG, self.problems) if 0 <= number(line.get("time")) < _MOST
+        ]
         self.hardware = sorted(lines, key=lambda line: line["time"])
 
     def _read_cycles(self, folders: Sequence[Path]) -> None:
@@ -253,6 +257,25 @@ class RunFolder:
     def settings(self) -> dict[str, Any]:
         """``config.yaml``, flat: ``optimizer.lr`` and so on."""
         return _flatten(self.config)
+
+    def differing_settings(self, other: "RunFolder") -> dict[str, tuple[Any, Any]]:
+        """Settings that differ, by name, with this run's value and the other's. Where a run writes to is none, and
+        paths below that are the same in both."""
+        mine, theirs = self._own_settings(), other._own_settings()
+        return {
+            key: (mine.get(key), theirs.get(key))
+            for key in sorted({*mine, *theirs} - _BOOKKEEPING)
+            if mine.get(key) != theirs.get(key)
+        }
+
+    def _own_settings(self) -> dict[str, Any]:
+        own = str(self.config.get("output_dir") or "")
+        return {
+            key: "${output_dir}" + value[len(own) :]
+            if own and isinstance(value, str) and value.startswith(own)
+            else value
+            for key, value in self.settings().items()
+        }
 
     def fact(self, key: str) -> Any:
         """What a summary says of the run: ``machine``, ``dtype``, ``ranks``. In RAFT each cycle's training has it."""

@@ -18,7 +18,6 @@ CONFIG: dict[str, Any] = {
     "checkpointer": {
         "_component_": "torchtune.training.FullModelHFCheckpointer",
         "checkpoint_dir": "/models/Qwen2.5-7B-Instruct",
-        "output_dir": "OUT",
     },
     "tokenizer": {"_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer", "path": "/models/vocab.json"},
     "dataset": {"_component_": "rocm_ext.data.sft_dataset", "source": "train.jsonl", "train_on_input": False},
@@ -32,7 +31,6 @@ CONFIG: dict[str, Any] = {
     "epochs": 1,
     "seed": 0,
     "resume_from_checkpoint": False,
-    "output_dir": "OUT",
 }
 
 
@@ -82,6 +80,11 @@ def step_lines(losses: Sequence[float], speed: float = 1000.0, memory: int = 40 
     return lines
 
 
+def _config(folder: Path, **settings: Any) -> dict[str, Any]:
+    checkpointer = {**CONFIG["checkpointer"], "output_dir": str(folder)}
+    return {**CONFIG, "checkpointer": checkpointer, "output_dir": str(folder), **settings}
+
+
 def sft(
     folder: Path,
     losses: Sequence[float],
@@ -95,7 +98,7 @@ def sft(
 ) -> Path:
     """A run of ``lora_finetune_rocm``."""
     folder.mkdir(parents=True)
-    config = {**json.loads(json.dumps(CONFIG).replace("OUT", str(folder))), **settings}
+    config = _config(folder, **settings)
     write_yaml(folder / "config.yaml", config)
     lines = step_lines(losses, speed, memory) if lines is None else lines
     held_out = [{"step": s, "epoch": 1, "val_loss": v, "val_tokens": 5000} for s, v in (validation or {}).items()]
@@ -140,7 +143,7 @@ def raft(
         texts: of the first answers, by verdict.
     """
     folder.mkdir(parents=True)
-    config = {**json.loads(json.dumps(CONFIG).replace("OUT", str(folder))), "cycles": len(right) - 1, **settings}
+    config = _config(folder, cycles=len(right) - 1, **settings)
     config |= {"dataset": None, "samples_per_prompt": 4, "max_new_tokens": 512}
     write_yaml(folder / "config.yaml", config)
     (folder / "run.json").write_text(json.dumps({"config": config, "identity": {}}))

@@ -1,0 +1,98 @@
+"""One HTML file that shows runs: everything in it, nothing fetched, no script.
+
+What it shows comes from :mod:`rocm_ext.runs`. The template escapes every text; :mod:`rocm_ext.report.text` makes it
+visible. A Content-Security-Policy in the page forbids scripts and the network even so.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from rocm_ext.errors import UserError
+from rocm_ext.files import replace_text
+from rocm_ext.report import cards, hardware, raft, samples, training
+from rocm_ext.report.charts import line_style
+from rocm_ext.report.text import visible
+from rocm_ext.runs import RunFolder
+
+
+def write(folders: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the report of runs.
+
+    Args:
+        folders: their output_dirs; one that is named twice is shown once.
+        output: the file; None: ``report.html`` in the only folder, or in the current one where there are several.
+
+    Returns:
+        the file.
+
+    Raises:
+        UserError: a folder holds no run, or the file cannot be written; nothing is written then.
+    """
+    runs = [RunFolder(path) for path in {path.resolve(): path for path in folders}.values()]
+    _name_apart(runs)
+    target = output or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
+    if target.is_dir():
+        raise UserError(f"{target} is a folder; name a file, such as {target / 'report.html'}")
+    # as character references, since a file is written in the machine's own encoding
+    replace_text(target, render(runs).encode("ascii", "xmlcharrefreplace").decode("ascii"))
+    return target
+
+
+def _name_apart(runs: Sequence[RunFolder]) -> None:
+    """Give runs in folders of the same name as much of their paths as tells them apart."""
+    for depth in range(2, 20):
+        names = [run.name for run in runs]
+        same = {name for name in names if names.count(name) > 1}
+        for run in runs:
+            if run.name in same:
+                run.name = str(Path(*run.path.resolve().parts[-depth:]))
+
+
+@np.errstate(all="ignore")  # damaged files may hold 1e308
+def render(runs: Sequence[RunFolder]) -> str:
+    """The page."""
+    several = len(runs) > 1
+    sections = [
+        ("Cycles", raft.charts(runs), [run for run in runs if run.cycles]),
+        ("Training", training.charts(runs), [run for run in runs if len(run.steps)]),
+        ("Hardware", hardware.charts(runs), [run for run in runs if run.hardware]),
+    ]
+    shown = [(run, *samples.choose(run)) for run in runs]
+    page = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=_visible,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page.filters["whole"] = lambda text: escape(visible(str(text), limit=4000))
+    return page.get_template("page.html.jinja").render(
+        title=f"{len(runs)} runs" if several else runs[0].name,
+        runs=[(run, line_style(i), cards.facts(run)) for i, run in enumerate(runs)],
+        several=several,
+        sections=[section for section in sections if section[1]],
+        cycles=[(run, raft.table(run)) for run in runs if run.cycles],
+        cycle_columns=raft.COLUMNS,
+        samples=[(run, of, each) for run, of, each in shown if each],
+        verdict_styles={verdict: f"v{i}" for i, verdict in enumerate(raft.VERDICTS)},
+        differences=_differences(runs) if several else [],
+        settings=[(run, sorted(run.settings().items())) for run in runs if run.config],
+        problems=[problem for run in runs for problem in dict.fromkeys(run.problems)],
+    )
+
+
+def _visible(value: Any) -> Any:
+    return visible(value, limit=400) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[Any]]]:
+    """Settings of which some run has another value than the first, with each run's."""
+    keys = {key for run in runs[1:] for key in runs[0].differing_settings(run)}
+    flat = [run.settings() for run in runs]
+    return [(key, [settings.get(key) for settings in flat]) for key in sorted(keys)]

@@ -1,0 +1,123 @@
+"""What a run is and came to, in a few facts."""
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import PurePath
+
+import numpy as np
+
+from rocm_ext.report.curves import short_number
+from rocm_ext.report.hardware import gpu_names, running_time
+from rocm_ext.runs import RunFolder, number
+
+RECIPES = {"sft": "LoRA fine-tuning", "raft": "RAFT"}
+
+
+def facts(run: RunFolder) -> list[tuple[str, str]]:
+    """Names and values, those that are known."""
+    found = [*_setup(run), *_progress(run), *(_raft(run) if run.recipe == "raft" else _sft(run))]
+    return [(name, value) for name, value in found if value]
+
+
+def _setup(run: RunFolder) -> Iterator[tuple[str, str]]:
+    yield "Recipe", RECIPES[run.recipe]
+    folder, builder = run.setting("checkpointer.checkpoint_dir"), run.setting("model._component_")
+    names = [PurePath(str(folder)).name] if folder else []
+    names += [str(builder).rpartition(".")[2]] if builder else []
+    yield "Model", " · ".join(names)
+    machine = run.fact("machine")
+    if machine is None:
+        gpus = gpu_names(run)
+        machine = f"{len(gpus)} GPUs" if gpus else f"profile {run.setting('hardware')}" if run.config else ""
+    yield "Machine", str(machine)
+    ranks = number(run.fact("ranks"))
+    dtype = str(run.fact("dtype") or run.setting("dtype") or "")
+    yield "Precision", dtype + (f", {ranks:.0f} ranks" if ranks > 1 else "")
+
+
+def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
+    yield "State", "finished" if run.finished else f"not finished{_last_sign(run)}"
+    steps, epochs = run.steps["step"], run.steps["epoch"]
+    if len(steps):
+        epoch = f", epoch {epochs[-1]:.0f}" if run.recipe == "sft" and math.isfinite(epochs[-1]) else ""
+        yield "Steps", f"{len(steps):,}{epoch}"
+    tokens = float(np.nansum(run.steps["tokens"]))
+    if tokens:
+        yield "Tokens trained", short_number(tokens)
+    speeds = run.steps["tokens_per_second"]
+    if np.isfinite(speeds).any():
+        yield "Training speed", f"{np.nanmedian(speeds):,.0f} tokens/s, median"
+    if np.isfinite(padding := run.steps["padding"]).any():
+        yield "Padding", f"{100 * np.nanmean(padding):.1f} % of computed tokens" if np.nanmax(padding) > 0 else "none"
+    memory = [m for m in [*run.steps["peak_memory"], number(run.summary.get("peak_memory"))] if math.isfinite(m)]
+    if memory:
+        top = max(memory)
+        yield "Peak memory", f"{top / 2**30:.1f} GiB" if top >= 2**30 else f"{top / 2**20:,.0f} MiB"
+    if len(run.hardware) > 1:
+        clock, pauses = running_time(run.hardware)
+        times = "" if not len(pauses) else f", resumed {len(pauses)} time{'s' if len(pauses) > 1 else ''}"
+        yield "Running time", duration(float(clock[-1])) + times
+    elif len(steps):
+        yield "Training time", duration(float(np.nansum(run.steps["seconds"])))
+
+
+def _last_sign(run: RunFolder) -> str:
+    """When an unfinished run last wrote something."""
+    files = [run.path / "metrics.jsonl", *(cycle.folder / "samples.jsonl" for cycle in run.cycles)]
+    try:
+        newest = max(path.stat().st_mtime for path in files if path.exists())
+    except (OSError, ValueError):
+        return ""
+    return f", last line of {time.strftime('%Y-%m-%d %H:%M', time.localtime(newest))}"
+
+
+def _sft(run: RunFolder) -> Iterator[tuple[str, str]]:
+    losses = run.steps["loss"]
+    if len(losses) < 20:
+        yield "Loss", " → ".join(dict.fromkeys(short_number(loss) for loss in losses[[0, -1]])) if len(losses) else ""
+    else:
+        n = len(losses) // 10
+        ends = [short_number(float(np.mean(part))) for part in (losses[:n], losses[-n:])]
+        yield "Loss", f"{ends[0]} → {ends[1]}, means of {n:,} steps"
+    validation = run.validations["val_loss"]
+    if np.isfinite(validation).any():
+        best = int(np.nanargmin(validation))
+        at = f"{short_number(validation[best])} at step {run.validations['step'][best]:,.0f}"
+        yield (
+            "Best validation loss",
+            at if best == len(validation) - 1 else f"{at}, last {short_number(validation[-1])}",
+        )
+    yield from _adapter(run)
+
+
+def _raft(run: RunFolder) -> Iterator[tuple[str, str]]:
+    trained = [cycle for cycle in run.cycles if cycle.number]
+    if trained:
+        state = f", {trained[-1].state} in cycle {trained[-1].number}" if trained[-1].state != "complete" else ""
+        yield "Cycles", f"{sum(cycle.state == 'complete' for cycle in trained)}{state}"
+    scored = [cycle for cycle in run.cycles if cycle.scores is not None]
+    told = []
+    for cycle in scored[:1] + scored[1:][-1:]:
+        assert cycle.scores is not None
+        value, low, high = (100 * v for v in cycle.scores["pass"])
+        told.append(f"{value:.1f} % ({low:.1f} – {high:.1f})")
+    if told:
+        yield "Held-out pass@1", " → ".join(told)
+    yield from _adapter(run)
+
+
+def _adapter(run: RunFolder) -> Iterator[tuple[str, str]]:
+    path = run.path / "adapter"
+    if path.exists():
+        kind = run.summary.get("adapter_is")
+        yield "Adapter", str(path) + (f" ({kind})" if isinstance(kind, str) else "")
+
+
+def duration(seconds: float) -> str:
+    """75 -> 1 min 15 s."""
+    if not math.isfinite(seconds):
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

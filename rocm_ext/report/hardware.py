@@ -1,0 +1,120 @@
+"""Charts of ``hardware.jsonl``."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from rocm_ext.report.charts import Line, line_chart
+from rocm_ext.report.curves import memory_unit, time_unit
+from rocm_ext.runs import RunFolder, is_rows, number
+
+_Read = Callable[[Mapping[str, Any]], float]
+_GPU = (
+    ("GPU load", "%", ("busy",)),
+    ("GPU memory", "bytes", ("vram_used", "gtt_used")),  # what a GPU has of its own, and of the host's
+    ("GPU power", "W", ("power",)),
+    ("GPU temperature", "°C", ("temperature",)),
+    ("GPU clock", "MHz", ("clock",)),
+)
+_HOST = (
+    ("Processor load", "% of all cores", "cpu"),
+    ("Host memory in use", "bytes", "memory_used"),
+    ("Memory of the process", "bytes", "process_memory"),
+)
+_PAUSE = 60.0  # seconds: in a longer silence the run was not there
+
+
+def charts(runs: Sequence[RunFolder]) -> list[Markup]:
+    """A chart for each counter that some run has readings of, over the time that the run ran. One run's GPUs are
+    lines of their own; of several runs each is one line, the mean of its GPUs."""
+    clocks = [running_time(run.hardware) for run in runs]
+    size, x_title = time_unit(max((float(clock[-1]) for clock, _ in clocks if len(clock)), default=0.0))
+    several = len(runs) > 1
+    marks = [] if several else [(float(clocks[0][0][i]) / size, "resumed") for i in clocks[0][1]]
+    drawn: list[Markup] = []
+    for title, unit, sources in _sources(runs):
+        lines = []
+        for label, colour, owner, read in sources:
+            y = np.array([read(line) for line in runs[owner].hardware])
+            if np.isfinite(y).any():
+                clock, pauses = clocks[owner]
+                # a NaN where it paused, so that no line is drawn across
+                x, y = np.insert(clock, pauses, clock[pauses]) / size, np.insert(y, pauses, np.nan)
+                lines.append(Line(label, x, y, colour))
+        if lines:
+            legend = len(lines) > 1 and not several
+            drawn.append(_chart(title, unit, lines, x_title=x_title, marks=marks, legend=legend))
+    return drawn
+
+
+def _sources(runs: Sequence[RunFolder]) -> list[tuple[str, str, list[tuple[str, int, int, _Read]]]]:
+    """Title and unit of each counter, with its lines: label, colour, index of the run, and how it is read."""
+    found = []
+    for title, unit, keys in _GPU:
+        if len(runs) == 1:
+            names = gpu_names(runs[0])
+            lines = [(_short(i, len(names)), i, 0, _gpu([name], keys)) for i, name in enumerate(names)]
+        else:
+            lines = [(run.name, i, i, _gpu(gpu_names(run), keys)) for i, run in enumerate(runs)]
+        found.append((title, unit, lines))
+    for title, unit, key in _HOST:
+        label = [run.name if len(runs) > 1 else "host" for run in runs]
+        found.append((title, unit, [(label[i], i, i, _host(key)) for i in range(len(runs))]))
+    return found
+
+
+def _short(index: int, gpus: int) -> str:
+    return f"GPU {index}" if gpus > 1 else "GPU"
+
+
+def _chart(title: str, unit: str, lines: list[Line], **more: Any) -> Markup:
+    if unit == "bytes":
+        size, unit = memory_unit([line.y for line in lines])
+        lines = [Line(line.label, line.x, line.y / size, line.colour) for line in lines]
+    return line_chart(title, unit, lines, zero=True, whole=False, **more)
+
+
+def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds that a run had run at each line, and the lines before which it had paused: killed and resumed, it may
+    have been away for days."""
+    times = np.array([number(line.get("time")) for line in lines], dtype=np.float64)
+    steps = np.diff(times, prepend=times[:1])
+    usual = float(np.median(steps[1:])) if len(steps) > 1 else 0.0
+    pauses = np.flatnonzero(steps > max(_PAUSE, 10 * usual))
+    steps[pauses] = usual
+    return np.cumsum(steps), pauses
+
+
+def gpu_names(run: RunFolder) -> list[str]:
+    """The ids of the GPUs that a run recorded."""
+    names: dict[str, None] = {}
+    for line in run.hardware:
+        if is_rows(gpus := line.get("gpus")):
+            names |= dict.fromkeys(str(gpu.get("id", i)) for i, gpu in enumerate(gpus))
+    return list(names)
+
+
+def _gpu(names: Sequence[str], keys: Sequence[str]) -> _Read:
+    """Reads the sum of some counters of a GPU, and the mean of that over GPUs."""
+
+    def read(line: Mapping[str, Any]) -> float:
+        gpus = line.get("gpus")
+        found = []
+        for i, gpu in enumerate(gpus if is_rows(gpus) else ()):
+            if str(gpu.get("id", i)) in names:
+                known = [value for key in keys if math.isfinite(value := number(gpu.get(key)))]
+                found += [sum(known)] if known else []
+        return sum(found) / len(found) if found else math.nan
+
+    return read
+
+
+def _host(key: str) -> _Read:
+    def read(line: Mapping[str, Any]) -> float:
+        host = line.get("host")
+        return number(host.get(key)) if isinstance(host, dict) else math.nan
+
+    return read

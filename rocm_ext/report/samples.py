@@ -1,0 +1,84 @@
+"""Some answers of a run, with their prompts and verdicts."""
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.report.raft import VERDICTS
+from rocm_ext.runs import CycleFolder, Judged, Key, RunFolder
+
+PER_VERDICT = 2
+_PROMPTS = "rocm_ext.prompts.prompt_dataset"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An answer as the page shows it; ``prompt`` is None where it could not be found."""
+
+    prompt_id: str
+    prompt: str | None
+    text: str
+    tokens: int
+    finish_reason: str
+    judged: Judged
+
+
+def choose(run: RunFolder) -> tuple[str, list[Shown]]:
+    """Answers of the newest cycle that has some, :data:`PER_VERDICT` of each verdict, by a hash: the same each time.
+
+    Returns:
+        what they are of, and them; empty where there are none.
+    """
+    for cycle in reversed(run.cycles):
+        for judged, held_out in ((cycle.judged, False), (cycle.judged_held_out, True)):
+            shown = _choose(run, cycle, judged, held_out)
+            if shown:
+                of = "held-out answers" if held_out else "answers"
+                return f"{len(shown)} of {len(judged):,} {of} of cycle {cycle.number}", shown
+    return "", []
+
+
+def _choose(run: RunFolder, cycle: CycleFolder, judged: dict[Key, Judged], held_out: bool) -> list[Shown]:
+    by_verdict: dict[str, list[Key]] = {}
+    for key in sorted(judged, key=_hash):
+        by_verdict.setdefault(judged[key].verdict, []).append(key)
+    order = [*VERDICTS, *sorted(by_verdict.keys() - set(VERDICTS))]
+    keys = [key for verdict in order for key in by_verdict.get(verdict, ())[:PER_VERDICT]]
+    texts = cycle.texts(set(keys), held_out) if keys else {}
+    prompts = _prompts(run, {prompt for prompt, _ in keys}, held_out) if texts else {}
+    return [
+        Shown(
+            prompt_id=key[0],
+            prompt=prompts.get(key[0]),
+            text=str(record.get("text", "")),
+            tokens=len(record["tokens"]) if isinstance(record.get("tokens"), list) else 0,
+            finish_reason=str(record.get("finish_reason", "")),
+            judged=judged[key],
+        )
+        for key in keys
+        if (record := texts.get(key)) is not None
+    ]
+
+
+def _hash(key: Key) -> str:
+    return hashlib.sha256(f"{key[0]}\0{key[1]}".encode(errors="backslashreplace")).hexdigest()
+
+
+def _prompts(run: RunFolder, ids: Collection[str], held_out: bool) -> dict[str, str]:
+    """The last turn of prompts by id, from the run's own data, where that is a file that is still there: nothing is
+    fetched for a report, and no component of the user's is run."""
+    node: Any = run.setting("eval_prompts" if held_out else "prompts")
+    if not isinstance(node, dict) or node.get("_component_") != _PROMPTS:
+        return {}
+    source = node.get("source")
+    if not isinstance(source, str) or not Path(source).is_file():
+        return {}
+    from rocm_ext.prompts import prompt_dataset
+
+    try:
+        prompts = prompt_dataset(**{key: value for key, value in node.items() if key != "_component_"})
+    except Exception:  # the file may be another by now, and a report has more to say than this
+        return {}
+    return {prompt.id: prompt.messages[-1]["content"] for prompt in prompts if prompt.id in ids}

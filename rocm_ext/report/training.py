@@ -1,0 +1,76 @@
+"""Charts of optimiser steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup
+
+from rocm_ext.report.charts import Line, line_chart
+from rocm_ext.report.curves import memory_unit, smooth, smoothing_width
+from rocm_ext.runs import RunFolder
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A column of ``metrics.jsonl``: ``noisy`` ones are smoothed; of ``finite`` ones a NaN is a mishap."""
+
+    key: str
+    title: str
+    unit: str
+    scale: float = 1.0
+    zero: bool = True
+    noisy: bool = False
+    finite: bool = False
+
+
+_CURVES = (
+    _Curve("loss", "Loss", "nats per token", zero=False, noisy=True, finite=True),
+    _Curve("val_loss", "Validation loss", "nats per token", zero=False, finite=True),
+    _Curve("lr", "Learning rate", ""),
+    _Curve("grad_norm", "Gradient norm", "before clipping", noisy=True, finite=True),
+    _Curve("tokens_per_second", "Speed", "tokens per second", noisy=True),
+    _Curve("padding", "Padding", "% of computed tokens", scale=100),
+    _Curve("peak_memory", "Peak memory", "", zero=True),
+)
+_FEW = 3  # runs; of more, the noise of each would cover the others
+
+
+def charts(runs: Sequence[RunFolder]) -> list[Markup]:
+    """A chart for each column that some run has values of."""
+    marks = _cycle_marks(runs[0]) if len(runs) == 1 else []
+    return [drawn for curve in _CURVES if (drawn := _chart(curve, runs, marks)) is not None]
+
+
+def _chart(curve: _Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float, str]]) -> Markup | None:
+    columns = [run.validations if curve.key == "val_loss" else run.steps for run in runs]
+    values = [each[curve.key] for each in columns]
+    scale, unit = curve.scale, curve.unit
+    if curve.key == "peak_memory":
+        bytes_, unit = memory_unit(values)
+        scale = 1 / bytes_
+    lines: list[Line] = []
+    for colour, (run, each, y) in enumerate(zip(runs, columns, values, strict=True)):
+        if not len(y) or (not np.isfinite(y).any() and not curve.finite):
+            continue
+        if curve.key == "padding" and not np.nanmax(y):  # none, as always where rows are packed: a fact, no curve
+            continue
+        label = run.name if len(runs) > 1 else curve.title.lower()
+        x, y = each["step"], y * scale
+        width = smoothing_width(len(y)) if curve.noisy else 1
+        if width == 1 or len(runs) <= _FEW:
+            lines.append(Line(label, x, y, colour, faint=width > 1, lost=curve.finite))
+        if width > 1:
+            lines.append(Line(label, x, smooth(y, width), colour))
+    if not lines:
+        return None
+    return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks)
+
+
+def _cycle_marks(run: RunFolder) -> list[tuple[float, str]]:
+    """Where a RAFT run's cycles begin."""
+    if run.recipe != "raft":
+        return []
+    cycles = run.steps["cycle"]
+    starts = np.flatnonzero(np.diff(cycles, prepend=-1))
+    return [(float(run.steps["step"][i]), f"cycle {cycles[i]:.0f}") for i in starts]
