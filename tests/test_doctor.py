@@ -199,6 +199,11 @@ BREAKS = {
         lambda t: t.swap("proc/cmdline", "quiet", "quiet amdgpu.gttsize=131072"),
         {"kernel parameters": ("warning", f"{PARAMETER}, without amdgpu.gttsize")},
     ),
+    "amdgpu.gttsize and no ttm in the copy": (
+        lambda t: t.swap("proc/cmdline", "ttm.pages_limit=33554432", "amdgpu.gttsize=131072").remove("sys/module"),
+        {"kernel parameters": ("warning", f"{PARAMETER}, without amdgpu.gttsize")},
+    ),
+    "no ttm in the copy": (lambda t: t.remove("sys/module"), {}),
     "64 GiB of memory": (
         lambda t: t.swap("proc/meminfo", "131024388", "64886512").swap("proc/meminfo", "126310544", "61203988"),
         {},
@@ -237,6 +242,10 @@ BREAKS = {
         lambda t: t.say(**nodes(mode="0600", group="root")).file("usr/lib/udev/rules.d/50-udev-default.rules", "# 1\n"),
         {"device files": ("error", "sudo udevadm trigger"), "udev rule": ("warning", "sudo udevadm trigger")},
     ),
+    "groups that nobody wrote down": (
+        lambda t: t.say(user=None),
+        {"groups": ("not recorded", ""), "device files": ("not recorded", "")},
+    ),
     "root": (lambda t: t.say(user={"name": "root", "groups": [], "root": True}), {}),
     "no /dev/kfd": (
         lambda t: t.file("rocm-ext.json", t.say(**nodes()).root.joinpath("rocm-ext.json").read_text()
@@ -252,7 +261,6 @@ BREAKS = {
         {
             "GPU driver": ("error", "kernel parameter: remove nomodeset"),
             "device files": ("error", "sudo modprobe amdgpu"),
-            "kernel parameters": ("not recorded", ""),
             "firmware": ("not recorded", ""),
             "GPU memory, kernel": ("not recorded", ""),
             "carve-out": ("not recorded", ""),
@@ -290,6 +298,10 @@ BREAKS = {
     "torchao 0.16": (
         lambda t: t.say(packages={"torchao": "0.16.0"}),
         {"torchtune, torchao": ("error", 'pip install "torchtune==0.6.1" "torchao==0.13.0"')},
+    ),
+    "one of two packages": (
+        lambda t: t.file("rocm-ext.json", (t.root / "rocm-ext.json").read_text().replace('"torchao"', '"torchvision"')),
+        {"torchtune, torchao": ("not recorded", "")},
     ),
     "no torchtune": (
         lambda t: t.say(packages={"torchtune": None}),
@@ -770,7 +782,7 @@ def test_help_imports_no_torch():
     code += f"main(['doctor', '--root', {str(TREES / 'cpu')!r}]); sys.exit('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
-    assert "Exit code 0: fine, 1: warnings, 2: training will not work." in run.stdout
+    assert "Exit code 0: fine, 1: warnings, 2: training will not work" in run.stdout
 
 
 def test_control_groups_of_both_versions(tmp_path, monkeypatch):
@@ -812,6 +824,8 @@ def test_nvml_tells_who_else_computes(monkeypatch):
 def test_who_may_open_a_device():
     node = DeviceNode("0660", "root", "render")
     assert node.allows(None) is None
+    assert node.allows(User("user")) is None
+    assert DeviceNode("0666", "root", "root").allows(None) is True
     assert node.allows(User("user", ("render",))) is True
     assert node.allows(User("user", ("video",))) is False
     assert node.allows(User("root")) is True, "the owner"

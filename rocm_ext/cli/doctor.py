@@ -8,7 +8,7 @@ _DESCRIPTION = """\
 Look at everything a training here depends on: system, device files, kernel parameters, firmware, memory, torch,
 environment, arithmetic (small computations whose results are known), sandbox, disk. Each row says what was found;
 where something is not right for this machine also why, and the line that mends it. Nothing is changed, nothing
-needs root. Exit code 0: fine, 1: warnings, 2: training will not work."""
+needs root. Exit code 0: fine, 1: warnings, 2: training will not work, or --root is no machine."""
 
 
 def add(commands) -> None:

@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Mapping
 
 from rocm_ext import device
-from rocm_ext.device import UserError, version
+from rocm_ext.device import version
 from rocm_ext.doctor.facts import Facts
 from rocm_ext.doctor.recorded import DeviceNode
 from rocm_ext.doctor.rows import Row, gib, unrecorded
 from rocm_ext.doctor.system import AMD, NVIDIA, STRIX_HALO, Card
+from rocm_ext.errors import UserError
+from rocm_ext.sysfs import to_number
 
 # linux-firmware 20251125 brought it, 20260110 has an older one again (ROCm#5724)
 BAD_MES = 0x83
@@ -146,7 +148,7 @@ def groups(facts: Facts) -> Iterator[Row]:
     name, user = "groups", facts.said.user
     if not facts.amd_linux or facts.said.container:
         return
-    if user is None:
+    if user is None or user.groups is None:
         yield unrecorded(name)
         return
     wanted = sorted({node.group for node in facts.gpu_nodes.values()} - {"root"}) or ["render", "video"]
@@ -169,7 +171,7 @@ def groups(facts: Facts) -> Iterator[Row]:
 def _membership(facts: Facts, wanted: list[str]) -> tuple[str, str]:
     """What is wrong with the user's groups, and the cure; empty where nothing is."""
     user = facts.said.user
-    missing = [group for group in wanted if user and group not in user.groups]
+    missing = [group for group in wanted if user and user.groups is not None and group not in user.groups]
     if user is None or not missing:
         return "", ""
     members = facts.files.groups or {}
@@ -214,25 +216,25 @@ def kernel_parameters(facts: Facts) -> Iterator[Row]:
     told = [f"{key}={given[key]}" for key in ours if key in given]
     if files.pages_limit is not None:
         told.append(f"{files.ttm}.pages_limit in effect: {files.pages_limit} ({gib(files.pages_limit * 4096)})")
-    limit = facts.mappable
-    if limit is None or total is None:
-        yield unrecorded(name, ", ".join(told))
-        return
+    limit, by_hand = facts.mappable, to_number(given.get(f"{files.ttm}.pages_limit", ""))
+    if limit is None and by_hand is not None:
+        limit = by_hand * 4096
     old = version(facts.machine.kernel) < (6, 16)
     problems = []
-    if limit < ENOUGH * total * 2**30:
+    if limit is not None and total is not None and limit < ENOUGH * total * 2**30:
         problems.append(f"the GPU may map {gib(limit)} of {total} GiB")
-    if "amdgpu.gttsize" in given and not old:
+    if "amdgpu.gttsize" in given and (not old or files.pages_limit is None is by_hand):
         problems.append("amdgpu.gttsize is deprecated and does not raise the limit that counts, ttm.pages_limit")
-    if old and given.get("amd_iommu") != "off":
+    if old and given and given.get("amd_iommu") != "off":
         problems.append("kernels before 6.16 want amd_iommu=off")
-    found = ", ".join(told) or "none of " + ", ".join(ours)
     if problems:
-        wanted = device.memory_parameters(facts.machine.kernel, total).replace("ttm.", f"{files.ttm}.")
+        wanted = device.memory_parameters(facts.machine.kernel, total or 128).replace("ttm.", f"{files.ttm}.")
         drop = ", without amdgpu.gttsize" if "amdgpu.gttsize" in given and not old else ""
-        yield Row(name, "warning", found, "; ".join(problems), f"kernel parameter: {wanted}{drop}")
+        yield Row(name, "warning", ", ".join(told) or "none", "; ".join(problems), f"kernel parameter: {wanted}{drop}")
+    elif limit is None or total is None:
+        yield unrecorded(name, ", ".join(told))
     else:
-        yield Row(name, "ok", found)
+        yield Row(name, "ok", ", ".join(told))
 
 
 def firmware(facts: Facts) -> Iterator[Row]:

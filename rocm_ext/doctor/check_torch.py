@@ -105,7 +105,7 @@ def missing_gpus(facts: Facts) -> Iterator[Row]:
 
 def pins(facts: Facts) -> Iterator[Row]:
     name, packages = "torchtune, torchao", facts.said.packages
-    if packages is None:
+    if packages is None or not {"torchtune", "torchao"} <= packages.keys():
         yield unrecorded(name)
         return
     found = ", ".join(packages.get(name) or "none" for name in ("torchtune", "torchao"))

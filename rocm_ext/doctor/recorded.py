@@ -20,7 +20,7 @@ class User:
     """Who trains. Groups that do not matter here are left out."""
 
     name: str = "user"
-    groups: tuple[str, ...] = ()  # of this session; those in /etc/group may be more
+    groups: tuple[str, ...] | None = None  # of this session; those in /etc/group may be more
     root: bool = False
 
 
@@ -40,15 +40,16 @@ class DeviceNode:
         return self._bits & 6 == 6
 
     def allows(self, user: User | None) -> bool | None:
-        """Whether owner, group and mode let the user read and write it; None for a user who is not known."""
+        """Whether owner, group and mode let the user read and write it; None where the user's groups are not known."""
+        if self.open_to_all:
+            return True
         if user is None:
             return None
-        allowed = [self._bits & 6]
-        if self.group in user.groups:
-            allowed.append(self._bits >> 3 & 6)
-        if self.owner == user.name:
-            allowed.append(self._bits >> 6 & 6)
-        return user.root or 6 in allowed
+        if user.root or (self.owner == user.name and self._bits >> 6 & 6 == 6):
+            return True
+        if user.groups is None:
+            return None
+        return self.group in user.groups and self._bits >> 3 & 6 == 6
 
 
 @dataclass(frozen=True)
