@@ -575,7 +575,7 @@ def test_what_is_saved_is_judged_the_same(capsys, tmp_path, name):
 
 def test_saving_leaves_out_what_is_nobody_s_business(capsys, tmp_path):
     tree = Tree("strix_halo", tmp_path)
-    tree.say(user={"name": "alice"})
+    tree.say(user={"name": "alice"}, **nodes(owner="alice"))
     tree.file("etc/group", "wheel:x:10:alice,bob\nvideo:x:39:bob,alice\nrender:x:105:alice\nsecret:x:7:alice\n")
     tree.swap("sys/class/kfd/kfd/topology/nodes/1/properties", "unique_id 0", "unique_id 4711081547110815")
     tree.file("etc/passwd", "alice:x:1000:1000::/home/alice:/bin/sh\n")

@@ -1,7 +1,7 @@
 """Writing down a machine for somebody else to judge, without what is nobody's business.
 
-Left out: serial numbers, the command line's other parameters, other users and groups, all files not in FILES. The
-user is called "user".
+Left out: serial numbers, the kernel's other parameters, other users and groups, all files but those in ``_kept``.
+The user is called "user".
 """
 
 import json
@@ -28,16 +28,23 @@ def save(facts: Facts, root: Path, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise UserError(f"--save {folder}: is not empty; name a new folder")
-        said = facts.said
-        if said.user:
-            said = replace(said, user=replace(said.user, name="user"))
+            raise UserError(f"--save {folder} is not empty; name a new folder")
+        said = _without_name(facts.said)
         for path, text in _files(facts, root):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text + "\n", encoding="utf-8")
         (folder / NAME).write_text(json.dumps(_told(said), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--save {folder}: {error.strerror or error}") from error
+
+
+def _without_name(said: Recorded) -> Recorded:
+    if not said.user:
+        return said
+    nodes = {path: replace(node, owner="user" if node.owner == said.user.name != "root" else node.owner)
+             for path, node in (said.device_nodes or {}).items()}  # fmt: skip
+    user = replace(said.user, name="root" if said.user.name == "root" else "user")
+    return replace(said, user=user, device_nodes=None if said.device_nodes is None else nodes)
 
 
 def _told(said: Recorded) -> dict[str, object]:
@@ -69,12 +76,13 @@ def _glob(root: Path, folder: PurePath, parts: list[str]) -> Iterator[PurePath]:
 def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
     """The files that are judged, and what of each is kept."""
     user = facts.said.user.name if facts.said.user else None
+    member = "root" if user == "root" else "user"
     wanted = {"render", "video", *(node.group for node in facts.gpu_nodes.values())}
 
     def group(text: str) -> str:
         lines = [line.split(":") for line in text.splitlines()]
         kept = [line for line in lines if len(line) == 4 and line[0] in wanted]
-        return "\n".join(f"{name}:x:{number}:{'user' * (user in names.split(','))}" for name, _, number, names in kept)
+        return "\n".join(f"{name}:x:{number}:{member * (user in names.split(','))}" for name, _, number, names in kept)
 
     return {
         "proc/cmdline": _known_parameters,
