@@ -37,6 +37,7 @@ from rocm_ext.output_dir import OutputDir
 from rocm_ext.planner import TrainingPlanner
 from rocm_ext.ranks import Ranks, local_rank, local_world_size
 from rocm_ext.recorder import recording
+from rocm_ext.simulation import Kernels
 from rocm_ext.values import check_values
 
 
@@ -204,7 +205,7 @@ class LoRAFinetune:
             rows=rows,
             ranks=self.ranks.world,
             figures=partial(figures_for, self.profile, self.machine),
-            fused=precision.has_fused_attention(self.machine, self.device),
+            kernels=Kernels.on(self.device, self.machine.bf16),
         )
         if cfg.tokens_per_micro_batch == "auto":
             self.tokens_per_micro_batch = self.ranks.agree(planner.fit(budget).micro_batch)

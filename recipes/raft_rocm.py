@@ -84,12 +84,10 @@ class RAFT:
 
     def _trainer_config(self, **changes: Any) -> DictConfig:
         """The SFT recipe's config: its defaults, under what this recipe's says."""
-        cfg: Any = OmegaConf.to_container(self.cfg)
-        trainer = {key: cfg.get(key, default) for key, default in config.defaults("lora_finetune_rocm").items()}
-        trainer["dataset"] = None  # each cycle brings rows of its own
-        if cfg["objective"] == "raft++":
-            ratio = {config.COMPONENT: "rocm_ext.loss.ClippedRatioLoss", "clip_high": cfg["clip_high"]}
-            trainer["loss"] = cfg["loss"] | ratio
+        cfg, trainer = self.cfg, config.trainer_config(self.cfg)
+        if cfg.objective == "raft++":
+            ratio = {config.COMPONENT: "rocm_ext.loss.ClippedRatioLoss", "clip_high": cfg.clip_high}
+            trainer["loss"] = trainer["loss"] | ratio
         return OmegaConf.create(trainer | changes)
 
     # ---- set-up

@@ -162,6 +162,14 @@ def defaults(recipe: str) -> dict[str, Any]:
     return {key: value for key, value in inherited.items() if key not in without} | own
 
 
+def trainer_config(cfg: DictConfig) -> dict[str, Any]:
+    """What the SFT recipe, which trains for all others, reads of a config; its defaults for what that lacks. Without
+    data: those are the recipe's own."""
+    whole: Any = OmegaConf.to_container(cfg)
+    known = {key: whole.get(key, default) for key, default in defaults("lora_finetune_rocm").items()}
+    return known | {"dataset": None, "dataset_val": None}
+
+
 def recipe_of(name: str) -> str:
     """The recipe that a config is for: RAFT's has a verifier."""
     return "raft_rocm" if "verifier" in _read(find(name)) else "lora_finetune_rocm"

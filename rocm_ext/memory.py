@@ -12,7 +12,7 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext import config
 from rocm_ext.lora import adapter_parameters, adapters
 from rocm_ext.loss import LinearCrossEntropyLoss
-from rocm_ext.simulation import LayerCosts, LossCosts, simulate_layer, simulate_loss
+from rocm_ext.simulation import Kernels, LayerCosts, LossCosts, simulate_layer, simulate_loss
 
 # QLoRA's NF4: 4 bits, an 8-bit scale for 64 of them, an fp32 scale for 256 of those
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -86,8 +86,8 @@ def plan_memory(
     *,
     optimizer: Any,
     ranks: int = 1,
-    fused: bool = True,
-    targets: int | None = None,
+    targets: int,
+    kernels: Kernels,
 ) -> MemoryPlan:
     """Plan training with micro-batches of these rows. Call it before the model is sharded, wrapped or loaded.
 
@@ -99,22 +99,21 @@ def plan_memory(
         device: where it will run.
         optimizer: its node in the config.
         ranks: over how many the frozen weights are sharded.
-        fused: whether attention has a fused kernel there.
-        targets: tokens with a label; None: all.
+        targets: those of its tokens that have a label.
+        kernels: of ``device``.
     """
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
     vocabulary, width = decoder.tok_embeddings.weight.shape
     chunked = copy.copy(loss)
     chunked.chunk_tokens = loss.chunk_for(device)
-    targets = sum(lengths) if targets is None else targets
     return MemoryPlan(
         weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())),
         gathered=0 if ranks == 1 else _gathered(decoder),
         adapter=adapter,
         gradients=adapter,
         optimizer=int(adapter * _state_per_byte(optimizer)),
-        layer=simulate_layer(decoder.layers[0], width, lengths, dtype, fused),  # type: ignore[arg-type]
-        loss=simulate_loss(decoder.norm, vocabulary, chunked, lengths, targets, dtype),
+        layer=simulate_layer(decoder.layers[0], width, lengths, dtype, kernels),  # type: ignore[arg-type]
+        loss=simulate_loss(decoder.norm, vocabulary, chunked, lengths, targets, dtype, kernels),
         layers=len(decoder.layers),
     )
 

@@ -51,7 +51,8 @@ def hidden_states(decoder: TransformerDecoder, batch: Batch) -> Tensor:
 def build(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> TransformerDecoder:
     """A torchtune LoRA model of ``dtype`` without weights, with fresh adapters.
 
-    Frozen parameters are on the meta device; adapters, in fp32, and buffers are on ``device``.
+    Frozen parameters are on the meta device; adapters, in fp32, and buffers are on ``device``. Where that is the meta
+    device too, tables of position embeddings are on the CPU.
 
     Raises:
         UserError: if the component is no LoRA builder of a text decoder.
@@ -65,7 +66,7 @@ def build(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> Tra
         )
     adopt(decoder, cfg_model)
     init_adapters(decoder, seed, device)
-    _share_rope(decoder, device)
+    _share_rope(decoder, torch.device("cpu") if device.type == "meta" else device)  # Llama's needs values
     use_fused_norms(decoder)
     return decoder
 

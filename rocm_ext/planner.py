@@ -8,11 +8,14 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
+from rocm_ext.attention import PackedAttention
+from rocm_ext.batches import Steps, cut
 from rocm_ext.figures import Figures
 from rocm_ext.generation import Sampling
 from rocm_ext.generation.decoder import MIN_ROWS, Decoder, copied_bytes
@@ -20,7 +23,7 @@ from rocm_ext.generation.local import most_slots, slot_memory
 from rocm_ext.loss import LinearCrossEntropyLoss
 from rocm_ext.memory import MemoryPlan, plan_memory, worst_rows
 from rocm_ext.precision import DTYPES
-from rocm_ext.simulation import Operation
+from rocm_ext.simulation import Kernels, Operation
 from rocm_ext.workload import Questions, Rows
 
 _SLOTS_SHARE = 0.9  # of the memory left, as the sampler takes it
@@ -84,7 +87,7 @@ class TrainingPlanner:
         rows: what is trained on.
         ranks: how many share the work.
         figures: tells how fast the machine is; asked where a time is wanted.
-        fused: whether attention has a fused kernel there.
+        kernels: of ``device``.
     """
 
     def __init__(
@@ -98,10 +101,10 @@ class TrainingPlanner:
         rows: Rows,
         ranks: int,
         figures: Callable[[], Figures],
-        fused: bool,
+        kernels: Kernels,
     ) -> None:
         self.cfg, self.decoder, self.loss, self.dtype, self.device = cfg, decoder, loss, dtype, device
-        self.rows, self.ranks, self._ask, self.fused = rows, ranks, figures, fused
+        self.rows, self.ranks, self._ask, self.kernels = rows, ranks, figures, kernels
 
     @cached_property
     def figures(self) -> Figures:
@@ -115,10 +118,31 @@ class TrainingPlanner:
         return cfg.sequences_per_step or cfg.batch_size * (cfg.gradient_accumulation_steps or 1) * self.ranks
 
     def memory(self, micro_batch: int) -> MemoryPlan:
-        """Memory with micro-batches of so many tokens, every one with a label: the worst case."""
-        return self._plan(worst_rows(self.rows.longest, micro_batch), None)
+        """Memory with micro-batches of so many tokens at most: of the largest that the rows make, if they are known,
+        else of one that is full of the longest rows, every token with a label."""
+        if not self.rows.each:
+            return self._plan(worst_rows(self.rows.longest, micro_batch), micro_batch)
+        lengths, targets = self._largest(micro_batch)
+        return self._plan(lengths, targets)
 
-    def _plan(self, lengths: Sequence[int], targets: int | None) -> MemoryPlan:
+    def _largest(self, micro_batch: int) -> tuple[list[int], int]:
+        """Tokens of each row of the largest micro-batch, and the most labels of one."""
+        cfg, each = self.cfg, self.rows.each
+        steps = Steps(len(each), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
+        packed = isinstance(getattr(self.decoder.layers[0], "attn", None), PackedAttention)  # type: ignore[index]
+        largest: list[int] = []
+        targets = 1
+        for step in range(steps.per_epoch * cfg.epochs):
+            rows = [each[i] for i in steps[step]]
+            for piece in chain(*cut([length for length, _ in rows], self.ranks, micro_batch, packed)):
+                lengths = [rows[i][0] for i in piece]
+                largest = max(largest, lengths, key=sum)
+                targets = max(targets, sum(rows[i][1] for i in piece))
+        if self.cfg.compile:
+            largest = [*largest, -sum(largest) % 128 or 128]
+        return largest, targets
+
+    def _plan(self, lengths: Sequence[int], targets: int) -> MemoryPlan:
         return plan_memory(
             self.decoder,
             self.loss,
@@ -127,8 +151,8 @@ class TrainingPlanner:
             self.device,
             optimizer=self.cfg.optimizer,
             ranks=self.ranks,
-            fused=self.fused,
             targets=targets,
+            kernels=self.kernels,
         )
 
     def choice(self, micro_batch: int, checkpointed: Collection[int] | None, budget: int) -> Choice:

@@ -80,16 +80,11 @@ def canaries(
         fix = "install torch 2.12 or newer"
         if machine.backend == "rocm":
             fix += ", or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 before Python starts"
-        expected = has_fused_attention(machine, device) and dtype != torch.float32
+        # GPUs without bf16 (gfx906 and older) have no fused kernels to miss
+        expected = machine.bf16 and dtype != torch.float32
         probe = partial(_fused, device, dtype, head_dim, num_heads, expected)
         checks.append(_check("fused attention", fix, probe, fatal=False))
     return checks
-
-
-def has_fused_attention(machine: Machine, device: torch.device) -> bool:
-    """Whether attention can do without storing its scores there: GPUs without bf16 (gfx906 and older) have no
-    fused kernels."""
-    return device.type == "cpu" or machine.bf16
 
 
 def require(checks: list[Check]) -> list[str]:

@@ -18,6 +18,7 @@ from rocm_ext.loss import from_config
 from rocm_ext.machine import Machine
 from rocm_ext.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner, dtype_name
 from rocm_ext.precision import DTYPES, pick_dtype
+from rocm_ext.simulation import Kernels
 from rocm_ext.workload import Known, Questions, Rows, kept_rows, questions, sft_rows
 
 
@@ -122,7 +123,7 @@ def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: in
         rows=kept_rows(cfg, asked) if asked else sft_rows(cfg, known),
         ranks=ranks,
         figures=lambda: figures,
-        fused=target.type == "cpu" or "bf16" in figures.flops,
+        kernels=Kernels.on(target, "bf16" in figures.flops),
     )
     best = planner.fit(budget[0])
     now = _configured(cfg, planner, best, budget[0])

@@ -22,8 +22,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from rocm_ext.attention import Lengths, PackedAttention
 from rocm_ext.lora import adapters
 from rocm_ext.loss import LinearCrossEntropyLoss
+from rocm_ext.norm import FusedRMSNorm
 
-_ATTENTION = {
+_ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: sdpa_backward_flop_count(g, q, k, v),
 }
@@ -131,7 +132,28 @@ class LossCosts:
     operations: list[Operation]
 
 
-def simulate_layer(layer: nn.Module, width: int, lengths: Sequence[int], dtype: torch.dtype, fused: bool) -> LayerCosts:
+@dataclass(frozen=True)
+class Kernels:
+    """Which operations are one kernel where it will run.
+
+    Attributes:
+        attention: else the scores are kept.
+        norm: else RMSNorm keeps copies in fp32.
+    """
+
+    attention: bool
+    norm: bool
+
+    @classmethod
+    def on(cls, device: torch.device, bf16: bool) -> "Kernels":
+        """Those of this torch on ``device``; GPUs without bf16 (gfx906 and older) have no fused attention."""
+        cuda = device.type == "cuda"
+        return cls(attention=bf16 or not cuda, norm=cuda and hasattr(torch.ops.aten, "_fused_rms_norm"))
+
+
+def simulate_layer(
+    layer: nn.Module, width: int, lengths: Sequence[int], dtype: torch.dtype, kernels: Kernels
+) -> LayerCosts:
     """Run a layer forward and backward.
 
     Args:
@@ -139,11 +161,11 @@ def simulate_layer(layer: nn.Module, width: int, lengths: Sequence[int], dtype: 
         width: of hidden states.
         lengths: tokens of each sequence in the micro-batch.
         dtype: of weights and activations.
-        fused: whether attention has a fused kernel; without one the scores are kept.
+        kernels: of the device.
     """
     packed = isinstance(getattr(layer, "attn", None), PackedAttention)
     shape = (1, sum(lengths)) if packed else (len(lengths), max(lengths))
-    with _fake(layer, fused) as (fake, tally):
+    with _fake(layer, kernels) as (fake, tally):
         x = torch.empty(*shape, width, dtype=dtype, requires_grad=True)
         entry = tally.now
         positions = torch.zeros(shape, dtype=torch.long)
@@ -164,6 +186,7 @@ def simulate_loss(
     lengths: Sequence[int],
     targets: int,
     dtype: torch.dtype,
+    kernels: Kernels,
 ) -> LossCosts:
     """Run final norm, a frozen output layer and the loss, and their gradients.
 
@@ -174,10 +197,11 @@ def simulate_loss(
         lengths: tokens of each sequence in the micro-batch.
         targets: those of its tokens that have a label.
         dtype: of weights and activations.
+        kernels: of the device.
     """
     (width,) = norm.get_parameter("scale").shape
     output = nn.Linear(width, vocabulary, bias=False, device="meta", dtype=dtype).requires_grad_(False)
-    with _fake(nn.ModuleList([norm, output]), True) as ((fake_norm, fake_output), tally):
+    with _fake(nn.ModuleList([norm, output]), kernels) as ((fake_norm, fake_output), tally):
         x = torch.empty(1, sum(lengths), width, dtype=dtype, requires_grad=True)
         index, labels = (torch.zeros(targets, dtype=torch.long) for _ in range(2))
         held = tally.now
@@ -186,17 +210,40 @@ def simulate_loss(
     return LossCosts(tally.peak - held, tally.operations)
 
 
+class _KernelNorm(FusedRMSNorm):
+    """What torch's RMSNorm does on a GPU; on CPUs it is several operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _OneKernel.apply(x)
+
+
+class _OneKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return ctx.saved_tensors[0] + grad
+
+
 @contextmanager
-def _fake(module: nn.Module, fused: bool) -> Iterator[tuple[Any, Tally]]:
+def _fake(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, Tally]]:
     """A copy of ``module`` on fake CPU tensors, in training, and a tally of what it does."""
-    fake = copy.deepcopy(module).to("meta").train()
-    # gfx906 and older: torch's math path. The CPU's fused kernel keeps what a GPU's keeps.
-    backends = [SDPBackend.FLASH_ATTENTION] * fused + [SDPBackend.MATH]
+    fake = copy.deepcopy(module)
+    for _, layer in adapters(fake):
+        if layer._quantize_base:  # de-quantised for each product
+            shape, dtype = layer.weight.shape, layer.weight.dtype
+            layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+            layer._quantize_base = False
+    for norm in fake.modules():
+        if kernels.norm and type(norm) is FusedRMSNorm:
+            norm.__class__ = _KernelNorm
+    fake = fake.to("meta").train()
+    # gfx906: torch's math path. The CPU's fused kernel keeps what a GPU's keeps.
+    backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]
     with FakeTensorMode(), sdpa_kernel(backends):
-        for _, layer in adapters(fake):
-            if layer._quantize_base:  # de-quantised for each product
-                layer.weight = nn.Parameter(layer.weight.new_empty(layer.weight.shape), requires_grad=False)
-                layer._quantize_base = False
         fake._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
         trainable = [p for p in fake.parameters() if p.requires_grad]
         for parameter in trainable:

@@ -1,6 +1,6 @@
 """How much there is to train on and to sample, as far as it can be known before anything is downloaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 from statistics import fmean
@@ -43,6 +43,7 @@ class Rows:
         supervised: share of the tokens that have a label.
         count: rows; None: unknown.
         source: where these numbers are from.
+        each: tokens and labels of every row; empty: not known.
     """
 
     longest: int
@@ -50,6 +51,7 @@ class Rows:
     supervised: float
     count: int | None
     source: str
+    each: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,15 @@ def sft_rows(cfg: DictConfig, known: Known) -> Rows:
             longest, longest, 1.0, None, "the data are not here: rows of full length assumed, all of it trained"
         )
     mean = min(known.row_tokens or found.mean, found.longest)
-    return Rows(found.longest, mean, found.supervised, known.rows or found.count, found.source)
+    return replace(found, mean=mean, count=known.rows or found.count)
 
 
 def describe(rows: data.Rows, count: int, source: str) -> Rows:
     """What tokenised ``rows``, of ``count`` that there are, look like."""
     lengths = [sum(each) for each in rows.lengths]
-    targets = sum(count_targets(*row) for row in zip(rows.labels, rows.lengths, strict=True))
-    return Rows(max(lengths), fmean(lengths), targets / sum(lengths), count, source)
+    targets = [count_targets(*row) for row in zip(rows.labels, rows.lengths, strict=True)]
+    each = tuple(zip(lengths, targets, strict=True))
+    return Rows(max(lengths), fmean(lengths), sum(targets) / sum(lengths), count, source, each)
 
 
 def questions(cfg: DictConfig, known: Known) -> Questions:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from rocm_ext.bench.child import Bench, Skipped
 from rocm_ext.bench.clock import measure as timed
+from rocm_ext.bench.context import Bench, Skipped
 
 _KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from rocm_ext.bench.child import Bench
 from rocm_ext.bench.clock import measure as timed
+from rocm_ext.bench.context import Bench
 
 _SIZE = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}  # bytes: well beyond caches
 

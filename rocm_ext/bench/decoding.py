@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rocm_ext import model
-from rocm_ext.bench.child import Bench
+from rocm_ext.bench.context import Bench
 from rocm_ext.bench.training import RandomWeights
 from rocm_ext.generation import Request, Sampling
 from rocm_ext.generation.decoder import copied_bytes, merged

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from rocm_ext.bench.child import Bench
 from rocm_ext.bench.clock import measure as timed
+from rocm_ext.bench.context import Bench
 from rocm_ext.precision import DTYPES
 
 _TOKENS = {"cuda": 4096, "cpu": 512}

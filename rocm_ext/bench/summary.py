@@ -17,6 +17,7 @@ from rocm_ext.figures import Figures
 from rocm_ext.generation.decoder import Decoder
 from rocm_ext.loss import from_config
 from rocm_ext.planner import TrainingPlanner, decode_seconds
+from rocm_ext.simulation import Kernels
 
 _GAIN = 1.03  # what another setting must gain, beyond the spread of both, to replace the one there is
 
@@ -60,7 +61,7 @@ def _training_efficiency(
         rows=workload.Rows(longest, longest, 1.0, count, "random"),
         ranks=1,
         figures=lambda: roofline,
-        fused=device.type == "cpu" or "bf16" in roofline.flops,
+        kernels=Kernels.on(device, "bf16" in roofline.flops),
     )
     choice = planner.choice(count * longest, range(fastest.result["checkpointed"]), 0)
     return {"efficiency": choice.step.seconds / fastest.result["seconds"]}

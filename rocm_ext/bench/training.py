@@ -9,8 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from rocm_ext import model, workload
-from rocm_ext.bench.child import Bench, Skipped
 from rocm_ext.bench.clock import measure as timed
+from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.loader import random_rows
 from rocm_ext.memory import readable
 from rocm_ext.monitor import log

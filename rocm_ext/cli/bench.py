@@ -39,11 +39,13 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from omegaconf import OmegaConf
+
     from rocm_ext import config, device
     from rocm_ext.bench import runner, spec
-    from rocm_ext.bench.child import trainer_config
     from rocm_ext.bench_file import bench_path
     from rocm_ext.machine import detect
+    from rocm_ext.values import check_values
 
     machine = detect()
     if strange := [name for name in args.only or () if name not in spec.PROBES]:
@@ -53,7 +55,8 @@ def run(args: argparse.Namespace) -> None:
     # the machine's profile, also over a config that was made for another
     overrides = [f"hardware={profile.name}", *args.overrides]
     recipe = config.recipe_of(name)
-    cfg = trainer_config(config.load(recipe, name, overrides))
+    cfg = OmegaConf.create(config.trainer_config(config.load(recipe, name, overrides)))
+    check_values(cfg)
     profile = device.load_profile(cfg.hardware)
     budget, why = device.memory_budget(profile, machine)
     seconds = 0.3 if args.quick else 1.0

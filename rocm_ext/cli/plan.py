@@ -35,14 +35,21 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
     from rocm_ext import config
     from rocm_ext.machine import detect
     from rocm_ext.run_plan import plan_run
+    from rocm_ext.values import check_raft_values, check_values
     from rocm_ext.workload import Known
 
     if strange := [item for item in args.overrides if "=" not in item]:
         raise UserError(f"cannot read override {strange[0]!r}; expected key=value", code=2)
-    cfg = config.load(config.recipe_of(args.config), args.config, args.overrides)
+    recipe = config.recipe_of(args.config)
+    cfg = config.load(recipe, args.config, args.overrides)
+    check_values(OmegaConf.create(config.trainer_config(cfg)))
+    if recipe == "raft_rocm":
+        check_raft_values(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
     plan = plan_run(cfg, detect(), bench=args.bench, ranks=args.ranks, known=known)
     if args.fit:

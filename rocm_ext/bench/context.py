@@ -1,0 +1,50 @@
+"""What the probes of one child process share."""
+
+from functools import cached_property
+
+import torch
+from omegaconf import OmegaConf
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext import config, device, model, precision
+from rocm_ext.attention import use_packed_attention
+from rocm_ext.bench.spec import Spec
+from rocm_ext.machine import detect
+
+
+class Skipped(Exception):
+    """There is a reason not to measure this here."""
+
+
+class Bench:
+    """What the probes of one child share.
+
+    Args:
+        spec: what the user asked for.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.machine = detect()
+        self.cfg = OmegaConf.create(config.trainer_config(config.load(spec.recipe, spec.config, list(spec.overrides))))
+        self.profile = device.load_profile(self.cfg.hardware)
+        self.device = device.open_device(self.profile, self.machine, 0, self._fraction(), self.cfg.device)
+        self.dtype, _ = precision.pick_dtype(self.cfg.dtype, self.machine)
+
+    def _fraction(self) -> float | None:
+        """The cap that keeps the process within its budget, should a probe have reckoned wrongly."""
+        if self.cfg.device == "cpu" or self.machine.unified:  # unified memory is capped anyway
+            return None
+        return min(1.0, self.spec.budget / self.machine.total_memory)
+
+    @cached_property
+    def shape(self) -> TransformerDecoder:
+        """The config's model without weights."""
+        decoder = model.build(self.cfg.model, self.dtype, 0, torch.device("meta"))
+        use_packed_attention(decoder)
+        return decoder
+
+    def require(self, needed: int) -> None:
+        """Skip what would take more than the budget."""
+        if needed > self.spec.budget:
+            raise Skipped(f"needs {needed / 2**30:.1f} GiB, the budget is {self.spec.budget / 2**30:.1f} GiB")

@@ -1,0 +1,228 @@
+"""`rocm-ext bench`: what is measured, what it leads to, and what happens to measurements that go wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rocm_ext import bench_file, config
+from rocm_ext.bench import runner, spec, summary
+from rocm_ext.bench.runner import Row
+from rocm_ext.bench.spec import Item, Spec
+from rocm_ext.cli import main
+from rocm_ext.figures import figures_for
+from rocm_ext.machine import detect
+
+GIB = 2**30
+
+
+def job(budget: int = 4 * GIB) -> Spec:
+    return Spec("lora_finetune_rocm", "cpu_pocket", ("hardware=cpu",), budget, quick=True, seconds=0.01)
+
+
+def measure(items: list[Item], timeout: float = 60, budget: int = 4 * GIB) -> tuple[list[Row], list[Row]]:
+    told: list[Row] = []
+    return runner.run(job(budget), items, timeout, told.append, {}), told
+
+
+def misbehave(*hows: str, **more) -> list[Item]:
+    return [Item("tests.probes", {"how": how}, **more) for how in hows]
+
+
+# ------------------------------------------------------------------------------------ probes that go wrong
+def test_a_crash_is_a_row_and_the_rest_goes_on():
+    rows, told = measure(misbehave("fine", "segfault", "noise", "exit", "raise", "out of memory", "fine"))
+    assert [row.status for row in rows] == ["ok", "crashed", "ok", "crashed", "failed", "out of memory", "ok"]
+    assert rows[1].detail.startswith("signal 11")
+    assert rows[3].detail == "exit code 3: the driver is gone"
+    assert rows[4].detail == "RuntimeError: HIP error: invalid device function Compile with TORCH_USE_HIP_DSA"
+    assert sorted(map(str, told)) == sorted(map(str, rows))
+
+
+def test_a_hang_is_a_row():
+    rows, _ = measure(misbehave("hang", "fine"), timeout=1)
+    assert [(row.status, row.detail) for row in rows] == [("timeout", "no result within 1 s"), ("ok", "")]
+
+
+def test_items_get_their_environment_and_a_reason_skips():
+    items = [
+        *misbehave("environment", environ={"PROBED": "5"}),
+        *misbehave("segfault", skip="locked here: hangs"),
+        *misbehave("environment", environ={"PROBED": "7"}),
+    ]
+    rows, _ = measure(items)
+    assert [row.result.get("value") for row in rows] == [5.0, None, 7.0]
+    assert (rows[1].status, rows[1].detail) == ("skipped", "locked here: hangs")
+
+
+def test_nothing_is_measured_that_does_not_fit():
+    items = [
+        Item("gemm", {"direction": "forward", "dtype": "fp32", "library": "default"}),
+        Item("bandwidth", {"what": "device copy"}),
+        Item("attention", {"backend": "math", "tokens": 512}),
+        Item("training", {"rows": 4, "compile": False, "base": "as configured"}),
+        Item("decoding", {"slots": 64}),
+    ]
+    rows, _ = measure(items, budget=2**20)
+    assert [row.status for row in rows] == ["skipped"] * 5
+    assert all("budget" in row.detail for row in rows)
+
+
+# ------------------------------------------------------------------------------------------- what is measured
+def test_machines_get_their_own_measurements():
+    from rocm_ext.device import load_profile
+    from rocm_ext.machine import Machine
+
+    halo = Machine("rocm", "Linux", "2.11.0+rocm7.2", "rocm", 120 * GIB, True, arch="gfx1151", unified=True)
+    cfg = config.load("lora_finetune_rocm", "strix_halo_qwen7b")
+    items = spec.items(cfg, halo, load_profile("strix_halo"), quick=False, risky=False)
+    gemm = [item for item in items if item.probe == "gemm"]
+    assert {item.environ["ROCBLAS_USE_HIPBLASLT"] for item in gemm} == {"0", "1"}
+    assert {item.values["dtype"] for item in gemm} == {"bf16", "fp16", "fp32"}
+    skipped = [item.values for item in items if item.skip]
+    assert {"num_workers": 2, "pin_memory": False} in skipped
+    assert {"num_workers": 0, "pin_memory": False} not in skipped
+    risky = spec.items(cfg, halo, load_profile("strix_halo"), quick=False, risky=True)
+    assert not [item for item in risky if item.skip]
+    assert {"compile": True, "rows": 4, "base": "as configured"} in [i.values for i in risky if i.probe == "training"]
+    assert "4-bit" in [item.values.get("base") for item in risky]
+
+
+def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
+    """All probes on this CPU; then plan and hardware: auto use what was written."""
+    out = tmp_path / "bench.json"
+    environ = {**os.environ, "ROCM_EXT_BENCH": str(out)}
+    command = [sys.executable, "-m", "rocm_ext.cli", "bench", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(out.read_text())
+    rows = content["rows"]
+    assert {row["item"]["probe"] for row in rows} == set(spec.PROBES)
+    assert [row["detail"] for row in rows if row["status"] != "ok"] == []
+    assert all(0 < row["result"]["low"] <= row["result"]["value"] <= row["result"]["high"] for row in rows)
+    for row in rows:
+        if row["item"]["probe"] == "training":
+            assert row["result"]["planned_memory"] == pytest.approx(row["result"]["peak_memory"], rel=0.1)
+    assert f"wrote {out}" in done.stdout
+    assert "# settings that won" in done.stdout
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(out))
+    from rocm_ext.device import load_profile
+
+    figures = figures_for(load_profile("cpu"), detect())
+    assert figures.measured
+    assert figures.flops == content["figures"]["flops"]
+    # the plan of the very step that was measured says the measured speed
+    fastest = max((row for row in rows if row["item"]["probe"] == "training"), key=lambda row: row["result"]["value"])
+    size = fastest["item"]["values"]["rows"]
+    overrides = [f"batch_size={size}", f"sequences_per_step={size}", "dtype=fp32", "pocket=nowhere"]
+    assert main(["plan", "--config", "cpu_pocket", "--json", *overrides]) == 0
+    step = json.loads(capsys.readouterr().out)["configured"]["step"]
+    assert step["tokens_per_second"] == pytest.approx(fastest["result"]["value"], rel=1e-3)
+
+
+def test_auto_takes_measured_settings(tmp_path, monkeypatch, messages, capsys):
+    path = tmp_path / "bench.json"
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
+    machine = bench_file.machine_key(detect())
+    settings = {"num_workers": 2, "compile": True, "batch_size": 64, "engine.slots": 16}
+    content = {"date": "2026-11-20", "machine": machine, "figures": {}, "settings": settings}
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr("rocm_ext.device.choose_profile", lambda machine: ("cpu", "chosen by the test"))
+    monkeypatch.setattr("rocm_ext.config.log.isEnabledFor", lambda level: True)
+    cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"])
+    assert (cfg.num_workers, cfg.compile, cfg.batch_size) == (2, True, 8)  # sizes are another config's
+    assert any("measured 2026-11-20 by rocm-ext bench" in line for line in messages)
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto", "compile=False"]).compile is False
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"]).num_workers == 0
+    for other in ({**content, "machine": {**machine, "torch": "2.0"}}, {"date": 1}, [], "torn"):
+        path.write_text(json.dumps(other)[:-1] if other == "torn" else json.dumps(other))
+        assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).num_workers == 0
+
+
+# ------------------------------------------------------------------------------------------------- what won
+def row(probe: str, value: float, spread: float = 0.01, environ: dict | None = None, **values) -> Row:
+    result = {"value": value, "low": value * (1 - spread), "high": value * (1 + spread), "unit": "tokens/s"}
+    return Row(Item(probe, values, environ or {}), "ok", result)
+
+
+def training(rows: int, value: float, compile: bool = False, spread: float = 0.01) -> Row:
+    return row("training", value, spread, rows=rows, compile=compile, base="as configured")
+
+
+def won(*rows: Row) -> dict:
+    cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"])
+    return {winner.key: winner.value for winner in summary.winners(rows, cfg)}
+
+
+def test_the_smallest_of_equally_fast_sizes_wins():
+    assert won(training(1, 50), training(2, 99), training(4, 100), training(8, 101)) == {"batch_size": 2}
+    assert won(training(1, 50), training(8, 101)) == {"batch_size": 8}
+    assert won(training(1, 50)) == {}
+    assert won(row("decoding", 10, slots=16), row("decoding", 30, slots=64)) == {"engine.slots": 64}
+
+
+def test_compile_wins_only_beyond_noise():
+    assert won(training(4, 100), training(4, 150, compile=True)) == {"compile": True}
+    assert won(training(4, 150), training(4, 100, compile=True)) == {"compile": False}
+    assert won(training(4, 100, spread=0.3), training(4, 110, compile=True, spread=0.3)) == {}
+    assert won(training(2, 100), training(4, 150, compile=True)) == {}
+
+
+def test_a_loader_matters_only_where_it_is_slow():
+    slow = row("loader", 1000, num_workers=0, pin_memory=False)
+    fast = row("loader", 4000, num_workers=4, pin_memory=True)
+    assert won(slow, fast, training(4, 500)) == {"num_workers": 4, "pin_memory": True}
+    assert won(slow, fast, training(4, 20)) == {}
+
+
+def test_the_library_that_is_faster_without_wgrad_wins():
+    rows = [
+        row("gemm", speed, environ={"ROCBLAS_USE_HIPBLASLT": on}, direction=direction, dtype="bf16", library=library)
+        for library, on, speeds in (("rocBLAS", "0", (20, 20, 40)), ("hipBLASLt", "1", (30, 30, 16)))
+        for direction, speed in zip(("forward", "dgrad", "wgrad"), speeds, strict=True)
+    ]
+    assert won(*rows) == {"ROCBLAS_USE_HIPBLASLT": "1"}
+    assert won(*rows[:3]) == {}
+
+
+def test_without_gemm_or_copies_there_are_no_figures():
+    cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"])
+    rows = [training(1, 50), row("bandwidth", 1e9, what="device copy")]
+    assert summary.figures(rows, cfg, torch.float32, torch.device("cpu")) == {}
+
+
+# --------------------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--only", "gem"], "there is no probe gem; there are gemm, bandwidth"),
+        (["--config", "cpu_pockt"], "did you mean cpu_pocket"),
+        (["--output", "/"], "is a folder; name a file"),
+        (["nonsense=1", "--only", "gemm"], "unknown key nonsense"),
+        (["model.lora_rank=0", "--only", "gemm", "--output", "{tmp}/b.json"], "model.lora_rank is 0; expected"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, found, capsys, tmp_path):
+    assert main(["bench", "--quick", *[argument.format(tmp=tmp_path) for argument in arguments]]) != 0
+    captured = capsys.readouterr()
+    assert found in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_an_older_file_survives_a_bench_without_figures(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    path.write_text("precious")
+    assert main(["bench", "--quick", "--only", "loader", "--output", str(path)]) == 0
+    assert path.read_text() == "precious"
+    assert "no bench.json: it needs gemm and bandwidth" in capsys.readouterr().out
+
+
+def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["bench", "--quick", "--only", "bandwidth", "gemm", "--output", "b.json", "--json"])
+    assert json.loads(capsys.readouterr().out) == json.loads(Path("b.json").read_text())
+    assert os.listdir() == ["b.json"]

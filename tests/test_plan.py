@@ -1,0 +1,320 @@
+"""`rocm-ext plan` and the planner behind it: against measured memory, counted work, and what users may ask."""
+
+import json
+import os
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+
+from rocm_ext import config, memory, model
+from rocm_ext.cli import main
+from rocm_ext.device import profile_names
+from rocm_ext.figures import Figures
+from rocm_ext.loss import LinearCrossEntropyLoss
+from rocm_ext.planner import TrainingPlanner
+from rocm_ext.simulation import Kernels, Operation, Tally, simulate_layer
+from rocm_ext.workload import Rows
+from tests.tiny import run_config, write_model, write_yaml
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+
+
+def plan(capsys, *arguments: str, code: int = 0) -> dict:
+    assert main(["plan", "--json", *map(str, arguments)]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Models of several shapes and long rows, of which most tokens are trained on."""
+    root = tmp_path_factory.mktemp("plan")
+    shapes = {"qwen": {}, "tied": {"tie_word_embeddings": True}, "wide": {"vocab": 32768}, "llama": {"family": "llama"}}
+    for name, shape in shapes.items():
+        write_model(root / name, **{**SHAPE, **shape})
+    rows = [
+        {"question": "How many?", "answer": "She sold half as many clips in May. " * (20 + i % 3)} for i in range(64)
+    ]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def write_config(root, name: str, out, lora: dict | None = None, **changes):
+    changes = {"max_steps_per_epoch": 2, "sequences_per_step": 16, **changes}
+    cfg = run_config(root / name, root / "rows.jsonl", out, **changes)
+    cfg["tokenizer"]["max_seq_len"] = 256
+    cfg["model"] |= lora or {}
+    return write_yaml(out.with_suffix(".yaml"), cfg)
+
+
+def measured_peak(path) -> tuple[int, LoRAFinetune]:
+    """Bytes of tensors that two real steps need at once, model included."""
+    trainer = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
+    trainer.setup()
+    trainer.write_outputs = trainer.save_checkpoint = lambda: None
+    there = list({id(t): t for t in (*trainer.decoder.parameters(), *trainer.decoder.buffers())}.values())
+    tally = Tally()
+    tally.ignore(there)
+    with tally:
+        trainer.train()
+    trainer.cleanup()
+    return sum(t.nbytes for t in there) + tally.peak, trainer
+
+
+# --------------------------------------------------------------------------------------------------- memory
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen", {}),
+        ("qwen", {"enable_activation_checkpointing": True}),
+        ("qwen", {"enable_activation_checkpointing": 2}),
+        ("qwen", {"dtype": "bf16"}),
+        ("qwen", {"batch_size": 1}),
+        ("qwen", {"optimizer": {"_component_": "torch.optim.SGD", "lr": 1e-3}}),
+        ("qwen", {"lora": {"lora_rank": 64, "lora_alpha": 64, "lora_dropout": 0.1}}),
+        ("qwen", {"lora": {"use_dora": True}}),
+        ("tied", {}),
+        ("wide", {}),
+        ("wide", {"enable_activation_checkpointing": True, "dtype": "bf16"}),
+        ("llama", {"enable_activation_checkpointing": 3}),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items())[:50] if isinstance(value, dict) else value,
+)
+def test_planned_peak_is_the_measured_one(name, changes, folders, tmp_path, capsys):
+    path = write_config(folders, name, tmp_path / "run", startup_checks=False, **changes)
+    peak, trainer = measured_peak(path)
+    planned = plan(capsys, "--config", path)["configured"]["memory"]["peak"]
+    assert planned == trainer.planned_peak
+    assert planned == pytest.approx(peak, rel=0.1)
+
+
+def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
+    path = write_config(folders, "qwen", tmp_path / "run", dtype="bf16")
+    wide = ("model.embed_dim=256", "model.intermediate_dim=512")
+    whole = plan(capsys, "--config", path, *wide)["configured"]["memory"]["weights"]
+    small = plan(capsys, "--config", path, *wide, "model.quantize_base=True")["configured"]["memory"]["weights"]
+    linear = 4 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)  # weights of adapted layers
+    assert whole - small == pytest.approx(linear * (2 - 0.516), rel=0.01)
+
+
+def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
+    cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run")))
+    layer = model.build(cfg.model, torch.float16, 0, torch.device("meta")).layers[0]
+    fused, math = (simulate_layer(layer, 128, [512], torch.float16, Kernels(flag, True)).kept for flag in (True, False))
+    assert math - fused > 4 * 512 * 512 * 2  # heads x scores
+
+
+def test_ranks_share_weights_and_gather_layers(capsys):
+    one, eight = (plan(capsys, "--config", "mi300x_qwen7b", "--ranks", str(n))["configured"] for n in (1, 8))
+    assert eight["memory"]["weights"] < one["memory"]["weights"] / 7
+    assert one["memory"]["gathered"] == 0
+    assert 0.1 < eight["memory"]["gathered"] / one["memory"]["weights"] < 0.3  # embeddings, head, two layers
+    assert eight["step"]["tokens"] == one["step"]["tokens"] / 8
+
+
+# ----------------------------------------------------------------------------------------------------- work
+@pytest.mark.parametrize("name", ["wide", "tied", "llama"])
+def test_work_is_what_a_real_step_does(name, folders, tmp_path, capsys):
+    path = write_config(folders, name, tmp_path / "run", batch_size=64, startup_checks=False)
+    trainer = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
+    trainer.setup()
+    batches = next(trainer.loader.range(0, 1))
+    with Tally() as tally:
+        trainer.train_step(batches)
+    trainer.cleanup()
+    step = plan(capsys, "--config", path)["configured"]["step"]
+    assert step["tokens"] == pytest.approx(sum(batch.real_tokens for batch in batches), rel=0.02)
+    assert step["flops"] == pytest.approx(sum(op.flops for op in tally.operations), rel=0.03)
+    assert step["bytes"] == pytest.approx(sum(op.bytes for op in tally.operations), rel=0.2)
+
+
+def test_work_of_a_7b(capsys):
+    """4 N for each token: forward, and the gradient of the activations; the rest is attention and LoRA."""
+    found = plan(capsys, "--config", "strix_halo_qwen7b")
+    embeddings = 152064 * 3584
+    parameters = found["parameters"] - found["trainable_parameters"] - embeddings
+    assert 1.0 < found["configured"]["step"]["flops"] / (4 * parameters * 65_536) < 1.1
+
+
+def test_checkpointing_costs_a_forward_pass(folders, tmp_path, capsys):
+    path = write_config(folders, "qwen", tmp_path / "run")
+    free, half, full = (
+        plan(capsys, "--config", path, f"enable_activation_checkpointing={value}")["configured"]
+        for value in (False, 2, True)
+    )
+    assert free["step"]["flops"] < half["step"]["flops"] < full["step"]["flops"] < 1.5 * free["step"]["flops"]
+    assert free["memory"]["peak"] > half["memory"]["peak"] > full["memory"]["peak"]
+    assert free["step"]["tokens_per_second"] > full["step"]["tokens_per_second"]
+
+
+def test_time_is_bound_by_compute_or_memory():
+    figures = Figures("", True, {"bf16": 100.0}, 10.0, efficiency=0.5)
+    assert figures.seconds([Operation(100, 1), Operation(1, 20)], "bf16") == pytest.approx((1 + 2) / 0.5)
+    with pytest.raises(Exception, match="no figure for fp16"):
+        figures.rate("fp16")
+
+
+# ------------------------------------------------------------------------------------------------ what fits
+def planner(folders, tmp_path, **changes) -> TrainingPlanner:
+    cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run", **changes)))
+    decoder = model.build(cfg.model, torch.float32, 0, torch.device("meta"))
+    figures = Figures("", True, {"fp32": 1e12}, 1e10)
+    return TrainingPlanner(
+        cfg, decoder, LinearCrossEntropyLoss(), torch.float32, torch.device("cpu"),
+        rows=Rows(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures, kernels=Kernels(True, False),
+    )  # fmt: skip
+
+
+def test_the_best_fit_stays_within_any_budget(folders, tmp_path):
+    planned = planner(folders, tmp_path, sequences_per_step=64)
+    least = planned.memory(256).peak(range(4))
+    chosen = [planned.fit(int(least * factor)) for factor in (1.0, 1.2, 1.5, 3, 10, 100)]
+    assert all(c.peak <= least * f for c, f in zip(chosen, (1.0, 1.2, 1.5, 3, 10, 100), strict=True))
+    times = [choice.step.seconds for choice in chosen]
+    assert times == sorted(times, reverse=True)  # more memory is never slower
+    assert len(chosen[0].checkpointed) == 4
+    assert chosen[-1].checkpointed == []
+    too_small = planned.fit(int(least * 0.5))
+    assert (too_small.micro_batch, len(too_small.checkpointed)) == (256, 4)
+
+
+def test_fewest_checkpointed_layers_is_the_least_that_fits(folders, tmp_path):
+    planned = planner(folders, tmp_path).memory(1024)
+    for count in range(planned.layers + 1):
+        layers = memory.spread(count, planned.layers)
+        assert len(set(layers)) == count
+        assert planned.fewest(planned.peak(layers)) == memory.spread(len(planned.fewest(planned.peak(layers))), 4)
+        assert len(planned.fewest(planned.peak(layers))) <= count
+    assert planned.fewest(10**15) == []
+
+
+def test_fit_prints_keys_that_help(folders, tmp_path, capsys):
+    path = write_config(folders, "qwen", tmp_path / "run", batch_size=1, sequences_per_step=32, dataset={
+        "_component_": "rocm_ext.data.sft_dataset", "source": "not/here"})  # fmt: skip
+    whole = OmegaConf.load(path)
+    assert main(["plan", "--config", str(path), "--fit"]) == 0
+    keys = OmegaConf.create(capsys.readouterr().out)
+    if not keys:
+        pytest.skip("small micro-batches are as fast on this machine")
+    OmegaConf.save(OmegaConf.merge(whole, keys), path)
+    better = plan(capsys, "--config", path)
+    assert better["changes"] == {}
+    assert main(["plan", "--config", str(path), "--fit"]) == 0
+    assert capsys.readouterr().out.startswith("# the config is the best fit")
+
+
+def test_auto_micro_batches_train_the_same(folders, tmp_path):
+    losses = []
+    for value in ("auto", 4096):
+        path = write_config(folders, "qwen", tmp_path / str(value), tokens_per_micro_batch=value, startup_checks=False)
+        trainer = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
+        trainer.setup()
+        longest = max(sum(lengths) for lengths in trainer.rows.lengths)
+        assert value != "auto" or trainer.tokens_per_micro_batch % longest == 0
+        trainer.train()
+        lines = (tmp_path / str(value) / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+        summary = json.loads((tmp_path / str(value) / "summary.json").read_text())
+        assert summary["planned_memory"] == trainer.planned_peak
+        trainer.cleanup()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# -------------------------------------------------------------------------------- data, machines, what is said
+def test_rows_that_are_here_are_counted(folders, tmp_path, capsys):
+    path = write_config(folders, "qwen", tmp_path / "run", epochs=3, max_steps_per_epoch=None,
+                        sequences_per_step=8)  # fmt: skip
+    found = plan(capsys, "--config", path)
+    assert (found["rows"]["count"], found["steps"]) == (64, 3 * 8)
+    assert found["rows"]["longest"] <= 256
+    assert 0.5 < found["rows"]["supervised"] < 1
+    said = plan(capsys, "--config", path, "--rows", "1000", "--row-tokens", "50")
+    assert (said["rows"]["count"], said["rows"]["mean"], said["steps"]) == (1000, 50, 3 * 125)
+
+
+def test_nothing_is_downloaded_or_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("tried to load data"))
+    found = plan(capsys, "--config", "strix_halo_qwen7b")
+    assert found["parameters"] - found["trainable_parameters"] == 7_615_616_512  # as its model card has it
+    assert not found["here"]
+    assert found["budget"] == 100 * 2**30  # 125 GiB less a fifth
+    assert found["figures"]["measured"] is False
+    assert os.listdir() == []
+
+
+def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = plan(capsys, "--config", "strix_halo_qwen7b_raft")
+    cycle, asked = found["cycle"], found["cycle"]["questions"]
+    assert (asked["prompts"], asked["held_out"], asked["answer"]) == (500, 200, 256)
+    assert found["rows"]["count"] == 2000  # four of eight answers, half of them right
+    seconds = cycle["sampling_seconds"] + cycle["evaluating_seconds"] + found["training_seconds"]
+    assert 600 < seconds < 7200  # the machine's roofline, not the 8 hours of others
+    assert cycle["peak"] <= found["budget"]
+    longer = plan(capsys, "--config", "strix_halo_qwen7b_raft", "--answer-tokens", "512", "--rows", "1000")["cycle"]
+    assert longer["sampling_seconds"] == pytest.approx(4 * cycle["sampling_seconds"], rel=0.15)
+    servers = "engine={_component_: rocm_ext.generation.OpenAIEngine, urls: [http://a/v1]}"
+    assert plan(capsys, "--config", "strix_halo_qwen7b_raft", servers)["cycle"] is None
+
+
+def test_what_does_not_fit_ends_with_1(capsys):
+    arguments = ("--config", "strix_halo_qwen7b", "hardware=mi50")  # in fp32 its weights alone are too much
+    found = plan(capsys, *arguments, code=1)
+    assert found["fits"] is False
+    assert found["dtype"] == "fp32"
+    assert main(["plan", *arguments]) == 1
+    assert "does not fit into 28.8 GiB" in capsys.readouterr().out
+
+
+def test_tables_for_people(capsys):
+    assert main(["plan", "--config", "mi50_qwen0_5b_raft", "--rows", "100"]) == 0
+    said = capsys.readouterr().out
+    for part in ("weights", "optimizer", "logits and loss", "peak", "tokens/s", "keys and values", "together",
+                 "computed, not measured"):  # fmt: skip
+        assert part in said
+
+
+@pytest.mark.parametrize("profile", profile_names())
+def test_every_machine_has_figures(profile, capsys):
+    found = plan(capsys, "--config", "cpu_pocket", f"hardware={profile}", "dtype=fp32", "num_workers=0")
+    assert found["configured"]["step"]["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_every_config_fits_its_machine(capsys):
+    from rocm_ext.registry import _config_names
+
+    for name in _config_names():
+        ranks = "8" if name.split("_")[1] in ("qwen32b", "qwen72b") or "8gpu" in name else "1"
+        plan(capsys, "--config", name, "--ranks", ranks)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--config", "strix_halo_qwen7"], "did you mean strix_halo_qwen7b"),
+        (["--config", "cpu_pocket", "nonsense=1"], "unknown key nonsense"),
+        (["--config", "cpu_pocket", "--bench", "{tmp}/none.json"], "cannot read"),
+        (["--config", "cpu_pocket", "--bench", "{tmp}/torn.json"], "cannot read"),
+        (["--config", "cpu_pocket", "--bench", "{tmp}/list.json"], "cannot read"),
+        (["--config", "cpu_pocket", "--bench", "{tmp}/other.json"], "was measured on"),
+        (["--config", "cpu_pocket", "model._component_=torch.nn.Linear"], "unknown key model."),
+        (["--config", "cpu_pocket", "tokens_per_micro_batch=3"], "the longest row has 256 tokens"),
+        (["--config", "cpu_pocket", "tokens_per_micro_batch=best"], "auto, or null"),
+        (["--config", "cpu_pocket", "optimizer._component_=torch.optim.Nothing"], "optimizer._component_"),
+        (["--config", "{tmp}/torn.json"], "is no valid YAML"),
+        (["--config", "cpu_pocket", "hardware=strix"], "hardware=strix is unknown"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, found, capsys, tmp_path):
+    (tmp_path / "torn.json").write_text('{"figures": {"flops"')
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "other.json").write_text('{"machine": {"arch": "gfx906"}, "figures": {}}')
+    assert main(["plan", *[argument.format(tmp=tmp_path) for argument in arguments]]) != 0
+    captured = capsys.readouterr()
+    assert found in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+    assert "Traceback" not in captured.err
