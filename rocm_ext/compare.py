@@ -5,14 +5,14 @@ into an answer.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from rocm_ext.errors import UserError
-from rocm_ext.runs import GREEDY, PHASES, CycleFolder, RunFolder, number
+from rocm_ext.runs import GREEDY, PHASES, CycleFolder, RunFolder, number, running_time
 from rocm_ext.statistics import (
     Interval,
     mcnemar,
@@ -68,7 +68,8 @@ class Scores:
         cycle: 0 is before any training, where a difference is the settings' effect on sampling alone.
         a, b: correct, total.
         gain: of B, as a share of prompts.
-        p: that both are right equally often (exact McNemar test); None where the prompts are not the same.
+        p: that both are right equally often (exact McNemar test); None where verdicts by prompt are missing.
+        not_comparable: why these are scores of different things; empty if they are not.
     """
 
     cycle: int
@@ -76,6 +77,7 @@ class Scores:
     b: tuple[int, int]
     gain: Interval
     p: float | None
+    not_comparable: str
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ class Stability:
     stable if it has so many more than A that a fair coin would give as many in less than 5 % of cases.
     """
 
-    not_finite: tuple[int, int] = (0, 0)
+    resumed: tuple[int, int] = (0, 0)  # times, as far as hardware.jsonl tells
+    not_finite: tuple[int, int] = (0, 0)  # losses
+    skipped: tuple[int, int] = (0, 0)  # steps whose gradient was not finite: fp16 skips one now and then
     loss_spikes: tuple[int, int] = (0, 0)  # of A alone, of B alone
     grad_spikes: tuple[int, int] = (0, 0)
 
@@ -264,7 +268,7 @@ def _best_validations(a: RunFolder, b: RunFolder) -> tuple[float, float] | None:
             return None
         best.append(float(np.nanmin(losses)))
         labels |= set(run.validations["val_tokens"])
-    return (best[0], best[1]) if len(labels) == 1 else None
+    return (best[0], best[1]) if len(labels) == 1 and best[0] > 0 else None
 
 
 def _loss_notes(losses: Losses) -> list[str]:
@@ -277,12 +281,23 @@ def _loss_notes(losses: Losses) -> list[str]:
 
 
 def _stability(a: RunFolder, b: RunFolder, columns: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Stability:
+    found = _mishaps(a, b)
+
     def alone(key: str, least: float) -> tuple[int, int]:
-        spikes_a, spikes_b = (spikes(values, least) for values in columns[key])
+        known = np.isfinite(columns[key][0]) & np.isfinite(columns[key][1])
+        spikes_a, spikes_b = (spikes(values[known], least) for values in columns[key])
         return int((spikes_a & ~spikes_b).sum()), int((spikes_b & ~spikes_a).sum())
 
-    bad = tuple(int((~np.isfinite(run.steps["loss"])).sum()) for run in (a, b))
-    return Stability((bad[0], bad[1]), alone("loss", 1.2), alone("grad_norm", 3.0))
+    return replace(found, loss_spikes=alone("loss", 1.2), grad_spikes=alone("grad_norm", 3.0))
+
+
+def _mishaps(a: RunFolder, b: RunFolder) -> Stability:
+    def count(key: str) -> tuple[int, int]:
+        bad = [~np.isfinite(run.steps[key]) & run.steps.has(key) for run in (a, b)]
+        return int(bad[0].sum()), int(bad[1].sum())
+
+    pauses = [len(running_time(run.hardware)[1]) for run in (a, b)]
+    return Stability((pauses[0], pauses[1]), count("loss"), count("grad_norm"))
 
 
 def _median(values: np.ndarray) -> float:
@@ -295,7 +310,8 @@ def _median(values: np.ndarray) -> float:
 def _compare_raft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[float, float]) -> Comparison:
     of_b = {cycle.number: cycle for cycle in b.cycles}
     pairs = [(cycle, of_b[cycle.number]) for cycle in a.cycles if cycle.number in of_b]
-    scores = [_scores(x, y) for x, y in pairs if x.scores is not None and y.scores is not None]
+    judges = [key for key in settings if key.startswith("verifier.")]
+    scores = [_scores(x, y, judges) for x, y in pairs if x.scores is not None and y.scores is not None]
     whole = [(x, y) for x, y in pairs if x.number and x.state == y.state == "complete" and x.seconds and y.seconds]
     times = [(sum(x.seconds.values()), sum(y.seconds.values())) for x, y in whole]
     ratios = [x / y for x, y in times if y > 0]
@@ -303,35 +319,34 @@ def _compare_raft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[floa
     if ratios:
         speed = Interval(sum(x for x, _ in times) / sum(y for _, y in times), min(ratios), max(ratios))
     rates: dict[str, tuple[float, float]] = {"cycles": (_trained(a), _trained(b))}
-    for phase in PHASES:
-        spent = [tuple(cycle.seconds.get(phase, 0.0) for cycle in pair) for pair in whole]
-        if spent:
-            rates[f"seconds to {phase}, {len(spent)} cycles"] = sum(s[0] for s in spent), sum(s[1] for s in spent)
-    for phase in ("sample", "train"):
-        found = [tuple(number(c.phases.get(phase, {}).get("tokens_per_second")) for c in pair) for pair in whole]
-        if found:
-            rates[f"{phase} tokens/s"] = float(np.mean([f[0] for f in found])), float(np.mean([f[1] for f in found]))
-    bad = tuple(int((~np.isfinite(run.steps["loss"])).sum()) for run in (a, b))
+    for phase in PHASES if whole else ():
+        spent = np.array([[cycle.seconds.get(phase, 0.0) for cycle in pair] for pair in whole]).sum(axis=0)
+        rates[f"seconds to {phase}, {len(whole)} cycles"] = float(spent[0]), float(spent[1])
+    for phase in ("sample", "train") if whole else ():
+        speeds = [[number(c.phases.get(phase, {}).get("tokens_per_second")) for c in pair] for pair in whole]
+        rates[f"{phase} tokens/s"] = float(np.mean(speeds, axis=0)[0]), float(np.mean(speeds, axis=0)[1])
     notes = ["no cycle has held-out scores in both runs; set eval_prompts"] if not scores else []
-    if scores and scores[-1].p is None:
-        notes.append("the runs were evaluated on other prompts")
-    return Comparison(a, b, settings, speed, memory, rates, Stability((bad[0], bad[1])), scores=scores, notes=notes)
+    notes += [f"held-out scores cannot be compared: {why}" for why in {each.not_comparable for each in scores} if why]
+    return Comparison(a, b, settings, speed, memory, rates, _mishaps(a, b), scores=scores, notes=notes)
 
 
 def _trained(run: RunFolder) -> int:
     return sum(cycle.number > 0 and cycle.state == "complete" for cycle in run.cycles)
 
 
-def _scores(a: CycleFolder, b: CycleFolder) -> Scores:
+def _scores(a: CycleFolder, b: CycleFolder, judges: Sequence[str]) -> Scores:
     assert a.scores is not None
     assert b.scores is not None
     totals = (a.scores["correct"], a.scores["prompts"]), (b.scores["correct"], b.scores["prompts"])
+    why = f"other verifiers judged (other {', '.join(judges)})" if judges else ""
     right_a, right_b = _greedy(a), _greedy(b)
     if right_a.keys() != right_b.keys() or len(right_a) != totals[0][1]:
-        return Scores(a.number, *totals, unpaired_gain(*totals), None)
+        other = bool(right_a and right_b) or totals[0][1] != totals[1][1]
+        why = why or ("they are of other prompts" if other else "")
+        return Scores(a.number, *totals, unpaired_gain(*totals), None, why)
     a_only = sum(right and not right_b[prompt] for prompt, right in right_a.items())
     b_only = sum(right and not right_a[prompt] for prompt, right in right_b.items())
-    return Scores(a.number, *totals, paired_gain(a_only, b_only, len(right_a)), mcnemar(a_only, b_only))
+    return Scores(a.number, *totals, paired_gain(a_only, b_only, len(right_a)), mcnemar(a_only, b_only), why)
 
 
 def _greedy(cycle: CycleFolder) -> dict[str, bool]:

@@ -134,6 +134,8 @@ def _scores(scores: list[Scores], tolerance: float) -> _Quality:
     if not scores or not scores[-1].cycle:
         return _Quality("unknown", "no cycle of both runs has held-out scores yet")
     last = scores[-1]
+    if last.not_comparable:
+        return _Quality("unknown", f"held-out scores cannot be compared: {last.not_comparable}")
     gain, points = last.gain, 100 * tolerance
     told = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
     name = f"held-out pass@1 after cycle {last.cycle}"
@@ -147,4 +149,4 @@ def _scores(scores: list[Scores], tolerance: float) -> _Quality:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"

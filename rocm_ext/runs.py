@@ -24,6 +24,7 @@ from rocm_ext.scores import wilson
 
 PHASES = ("sample", "train", "eval")
 GREEDY = -1  # index of a held-out prompt's greedy answer, as in rocm_ext.evaluation
+_PAUSE = 60.0  # seconds: in a longer silence of its hardware.jsonl a run was not there
 _MOST = 1e12  # of seconds and prompts; more is junk
 _BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
 Key = tuple[str, int]  # prompt id, index of the sample
@@ -33,14 +34,18 @@ class Columns:
     """Lines of numbers, such as those of ``metrics.jsonl``, by column."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        self._lines = lines
+        self.lines = lines
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self.lines)
 
     def __getitem__(self, key: str) -> np.ndarray:
         """[n] float64; NaN where a line has no number."""
-        return np.array([number(line.get(key)) for line in self._lines], dtype=np.float64)
+        return np.array([number(line.get(key)) for line in self.lines], dtype=np.float64)
+
+    def has(self, key: str) -> np.ndarray:
+        """[n] bool: whether a line says anything of it."""
+        return np.array([key in line for line in self.lines], dtype=bool)
 
 
 @dataclass(frozen=True)
@@ -160,9 +165,8 @@ class CycleFolder:
                 continue
             lengths[key] = len(line["tokens"])
             truncated += line.get("finish_reason") == "length"
-            if isinstance(values := line.get("logprobs"), list):
-                known = [value for value in map(number, values) if math.isfinite(value)]
-                logprob, tokens = logprob + math.fsum(known), tokens + len(known)
+            known = _finite(line.get("logprobs"))
+            logprob, tokens = logprob + float(known.sum()), tokens + len(known)
         entropy = -logprob / tokens if tokens else None
         return Answers(np.array(list(lengths.values()), dtype=np.float64), truncated, entropy)
 
@@ -236,7 +240,7 @@ class RunFolder:
         steps: list[Mapping[str, Any]] = []
         for cycle in self.cycles:
             before = len(steps)
-            own = cycle.steps._lines
+            own = cycle.steps.lines
             steps += [{**line, "step": before + i, "cycle": cycle.number} for i, line in enumerate(own, start=1)]
         self.steps, self.validations = Columns(steps), Columns([])
 
@@ -293,9 +297,29 @@ def number(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
+def _finite(values: Any) -> np.ndarray:
+    """Those of a list of numbers that are finite; none if it is no such list."""
+    try:
+        numbers = np.array(values if isinstance(values, list) else [], dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        return np.array([])
+    return numbers[np.isfinite(numbers)]
+
+
 def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     """Whether it is a list of JSON objects."""
     return isinstance(value, list) and all(isinstance(row, dict) for row in value)
+
+
+def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds that a run had run at each line of ``hardware.jsonl``, and the lines before which it had paused: killed
+    and resumed, it may have been away for days."""
+    times = np.array([number(line.get("time")) for line in lines], dtype=np.float64)
+    steps = np.diff(times, prepend=times[:1])
+    usual = float(np.median(steps[1:])) if len(steps) > 1 else 0.0
+    pauses = np.flatnonzero(steps > max(_PAUSE, 10 * usual))
+    steps[pauses] = usual
+    return np.cumsum(steps), pauses
 
 
 def read_steps(path: Path, problems: list[str]) -> tuple[Columns, Columns]:

@@ -16,7 +16,7 @@ from rocm_ext.compare import compare
 from rocm_ext.decision import decide
 from rocm_ext.runs import RunFolder
 from rocm_ext.statistics import mcnemar, paired_gain, relative_difference, spikes, unpaired_gain
-from tests.run_folders import curve, raft, sft, step_lines, wander
+from tests.run_folders import curve, raft, sft, step_lines, wander, write_jsonl
 
 STEPS = 200
 EQUAL = 1 + 0.002 * wander(STEPS, 1)
@@ -183,6 +183,26 @@ def test_spikes(tmp_path, capsys):
     assert "B has 5 loss spikes where A has 0" in capsys.readouterr().out
 
 
+def test_steps_that_fp16_skips_are_no_spikes(base, tmp_path, capsys):
+    lines = step_lines(curve(STEPS))
+    for line in lines[:6]:
+        line["grad_norm"] = np.inf
+    b = sft(tmp_path / "b", [], lines=lines, dtype="fp16")
+    assert run(base, b) == 0
+    assert document(capsys, base, b)["stability"]["skipped"] == [0, 6]
+    for line in lines:
+        del line["grad_norm"]
+    c = sft(tmp_path / "c", [], lines=lines)
+    assert run(base, c) == 0  # nothing is known of it
+    assert document(capsys, base, c)["stability"]["skipped"] == [0, 0]
+
+
+def test_resumed_runs_are_told(base, tmp_path, capsys):
+    b = sft(tmp_path / "b", curve(STEPS))
+    write_jsonl(b / "hardware.jsonl", [{"time": 1e9 + 5 * i + 9000 * (i >= 20) + 500 * (i >= 30)} for i in range(40)])
+    assert document(capsys, base, b)["stability"]["resumed"] == [0, 2]
+
+
 def test_spikes_are_few_in_plain_noise():
     found = sum(int(spikes(curve(500, seed), 1.2).sum()) for seed in range(40))
     assert found <= 2
@@ -270,10 +290,30 @@ def test_raft_by_held_out_scores(tmp_path, capsys, worse, better, code, says):
 def test_raft_on_other_prompts(tmp_path, capsys):
     a = raft(tmp_path / "a", [passing(0.3, 1), passing(0.5, 2)])
     b = raft(tmp_path / "b", [passing(0.3, 1, 200), passing(0.5, 2, 200)])
-    run(a, b)
+    assert run(a, b) == 3
     out = capsys.readouterr().out
-    assert "evaluated on other prompts" in out
+    assert "cannot be compared: they are of other prompts" in out
     assert "McNemar" not in out
+
+
+def test_raft_with_other_verifiers(tmp_path, capsys):
+    right = [passing(0.3, 1), passing(0.5, 2)]
+    a = raft(tmp_path / "a", right, verifier={"_component_": "rocm_ext.verifiers.MathAnswer"})
+    b = raft(tmp_path / "b", right, verifier={"_component_": "rocm_ext.verifiers.ExactAnswer"})
+    assert run(a, b) == 3
+    assert "other verifiers judged (other verifier._component_)" in capsys.readouterr().out
+
+
+def test_raft_without_verdicts_by_prompt(tmp_path, capsys):
+    """A copy of the scores alone: two proportions, with a wider interval than pairs have."""
+    before, after = passing(0.3, 1), passing(0.5, 2)
+    a, b = raft(tmp_path / "a", [before, after]), raft(tmp_path / "b", [before, flip(after, 5, 6)])
+    paired = document(capsys, a, b)["scores"][1]["gain"]
+    (b / "cycle_1" / "eval" / "verdicts.jsonl").unlink()
+    found = document(capsys, a, b)["scores"][1]
+    assert found["p"] is None
+    assert found["gain"]["value"] == pytest.approx(paired["value"]) == pytest.approx(1 / 400)
+    assert found["gain"]["low"] < paired["low"] - 0.03
 
 
 def test_raft_in_its_first_cycle(tmp_path, capsys):

@@ -128,11 +128,13 @@ def _rows(found: "Comparison") -> list[Row]:
     a, b = found.memory
     rows.append(("peak memory, MiB", _number(a / 2**20), _number(b / 2**20), _times(a, b)))
     rows += _loss_rows(found) if found.losses else _score_rows(found)
-    bad = {"losses that are not finite": found.stability.not_finite}
+    stability = found.stability
+    counts = {"times resumed": stability.resumed, "losses that are not finite": stability.not_finite}
+    counts["steps with a gradient that is not finite"] = stability.skipped
     if found.losses:
-        bad["loss spikes of one run alone"] = found.stability.loss_spikes
-        bad["gradient spikes of one run alone"] = found.stability.grad_spikes
-    return rows + [(name, f"{count[0]:,}", f"{count[1]:,}", "") for name, count in bad.items()]
+        counts["loss spikes of one run alone"] = stability.loss_spikes
+        counts["gradient spikes of one run alone"] = stability.grad_spikes
+    return rows + [(name, f"{a:,}", f"{b:,}", "") for name, (a, b) in counts.items()]
 
 
 def _loss_rows(found: "Comparison") -> list[Row]:
@@ -174,7 +176,7 @@ def _interval(found: "Interval") -> str:
 
 
 def _percents(share: float) -> str:
-    return f"{100 * share:+.2f} %"
+    return f"{round(100 * share, 2) + 0.0:+.2f} %"  # + 0.0: no "-0.00"
 
 
 def _times(a: float, b: float) -> str:

@@ -149,8 +149,8 @@ def line_chart(
     front = [line for line in lines if not line.faint]
     parts = [_frame(x, y, x_title), _marks(x, marks)]
     parts += [_path(line, x, y) for line in (*(line for line in lines if line.faint), *front)]
-    parts += [_outside(line, x, y) for line in lines]
     parts.append(_columns(front, x, x_title))
+    parts += [_outside(line, x, y) for line in lines]
     keys = [(line.label, line_style(line.colour, line.dash)) for line in front] if legend else []
     return _figure(title, unit, Markup("").join(parts), _said(front, x_title), keys)
 

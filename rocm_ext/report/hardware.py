@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from rocm_ext.report.charts import Line, line_chart
 from rocm_ext.report.curves import memory_unit, time_unit
-from rocm_ext.runs import RunFolder, is_rows, number
+from rocm_ext.runs import RunFolder, is_rows, number, running_time
 
 _Read = Callable[[Mapping[str, Any]], float]
 _GPU = (
@@ -24,7 +24,6 @@ _HOST = (
     ("Host memory in use", "bytes", "memory_used"),
     ("Memory of the process", "bytes", "process_memory"),
 )
-_PAUSE = 60.0  # seconds: in a longer silence the run was not there
 
 
 def charts(runs: Sequence[RunFolder]) -> list[Markup]:
@@ -75,17 +74,6 @@ def _chart(title: str, unit: str, lines: list[Line], **more: Any) -> Markup:
         size, unit = memory_unit([line.y for line in lines])
         lines = [Line(line.label, line.x, line.y / size, line.colour) for line in lines]
     return line_chart(title, unit, lines, zero=True, whole=False, **more)
-
-
-def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds that a run had run at each line, and the lines before which it had paused: killed and resumed, it may
-    have been away for days."""
-    times = np.array([number(line.get("time")) for line in lines], dtype=np.float64)
-    steps = np.diff(times, prepend=times[:1])
-    usual = float(np.median(steps[1:])) if len(steps) > 1 else 0.0
-    pauses = np.flatnonzero(steps > max(_PAUSE, 10 * usual))
-    steps[pauses] = usual
-    return np.cumsum(steps), pauses
 
 
 def gpu_names(run: RunFolder) -> list[str]:

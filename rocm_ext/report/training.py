@@ -58,10 +58,13 @@ def _chart(curve: _Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float
         label = run.name if len(runs) > 1 else curve.title.lower()
         x, y = each["step"], y * scale
         width = smoothing_width(len(y)) if curve.noisy else 1
-        if width == 1 or len(runs) <= _FEW:
-            lines.append(Line(label, x, y, colour, faint=width > 1, lost=curve.finite))
-        if width > 1:
+        if width == 1:
+            lines.append(Line(label, x, y, colour, lost=curve.finite))
+        elif len(runs) <= _FEW:
+            lines.append(Line(label, x, y, colour, faint=True, lost=curve.finite))
             lines.append(Line(label, x, smooth(y, width), colour))
+        else:
+            lines.append(Line(label, x, np.where(np.isfinite(y), smooth(y, width), y), colour, lost=curve.finite))
     if not lines:
         return None
     return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks)
