@@ -50,6 +50,7 @@ def _chart(curve: _Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float
         bytes_, unit = memory_unit(values)
         scale = 1 / bytes_
     lines: list[Line] = []
+    widths: set[int] = set()
     for colour, (run, each, y) in enumerate(zip(runs, columns, values, strict=True)):
         if not len(y) or (not np.isfinite(y).any() and not curve.finite):
             continue
@@ -58,6 +59,7 @@ def _chart(curve: _Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float
         label = run.name if len(runs) > 1 else curve.title.lower()
         x, y = each["step"], y * scale
         width = smoothing_width(len(y)) if curve.noisy else 1
+        widths |= {width} - {1}
         if width == 1:
             lines.append(Line(label, x, y, colour, lost=curve.finite))
         elif len(runs) <= _FEW:
@@ -67,6 +69,8 @@ def _chart(curve: _Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float
             lines.append(Line(label, x, np.where(np.isfinite(y), smooth(y, width), y), colour, lost=curve.finite))
     if not lines:
         return None
+    if widths:
+        unit += f", mean of {widths.pop()} steps" if len(widths) == 1 else ", smoothed"
     return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks)
 
 
