@@ -218,7 +218,7 @@ def answers(folder: Path, offset: float, pairs: int = 60) -> dict[str, float]:
     told: Counter[str] = Counter()
     for seed in range(pairs):
         losses = curve(300, seed)
-        noise = 0.005 * wander(300, 1000 + seed) + 0.005 * np.random.default_rng(seed).normal(size=300)
+        noise = 0.005 * wander(300, 1000 + seed) + 0.005 * wander(300, 2000 + seed, phi=0)
         a = sft(folder / f"a{seed}", losses)
         b = sft(folder / f"b{seed}", losses * (1 + offset + noise), speed=1500)
         told[decide(compare(RunFolder(a), RunFolder(b))).answer] += 1
