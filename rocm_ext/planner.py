@@ -18,8 +18,8 @@ from rocm_ext.attention import PackedAttention
 from rocm_ext.batches import Steps, cut
 from rocm_ext.figures import Figures
 from rocm_ext.generation import Sampling
-from rocm_ext.generation.decoder import MIN_ROWS, Decoder, copied_bytes
-from rocm_ext.generation.local import most_slots, slot_memory
+from rocm_ext.generation.decoder import MIN_ROWS, Decoder, tensors_of
+from rocm_ext.generation.local import most_slots, slot_memory, span_for
 from rocm_ext.loss import LinearCrossEntropyLoss
 from rocm_ext.memory import MemoryPlan, plan_memory, worst_rows
 from rocm_ext.precision import DTYPES
@@ -237,15 +237,23 @@ class SamplingPlanner:
         decoder: with adapters, all of it on the meta device.
         device: where it will run.
         asked: prompts and answers.
+        ranks: over how many the weights are sharded; each samples from a copy of its own.
         figures: how fast the machine is.
     """
 
     def __init__(
-        self, cfg: DictConfig, decoder: TransformerDecoder, device: torch.device, asked: Questions, figures: Figures
+        self,
+        cfg: DictConfig,
+        decoder: TransformerDecoder,
+        device: torch.device,
+        asked: Questions,
+        *,
+        ranks: int,
+        figures: Figures,
     ) -> None:
         with torch.no_grad():
             self._decoder = Decoder(decoder, cfg.engine.get("merge"))
-        self._layout = copied_bytes(decoder)
+        self._layout = _layout_bytes(self._decoder, decoder, ranks)
         self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
 
     def plan(self, free: int) -> SamplingPlan:
@@ -253,12 +261,13 @@ class SamplingPlanner:
         cfg, decoder, asked = self._cfg, self._decoder, self._asked
         length = asked.longest + cfg.max_new_tokens
         graphs = self._device.type == "cuda" and cfg.engine.get("graphs") is not False
-        sampling = Sampling(max_new_tokens=cfg.max_new_tokens, top_p=cfg.top_p)
-        memory = slot_memory(decoder, [asked.longest], length, sampling, graphs)
+        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        prompts = [asked.longest] * min(asked.prompts or 2**10, 2**10)
+        memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, graphs)
         most = most_slots((asked.prompts or 2**20) * cfg.samples_per_prompt, self._device)
         fit = memory.fit(int(_SLOTS_SHARE * (free - self._layout)))
         slots = cfg.engine.get("slots") or max(MIN_ROWS, min(most, fit))
-        cache = slots * length * decoder.bytes_per_position
+        cache = slots * memory.cache
         speed = slots / self.step_seconds(slots)
         return SamplingPlan(self._layout, slots, cache, memory.bytes(slots) - cache, speed)
 
@@ -272,6 +281,16 @@ class SamplingPlanner:
         steps = max(prompts * samples * asked.answer / slots, self._cfg.max_new_tokens)
         prefill = prompts * asked.mean * _flops_per_token(self._decoder) / _rate(self._decoder, self._figures)
         return steps * self.step_seconds(slots) + prefill
+
+
+def _layout_bytes(made: Decoder, decoder: TransformerDecoder, ranks: int) -> int:
+    """What the sampler's weights take that are not the model's own."""
+    if ranks > 1:  # gathered
+        return sum(p.nbytes for p in decoder.parameters() if not p.requires_grad)
+    own = {p.untyped_storage()._cdata for p in decoder.parameters()}
+    parts = [tensor for layer in made.layers for matrix in vars(layer).values() for tensor in tensors_of(matrix)]
+    new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in parts}
+    return sum(size for key, size in new.items() if key not in own)
 
 
 def decode_seconds(decoder: Decoder, slots: int, context: float, figures: Figures) -> float:

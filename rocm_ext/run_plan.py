@@ -140,7 +140,7 @@ def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: in
         now=now,
         best=planner.better(now, best, budget[0]),
         steps=None if count is None else _steps(cfg, count, planner.rows_per_step),
-        cycle=_cycle(cfg, decoder, target, asked, figures, best, budget[0]) if asked else None,
+        cycle=_cycle(cfg, decoder, target, asked, figures, best, budget[0], ranks) if asked else None,
     )
 
 
@@ -174,10 +174,11 @@ def _cycle(
     figures: Figures,
     training: Choice,
     budget: int,
+    ranks: int,
 ) -> CyclePlan | None:
     if not str(cfg.engine[config.COMPONENT]).endswith("LocalEngine"):
         return None  # servers have memory and speed of their own
-    planner = SamplingPlanner(cfg, decoder, target, asked, figures)
+    planner = SamplingPlanner(cfg, decoder, target, asked, ranks=ranks, figures=figures)
     fixed = training.memory.fixed
     sampling = planner.plan(budget - fixed)
     answers = [(asked.prompts, cfg.samples_per_prompt), (asked.held_out, 1 + cfg.eval_samples)]

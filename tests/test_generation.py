@@ -703,7 +703,7 @@ class Live(TorchDispatchMode):
     [
         ({}, (600, 700, 900), Sampling(20), 24e6),  # most of it for keys and values
         ({"intermediate_dim": 2048}, (500, 800, 900), Sampling(4), 114e6),  # prefilling
-        ({"vocab_size": 20_000}, range(1, 41), Sampling(4, temperature=0.7, top_k=50), 20e6),  # drawing
+        ({"vocab_size": 20_000}, range(1, 41), Sampling(4, temperature=0.7, top_k=50), 11e6),  # drawing
         ({"vocab_size": 20_000}, range(1, 41), Sampling(4, temperature=9, top_p=0.9999), 30e6),  # and sorting all
     ],
     ids=["long", "wide", "vocabulary", "nucleus"],
@@ -716,7 +716,7 @@ def test_slots_fit_into_memory(shape, lengths, sampling, memory, caches):
             list(session.generate(requests, sampling))
         gc.collect()
         assert live.now == 0
-        assert 0.3 * memory < live.peak <= memory
+        assert 0.5 * memory < live.peak <= memory
         ((slots, length),) = caches.shapes
         assert 16 <= slots < len(requests)
         assert length >= max(lengths) + sampling.max_new_tokens

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,13 +10,18 @@ from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config, memory, model
+from rocm_ext.bench.training import RandomWeights
 from rocm_ext.cli import main
 from rocm_ext.device import profile_names
 from rocm_ext.figures import Figures
+from rocm_ext.generation import Request, Sampling
+from rocm_ext.generation.decoder import merged
+from rocm_ext.generation.local import LocalSession
 from rocm_ext.loss import LinearCrossEntropyLoss
-from rocm_ext.planner import TrainingPlanner
+from rocm_ext.planner import SamplingPlanner, TrainingPlanner
+from rocm_ext.ranks import Ranks
 from rocm_ext.simulation import Kernels, Operation, Tally, simulate_layer
-from rocm_ext.workload import Rows
+from rocm_ext.workload import Questions, Rows
 from tests.tiny import run_config, write_model, write_yaml
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
@@ -111,6 +117,36 @@ def test_ranks_share_weights_and_gather_layers(capsys):
     assert one["memory"]["gathered"] == 0
     assert 0.1 < eight["memory"]["gathered"] / one["memory"]["weights"] < 0.3  # embeddings, head, two layers
     assert eight["step"]["tokens"] == one["step"]["tokens"] / 8
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "slots", "prompt", "dtype"),
+    [(2048, 64, 200, torch.float32), (30_000, 64, 60, torch.float32), (30_000, 32, 60, torch.bfloat16)],
+)
+def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt, dtype):
+    node = {
+        "_component_": "torchtune.models.qwen2.lora_qwen2", "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": True,
+        "vocab_size": vocabulary, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 256,
+        "intermediate_dim": 704, "max_seq_len": 512, "lora_rank": 8, "lora_alpha": 16,
+    }  # fmt: skip
+    cpu, new = torch.device("cpu"), 40
+    decoder = model.build(OmegaConf.create(node), dtype, 0, cpu)
+    model.load_weights(decoder, model.Weights(RandomWeights(decoder, cpu), "random"), Ranks(cpu))
+    requests = [Request(str(i), 0, i, tuple(range(i, i + prompt)), ()) for i in range(slots)]
+    never = SimpleNamespace(stop_tokens=[-1], decode=lambda ids: "")
+    tally = Tally()
+    tally.ignore([*decoder.parameters(), *decoder.buffers()])
+    with tally, merged(decoder) as made:
+        list(LocalSession(made, never, lambda: 2**40, slots, graphs=False).generate(requests, Sampling(new)))
+    cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": new})
+    asked = Questions(slots, 0, prompt, prompt, new, "test")
+    empty = model.build(OmegaConf.create(node), dtype, 0, torch.device("meta"))
+    figures = Figures("", True, {"fp32": 1e12, "bf16": 1e12}, 1e10)
+    planned = SamplingPlanner(cfg, empty, cpu, asked, ranks=1, figures=figures).plan(2**40)
+    assert planned.slots == 128  # as many as pay: there are eight samples to each prompt
+    cfg.engine.slots = slots
+    planned = SamplingPlanner(cfg, empty, cpu, asked, ranks=1, figures=figures).plan(2**40)
+    assert planned.peak == pytest.approx(tally.peak, rel=0.1)
 
 
 # ----------------------------------------------------------------------------------------------------- work

@@ -66,7 +66,7 @@ class Matrix:
     @property
     def nbytes(self) -> int:
         """Of all its parts."""
-        return sum(tensor.nbytes for tensor in vars(self).values() if tensor is not None)
+        return sum(tensor.nbytes for tensor in tensors_of(self))
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Matrix
     down: Matrix
+
+
+def tensors_of(part: "Matrix | Tensor") -> list[Tensor]:
+    """A matrix's, or a norm's only one."""
+    return [part] if isinstance(part, Tensor) else [value for value in vars(part).values() if value is not None]
 
 
 @dataclass(frozen=True)

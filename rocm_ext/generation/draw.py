@@ -54,6 +54,19 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     return tokens, _log_probs(logits, peak, tokens, total)
 
 
+def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
+    """The most bytes that :func:`draw` holds for each logit of ``itemsize`` bytes, that one included."""
+    logits = itemsize if itemsize == 4 else itemsize + 4
+    more = [4 if vocabulary % _BLOCK else 0]  # beside one copy, the weights
+    if sampling.temperature not in (0, 1):
+        more.append(8)
+    if sampling.top_k is not None or sampling.min_p is not None:
+        more.append(5)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        more.append(28)  # all of them sorted, which is rare
+    return logits + 4 + max(more)
+
+
 def _log_probs(logits: Tensor, peak: Tensor, tokens: Tensor, total: Tensor) -> Tensor:
     return (logits.gather(-1, tokens[:, None]) - peak).squeeze(-1) - total.log()
 

@@ -23,20 +23,17 @@ from rocm_ext.chat import to_text
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.generation.base import Completion, Request, Sampling
 from rocm_ext.generation.decoder import MIN_ROWS, Cache, Decoder, check_family, copied_bytes, merged
-from rocm_ext.generation.draw import draw, uniforms
+from rocm_ext.generation.draw import draw, draw_bytes, uniforms
 from rocm_ext.monitor import log
 
 # Where more slots gain no more: a step is bound by compute from here on (measured on a CPU; computed for GPUs).
 _MOST_SLOTS = {"cpu": 128, "cuda": 256}
 # Cache positions looked at are a multiple of this. CPU: others would change the rounding of attention's sums (see
-# `_span`). GPU: few distinct shapes, so few graphs.
+# `span_for`). GPU: few distinct shapes, so few graphs.
 _SPAN = {"cpu": 16, "cuda": 256}
 _PREFILL_TOKENS = 2048  # enough for a GPU to be bound by compute
 _SHARE = 0.9  # of the memory left; the rest is room for the libraries' own
-# What a step needs beside the cache: for each position its mask; for each token of the vocabulary logits, weights and
-# copies of them in fp32, and where the most probable tokens hold less than top_p, all of them sorted.
-_MASK_BYTES = 10
-_DRAW_BYTES, _NUCLEUS_BYTES = 20, 36
+_MASK_BYTES = 10  # a step's, for each position of a slot
 
 
 class LocalEngine:
@@ -151,7 +148,7 @@ class LocalSession:
                 f"the longest prompt and max_new_tokens {sampling.max_new_tokens} are {longest} tokens; the model "
                 f"takes {self._decoder.max_seq_len}. Lower max_new_tokens or drop long prompts"
             )
-        length = _span(self._decoder, longest)
+        length = span_for(self._decoder.device, longest)
         batch = _Batch(self._decoder, self._count_slots(requests, length, sampling), length, sampling, self._graphs)
         prompts = deque(
             _Prompt(tokens, deque(same)) for tokens, same in groupby(requests, key=lambda request: request.tokens)
@@ -244,31 +241,36 @@ class LocalSession:
 
 @dataclass(frozen=True)
 class SlotMemory:
-    """Bytes that sampling takes beside the weights: ``fixed``, and ``per_slot``."""
+    """Bytes that sampling takes beside the weights.
 
-    fixed: int
-    per_slot: int
+    Attributes:
+        cache: of a slot, with its logits where steps are graphs.
+        step: of a slot, while a step runs.
+        prefill: while prompts are prefilled, which no step runs beside.
+    """
+
+    cache: int
+    step: int
+    prefill: int
 
     def bytes(self, slots: int) -> int:
         """With so many slots."""
-        return self.fixed + slots * self.per_slot
+        return slots * self.cache + max(slots * self.step, self.prefill)
 
     def fit(self, free: int) -> int:
         """How many slots ``free`` bytes hold."""
-        return (free - self.fixed) // self.per_slot
+        return min(free // (self.cache + self.step), (free - self.prefill) // self.cache)
 
 
-def slot_memory(
-    decoder: Decoder, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool
-) -> SlotMemory:
+def slot_memory(decoder: Decoder, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool) -> SlotMemory:
     """What a session needs for prompts of these lengths and slots of ``length`` positions."""
     prefilled = max(min(_PREFILL_TOKENS, sum(prompts)), max(prompts))
-    per_slot = length * (decoder.bytes_per_position + _MASK_BYTES) + decoder.bytes_per_row
-    vocabulary = len(decoder.output.weight)
-    if graphs:
-        per_slot += vocabulary * decoder.dtype.itemsize
-    per_slot += vocabulary * (_DRAW_BYTES if sampling.top_p is None else _NUCLEUS_BYTES)
-    return SlotMemory(prefilled * (decoder.bytes_per_position + decoder.bytes_per_row), per_slot)
+    vocabulary, itemsize = len(decoder.output.weight), decoder.dtype.itemsize
+    return SlotMemory(
+        cache=length * decoder.bytes_per_position + graphs * vocabulary * itemsize,
+        step=length * _MASK_BYTES + decoder.bytes_per_row + vocabulary * draw_bytes(sampling, itemsize, vocabulary),
+        prefill=prefilled * (decoder.bytes_per_position + decoder.bytes_per_row),
+    )
 
 
 def most_slots(samples: int, device: torch.device) -> int:
@@ -276,9 +278,9 @@ def most_slots(samples: int, device: torch.device) -> int:
     return max(MIN_ROWS, min(samples, _MOST_SLOTS.get(device.type, 128)))
 
 
-def _span(decoder: Decoder, positions: int) -> int:
+def span_for(on: torch.device, positions: int) -> int:
     """How far to look into the cache for so many ``positions``: what lies beyond them must not change a bit."""
-    device = decoder.device.type
+    device = on.type
     positions += -positions % _SPAN.get(device, 256)
     # torch's attention on CPUs works on 512 positions at a time, and MKL sums more than 384 of them in two halves
     # (measured): so the last 512 are looked at whole, or only in their first half
@@ -326,7 +328,7 @@ class _Batch:
         n = len(self.running)
         # a few slots more than are running: MIN_ROWS, and few distinct shapes where each needs a graph
         rows = min(self.slots, n + -n % MIN_ROWS if self._graphs is not None else max(n, MIN_ROWS))
-        span = _span(self._decoder, max(running.position for running in self.running) + 1)
+        span = span_for(self._decoder.device, max(running.position for running in self.running) + 1)
         logits = self._decode(rows, span)
         uniform = uniforms(self._seeds[:rows], self._drawn[:rows])
         tokens, logprobs = draw(logits, uniform, self._sampling)
