@@ -702,7 +702,7 @@ class Live(TorchDispatchMode):
     ("shape", "lengths", "sampling", "memory"),
     [
         ({}, (600, 700, 900), Sampling(20), 24e6),  # most of it for keys and values
-        ({"intermediate_dim": 2048}, (500, 800, 900), Sampling(4), 114e6),  # prefilling
+        ({"intermediate_dim": 2048}, (500, 800, 900), Sampling(4), 95e6),  # prefilling
         ({"vocab_size": 20_000}, range(1, 41), Sampling(4, temperature=0.7, top_k=50), 11e6),  # drawing
         ({"vocab_size": 20_000}, range(1, 41), Sampling(4, temperature=9, top_p=0.9999), 30e6),  # and sorting all
     ],

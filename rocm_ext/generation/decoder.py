@@ -160,10 +160,12 @@ class Decoder:
 
     @property
     def bytes_per_row(self) -> int:
-        """What a pass holds of one token, beside the cache: a layer's inputs and outputs, q and k rotated in fp32."""
-        layer = self.layers[0]
-        wide = 4 * layer.down.weight.shape[0] + 5 * layer.down.weight.shape[1]
-        return wide * self.dtype.itemsize + 16 * len(layer.qkv.weight)
+        """What a pass holds of one token at once, beside the cache: in attention q, k and v, rotated in fp32; in the
+        MLP gate and up, their activation and product."""
+        layer, itemsize = self.layers[0], self.dtype.itemsize
+        width, wide = layer.down.weight.shape
+        attention = (3 * width + len(layer.qkv.weight)) * itemsize + 16 * len(layer.qkv.weight)
+        return max(attention, (3 * width + 4 * wide) * itemsize)
 
     def new_cache(self, slots: int, length: int) -> Cache:
         """An empty cache."""
@@ -236,17 +238,21 @@ class Decoder:
         """[n, d], before the last norm. ``attend(layer, q, k, v)``: [n, heads, head_dim] each -> [n, d]."""
         x = F.embedding(tokens, self.embedding)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        split = [self.heads + self.kv_heads, self.kv_heads]
         for index, layer in enumerate(self.layers):
-            h = self._rms_norm(x, layer.attention_norm)
-            qkv = layer.qkv(h).view(len(tokens), -1, self.head_dim)
-            qk, v = qkv.split(split, dim=1)
-            q, k = _rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
-            x = x + layer.out(attend(index, q, k, v))
-            h = self._rms_norm(x, layer.mlp_norm)
-            gate, up = layer.gate_up(h).chunk(2, dim=-1)
-            x = x + layer.down(_silu(gate) * up)
+            x = x + layer.out(attend(index, *self._heads(layer, x, cos, sin)))
+            x = x + layer.down(self._gated(layer, x))
         return x
+
+    def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [n, heads, head_dim] each, q and k rotated."""
+        qkv = layer.qkv(self._rms_norm(x, layer.attention_norm)).view(len(x), -1, self.head_dim)
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        q, k = _rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
+        return q, k, v
+
+    def _gated(self, layer: Layer, x: Tensor) -> Tensor:
+        gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, dim=-1)
+        return _silu(gate) * up
 
     def _rms_norm(self, x: Tensor, scale: Tensor) -> Tensor:
         return F.rms_norm(x, scale.shape, scale.to(x.dtype), self.eps)
