@@ -22,6 +22,7 @@ $(VENV)/.ready: pyproject.toml
 	@touch $@
 
 demo: setup
+	@$(BIN)/rocm-ext doctor; test $$? -lt 2
 	$(BIN)/rocm-ext pocket demo/pocket
 	@echo "--- LoRA fine-tuning on worked answers"
 	$(BIN)/tune run lora_finetune_rocm --config cpu_pocket resume_from_checkpoint=True
@@ -31,6 +32,8 @@ demo: setup
 	@$(BIN)/rocm-ext eval --config cpu_pocket_raft --adapter demo/sft/adapter
 	@echo "--- RAFT from the same model, without any worked answer: only whether its own answers are right"
 	$(BIN)/tune run raft_rocm --config cpu_pocket_raft resume_from_checkpoint=True
+	@echo "--- both runs as one page"
+	@$(BIN)/rocm-ext report demo/sft demo/raft --output demo/report.html
 
 test: setup lint
 	$(BIN)/python -m pytest

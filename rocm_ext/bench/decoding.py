@@ -1,6 +1,6 @@
 """A decoding step of the config's model with random weights, by answers decoded at once."""
 
-from statistics import median
+from statistics import quantiles
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,17 +9,25 @@ from rocm_ext.bench.context import Bench
 from rocm_ext.bench.training import RandomWeights
 from rocm_ext.generation import Request, Sampling
 from rocm_ext.generation.decoder import copied_bytes, merged
-from rocm_ext.generation.local import LocalSession, slot_memory
+from rocm_ext.generation.local import LocalSession, slot_memory, span_for
 from rocm_ext.memory import frozen_bytes
 from rocm_ext.ranks import Ranks
 
 _PROMPT = 64  # tokens
-_WARM, _LONG = 4, 36  # tokens of two runs, whose difference is steps alone
+_WARM_UP, _STEPS = 8, 40  # the first steps also prefill, and capture graphs
+
+
+class _Clocked(LocalSession):
+    """Remembers the seconds of each step."""
+
+    def _count(self, rows: int, slots: int, read: int, seconds: float) -> None:
+        super()._count(rows, slots, read, seconds)
+        self.steps = [*getattr(self, "steps", []), seconds]
 
 
 def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
     """Answer tokens per second with all slots full."""
-    slots = values["slots"]
+    slots, new = values["slots"], _WARM_UP + _STEPS
     decoder = _random_decoder(bench)
     vocabulary = decoder.tok_embeddings.num_embeddings
     requests = [
@@ -28,20 +36,14 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
     never = SimpleNamespace(stop_tokens=[-1], decode=lambda ids, **_: "")
     graphs = bench.device.type == "cuda"
     with merged(decoder) as made:
-        memory = slot_memory(made, [_PROMPT] * slots, _PROMPT + _LONG, Sampling(_LONG), graphs)
+        length = span_for(bench.device, _PROMPT + new)
+        memory = slot_memory(made, [_PROMPT] * slots, length, Sampling(new), graphs)
         bench.require(frozen_bytes(decoder) + copied_bytes(decoder) + memory.bytes(slots))
-
-        def seconds(tokens: int) -> float:
-            session = LocalSession(made, never, lambda: bench.spec.budget, slots, graphs)
-            list(session.generate(requests, Sampling(tokens)))
-            stats = session.stats()
-            return stats["tokens"] / stats["tokens_per_second"]
-
-        seconds(_WARM)
-        steps = [(seconds(_LONG) - seconds(_WARM)) / (_LONG - _WARM) for _ in range(5)]
-    times = sorted(max(step, 1e-9) for step in steps)
-    return {"value": slots / median(times), "low": slots / times[-2], "high": slots / times[1], "unit": "tokens/s",
-            "seconds": median(times), "context": _PROMPT + (_WARM + _LONG) / 2}  # fmt: skip
+        session = _Clocked(made, never, lambda: bench.spec.budget, slots, graphs)
+        list(session.generate(requests, Sampling(new)))
+    low, middle, high = quantiles(session.steps[_WARM_UP:], n=4, method="inclusive")
+    return {"value": slots / middle, "low": slots / high, "high": slots / low, "unit": "tokens/s",
+            "seconds": middle, "context": _PROMPT + _WARM_UP + _STEPS / 2}  # fmt: skip
 
 
 def _random_decoder(bench: Bench) -> Any:
