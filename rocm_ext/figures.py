@@ -88,7 +88,7 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -
 
 
 def measure_cpu() -> Figures:
-    """Figures of this CPU, in a second: a matrix product in each dtype, and a copy."""
+    """Figures of this CPU, in half a second: a matrix product in each dtype, and a copy."""
     flops = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         a, b = torch.randn(512, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
@@ -99,7 +99,7 @@ def measure_cpu() -> Figures:
     return Figures("measured just now, roughly", True, flops, bandwidth)
 
 
-def _fastest(work: Callable[[], Any], seconds: float = 0.2) -> float:
+def _fastest(work: Callable[[], Any], seconds: float = 0.1) -> float:
     """Seconds of the fastest of some calls."""
     work()
     times: list[float] = []

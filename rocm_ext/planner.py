@@ -105,6 +105,7 @@ class TrainingPlanner:
     ) -> None:
         self.cfg, self.decoder, self.loss, self.dtype, self.device = cfg, decoder, loss, dtype, device
         self.rows, self.ranks, self._ask, self.kernels = rows, ranks, figures, kernels
+        self._plans: dict[tuple[tuple[int, ...], int], MemoryPlan] = {}
 
     @cached_property
     def figures(self) -> Figures:
@@ -143,17 +144,20 @@ class TrainingPlanner:
         return largest, targets
 
     def _plan(self, lengths: Sequence[int], targets: int) -> MemoryPlan:
-        return plan_memory(
-            self.decoder,
-            self.loss,
-            lengths,
-            self.dtype,
-            self.device,
-            optimizer=self.cfg.optimizer,
-            ranks=self.ranks,
-            targets=targets,
-            kernels=self.kernels,
-        )
+        key = (tuple(lengths), targets)
+        if key not in self._plans:
+            self._plans[key] = plan_memory(
+                self.decoder,
+                self.loss,
+                lengths,
+                self.dtype,
+                self.device,
+                optimizer=self.cfg.optimizer,
+                ranks=self.ranks,
+                targets=targets,
+                kernels=self.kernels,
+            )
+        return self._plans[key]
 
     def choice(self, micro_batch: int, checkpointed: Collection[int] | None, budget: int) -> Choice:
         """A step with micro-batches of so many tokens; None checkpoints as few layers as ``budget`` bytes allow."""
