@@ -1,23 +1,62 @@
-"""``bench.json``, the file of ``rocm-ext bench``: where it is, and whether it is about this machine."""
+"""``bench.json``, the file of ``rocm-ext bench``: where it is, what it holds, and whether it is about this machine."""
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.errors import UserError
+from rocm_ext.errors import UserError, one_line
 from rocm_ext.machine import Machine
+from rocm_ext.monitor import log
 
-# Settings of it that `hardware: auto` takes over; sizes depend on the config that was measured
-TAKEN_OVER = ("num_workers", "pin_memory", "compile")
+# Settings of it that `hardware: auto` takes over, and their types; sizes depend on the config that was measured
+TAKEN_OVER = {"num_workers": int, "pin_memory": bool, "compile": bool}
 
 
-def bench_path() -> Path:
-    """Where ``rocm-ext bench`` writes to, and others look: $ROCM_EXT_BENCH, or the user's cache folder."""
+@dataclass(frozen=True)
+class BenchFile:
+    """What other programs use of the file.
+
+    Attributes:
+        date: of the measurement.
+        machine: what :func:`machine_key` says where it was measured.
+        figures: arguments of :class:`rocm_ext.figures.Figures`.
+        settings: that won, those of :data:`TAKEN_OVER` alone.
+    """
+
+    date: str
+    machine: Mapping[str, Any]
+    figures: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "BenchFile":
+        """Raises :class:`UserError` for anything but a whole file of ``rocm-ext bench``."""
+        try:
+            content = json.loads(path.read_text())
+            flops = {dtype: float(value) for dtype, value in content["figures"]["flops"].items()}
+            others = {key: float(value) for key, value in content["figures"].items() if key != "flops"}
+            if not min(*flops.values(), others["bandwidth"], *others.values()) > 0:
+                raise ValueError("a speed is not above 0")
+            settings = {key: content["settings"][key] for key in TAKEN_OVER if key in content["settings"]}
+            if wrong := [key for key, value in settings.items() if type(value) is not TAKEN_OVER[key]]:
+                raise ValueError(f"{wrong[0]} is {settings[wrong[0]]!r}")
+            return cls(str(content["date"]), dict(content["machine"]), {"flops": flops, **others}, settings)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"cannot read {path} as a file of `rocm-ext bench` ({one_line(error)}); measure again: rocm-ext bench"
+            ) from error
+
+
+def bench_path() -> Path | None:
+    """Where ``rocm-ext bench`` writes to, and others look: $ROCM_EXT_BENCH, or the user's cache folder; None for a
+    user without a home."""
     if named := os.environ.get("ROCM_EXT_BENCH"):
         return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "torchtune-rocm" / "bench.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return cache / "torchtune-rocm" / "bench.json" if cache.is_absolute() else None
 
 
 def machine_key(machine: Machine) -> dict[str, Any]:
@@ -26,34 +65,14 @@ def machine_key(machine: Machine) -> dict[str, Any]:
             "cores": os.cpu_count() if machine.backend == "cpu" else None}  # fmt: skip
 
 
-def read_bench(path: Path | None, machine: Machine) -> dict[str, Any] | None:
-    """The content of a ``bench.json`` that was measured on ``machine``, or None.
-
-    Args:
-        path: the file; None: :func:`bench_path`, where a file that is missing, torn or of another machine is no error.
-
-    Raises:
-        UserError: the named file cannot be read, or is of another machine.
-    """
-    found = path or bench_path()
-    try:
-        content = json.loads(found.read_text())
-        about, _ = content["machine"], content["figures"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if path is None:
-            return None
-        raise UserError(f"cannot read {path} as a file of `rocm-ext bench`: {error}") from error
-    if about == machine_key(machine):
-        return content
-    if path is None:
+def of_this_machine(machine: Machine) -> BenchFile | None:
+    """The file at :func:`bench_path`, if it is there and was measured on ``machine``; a damaged one is told."""
+    path = bench_path()
+    if path is None or not path.is_file():
         return None
-    raise UserError(f"{path} was measured on {about}; this is {machine_key(machine)}. Measure again: rocm-ext bench")
-
-
-def measured_settings(machine: Machine) -> tuple[dict[str, Any], str]:
-    """What ``hardware: auto`` adds to the profile of ``machine``, and why; nothing where nothing was measured."""
-    content = read_bench(None, machine)
-    if content is None:
-        return {}, ""
-    settings = {key: value for key, value in content.get("settings", {}).items() if key in TAKEN_OVER}
-    return settings, f"measured {content.get('date')} by rocm-ext bench: {settings}"
+    try:
+        found = BenchFile.read(path)
+    except UserError as error:
+        log.warning("%s", error)
+        return None
+    return found if found.machine == machine_key(machine) else None

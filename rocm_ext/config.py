@@ -25,7 +25,7 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from rocm_ext import device
-from rocm_ext.bench_file import measured_settings
+from rocm_ext.bench_file import of_this_machine
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.machine import detect
 from rocm_ext.monitor import log, setup_logging
@@ -264,10 +264,10 @@ def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
         return str(requested), device.load_profile(str(requested)).settings
     machine = detect()
     profile = device.load_profile(device.choose_profile(machine)[0])
-    measured, why = measured_settings(machine)
-    measured = {key: value for key, value in measured.items() if key not in profile.locked}
-    if measured:
-        log.info("hardware auto: %s", why)
+    bench = of_this_machine(machine)
+    measured = {key: value for key, value in bench.settings.items() if key not in profile.locked} if bench else {}
+    if bench and measured:
+        log.info("hardware auto: %s (measured %s by rocm-ext bench)", measured, bench.date)
     return profile.name, {**profile.settings, **measured}
 
 

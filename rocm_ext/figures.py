@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rocm_ext.bench_file import read_bench
+from rocm_ext.bench_file import BenchFile, of_this_machine
 from rocm_ext.device import GIB, Profile
 from rocm_ext.errors import UserError
 from rocm_ext.machine import Machine
@@ -61,14 +61,19 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -
     Args:
         profile: the run's hardware.
         machine: where this runs; another machine's figures are its data sheet's.
-        bench: what ``rocm-ext bench`` wrote; None: where it writes to by default, if that is about this machine.
+        bench: what ``rocm-ext bench`` wrote, here or on such a machine; None: its file of this machine, if any.
 
     Raises:
-        UserError: ``bench`` was named and is none, or there are no figures at all.
+        UserError: ``bench`` was named and is none, or of other hardware; or there are no figures at all.
     """
-    measured = read_bench(bench, machine)
-    if measured is not None and profile.fits(machine):
-        return Figures(**{**measured["figures"], "source": f"measured {measured['date']}", "measured": True})
+    measured = BenchFile.read(bench) if bench else of_this_machine(machine) if _is(profile, machine) else None
+    if measured and bench and not _is(profile, replace(machine, **_known(measured.machine))):
+        raise UserError(f"{bench} was measured on {measured.machine}, hardware={profile.name} is {profile.title}")
+    if measured:
+        sheet = profile.figures.get(str(measured.machine.get("arch")), {})
+        memory = {"memory": int(sheet["memory"] * GIB)} if sheet else {}
+        source = f"measured {measured.date} by rocm-ext bench"
+        return Figures(**{**memory, **measured.figures, "source": source, "measured": True})
     if profile.match.get("backend") == "cpu":
         return measure_cpu()
     archs = [arch for arch in profile.figures if arch != "reached"]
@@ -85,6 +90,14 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -
         memory=int(sheet["memory"] * GIB),
         **({"link": sheet["link"] * 1e9 * reached["bandwidth"]} if "link" in sheet else {}),
     )
+
+
+def _is(profile: Profile, machine: Machine) -> bool:
+    return profile.fits(machine) or profile.match.get("backend") == "cpu" == machine.backend
+
+
+def _known(machine: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: machine.get(key) for key in ("backend", "arch")}
 
 
 def measure_cpu() -> Figures:

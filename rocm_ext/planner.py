@@ -279,8 +279,9 @@ class SamplingPlanner:
         """One token for each of ``slots`` answers."""
         return decode_seconds(self._decoder, slots, self._asked.mean + self._asked.answer / 2, self._figures)
 
-    def seconds(self, prompts: int, samples: int, slots: int) -> float:
-        """Prefilling ``prompts`` and decoding ``samples`` answers to each; no batch ends before its longest answer."""
+    def seconds(self, prompts: float, samples: int, slots: int) -> float:
+        """Prefilling ``prompts``, those of one rank, and decoding ``samples`` answers to each; no batch ends before its
+        longest answer."""
         asked = self._asked
         steps = max(prompts * samples * asked.answer / slots, self._cfg.max_new_tokens)
         prefill = prompts * asked.mean * _flops_per_token(self._decoder) / _rate(self._decoder, self._figures)

@@ -182,5 +182,5 @@ def _cycle(
     fixed = training.memory.fixed
     sampling = planner.plan(budget - fixed)
     answers = [(asked.prompts, cfg.samples_per_prompt), (asked.held_out, 1 + cfg.eval_samples)]
-    seconds = [n if not n else planner.seconds(n, samples, sampling.slots) for n, samples in answers]
+    seconds = [n and planner.seconds(n / ranks, samples, sampling.slots) for n, samples in answers]
     return CyclePlan(asked, sampling, fixed + sampling.peak, (seconds[0], seconds[1]))

@@ -127,18 +127,54 @@ def test_auto_takes_measured_settings(tmp_path, monkeypatch, messages, capsys):
     monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
     machine = bench_file.machine_key(detect())
     settings = {"num_workers": 2, "compile": True, "batch_size": 64, "engine.slots": 16}
-    content = {"date": "2026-11-20", "machine": machine, "figures": {}, "settings": settings}
+    figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
+    content = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": settings}
     path.write_text(json.dumps(content))
     monkeypatch.setattr("rocm_ext.device.choose_profile", lambda machine: ("cpu", "chosen by the test"))
     monkeypatch.setattr("rocm_ext.config.log.isEnabledFor", lambda level: True)
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"])
     assert (cfg.num_workers, cfg.compile, cfg.batch_size) == (2, True, 8)  # sizes are another config's
-    assert any("measured 2026-11-20 by rocm-ext bench" in line for line in messages)
+    assert any("(measured 2026-11-20 by rocm-ext bench)" in line for line in messages)
     assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto", "compile=False"]).compile is False
     assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"]).num_workers == 0
-    for other in ({**content, "machine": {**machine, "torch": "2.0"}}, {"date": 1}, [], "torn"):
-        path.write_text(json.dumps(other)[:-1] if other == "torn" else json.dumps(other))
-        assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).num_workers == 0
+    path.write_text(json.dumps({**content, "machine": {**machine, "torch": "2.0"}}))
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).num_workers == 0
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "", "{", "[]", "null", '{"date": 1}', "\0\1", {"figures": {}}, {"figures": {"flops": "fast", "bandwidth": 1}},
+        {"figures": {"flops": {"fp32": 0}, "bandwidth": 1}}, {"settings": 3}, {"settings": {"num_workers": "two"}},
+        {"settings": {"compile": 1}}, {"machine": 3},
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_told_and_not_used(damaged, tmp_path, monkeypatch, messages, capsys):
+    path = tmp_path / "bench.json"
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
+    figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
+    machine = bench_file.machine_key(detect())
+    whole = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {"num_workers": 2}}
+    path.write_text(damaged if isinstance(damaged, str) else json.dumps({**whole, **damaged}))
+    monkeypatch.setattr("rocm_ext.device.choose_profile", lambda machine: ("cpu", "chosen by the test"))
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).num_workers == 0
+    assert any("measure again: rocm-ext bench" in line for line in messages)
+    assert main(["plan", "--config", "cpu_pocket", "--bench", str(path)]) == 1
+    assert "as a file of `rocm-ext bench`" in capsys.readouterr().err
+
+
+def test_plan_takes_a_file_of_such_a_machine(tmp_path, capsys):
+    path = tmp_path / "halo.json"
+    machine = {"backend": "rocm", "arch": "gfx1151", "name": "Radeon 8060S", "torch": "2.11.0+rocm7.2", "cores": None}
+    figures = {"flops": {"bf16": 30e12, "fp32": 3e12}, "bandwidth": 200e9, "efficiency": 0.8}
+    path.write_text(json.dumps({"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {}}))
+    assert main(["plan", "--config", "strix_halo_qwen0_5b", "--bench", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["figures"]["measured"]
+    assert found["figures"]["efficiency"] == 0.8
+    assert found["budget"] == 100 * GIB
+    assert main(["plan", "--config", "mi300x_qwen7b", "--bench", str(path)]) == 1
+    assert "hardware=mi300x is AMD Instinct" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- what won

@@ -348,7 +348,13 @@ def test_every_config_fits_its_machine(capsys):
 def test_bad_input_is_one_line(arguments, found, capsys, tmp_path):
     (tmp_path / "torn.json").write_text('{"figures": {"flops"')
     (tmp_path / "list.json").write_text("[1, 2]")
-    (tmp_path / "other.json").write_text('{"machine": {"arch": "gfx906"}, "figures": {}}')
+    other = {
+        "date": "",
+        "machine": {"arch": "gfx906"},
+        "figures": {"flops": {"fp32": 1}, "bandwidth": 1},
+        "settings": {},
+    }
+    (tmp_path / "other.json").write_text(json.dumps(other))
     assert main(["plan", *[argument.format(tmp=tmp_path) for argument in arguments]]) != 0
     captured = capsys.readouterr()
     assert found in captured.err

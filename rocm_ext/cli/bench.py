@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> None:
     items = [item for item in spec.items(cfg, machine, profile, args.quick, args.risky)
              if not args.only or item.probe in args.only]  # fmt: skip
     output = args.output or bench_path()
+    if output is None:
+        raise UserError("this user has no home folder; say --output FILE, and ROCM_EXT_BENCH=FILE for plan and recipes")
     _check_writable(output)
     progress = _Progress(len(items), quiet=args.json)
     progress.say(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})")
