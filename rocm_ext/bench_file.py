@@ -12,6 +12,7 @@ from rocm_ext.machine import Machine
 from rocm_ext.monitor import log
 
 # Settings of it that `hardware: auto` takes over, and their types; sizes depend on the config that was measured
+_FIGURES = {"bandwidth", "efficiency", "decode_efficiency"}  # beside flops
 TAKEN_OVER = {"num_workers": int, "pin_memory": bool, "compile": bool}
 
 
@@ -38,6 +39,8 @@ class BenchFile:
             content = json.loads(path.read_text())
             flops = {dtype: float(value) for dtype, value in content["figures"]["flops"].items()}
             others = {key: float(value) for key, value in content["figures"].items() if key != "flops"}
+            if unknown := others.keys() - _FIGURES:
+                raise ValueError(f"unknown figure {sorted(unknown)[0]}")
             if not min(*flops.values(), others["bandwidth"], *others.values()) > 0:
                 raise ValueError("a speed is not above 0")
             settings = {key: content["settings"][key] for key in TAKEN_OVER if key in content["settings"]}

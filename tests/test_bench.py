@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from rocm_ext import bench_file, config
 from rocm_ext.bench import runner, spec, summary
+from rocm_ext.bench.busy import OtherPrograms
 from rocm_ext.bench.runner import Row
 from rocm_ext.bench.spec import Item, Spec
 from rocm_ext.cli import main
@@ -68,6 +70,18 @@ def test_nothing_is_measured_that_does_not_fit():
     rows, _ = measure(items, budget=2**20)
     assert [row.status for row in rows] == ["skipped"] * 5
     assert all("budget" in row.detail for row in rows)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not tell children's time")
+def test_other_programs_are_noticed():
+    others = OtherPrograms()
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    time.sleep(1.5)
+    while_it_runs = others.cores()
+    spinning.kill()
+    spinning.wait()  # from now on its time is our own
+    assert while_it_runs > 0.3
+    assert others.cores() < while_it_runs - 0.2
 
 
 # ------------------------------------------------------------------------------------------- what is measured

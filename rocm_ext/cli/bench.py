@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
 
     from rocm_ext import config, device
     from rocm_ext.bench import runner, spec
+    from rocm_ext.bench.busy import OtherPrograms
     from rocm_ext.bench_file import bench_path
     from rocm_ext.machine import detect
     from rocm_ext.values import check_values
@@ -70,8 +71,13 @@ def run(args: argparse.Namespace) -> None:
     progress = _Progress(len(items), quiet=args.json)
     progress.say(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})")
     environ = {key: value for key, (value, _) in device.environment(profile, machine, os.environ).items()}
+    others = OtherPrograms()
     rows = runner.run(job, items, args.timeout, progress.tell, environ)
-    _finish(args, output, rows, cfg, machine, job)
+    busy = others.cores()
+    _finish(args, output, rows, cfg, machine, job, busy)
+    if busy > others.WORTH_TELLING:
+        progress.say(f"warning: other programs took {busy:.1f} cores meanwhile: these speeds are too low. End them and "
+                     "measure again")  # fmt: skip
 
 
 def _check_writable(path: Path) -> None:
@@ -83,7 +89,9 @@ def _check_writable(path: Path) -> None:
         raise UserError(f"--output {path} is a folder; name a file")
 
 
-def _finish(args: argparse.Namespace, output: Path, rows: "list[Row]", cfg: Any, machine: Any, job: Any) -> None:
+def _finish(
+    args: argparse.Namespace, output: Path, rows: "list[Row]", cfg: Any, machine: Any, job: Any, busy: float
+) -> None:
     import torch
 
     from rocm_ext.bench import summary
@@ -99,6 +107,7 @@ def _finish(args: argparse.Namespace, output: Path, rows: "list[Row]", cfg: Any,
         "machine": machine_key(machine),
         "config": job.config,
         "quick": job.quick,
+        "cores_of_other_programs": round(busy, 2),
         "figures": known,
         "settings": {winner.key: winner.value for winner in won},
         "rows": [row.to_dict() for row in rows],
