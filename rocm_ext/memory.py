@@ -136,11 +136,15 @@ def _gathered(decoder: TransformerDecoder) -> int:
 
 
 def _state_per_byte(node: Any) -> float:
-    """Bytes of optimiser state for each byte of parameters: 2 for AdamW."""
+    """Bytes of optimiser state for each byte of parameters: 2 for AdamW, which is also assumed of an optimiser that
+    does not step on the CPU (bitsandbytes')."""
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = config.instantiate(node, [parameter], key="optimizer")
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception:  # whatever its kernels raise
+        return 2.0
     state = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor) and t.numel() > 1]
     return sum(t.nbytes for t in state) / parameter.nbytes
 
