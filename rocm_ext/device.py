@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from rocm_ext.errors import UserError
-from rocm_ext.machine import Machine, gtt_total, host_memory, is_unified
+from rocm_ext.machine import Machine, host_memory, installed_gib, is_unified, shared_memory, ttm_module
 from rocm_ext.machine import detect as detect
 
 if TYPE_CHECKING:  # `rocm-ext doctor` reads profiles where torch does not import
@@ -226,7 +226,7 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
     outside = {}
     for what, limits in profile.floor.items():
         have = found[what]
-        if not have:
+        if not version(have or ""):
             continue
         if "min" in limits and version(have) < version(limits["min"]):
             outside[what] = (f"{what} {have} is older than {limits['min']}", limits["fix"])
@@ -389,11 +389,22 @@ def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/")) ->
     """Bytes that one process may take on its device, and why.
 
     Raises :class:`UserError` where unified memory leaves nothing after the host's share."""
-    return budget(profile, machine, host_memory(root, "MemAvailable"), gtt_total(root))
+    gtt, vram = shared_memory(root)
+    parameters = memory_parameters(machine.kernel, installed_gib(host_memory(root, "MemTotal"), vram), ttm_module(root))
+    return budget(profile, machine, host_memory(root, "MemAvailable"), gtt, vram, parameters)
 
 
-def budget(profile: Profile, machine: Machine, available: int, gtt: int | None) -> tuple[int, str]:
-    """:func:`memory_budget` with these bytes of available host memory and of host memory that the GPU may map."""
+def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
+    """Whether an integrated GPU allocates in its carve-out: amdgpu prefers GTT only where that is the larger
+    (apu_prefer_gtt; ROCm#6050)."""
+    return gtt is not None and vram is not None and vram >= gtt
+
+
+def budget(
+    profile: Profile, machine: Machine, available: int, gtt: int | None, vram: int | None, parameters: str
+) -> tuple[int, str]:
+    """:func:`memory_budget` with these bytes of available host memory, of host memory that the GPU may map and of its
+    carve-out; ``parameters`` are the kernel's that let it map more."""
     kind = profile.memory["of"]
     if kind == "host":
         return available, f"{_gib(available)} of host memory are available"
@@ -402,6 +413,8 @@ def budget(profile: Profile, machine: Machine, available: int, gtt: int | None) 
         total = machine.total_memory
         return int(total * fraction), f"{fraction:.0%} of the GPU's {_gib(total)}"
 
+    if uses_carve_out(gtt, vram):  # none of the host's
+        return int(0.95 * machine.total_memory), f"95% of the carve-out's {_gib(machine.total_memory)}"
     limits = {"total_memory": machine.total_memory, "MemAvailable": available}
     if gtt is not None:
         limits["GTT"] = gtt
@@ -409,8 +422,7 @@ def budget(profile: Profile, machine: Machine, available: int, gtt: int | None) 
     limit = limits[tightest]
     reserve = _host_share(profile, limit)
     if limit <= reserve:
-        fix = ("Free host memory" if tightest == "MemAvailable"
-               else f"Boot with {memory_parameters(machine.kernel)}")
+        fix = "Free host memory" if tightest == "MemAvailable" else f"Boot with {parameters}"
         raise UserError(f"unified memory: {tightest} is {_gib(limit)}, the host keeps {_gib(reserve)}. {fix}")
     found = ", ".join(f"{name} {_gib(value)}" for name, value in limits.items())
     return limit - reserve, f"the least of {found}, less {_gib(reserve)} for the host"
@@ -429,14 +441,20 @@ def _host_share(profile: Profile, memory: int) -> int:
     return int(max(profile.memory["reserve_fraction"] * memory, profile.memory["reserve_gib"] * GIB))
 
 
-def memory_parameters(kernel: str, gib: int = 128) -> str:
+def memory_parameters(kernel: str, gib: int, ttm: str = "ttm") -> str:
     """The kernel parameters that let the GPU of a machine with ``gib`` GiB of unified memory map all of it.
+    ``ttm``: :func:`rocm_ext.machine.ttm_module`.
 
     Without them it is half (ROCm#5444, ROCm#6004). amdgpu.gttsize is deprecated since 6.16."""
-    limit = f"ttm.pages_limit={gib * 2**18}"  # of 4 KiB
-    if not kernel or version(kernel) >= (6, 16):
+    limit = f"{ttm}.pages_limit={gib * 2**18}"  # of 4 KiB
+    if not before_6_16(kernel):
         return limit
     return f"amd_iommu=off amdgpu.gttsize={gib * 1024} {limit}"  # MiB
+
+
+def before_6_16(kernel: str) -> bool:
+    """Whether this kernel wants amd_iommu=off and amdgpu.gttsize; one that is not known is taken for newer."""
+    return () < version(kernel) < (6, 16)
 
 
 def _gib(size: float) -> str:

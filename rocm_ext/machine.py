@@ -16,6 +16,7 @@ import psutil
 from rocm_ext.sysfs import cards, listing, read_number, read_text, to_number
 
 _UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152"}  # is_integrated is missing on some wheels
+STRIX_HALO = "0x1586"  # PCI device of AMD's
 VISIBLE_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
@@ -180,10 +181,24 @@ def amd_gpus(root: Path) -> list[str]:
     return [arch for _, arch in sorted(found)]
 
 
-def gtt_total(root: Path) -> int | None:
-    """Bytes of host memory that the GPU may map, at most; Linux only, and not in WSL."""
-    totals = (read_number(card / "device/mem_info_gtt_total") for card in cards(root))
-    return max((total for total in totals if total is not None), default=None)
+def shared_memory(root: Path) -> tuple[int | None, int | None]:
+    """Bytes of host memory that the integrated GPU may map (GTT), and of its carve-out (VRAM).
+
+    Linux only, and not in WSL."""
+    found = [card / "device" for card in cards(root)]
+    found = [card for card in found if read_text(card / "device") == STRIX_HALO] or found
+    gtt, vram = ([read_number(card / f"mem_info_{kind}_total") for card in found] for kind in ("gtt", "vram"))
+    return max(filter(None, gtt), default=None), max(filter(None, vram), default=None)
+
+
+def installed_gib(host_total: int, carve_out: int | None) -> int:
+    """Unified memory as it was sold: the kernel keeps some for itself, and the carve-out is not the host's."""
+    return -(-(host_total + (carve_out or 0)) // 2**34) * 16
+
+
+def ttm_module(root: Path) -> str:
+    """The kernel module that maps host memory: AMD's DKMS driver brings its own."""
+    return "amdttm" if listing(root / "sys/module/amdttm") else "ttm"
 
 
 def _amd_bf16(arch: str) -> bool:

@@ -341,6 +341,20 @@ def test_unified_memory_budget(tmp_path, total, gtt, budget, reason):
     assert reason in why
 
 
+def test_a_carve_out_larger_than_gtt_is_the_budget(tmp_path):
+    root = record(tmp_path, [(110501, 80)], gtt=15 * GIB)
+    (root / "sys/class/drm/card1/device/mem_info_vram_total").write_text(f"{96 * GIB}\n")
+    machine, profile = replace(STRIX, total_memory=96 * GIB), device.load_profile("strix_halo")
+    assert device.memory_budget(profile, machine, root) == (int(96 * GIB * 0.95), "95% of the carve-out's 96.0 GiB")
+    discrete = root / "sys/class/drm/card2/device"  # beside an integrated GPU that maps host memory
+    discrete.mkdir(parents=True)
+    (discrete / "mem_info_vram_total").write_text(f"{96 * GIB}\n")
+    (root / "sys/class/drm/card1/device/mem_info_vram_total").write_text(f"{GIB}\n")
+    (root / "sys/class/drm/card1/device/device").write_text("0x1586\n")
+    with pytest.raises(UserError, match=r"GTT is 15\.0 GiB.*ttm\.pages_limit=33554432"):
+        device.memory_budget(profile, machine, root)
+
+
 def test_other_memory_budgets(tmp_path):
     root = record(tmp_path, [], gtt=128 * GIB)
     old_kernel = replace(STRIX, total_memory=int(15.5 * GIB))

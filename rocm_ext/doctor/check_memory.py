@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from rocm_ext import device
-from rocm_ext.doctor.check_system import ENOUGH
-from rocm_ext.doctor.facts import Facts
+from rocm_ext.doctor.facts import ENOUGH, Facts
 from rocm_ext.doctor.rows import Row, gib, unrecorded
 from rocm_ext.errors import UserError
 
@@ -28,20 +27,15 @@ def host_memory(facts: Facts) -> Iterator[Row]:
 
 def kernel_view(facts: Facts) -> Iterator[Row]:
     """VRAM and GTT; on unified memory GTT is what a training gets."""
-    name, cards, total = "GPU memory, kernel", facts.cards, facts.installed_gib
+    name, cards = "GPU memory, kernel", facts.cards
     if not facts.amd_linux:
         return
     sizes = [{"VRAM": card.vram, "GTT": card.gtt} for card in cards]
     told = [", ".join(f"{label} {gib(size)}" for label, size in both.items() if size is not None) for both in sizes]
     if not any(told):
         yield unrecorded(name)
-        return
-    found = _counted(told)
-    if facts.fit.unified and facts.mappable is not None and total and facts.mappable < ENOUGH * total * 2**30:
-        why = f"of {total} GiB the GPU may map {gib(facts.mappable)}"
-        yield Row(name, "warning", found, why, _more_memory(facts, total))
     else:
-        yield Row(name, "ok", found)
+        yield Row(name, "ok", _counted(told), facts.too_little if facts.unified else "")
 
 
 def torch_view(facts: Facts) -> Iterator[Row]:
@@ -54,10 +48,12 @@ def torch_view(facts: Facts) -> Iterator[Row]:
     if hip := facts.said.hip_memory:
         found += f"; HIP: {gib(hip.total)}, {gib(hip.available)} free" if facts.amd else f"; {gib(hip.available)} free"
     seen = facts.said.torch.gpus[0].total_memory
-    if facts.fit.unified and total and seen < ENOUGH * total * 2**30 and facts.linux:
-        yield Row(name, "warning", found, f"of {total} GiB torch sees {gib(seen)}", _more_memory(facts, total))
+    little = facts.unified and total is not None and seen < ENOUGH * total * 2**30 and facts.linux
+    why = f"of {total} GiB torch sees {gib(seen)}" if little else ""
+    if little and not (facts.too_little or facts.in_carve_out):  # else the row that tells the cause warns
+        yield Row(name, "warning", found, why, f"kernel parameter: {facts.memory_parameters}")
     else:
-        yield Row(name, "ok", found)
+        yield Row(name, "ok", found, why)
 
 
 def _counted(texts: list[str]) -> str:
@@ -66,20 +62,20 @@ def _counted(texts: list[str]) -> str:
     return "; ".join(f"{count} x {text}" if count > 1 else text for text, count in counts.items())
 
 
-def _more_memory(facts: Facts, total: int) -> str:
-    return f"kernel parameter: {device.memory_parameters(facts.machine.kernel, total)}"
-
-
 def carve_out(facts: Facts) -> Iterator[Row]:
     name, size = "carve-out", facts.carve_out
-    if not facts.amd_linux or not facts.fit.unified:
+    if not facts.amd_linux or not facts.unified:
         return
+    smaller = "BIOS: UMA frame buffer (dedicated graphics memory) 512 MB, or the smallest"
     if size is None:
         yield unrecorded(name)
     elif size > SMALL_CARVE_OUT:
-        yield Row(name, "warning", f"the BIOS gives {gib(size)} to the GPU for good",
-                  "on unified memory the GPU maps what it needs from the host; a carve-out is lost to both",
-                  "BIOS: UMA frame buffer (dedicated graphics memory) 512 MB, or the smallest")  # fmt: skip
+        found = f"the BIOS gives {gib(size)} to the GPU for good"
+        why = "the GPU maps what it needs from the host, as that is more; a carve-out is lost to both"
+        if facts.in_carve_out:  # pages_limit alone would send the GPU to the little that the host has left
+            why = "the GPU computes in it alone, and the host can never use it"
+            smaller += f"; only then boot with {facts.memory_parameters}"
+        yield Row(name, "warning", found, why, smaller)
     else:
         yield Row(name, "ok", f"{gib(size)}; small is right on unified memory")
 
@@ -94,7 +90,8 @@ def budget(facts: Facts) -> Iterator[Row]:
         yield unrecorded(name)
     elif here:
         try:
-            size, why = device.budget(profile, facts.machine, facts.available, facts.gtt)
+            size, why = device.budget(profile, facts.machine, facts.available, facts.gtt, facts.carve_out,
+                                      facts.memory_parameters)  # fmt: skip
         except UserError as error:
             what, _, fix = str(error).partition(". ")
             yield Row(name, "error", "nothing is left for training", what, fix)

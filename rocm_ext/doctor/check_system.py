@@ -3,17 +3,15 @@
 from collections.abc import Iterator, Mapping
 
 from rocm_ext import device
-from rocm_ext.device import version
 from rocm_ext.doctor.facts import Facts
 from rocm_ext.doctor.recorded import DeviceNode
 from rocm_ext.doctor.rows import Row, gib, unrecorded
-from rocm_ext.doctor.system import AMD, NVIDIA, STRIX_HALO, Card
+from rocm_ext.doctor.system import AMD, NVIDIA, Card
 from rocm_ext.errors import UserError
-from rocm_ext.sysfs import to_number
+from rocm_ext.machine import STRIX_HALO
 
 # linux-firmware 20251125 brought it, 20260110 has an older one again (ROCm#5724)
 BAD_MES = 0x83
-ENOUGH = 0.7  # of the memory that was bought; by default the GPU may map half, and 96 of 128 GiB may be wanted
 
 UDEV_RULES = (
     'SUBSYSTEM=="kfd", GROUP="render", MODE="0666"\\n'
@@ -208,33 +206,28 @@ def kernel(facts: Facts) -> Iterator[Row]:
 
 def kernel_parameters(facts: Facts) -> Iterator[Row]:
     """Whether the GPU may map the unified memory: ttm.pages_limit, whoever sets it, is what counts."""
-    name, files, total = "kernel parameters", facts.files, facts.installed_gib
-    if not facts.amd_linux or not facts.fit.unified:
+    name, files = "kernel parameters", facts.files
+    if not facts.amd_linux or not facts.unified:
         return
     given = files.parameters or {}
     ours = ("ttm.pages_limit", "amdttm.pages_limit", "amdgpu.gttsize", "amd_iommu")
     told = [f"{key}={given[key]}" for key in ours if key in given]
     if files.pages_limit is not None:
         told.append(f"{files.ttm}.pages_limit in effect: {files.pages_limit} ({gib(files.pages_limit * 4096)})")
-    limit, by_hand = facts.mappable, to_number(given.get(f"{files.ttm}.pages_limit", ""))
-    if limit is None and by_hand is not None:
-        limit = by_hand * 4096
-    old = version(facts.machine.kernel) < (6, 16)
-    problems = []
-    if limit is not None and total is not None and limit < ENOUGH * total * 2**30:
-        problems.append(f"the GPU may map {gib(limit)} of {total} GiB")
+    by_hand, old = facts.pages_by_hand, device.before_6_16(facts.machine.kernel)
+    problems = list(filter(None, [facts.too_little]))
     if "amdgpu.gttsize" in given and (not old or files.pages_limit is None is by_hand):
         problems.append("amdgpu.gttsize is deprecated and does not raise the limit that counts, ttm.pages_limit")
     if old and given and given.get("amd_iommu") != "off":
         problems.append("kernels before 6.16 want amd_iommu=off")
     if problems:
-        wanted = device.memory_parameters(facts.machine.kernel, total or 128).replace("ttm.", f"{files.ttm}.")
         drop = ", without amdgpu.gttsize" if "amdgpu.gttsize" in given and not old else ""
-        yield Row(name, "warning", ", ".join(told) or "none", "; ".join(problems), f"kernel parameter: {wanted}{drop}")
-    elif limit is None or total is None:
+        fix = f"kernel parameter: {facts.memory_parameters}{drop}"
+        yield Row(name, "warning", ", ".join(told) or "none", "; ".join(problems), fix)
+    elif facts.mappable is None or facts.installed_gib is None:
         yield unrecorded(name, ", ".join(told))
     else:
-        yield Row(name, "ok", ", ".join(told))
+        yield Row(name, "ok", ", ".join(told) or "none of those that matter")
 
 
 def firmware(facts: Facts) -> Iterator[Row]:

@@ -9,9 +9,11 @@ from pathlib import Path
 from rocm_ext import device
 from rocm_ext.device import Profile
 from rocm_ext.doctor.recorded import NAME, DeviceNode, Recorded, read_recorded
-from rocm_ext.doctor.system import NVIDIA, STRIX_HALO, Card, System, read_system
+from rocm_ext.doctor.rows import gib
+from rocm_ext.doctor.system import NVIDIA, Card, System, read_system
 from rocm_ext.errors import UserError
-from rocm_ext.machine import Machine, Torch, describe
+from rocm_ext.machine import STRIX_HALO, Machine, Torch, describe, installed_gib
+from rocm_ext.sysfs import to_number
 
 # What installs packages and what brings the whole system up to date, by the words of ID and ID_LIKE in os-release
 _MANAGERS = {
@@ -22,6 +24,9 @@ _MANAGERS = {
     "arch": ("sudo pacman -S", "sudo pacman -Syu"),
     "suse": ("sudo zypper install", "sudo zypper update"),
 }
+
+
+ENOUGH = 0.7  # of the memory that was bought; by default the GPU may map half, and 96 of 128 GiB may be wanted
 
 
 @dataclass(frozen=True)
@@ -78,9 +83,20 @@ class Facts:
 
     @cached_property
     def cards(self) -> list[Card]:
-        """The AMD GPUs; of Strix Halo alone the integrated one."""
+        """The AMD GPUs; where the integrated one of Strix Halo trains, that one alone."""
         cards = [card for card in self.files.cards if card.is_amd]
-        return [card for card in cards if card.device == STRIX_HALO] or cards
+        own = [card for card in cards if card.device == STRIX_HALO] if self.fit.arch == "gfx1151" else []
+        return own or cards
+
+    @property
+    def unified(self) -> bool:
+        """The GPU is one whose memory the profile shares with the host."""
+        return self.profile is not None and self.profile.memory["of"] == "unified"
+
+    @property
+    def in_carve_out(self) -> bool:
+        """The GPU computes in its carve-out, not in the host's memory."""
+        return device.uses_carve_out(self.gtt, self.carve_out)
 
     @property
     def carve_out(self) -> int | None:
@@ -93,18 +109,33 @@ class Facts:
         return max((card.gtt for card in self.cards if card.gtt is not None), default=None)
 
     @property
+    def pages_by_hand(self) -> int | None:
+        """TTM's limit on the kernel's command line."""
+        return to_number((self.files.parameters or {}).get(f"{self.files.ttm}.pages_limit", ""))
+
+    @property
     def mappable(self) -> int | None:
         """Bytes of host memory that HIP gets: TTM's limit binds it also where amdgpu.gttsize makes GTT larger."""
         pages = self.files.pages_limit
+        if self.gtt is pages is None:
+            pages = self.pages_by_hand
         return min((size for size in (self.gtt, pages and pages * 4096) if size is not None), default=None)
 
     @property
     def installed_gib(self) -> int | None:
-        """Unified memory as it was sold: the kernel keeps some for itself, and the carve-out is not the host's."""
-        if self.host_total is None:
-            return None
-        step = 16 * 2**30
-        return -(-(self.host_total + (self.carve_out or 0)) // step) * 16
+        return None if self.host_total is None else installed_gib(self.host_total, self.carve_out)
+
+    @property
+    def too_little(self) -> str:
+        """What the GPU may map where that is too little; empty where it is enough, or nobody can tell."""
+        total, limit = self.installed_gib, self.mappable
+        short = total is not None and limit is not None and limit < ENOUGH * total * 2**30
+        return f"the GPU may map {gib(limit or 0)} of {total} GiB" if short and not self.in_carve_out else ""
+
+    @property
+    def memory_parameters(self) -> str:
+        """The kernel parameters that let the GPU map all of the memory."""
+        return device.memory_parameters(self.machine.kernel, self.installed_gib or 128, self.files.ttm)
 
     def access(self, node: DeviceNode) -> bool | None:
         """Whether the user can read and write a device; None where nobody can tell."""

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rocm_ext.doctor.recorded import Process
-from rocm_ext.machine import amd_gpus
+from rocm_ext.machine import amd_gpus, ttm_module
 from rocm_ext.sysfs import cards, listing, read_number, read_text, to_number
 
 AMD, NVIDIA = "0x1002", "0x10de"  # PCI vendors
-STRIX_HALO = "0x1586"  # PCI device of AMD's
 UDEV_FOLDERS = ("usr/lib/udev/rules.d", "lib/udev/rules.d", "run/udev/rules.d", "etc/udev/rules.d")
 
 
@@ -57,7 +56,7 @@ def read_system(root: Path) -> System:
     reader = _Reader(root)
     cpu, cores = _cpu(reader.text("proc/cpuinfo"))
     command_line = reader.text("proc/cmdline")
-    ttm = "amdttm" if listing(root / "sys/module/amdttm") else "ttm"
+    ttm = ttm_module(root)
     return System(
         kernel=reader.text("proc/sys/kernel/osrelease"),
         distribution=_assignments(reader.text("etc/os-release") or reader.text("usr/lib/os-release")),
