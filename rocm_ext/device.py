@@ -49,10 +49,15 @@ class Variable:
     when: str = "always"  # a key of _CONDITIONS
 
 
+def _is_for(profile: Profile, arch: str | None) -> bool:
+    return arch in profile.match.get("arch", (arch,))
+
+
 _CONDITIONS = {
-    "always": lambda machine, environ: True,
-    "arch_missing": lambda machine, environ: not machine.has_kernels,
-    "several_ranks": lambda machine, environ: int(environ.get("WORLD_SIZE", 1)) > 1,
+    "always": lambda profile, machine, environ: True,
+    # another chip that borrows the profile must not be told to be what it is not
+    "arch_missing": lambda profile, machine, environ: not machine.has_kernels and _is_for(profile, machine.arch),
+    "several_ranks": lambda profile, machine, environ: int(environ.get("WORLD_SIZE", 1)) > 1,
 }
 _NOT_RECIPE_KEYS = {"quantize_base"}  # what a lock may name besides recipe keys
 
@@ -95,7 +100,7 @@ class Profile:
     def fits(self, machine: Machine) -> bool:
         return (
             self.match.get("backend", machine.backend) == machine.backend
-            and ("arch" not in self.match or machine.arch in self.match["arch"])
+            and _is_for(self, machine.arch)
             and self.match.get("system", machine.system) == machine.system
         )
 
@@ -132,8 +137,9 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
     if problem and not machine.hidden_by:
         raise UserError(f"{problem}. To run without the GPU: hardware=cpu")
     if (own := _own_profile(machine)) is None:
-        raise UserError(f"found {machine}, for which there is no hardware profile. "
-                        f"Name the nearest, as in hardware={nearest_profile(machine)}, or hardware=cpu")
+        near = nearest_profile(machine)
+        what = f"Name the nearest, as in hardware={near}, or" if near != "cpu" else "To run without the GPU:"
+        raise UserError(f"found {machine}, for which there is no hardware profile. {what} hardware=cpu")
     if machine.backend != "cpu":
         return own.name, f"found {machine}"
     if machine.hidden_by:
@@ -145,6 +151,11 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
 
 def _own_profile(machine: Machine) -> Profile | None:
     return next((profile for profile in map(load_profile, profile_names()) if profile.fits(machine)), None)
+
+
+def has_profile(machine: Machine, arch: str) -> bool:
+    """Whether there is a profile for another AMD GPU of ``machine``."""
+    return _own_profile(replace(machine, arch=arch)) is not None
 
 
 def intended(machine: Machine) -> tuple[Machine, Profile | None]:
@@ -160,6 +171,8 @@ def intended(machine: Machine) -> tuple[Machine, Profile | None]:
 
 
 def nearest_profile(machine: Machine) -> str:
+    if machine.unified and (machine.arch or "").startswith("gfx10"):  # two compute units and no bf16
+        return "cpu"
     if machine.unified:
         return "strix_halo_windows" if machine.system == "Windows" else "strix_halo"
     if re.match(r"gfx1\d", machine.arch or ""):
@@ -275,7 +288,7 @@ def environment(
     return {
         name: (variable.value, variable.reason)
         for name, variable in profile.environment.items()
-        if name not in taken and _CONDITIONS[variable.when](machine, environ)
+        if name not in taken and _CONDITIONS[variable.when](profile, machine, environ)
     }
 
 

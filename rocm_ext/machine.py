@@ -8,6 +8,7 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ class TorchGpu:
     major: int = 0  # compute capability; NVIDIA only
     minor: int = 0
     integrated: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The architecture's name: gfx942, sm_90."""
+        return self.arch.split(":")[0] or f"sm_{self.major}{self.minor}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Machine:
     bf16: bool  # computed natively, not emulated
     arch: str | None = None  # "gfx1151", "sm_90"
     name: str | None = None
-    gpu_count: int = 0
+    gpu_count: int = 0  # the first one and those like it that follow: what ranks can use together
     unified: bool = False  # host and device share one memory
     kernel: str = ""  # Linux: "6.18.4-arch1-1"
     wsl: bool = False
@@ -143,14 +149,14 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
             arch = amd_archs[0]
         bf16 = _amd_bf16(arch)
     else:
-        arch, bf16 = f"sm_{gpu.major}{gpu.minor}", gpu.major >= 8
+        arch, bf16 = gpu.kind, gpu.major >= 8
     return Machine(
         build,
         total_memory=gpu.total_memory,
         bf16=bf16,
         arch=arch or None,
         name=gpu.name,
-        gpu_count=len(torch.gpus),
+        gpu_count=len(list(takewhile(lambda other: other.kind == gpu.kind, torch.gpus))),
         unified=gpu.integrated or is_unified(arch),
         native_archs=torch.kernels if build == "rocm" else (),
         **host,

@@ -240,6 +240,8 @@ def test_the_user_s_environment_comes_first():
     assert "HSA_OVERRIDE_GFX_VERSION" not in ours, "harmful where torch has kernels"
     foreign = replace(STRIX, native_archs=("gfx942",))
     assert "HSA_OVERRIDE_GFX_VERSION" in device.environment(profile, foreign, {})
+    other = replace(foreign, arch="gfx1150")
+    assert "HSA_OVERRIDE_GFX_VERSION" not in device.environment(profile, other, {}), "it is no gfx1151"
     assert "HSA_ENABLE_SDMA" not in device.environment(profile, STRIX, {"HSA_ENABLE_SDMA": "1"})
     several = device.environment(device.load_profile("mi300x"), MI300X, {"WORLD_SIZE": "8"})
     assert several["GPU_MAX_HW_QUEUES"][0] == "2"

@@ -168,6 +168,37 @@ def change_gpu(tree: Tree, **values: object) -> None:
     tree.say(torch={"gpus": gpus})
 
 
+def add_gpu(tree: Tree, arch: str, first: bool = False) -> None:
+    gpus = json.loads((tree.root / "rocm-ext.json").read_text())["torch"]["gpus"]
+    other = [{"name": "another", "total_memory": 32 * GIB, "arch": arch}]
+    tree.say(torch={"gpus": other + gpus if first else gpus + other})
+    tree.file("sys/class/drm/card2/device/vendor", "0x1002\n").file("sys/class/drm/card2/device/device", "0x7551\n")
+    tree.file("sys/class/drm/card2/device/mem_info_vram_total", f"{32 * GIB}\n")
+    version = {"gfx1201": 120001, "gfx1036": 100306}[arch]
+    tree.file("sys/class/kfd/kfd/topology/nodes/2/properties", f"simd_count 128\ngfx_target_version {version}\n")
+
+
+def lose_gpu(tree: Tree) -> None:
+    """KFD and torch see seven of eight."""
+    tree.say(torch={"gpus": json.loads((tree.root / "rocm-ext.json").read_text())["torch"]["gpus"][1:]})
+    tree.remove("sys/class/kfd/kfd/topology/nodes/9")
+
+
+def give_one(tree: Tree) -> None:
+    said = json.loads((tree.root / "rocm-ext.json").read_text())
+    nodes = {path: node for path, node in said["device_nodes"].items() if path in ("/dev/kfd", "/dev/dri/renderD128")}
+    said |= {"container": True, "device_nodes": nodes, "torch": {**said["torch"], "gpus": said["torch"]["gpus"][:1]}}
+    tree.file("rocm-ext.json", json.dumps(said))
+
+
+def on_the_bus(tree: Tree) -> None:
+    """Eight accelerators of which one has no driver."""
+    lose_gpu(tree)
+    tree.remove("sys/class/drm/card8")
+    for i in range(8):
+        tree.file(f"sys/bus/pci/devices/{i}/class", "0x120000\n").file(f"sys/bus/pci/devices/{i}/vendor", "0x1002\n")
+
+
 def without_kfd_and_driver(tree: Tree) -> None:
     tree.remove("sys/class/kfd").remove("sys/class/drm/card1").remove("sys/module/ttm")
     tree.swap("proc/cmdline", "quiet", "quiet nomodeset").say(torch={"gpus": []}, device_nodes={}, canaries=None)
@@ -325,7 +356,7 @@ BREAKS = {
         lambda t: t.say(torch=None, canaries=None, blas="", threads=None, hip_memory=None,
                         torch_error="ImportError: libamdhip64.so.7: cannot open shared object file"),
         {
-            "torch": ("error", STRIX_TORCH),
+            "torch": ("error", f"pip uninstall -y torch && {STRIX_TORCH}"),
             "GPU memory, torch": ("not recorded", ""),
             "memory budget": ("not recorded", ""),
             "canaries": ("not recorded", ""),
@@ -425,6 +456,27 @@ BREAKS = {
                    t.say(torch={"kernels": ["gfx1150"]})),
         {"hardware profile": ("error", "hardware=strix_halo"), "environment": ("not recorded", "")},
     ),
+    "an integrated GPU that is no relative": (
+        lambda t: (change_gpu(t, arch="gfx1036", integrated=True),
+                   t.swap("sys/class/kfd/kfd/topology/nodes/1/properties", "110501", "100306")),
+        {
+            "hardware profile": ("error", "hardware=cpu"),
+            "environment": ("not recorded", ""),
+            "torch kernels": ("warning", "install a torch built for gfx1036"),
+        },
+    ),
+    "another GPU beside it": (
+        lambda t: add_gpu(t, "gfx1201"),
+        {"other GPUs": ("warning", "export ROCR_VISIBLE_DEVICES=0")},
+    ),
+    "a GPU without a profile before it": (
+        lambda t: add_gpu(t, "gfx1036", first=True),
+        {
+            "hardware profile": ("error", "export ROCR_VISIBLE_DEVICES=1"),
+            "environment": ("not recorded", ""),
+            "torch kernels": ("warning", "install a torch built for gfx1036"),
+        },
+    ),
 }  # fmt: skip
 
 
@@ -452,6 +504,18 @@ OTHERS = {
     ("mi300x", "a GPU is missing"): (
         lambda t: t.say(torch={"gpus": json.loads((t.root / "rocm-ext.json").read_text())["torch"]["gpus"][1:]}),
         {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")},
+    ),
+    ("mi300x", "a GPU that KFD does not list"): (lose_gpu, {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}),
+    ("mi300x", "a GPU without a driver"): (on_the_bus, {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}),
+    ("mi300x", "one that is not chosen"): (
+        lambda t: t.say(torch={"gpus": json.loads((t.root / "rocm-ext.json").read_text())["torch"]["gpus"][1:]},
+                        **env(ROCR_VISIBLE_DEVICES="0,1,2,3,4,5,6")),
+        {},
+    ),
+    ("mi300x", "a container that is given one"): (give_one, {}),
+    ("mi300x", "MI300A"): (
+        lambda t: change_gpu(t, integrated=True, name="AMD Instinct MI300A", total_memory=128 * GIB),
+        {},
     ),
     ("mi300x", "no C compiler for Triton"): (
         lambda t: t.say(commands=["bwrap"]),

@@ -58,8 +58,11 @@ def hardware_profile(facts: Facts) -> Iterator[Row]:
         try:
             device.choose_profile(machine)
         except UserError as error:
-            yield Row(name, "error", f"none for {machine.arch}", str(error),
-                      f"hardware={device.nearest_profile(machine)}")  # fmt: skip
+            fix = f"hardware={device.nearest_profile(machine)}"
+            gpus = facts.said.torch.gpus if facts.said.torch else ()
+            if better := next((gpu.kind for gpu in gpus if device.has_profile(machine, gpu.kind)), None):
+                fix = facts.choose_gpus(better)
+            yield Row(name, "error", f"none for {machine.arch}", str(error), fix)
     else:
         gpu = facts.fit.name or facts.fit.arch or device.choose_profile(machine)[1]
         yield Row(name, "ok", f"{facts.profile.name}: {gpu}")

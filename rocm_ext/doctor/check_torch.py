@@ -23,7 +23,7 @@ def torch_build(facts: Facts) -> Iterator[Row]:
     """The commonest install error is pip's CUDA or CPU wheel on an AMD machine."""
     name, torch, profile = "torch", facts.said.torch, facts.profile
     if facts.said.torch_error:
-        install = profile.install if profile and profile.install else "pip install torch"
+        install = device.reinstall(profile, facts.machine) if profile and profile.install else "pip install torch"
         yield Row(name, "error", "import torch fails", facts.said.torch_error, install)
         return
     if torch is None:
@@ -65,7 +65,7 @@ def _without_gpu(facts: Facts, torch: Torch, found: str) -> Row:
 def torch_kernels(facts: Facts) -> Iterator[Row]:
     """Without kernels for the GPU, HIP says: invalid device function."""
     name, machine, torch = "torch kernels", facts.machine, facts.said.torch
-    if machine.backend != "rocm" or torch is None or facts.profile is None:
+    if machine.backend != "rocm" or torch is None:
         return
     if not torch.kernels:
         yield unrecorded(name)
@@ -73,8 +73,9 @@ def torch_kernels(facts: Facts) -> Iterator[Row]:
         yield Row(name, "ok", f"for {machine.arch}")
     else:
         works = facts.said.canaries and all(row.level == "ok" for row in facts.said.canaries)
+        fix = device.reinstall(facts.profile, machine) if facts.profile else f"install a torch built for {machine.arch}"
         yield Row(name, "warning" if works else "error", f"only for {', '.join(torch.kernels)}",
-                  f"none for {machine.arch}", device.reinstall(facts.profile, machine))  # fmt: skip
+                  f"none for {machine.arch}", fix)  # fmt: skip
 
 
 def limits(facts: Facts) -> Iterator[Row]:
@@ -95,12 +96,27 @@ def limits(facts: Facts) -> Iterator[Row]:
 
 
 def missing_gpus(facts: Facts) -> Iterator[Row]:
-    listed = facts.files.amd_gpus.count(facts.fit.arch or "")
+    """Fewer in KFD or torch than in /sys/class/drm or on the bus."""
+    name, listed, here = "GPU count", facts.files.amd_gpus.count(facts.fit.arch or ""), facts.installed_gpus
+    seen = facts.machine.gpu_count if facts.machine.backend == "rocm" else listed
     chosen = [name for name in VISIBLE_VARIABLES if facts.environment.get(name)]
-    if facts.machine.backend == "rocm" and facts.machine.gpu_count < listed:
-        yield Row("GPU count", "ok" if chosen else "warning", f"torch sees {facts.machine.gpu_count} of {listed}",
-                  f"{chosen[0]} chooses them" if chosen else "one has failed, or its device file is closed",
-                  "" if chosen else "sudo dmesg | grep -i amdgpu")  # fmt: skip
+    if not facts.amd or not 0 < seen < here:
+        return
+    if seen == listed or not chosen:
+        what = "torch sees" if facts.machine.backend == "rocm" else "KFD lists"
+        yield Row(name, "warning", f"{what} {seen} of {here}", "one has failed, or its device file is closed",
+                  "sudo dmesg | grep -i amdgpu")  # fmt: skip
+    else:
+        yield Row(name, "ok", f"torch sees {seen} of {here}", f"{chosen[0]} chooses them")
+
+
+def unlike_gpus(facts: Facts) -> Iterator[Row]:
+    """Ranks cannot mix them, and AMD's notes on Radeon tell of crashes beside an integrated GPU."""
+    kinds = [gpu.kind for gpu in facts.said.torch.gpus] if facts.said.torch else []
+    others = [kind for kind in kinds if kind != kinds[0]]
+    if facts.machine.backend == "rocm" and facts.profile and others:  # without a profile another row says it
+        yield Row("other GPUs", "warning", f"torch also sees {', '.join(others)}", "processes cannot share out unlike "
+                  "GPUs, and ROCm is known to crash beside an integrated one", facts.choose_gpus(kinds[0]))  # fmt: skip
 
 
 def pins(facts: Facts) -> Iterator[Row]:
@@ -160,4 +176,4 @@ def numerics(facts: Facts) -> Iterator[Row]:
     yield Row("BLAS", "ok", facts.said.blas) if facts.said.blas else unrecorded("BLAS")
 
 
-CHECKS = (torch_build, torch_kernels, limits, missing_gpus, pins, environment, numerics)
+CHECKS = (torch_build, torch_kernels, limits, missing_gpus, unlike_gpus, pins, environment, numerics)

@@ -68,7 +68,22 @@ class Facts:
 
     @property
     def gpu_count(self) -> int:
-        return max(self.machine.gpu_count, self.files.amd_gpus.count(self.fit.arch or ""))
+        return self.machine.gpu_count or self.files.amd_gpus.count(self.fit.arch or "")
+
+    @property
+    def installed_gpus(self) -> int:
+        """GPUs like the one that trains, whether KFD and torch see them or not; in a container those given to it."""
+        largest = max(self.cards, key=lambda card: card.vram or 0, default=None)
+        alike = sum(card.device == largest.device for card in self.cards) if largest and largest.device else 0
+        there = max(self.files.amd_gpus.count(self.fit.arch or ""), alike, self.files.accelerators)
+        given = sum("renderD" in path for path in self.gpu_nodes)
+        return min(there, given) if self.said.container and given else there
+
+    def choose_gpus(self, arch: str) -> str:
+        """The line that leaves torch with the GPUs of this architecture."""
+        name = "HIP_VISIBLE_DEVICES" if self.machine.system == "Windows" else "ROCR_VISIBLE_DEVICES"
+        gpus = self.said.torch.gpus if self.said.torch else ()
+        return self.export(name, ",".join(str(i) for i, gpu in enumerate(gpus) if gpu.kind == arch))
 
     @property
     def host_total(self) -> int | None:

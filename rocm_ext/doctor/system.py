@@ -41,6 +41,7 @@ class System:
     amd_gpus: tuple[str, ...]  # architectures that KFD lists, one per GPU
     cards: tuple[Card, ...]
     displays: dict[str, str]  # PCI address and vendor of all GPUs, with a driver or without
+    accelerators: int  # those of AMD that drive no display: Instinct
     ttm: str  # the module that maps host memory: AMD's DKMS driver brings its own, amdttm
     pages_limit: int | None  # of that module, in effect
     numa_balancing: int | None
@@ -66,7 +67,8 @@ def read_system(root: Path) -> System:
         cores=cores,
         amd_gpus=tuple(amd_gpus(root)),
         cards=tuple(reader.card(card.relative_to(root) / "device") for card in cards(root)),
-        displays=reader.displays(),
+        displays=reader.displays("0x(03|12)"),  # MI300X: processing accelerator
+        accelerators=list(reader.displays("0x12").values()).count(AMD),
         ttm=ttm,
         pages_limit=reader.number(f"sys/module/{ttm}/parameters/pages_limit"),
         numa_balancing=reader.number("proc/sys/kernel/numa_balancing"),
@@ -109,11 +111,11 @@ class _Reader:
             self.text(device / "vbios_version"),
         )
 
-    def displays(self) -> dict[str, str]:
+    def displays(self, classes: str) -> dict[str, str]:
         folder = Path("sys/bus/pci/devices")
         gpus = [
-            name for name in listing(self.root / folder) if re.match("0x(03|12)", self.text(folder / name / "class"))
-        ]  # MI300X: processing accelerator
+            name for name in listing(self.root / folder) if re.match(classes, self.text(folder / name / "class"))
+        ]
         return {name: self.text(folder / name / "vendor") for name in gpus}
 
     def processes(self) -> list[Process]:
