@@ -18,6 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torchtune
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -176,7 +177,7 @@ def recipe_of(name: str) -> str:
 
 
 def find(name: str) -> Path:
-    """The YAML file called ``name``: a path, or a config of this library.
+    """The YAML file called ``name``: a path, a config of this library, or one of torchtune's.
 
     Raises:
         UserError: if there is none, with the nearest name.
@@ -184,8 +185,10 @@ def find(name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     folder = Path(str(files("rocm_ext.recipe_configs")))
-    if (shipped := folder / f"{name}.yaml").is_file():
-        return shipped
+    theirs = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+    for shipped in (folder / f"{name}.yaml", theirs / f"{name}.yaml"):
+        if shipped.is_file():
+            return shipped
     raise UserError(
         f"config {name} is neither a file nor one of this library's"
         + nearest(name, [path.stem for path in folder.glob("*.yaml")])

@@ -113,7 +113,7 @@ def plan_memory(
         gradients=adapter,
         optimizer=int(adapter * _state_per_byte(optimizer)),
         layer=simulate_layer(decoder.layers[0], width, lengths, dtype, kernels),  # type: ignore[arg-type]
-        loss=simulate_loss(decoder.norm, vocabulary, chunked, lengths, targets, dtype, kernels),
+        loss=simulate_loss(decoder.norm, width, vocabulary, chunked, lengths, targets, dtype, kernels),
         layers=len(decoder.layers),
     )
 

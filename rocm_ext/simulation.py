@@ -181,6 +181,7 @@ def simulate_layer(
 
 def simulate_loss(
     norm: nn.Module,
+    width: int,
     vocabulary: int,
     loss: LinearCrossEntropyLoss,
     lengths: Sequence[int],
@@ -192,6 +193,7 @@ def simulate_loss(
 
     Args:
         norm: of a torchtune decoder, without weights.
+        width: of hidden states.
         vocabulary: rows of the output layer.
         loss: from hidden states; with ``chunk_tokens`` set.
         lengths: tokens of each sequence in the micro-batch.
@@ -199,7 +201,6 @@ def simulate_loss(
         dtype: of weights and activations.
         kernels: of the device.
     """
-    (width,) = norm.get_parameter("scale").shape
     output = nn.Linear(width, vocabulary, bias=False, device="meta", dtype=dtype).requires_grad_(False)
     with _fake(nn.ModuleList([norm, output]), kernels) as ((fake_norm, fake_output), tally):
         x = torch.empty(1, sum(lengths), width, dtype=dtype, requires_grad=True)

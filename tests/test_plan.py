@@ -280,6 +280,14 @@ def test_nothing_is_downloaded_or_written(tmp_path, monkeypatch, capsys):
     assert os.listdir() == []
 
 
+@pytest.mark.parametrize("name", ["llama3_2/1B_lora_single_device", "gemma2/2B_lora_single_device"])
+def test_configs_of_torchtune(name, capsys):
+    """Gemma 2 has an attention, norms and an output layer of its own."""
+    found = plan(capsys, "--config", name, "hardware=mi300x")
+    assert 1e9 < found["parameters"] < 3.3e9
+    assert found["configured"]["memory"]["peak"] > 2 * found["parameters"]
+
+
 def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = plan(capsys, "--config", "strix_halo_qwen7b_raft")

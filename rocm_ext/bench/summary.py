@@ -56,7 +56,7 @@ def _training_efficiency(
         probe_config(cfg, fastest.item.values, []),
         shape,
         from_config(config.instantiate(cfg.loss, key="loss")),
-        shape.norm.scale.dtype,
+        shape.tok_embeddings.weight.dtype,
         device,
         rows=workload.Rows(longest, longest, 1.0, count, "random"),
         ranks=1,
