@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rocm_ext.cli import main
 from rocm_ext.doctor import exit_code, judge, live, verdict
 from rocm_ext.doctor.facts import recorded_facts
+from rocm_ext.doctor.probe import MARK
 from rocm_ext.doctor.recorded import DeviceNode, User
 from rocm_ext.errors import UserError
 from rocm_ext.machine import ask_torch
@@ -222,6 +223,7 @@ def env(**variables: str) -> dict[str, object]:
 STRIX_KERNELS = {"kernels": ["gfx942", "gfx1100"]}
 PARAMETER = "kernel parameter: ttm.pages_limit=33554432"
 SMALL_PARAMETERS = "amd_iommu=off amdgpu.gttsize=65536 ttm.pages_limit=16777216"
+NO_TORCH = dict.fromkeys(("torch", "GPU memory, torch", "memory budget", "canaries", "BLAS"), ("not recorded", ""))
 UPGRADE = "sudo dnf upgrade --refresh  # then reboot"
 
 # what to break in the good Strix Halo: {check: (level, fix)} of the rows that are then not ok
@@ -321,8 +323,9 @@ BREAKS = {
         {"device files": ("error", "sudo modprobe amdgpu")},
     ),
     "no KFD": (
-        lambda t: t.remove("sys/class/kfd"),
-        {"GPU driver": ("error", "sudo dmesg | grep -i -e amdgpu -e kfd")},
+        lambda t: t.remove("sys/class/kfd").say(torch=None, canaries=None, threads=None, blas="", hip_memory=None,
+                                                cpu="AMD RYZEN AI MAX+ 395"),
+        {**NO_TORCH, "GPU driver": ("error", "sudo dmesg | grep -i -e amdgpu -e kfd")},
     ),
     "nomodeset": (
         without_kfd_and_driver,
@@ -404,6 +407,14 @@ BREAKS = {
     "hidden GPUs": (
         lambda t: t.say(torch={"gpus": []}, canaries=None, **env(HIP_VISIBLE_DEVICES="")),
         {"hardware profile": ("warning", "unset HIP_VISIBLE_DEVICES"), "canaries": ("not recorded", "")},
+    ),
+    "a GPU chosen that is not here": (
+        lambda t: t.say(torch={"gpus": []}, canaries=None, **env(HIP_VISIBLE_DEVICES="1")),
+        {"torch": ("error", "unset HIP_VISIBLE_DEVICES"), "canaries": ("not recorded", "")},
+    ),
+    "an unknown kernel": (
+        lambda t: t.remove("proc/sys/kernel/osrelease"),
+        {"kernel": ("not recorded", "")},
     ),
     "attention on the math path": (
         lambda t: t.say(canaries=canary("fused attention", "warning", "slow math path", "torch 2.12")),
@@ -539,6 +550,15 @@ OTHERS = {
                         threads=8),
         {"torch": ("warning", "pip uninstall -y torch && pip install torch")},
     ),
+    ("nvidia", "an integrated GPU of AMD's"): (
+        lambda t: t.file("sys/class/drm/card5/device/vendor", "0x1002\n"),
+        {},
+    ),
+    ("cpu", "nomodeset with a Radeon"): (
+        lambda t: t.file("sys/bus/pci/devices/3/class", "0x030000\n").file("sys/bus/pci/devices/3/vendor", "0x1002\n")
+        .file("proc/cmdline", "nomodeset\n").say(torch={"version": "2.12.0+rocm7.2", "hip": "7.2"}),
+        {"GPU driver": ("warning", "remove nomodeset"), "torch": ("warning", "see the row GPU driver")},
+    ),
     ("nvidia", "no NVML"): (lambda t: t.say(processes=None), {"other processes": ("not recorded", "")}),
     ("nvidia", "somebody on the GPU"): (
         lambda t: t.say(processes=[{"pid": 12, "name": "python", "memory": GIB}]),
@@ -661,6 +681,12 @@ def test_a_copy_with_sysfs_links_is_the_same(capsys, tmp_path):
     assert doctor(capsys, "--root", tree.root) == doctor(capsys, "--root", TREES / "strix_halo")
 
 
+def test_what_torch_recorded_alone_says_that_the_driver_works(capsys, tmp_path):
+    (tmp_path / "rocm-ext.json").write_text((TREES / "mi300x/rocm-ext.json").read_text())
+    code, rows = doctor(capsys, "--root", tmp_path)
+    assert (code, rows["GPU driver"]["found"]) == (0, "torch sees the GPU")
+
+
 def test_windows_facts_beside_linux_files_are_a_windows_machine(capsys, tmp_path):
     tree = Tree("strix_halo_misconfigured", tmp_path)
     tree.file("rocm-ext.json", (TREES / "windows/rocm-ext.json").read_text())
@@ -700,7 +726,8 @@ def test_saving_where_nothing_may_be_written(capsys, tmp_path):
 def test_folders_that_are_no_machine(capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
-    for root in ("empty", "file", "missing"):
+    (tmp_path / "bare/proc").mkdir(parents=True)
+    for root in ("empty", "file", "missing", "bare"):
         assert main(["doctor", "--root", str(tmp_path / root)]) == 2
         err = capsys.readouterr().err
         assert err.startswith("error: --root ")
@@ -871,7 +898,8 @@ def test_a_torch_that_does_not_import_crashes_or_hangs_is_a_row(capsys, tmp_path
 
 def test_a_crash_while_computing_keeps_what_torch_said(monkeypatch):
     told = json.dumps({"torch": {"version": "2.12.0+rocm7.2", "hip": "7.2"}})
-    monkeypatch.setattr(live, "PROBE", ("-c", f"import sys; print('noise'); print({told!r}); sys.exit(3)"))
+    lines = f"{{not json}}\n{MARK}{told}\n{MARK}{{torn"
+    monkeypatch.setattr(live, "PROBE", ("-c", f"import sys; print({lines!r}); sys.exit(3)"))
     said = live._ask_torch()
     assert said["torch"].build == "rocm"
     (row,) = said["canaries"]

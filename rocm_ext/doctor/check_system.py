@@ -73,15 +73,19 @@ def gpu_driver(facts: Facts) -> Iterator[Row]:
     name, files = "GPU driver", facts.files
     if not facts.linux:
         return
+    blocked = "nomodeset" in (files.parameters or {})
     if files.amd_gpus:
         count = [f"{files.amd_gpus.count(arch)} x {arch}" for arch in dict.fromkeys(files.amd_gpus)]
         yield Row(name, "ok", f"amdgpu, KFD lists {', '.join(count)}")
-    elif any(card.is_amd for card in files.cards):
+    elif facts.machine.backend == "rocm":
+        yield Row(name, "ok", "torch sees the GPU")
+    elif any(card.is_amd for card in files.cards) and (facts.amd or facts.fit.backend != "cuda"):
         yield Row(name, "error" if facts.amd else "warning", "amdgpu shows the AMD GPU, but KFD does not list it",
                   "ROCm computes through KFD: the kernel lacks CONFIG_HSA_AMD, or a container hides /sys/class/kfd",
                   _DOCKER if facts.said.container else "sudo dmesg | grep -i -e amdgpu -e kfd")  # fmt: skip
+    elif facts.amd and not (blocked or AMD in files.displays.values()):
+        yield unrecorded(name)
     elif facts.amd or (AMD in files.displays.values() and facts.fit.backend != "cuda"):
-        blocked = "nomodeset" in (files.parameters or {})
         yield Row(name, "error" if facts.amd else "warning", "an AMD GPU is here, but the amdgpu driver is not loaded",
                   "nomodeset on the kernel command line keeps it out" if blocked else "ROCm needs it",
                   "kernel parameter: remove nomodeset" if blocked else "sudo modprobe amdgpu")  # fmt: skip
@@ -259,7 +263,7 @@ def _versions(card: Card) -> str:
 
 def numa_balancing(facts: Facts) -> Iterator[Row]:
     name, value = "NUMA balancing", facts.files.numa_balancing
-    if not facts.amd_linux or facts.gpu_count < 2 or facts.profile is None or facts.profile.name != "mi300x":
+    if not facts.amd_linux or facts.gpu_count < 2 or facts.unified:
         return
     if value is None:
         yield unrecorded(name)

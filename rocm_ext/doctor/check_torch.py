@@ -6,6 +6,7 @@ from rocm_ext import device, registry
 from rocm_ext.device import ALLOCATOR_VARIABLES
 from rocm_ext.doctor.facts import Facts
 from rocm_ext.doctor.rows import Row, unrecorded
+from rocm_ext.doctor.system import AMD, NVIDIA
 from rocm_ext.machine import VISIBLE_VARIABLES, Torch
 
 # What is good for finding errors and bad for speed
@@ -49,14 +50,21 @@ def _without_gpu(facts: Facts, torch: Torch, found: str) -> Row:
     if torch.build == "rocm" and (facts.machine.wsl or facts.machine.system == "Windows"):
         fix = "install the current Adrenalin driver on Windows; in WSL2 also ROCm for WSL (rocm.docs.amd.com)"
         return Row(name, "error", found_none, "it reaches the GPU through Windows' driver", fix)
+    chosen = [name for name in VISIBLE_VARIABLES if facts.environment.get(name)]
+    if torch.build == "rocm" and chosen and facts.amd:
+        told = ", ".join(f"{name}={facts.environment[name]}" for name in chosen)
+        return Row(name, "error", found_none, f"{told} chooses GPUs that are not here", facts.unset(*chosen))
     if facts.amd:
         why = f"the {facts.fit.arch} is here: the rows on driver, device files and groups tell why, or HIP itself"
         return Row(name, "error", found_none, why, 'AMD_LOG_LEVEL=3 python -c "import torch; torch.cuda.init()"')
+    if torch.build == "rocm" and AMD in facts.files.displays.values() and not facts.files.amd_gpus:
+        why = "an AMD GPU is on the bus, but no driver shows it: training runs on the CPU"
+        return Row(name, "warning", found_none, why, "see the row GPU driver")
     if torch.build == "rocm":
         cpu = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
-        why = "no AMD GPU is here: training runs on the CPU"
+        why = f"no AMD GPU {'with a profile ' if facts.files.amd_gpus else ''}is here: training runs on the CPU"
         return Row(name, "warning", found_none, why, f"pip uninstall -y torch && {cpu}")
-    if facts.has_gpu:
+    if facts.files.nvidia or NVIDIA in facts.files.displays.values():
         fix = "nvidia-smi" if torch.build == "cuda" else "pip uninstall -y torch && pip install torch"
         return Row(name, "warning", found_none, "an NVIDIA GPU is here, but torch computes on the CPU", fix)
     return Row(name, "ok", found)

@@ -197,7 +197,10 @@ def recorded_facts(root: Path) -> Facts:
     said = read_recorded(root)
     if said.system not in (None, "Linux"):  # whatever Linux files lie there are not this machine's
         root = root / "none"
-    return combine(said, read_system(root), root)
+    files = read_system(root)
+    if said == Recorded() and files == read_system(root / "none"):
+        raise UserError(f"--root {root} holds none of the files that tell of a machine; expected one made with --save")
+    return combine(said, files, root)
 
 
 def combine(said: Recorded, files: System, root: Path) -> Facts:

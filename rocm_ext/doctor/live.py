@@ -19,6 +19,7 @@ from rocm_ext.device import ALLOCATOR_VARIABLES, load_profile, profile_names
 from rocm_ext.doctor.check_tools import COMPILERS
 from rocm_ext.doctor.check_torch import DEBUGGING
 from rocm_ext.doctor.facts import Facts, combine
+from rocm_ext.doctor.probe import MARK
 from rocm_ext.doctor.recorded import DeviceNode, Memory, Process, Recorded, Sandbox, User, parse
 from rocm_ext.doctor.rows import Row
 from rocm_ext.doctor.system import read_system
@@ -234,6 +235,9 @@ def _parts(text: str) -> dict[str, Any]:
     """The probe's lines; libraries may print others."""
     parts: dict[str, Any] = {}
     for line in text.splitlines():
-        if line.startswith("{"):
-            parts |= json.loads(line)
+        if line.startswith(MARK):
+            try:
+                parts |= json.loads(line.removeprefix(MARK))
+            except ValueError:  # torn by a crash
+                continue
     return {name: getattr(parse(Recorded, {name: value}, "probe"), name) for name, value in parts.items()}

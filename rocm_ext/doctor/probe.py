@@ -1,6 +1,6 @@
 """What torch tells, in a process of its own: torch may not import, and a broken driver may crash or hang it.
 
-Prints a JSON object per line as soon as it knows it; the keys are those of :class:`Recorded`.
+Prints a line with a JSON object after ``MARK`` as soon as it knows it; the keys are those of :class:`Recorded`.
 """
 
 import json
@@ -18,6 +18,7 @@ from rocm_ext.errors import UserError, one_line
 from rocm_ext.machine import Machine, ask_torch, describe, host_memory
 
 ROOT = Path("/")
+MARK = "rocm-ext: "  # before our lines; libraries print others
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def _tell(**parts: Any) -> None:
-    print(json.dumps(parts), flush=True)
+    print(MARK + json.dumps(parts), flush=True)
 
 
 def _enter_environment(machine: Machine) -> Profile | None:
