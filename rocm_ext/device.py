@@ -73,7 +73,7 @@ class Profile:
     settings: dict[str, Any] = field(default_factory=dict)
     locked: dict[str, Lock] = field(default_factory=dict)
     environment: dict[str, Variable] = field(default_factory=dict)
-    floor: dict[str, dict[str, str]] = field(default_factory=dict)
+    floor: dict[str, dict[str, Any]] = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # see rocm_ext.figures
     bench_config: str = ""  # whose model `rocm-ext bench` trains
     install: str = ""
@@ -241,11 +241,19 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
         have = found[what]
         if not version(have or ""):
             continue
-        if "min" in limits and version(have) < version(limits["min"]):
+        patched = any(_is_newer_build(have, other) for other in limits.get("also", ()))
+        if "min" in limits and version(have) < version(limits["min"]) and not patched:
             outside[what] = (f"{what} {have} is older than {limits['min']}", limits["fix"])
         if "below" in limits and version(have) >= version(limits["below"]):
             outside[what] = (f"{what} {have} is not below {limits['below']}", limits["fix"])
     return outside
+
+
+def _is_newer_build(kernel: str, other: str) -> bool:
+    """Whether a distribution's kernel, 6.14.0-1018-oem, is of the same flavour as ``other`` and not older."""
+    builds = [re.fullmatch(r"([0-9.]{1,30})-([0-9]{1,9})-([a-z]+)", name) for name in (kernel, other)]
+    have, least = ((version(match[1]), int(match[2]), match[3]) if match else ((), 0, "") for match in builds)
+    return bool(have[2]) and have[2] == least[2] and have >= least
 
 
 def version(text: str) -> tuple[int, ...]:

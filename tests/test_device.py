@@ -207,6 +207,10 @@ def test_ranks_and_floors():
     old = replace(STRIX, kernel="6.14.0-37-generic", rocm="6.4")
     kernel, rocm = device.check_profile(device.load_profile("strix_halo"), old)
     assert kernel.startswith("kernel 6.14.0-37-generic is older than 6.18.4: ")
+    for patched in ("6.14.0-1018-oem", "6.17.0-1012-oem", "6.17.0-19-generic"):
+        assert device.check_profile(device.load_profile("strix_halo"), replace(STRIX, kernel=patched)) == []
+    for older in ("6.14.0-1017-oem", "6.17.0-18-generic", "6.17.0-19-lowlatency", "6.17.9"):
+        assert len(device.check_profile(device.load_profile("strix_halo"), replace(STRIX, kernel=older))) == 1
     assert rocm.startswith("rocm 6.4 is older than 7.0: ")
     (line,) = device.check_profile(device.load_profile("mi50"), replace(MI50, torch="2.10.0+rocm7.0"))
     assert "not below 2.10" in line

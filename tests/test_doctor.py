@@ -42,6 +42,15 @@ def doctor(capsys, *arguments) -> tuple[int, dict[str, dict]]:
     return code, {row["check"]: row for row in document["rows"]}
 
 
+def grubby(arguments: str) -> str:
+    return f"sudo grubby --update-kernel=ALL {arguments}  # then reboot"
+
+
+def grub(add: str) -> str:
+    edit = f's/^\\(GRUB_CMDLINE_LINUX_DEFAULT=".*\\)"/\\1 {add}"/'
+    return f"sudo sed -i '{edit}' /etc/default/grub && sudo update-grub  # then reboot"
+
+
 def problems(rows: dict[str, dict]) -> dict[str, str]:
     return {check: row["level"] for check, row in rows.items() if row["level"] != "ok"}
 
@@ -120,7 +129,7 @@ def test_a_misconfigured_strix_halo(capsys):
         "canaries": "not recorded",
         "sandbox": "warning",
     }
-    parameters = "kernel parameter: amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432"
+    parameters = grub("amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432")
     assert {check: rows[check]["fix"] for check in problems(rows)} == {
         "device files": JOIN,
         "groups": JOIN,
@@ -221,7 +230,8 @@ def env(**variables: str) -> dict[str, object]:
 
 
 STRIX_KERNELS = {"kernels": ["gfx942", "gfx1100"]}
-PARAMETER = "kernel parameter: ttm.pages_limit=33554432"
+PARAMETER = grubby("--args='ttm.pages_limit=33554432'")
+WITHOUT_GTTSIZE = grubby("--remove-args='amdgpu.gttsize' --args='ttm.pages_limit=33554432'")
 SMALL_PARAMETERS = "amd_iommu=off amdgpu.gttsize=65536 ttm.pages_limit=16777216"
 NO_TORCH = dict.fromkeys(("torch", "GPU memory, torch", "memory budget", "canaries", "BLAS"), ("not recorded", ""))
 UPGRADE = "sudo dnf upgrade --refresh  # then reboot"
@@ -232,8 +242,8 @@ BREAKS = {
         lambda t: t.file("proc/sys/kernel/osrelease", "6.14.11-300.fc42.x86_64\n"),
         {
             "kernel": ("warning", UPGRADE),
-            "kernel parameters": ("warning", "kernel parameter: amd_iommu=off amdgpu.gttsize=131072 "
-                                  "ttm.pages_limit=33554432"),
+            "kernel parameters": ("warning", grubby("--args='amd_iommu=off amdgpu.gttsize=131072 "
+                                                    "ttm.pages_limit=33554432'")),
         },
     ),
     "no ttm.pages_limit": (
@@ -247,11 +257,11 @@ BREAKS = {
     ),
     "amdgpu.gttsize on a new kernel": (
         lambda t: t.swap("proc/cmdline", "quiet", "quiet amdgpu.gttsize=131072"),
-        {"kernel parameters": ("warning", f"{PARAMETER}, without amdgpu.gttsize")},
+        {"kernel parameters": ("warning", WITHOUT_GTTSIZE)},
     ),
     "amdgpu.gttsize and no ttm in the copy": (
         lambda t: t.swap("proc/cmdline", "ttm.pages_limit=33554432", "amdgpu.gttsize=131072").remove("sys/module"),
-        {"kernel parameters": ("warning", f"{PARAMETER}, without amdgpu.gttsize")},
+        {"kernel parameters": ("warning", WITHOUT_GTTSIZE)},
     ),
     "no ttm in the copy": (lambda t: t.remove("sys/module"), {}),
     "64 GiB of memory": (
@@ -281,14 +291,14 @@ BREAKS = {
     ),
     "half the memory, with AMD's own driver": (
         lambda t: (half_the_memory(t), t.file("sys/module/amdttm/parameters/pages_limit", "16378048\n")),
-        {"kernel parameters": ("warning", "kernel parameter: amdttm.pages_limit=33554432")},
+        {"kernel parameters": ("warning", grubby("--args='amdttm.pages_limit=33554432'"))},
     ),
     "half of 64 GiB on an old kernel": (
         little_memory,
         {
             "kernel": ("warning", UPGRADE),
-            "kernel parameters": ("warning", SMALL_PARAMETERS),
-            "memory budget": ("error", "Boot with " + SMALL_PARAMETERS),
+            "kernel parameters": ("warning", grubby(f"--args='{SMALL_PARAMETERS}'")),
+            "memory budget": ("error", grubby(f"--args='{SMALL_PARAMETERS}'")),
         },
     ),
     "no groups": (
@@ -330,7 +340,7 @@ BREAKS = {
     "nomodeset": (
         without_kfd_and_driver,
         {
-            "GPU driver": ("error", "kernel parameter: remove nomodeset"),
+            "GPU driver": ("error", grubby("--remove-args='nomodeset'")),
             "device files": ("error", "sudo modprobe amdgpu"),
             "firmware": ("not recorded", ""),
             "GPU memory, kernel": ("not recorded", ""),
@@ -557,7 +567,10 @@ OTHERS = {
     ("cpu", "nomodeset with a Radeon"): (
         lambda t: t.file("sys/bus/pci/devices/3/class", "0x030000\n").file("sys/bus/pci/devices/3/vendor", "0x1002\n")
         .file("proc/cmdline", "nomodeset\n").say(torch={"version": "2.12.0+rocm7.2", "hip": "7.2"}),
-        {"GPU driver": ("warning", "remove nomodeset"), "torch": ("warning", "see the row GPU driver")},
+        {
+            "GPU driver": ("warning", "/etc/default/grub && sudo update-grub  # then reboot"),
+            "torch": ("warning", "see the row GPU driver"),
+        },
     ),
     ("nvidia", "no NVML"): (lambda t: t.say(processes=None), {"other processes": ("not recorded", "")}),
     ("nvidia", "somebody on the GPU"): (

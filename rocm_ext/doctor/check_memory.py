@@ -51,7 +51,7 @@ def torch_view(facts: Facts) -> Iterator[Row]:
     little = facts.unified and total is not None and seen < ENOUGH * total * 2**30 and facts.linux
     why = f"of {total} GiB torch sees {gib(seen)}" if little else ""
     if little and not (facts.too_little or facts.in_carve_out):  # else the row that tells the cause warns
-        yield Row(name, "warning", found, why, f"kernel parameter: {facts.memory_parameters}")
+        yield Row(name, "warning", found, why, facts.boot(facts.memory_parameters))
     else:
         yield Row(name, "ok", found, why)
 
@@ -94,6 +94,7 @@ def budget(facts: Facts) -> Iterator[Row]:
                                       facts.memory_parameters)  # fmt: skip
         except UserError as error:
             what, _, fix = str(error).partition(". ")
+            fix = facts.boot(facts.memory_parameters) if fix.startswith("Boot") else fix
             yield Row(name, "error", "nothing is left for training", what, fix)
         else:
             yield Row(name, "ok", f"{gib(size)} for training: {why}")

@@ -88,7 +88,7 @@ def gpu_driver(facts: Facts) -> Iterator[Row]:
     elif facts.amd or (AMD in files.displays.values() and facts.fit.backend != "cuda"):
         yield Row(name, "error" if facts.amd else "warning", "an AMD GPU is here, but the amdgpu driver is not loaded",
                   "nomodeset on the kernel command line keeps it out" if blocked else "ROCm needs it",
-                  "kernel parameter: remove nomodeset" if blocked else "sudo modprobe amdgpu")  # fmt: skip
+                  facts.boot(remove="nomodeset") if blocked else "sudo modprobe amdgpu")  # fmt: skip
     elif files.nvidia:
         yield Row(name, "ok", f"NVIDIA {files.nvidia}")
     elif NVIDIA in files.displays.values():
@@ -228,8 +228,8 @@ def kernel_parameters(facts: Facts) -> Iterator[Row]:
     if old and given and given.get("amd_iommu") != "off":
         problems.append("kernels before 6.16 want amd_iommu=off")
     if problems:
-        drop = ", without amdgpu.gttsize" if "amdgpu.gttsize" in given and not old else ""
-        fix = f"kernel parameter: {facts.memory_parameters}{drop}"
+        drop = "amdgpu.gttsize" if "amdgpu.gttsize" in given and not old else ""
+        fix = facts.boot(facts.memory_parameters, drop)
         yield Row(name, "warning", ", ".join(told) or "none", "; ".join(problems), fix)
     elif facts.mappable is None or facts.installed_gib is None:
         yield unrecorded(name, ", ".join(told))

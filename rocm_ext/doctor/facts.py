@@ -166,14 +166,32 @@ class Facts:
         """The command that installs a package here."""
         return f"{self._manager[0]} {package}" if self._manager else f"install {package} with the package manager"
 
+    def boot(self, add: str = "", remove: str = "") -> str:
+        """The line that changes the kernel's command line here; by hand where the boot loader is not known."""
+        words = self._distribution
+        if words[:1] and words[0] in ("fedora", "rhel", "centos", "rocky", "almalinux"):  # not the immutable ones
+            changes = [f"--remove-args='{remove}'" if remove else "", f"--args='{add}'" if add else ""]
+            return f"sudo grubby --update-kernel=ALL {' '.join(filter(None, changes))}  # then reboot"
+        if {"debian", "ubuntu"} & set(words):  # the last of two values counts, so what is there may stay
+            edits = [f"/^GRUB_CMDLINE_LINUX/s/ *{remove}[^ \"]*//" if remove else "",
+                     f"s/^\\(GRUB_CMDLINE_LINUX_DEFAULT=\".*\\)\"/\\1 {add}\"/" if add else ""]  # fmt: skip
+            script = "; ".join(filter(None, edits))
+            return f"sudo sed -i '{script}' /etc/default/grub && sudo update-grub  # then reboot"
+        told = [f"remove {remove}" if remove else "", f"add {add}" if add else ""]
+        return f"in the boot loader's kernel command line {' and '.join(filter(None, told))}"
+
     @property
     def upgrade(self) -> str:
         return f"{self._manager[1] if self._manager else 'upgrade all packages'}  # then reboot"
 
     @property
     def _manager(self) -> tuple[str, str] | None:
-        words = f"{self.files.distribution.get('ID', '')} {self.files.distribution.get('ID_LIKE', '')}".split()
-        return next((_MANAGERS[word] for word in words if word in _MANAGERS), None)
+        return next((_MANAGERS[word] for word in self._distribution if word in _MANAGERS), None)
+
+    @property
+    def _distribution(self) -> list[str]:
+        """ID and ID_LIKE of os-release, the nearest first."""
+        return f"{self.files.distribution.get('ID', '')} {self.files.distribution.get('ID_LIKE', '')}".split()
 
     def export(self, name: str, value: str) -> str:
         return f'$env:{name} = "{value}"' if self.machine.system == "Windows" else f"export {name}={value}"
