@@ -238,8 +238,8 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
     found = {"torch": machine.torch, "rocm": machine.rocm, "kernel": "" if machine.wsl else machine.kernel}
     outside = {}
     for what, limits in profile.floor.items():
-        have = found[what]
-        if not version(have or ""):
+        have = found[what] or ""
+        if not version(have):
             continue
         patched = any(_is_newer_build(have, other) for other in limits.get("also", ()))
         if "min" in limits and version(have) < version(limits["min"]) and not patched:

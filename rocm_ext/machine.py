@@ -126,7 +126,7 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         root: where proc and sys are, the machine's own or recorded ones.
     """
     build = torch.build
-    kernel = read_text(root / "proc/sys/kernel/osrelease") if system == "Linux" else ""
+    kernel = kernel_release(root) if system == "Linux" else ""
     amd_archs = tuple(dict.fromkeys(amd_gpus(root)))
     host: dict[str, Any] = {
         "system": system,
@@ -161,6 +161,12 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         native_archs=torch.kernels if build == "rocm" else (),
         **host,
     )
+
+
+def kernel_release(root: Path) -> str:
+    """``uname -r``; empty where the file is missing or damaged."""
+    text = read_text(root / "proc/sys/kernel/osrelease")
+    return text if re.fullmatch(r"[!-~]{1,64}", text) else ""
 
 
 def is_unified(arch: str | None) -> bool:

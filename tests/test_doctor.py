@@ -422,6 +422,18 @@ BREAKS = {
         lambda t: t.say(torch={"gpus": []}, canaries=None, **env(HIP_VISIBLE_DEVICES="1")),
         {"torch": ("error", "unset HIP_VISIBLE_DEVICES"), "canaries": ("not recorded", "")},
     ),
+    "a damaged kernel version": (
+        lambda t: t.file("proc/sys/kernel/osrelease", "\0\1" * 900),
+        {
+            "kernel": ("not recorded", ""),
+            "system files": ("warning", "record it again: rocm-ext doctor --save DIR"),
+        },
+    ),
+    "quoted parameters": (
+        lambda t: t.file("proc/cmdline", '"ttm.pages_limit=33554432" quiet\n').remove("sys/module")
+        .remove("sys/class/drm/card1/device/mem_info_gtt_total"),
+        {},
+    ),
     "an unknown kernel": (
         lambda t: t.remove("proc/sys/kernel/osrelease"),
         {"kernel": ("not recorded", "")},
@@ -700,6 +712,11 @@ def test_what_torch_recorded_alone_says_that_the_driver_works(capsys, tmp_path):
     assert (code, rows["GPU driver"]["found"]) == (0, "torch sees the GPU")
 
 
+def test_files_alone_tell_of_an_nvidia_gpu(capsys, tmp_path):
+    _, rows = doctor(capsys, "--root", Tree("nvidia", tmp_path).remove("rocm-ext.json").root)
+    assert rows["hardware profile"]["found"] == "cuda: an NVIDIA GPU"
+
+
 def test_windows_facts_beside_linux_files_are_a_windows_machine(capsys, tmp_path):
     tree = Tree("strix_halo_misconfigured", tmp_path)
     tree.file("rocm-ext.json", (TREES / "windows/rocm-ext.json").read_text())
@@ -773,6 +790,8 @@ def test_a_recording_that_is_torn_or_wrong_is_one_line(capsys, tmp_path, text, m
     assert main(["doctor", "--root", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
+    assert str(tmp_path) in err
+    assert "record it again with rocm-ext doctor --save" in err
     with pytest.raises(UserError, match=message):
         recorded_facts(tmp_path)
 

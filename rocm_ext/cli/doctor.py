@@ -22,7 +22,7 @@ def add(commands) -> None:
     option("--root", type=Path, metavar="DIR", help="judge another machine: a folder made with --save, or a copy of "
            "its /proc, /sys and /etc files; what it lacks is \"not recorded\" and counts for nothing")  # fmt: skip
     option("--save", type=Path, metavar="DIR", help="also write what was looked at into a new folder, to send along "
-           "with a report: no serial numbers, no other users, only variables and parameters that matter")  # fmt: skip
+           "with a report: no serial numbers, no users' names, only variables and parameters that matter")  # fmt: skip
     option("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
 

@@ -64,7 +64,8 @@ def hardware_profile(facts: Facts) -> Iterator[Row]:
                 fix = facts.choose_gpus(better)
             yield Row(name, "error", f"none for {machine.arch}", str(error), fix)
     else:
-        gpu = facts.fit.name or facts.fit.arch or device.choose_profile(machine)[1]
+        known = facts.fit.name or facts.fit.arch
+        gpu = known or ("an NVIDIA GPU" if facts.fit.backend == "cuda" else device.choose_profile(machine)[1])
         yield Row(name, "ok", f"{facts.profile.name}: {gpu}")
 
 

@@ -113,7 +113,9 @@ def read_recorded(root: Path) -> Recorded:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}; record it again with rocm-ext doctor --save") from error
     try:
-        return parse(Recorded, json.loads(text), NAME)
+        return parse(Recorded, json.loads(text), str(path))
+    except UserError as error:
+        raise UserError(f"{error}; record it again with rocm-ext doctor --save") from error
     except (ValueError, RecursionError) as error:
         message = f"{path} is not JSON ({' '.join(str(error).split())}); record it again with rocm-ext doctor --save"
         raise UserError(message) from error

@@ -111,7 +111,8 @@ def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
 
 
 def _known_parameters(text: str) -> str:
-    return " ".join(word for word in text.split() if re.fullmatch(_PARAMETERS, word)) or (text and "quiet")
+    words = text.replace('"', "").split()
+    return " ".join(word for word in words if re.fullmatch(_PARAMETERS, word)) or (text and "quiet")
 
 
 def _lines(pattern: str) -> Callable[[str], str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rocm_ext.doctor.recorded import Process
-from rocm_ext.machine import amd_gpus, ttm_module
+from rocm_ext.machine import amd_gpus, kernel_release, ttm_module
 from rocm_ext.sysfs import cards, listing, read_number, read_text, to_number
 
 AMD, NVIDIA = "0x1002", "0x10de"  # PCI vendors
@@ -59,7 +59,7 @@ def read_system(root: Path) -> System:
     command_line = reader.text("proc/cmdline")
     ttm = ttm_module(root)
     return System(
-        kernel=reader.text("proc/sys/kernel/osrelease"),
+        kernel=reader.kernel(),
         distribution=_assignments(reader.text("etc/os-release") or reader.text("usr/lib/os-release")),
         parameters=_parameters(command_line) if command_line else None,
         memory=reader.meminfo(),
@@ -93,6 +93,12 @@ class _Reader:
             self.unreadable.append(str(path))
         return number
 
+    def kernel(self) -> str:
+        kernel = kernel_release(self.root)
+        if not kernel and self.text("proc/sys/kernel/osrelease"):
+            self.unreadable.append("proc/sys/kernel/osrelease")
+        return kernel
+
     def meminfo(self) -> dict[str, int]:
         text = self.text("proc/meminfo")
         found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB$", text, re.MULTILINE)
@@ -113,9 +119,7 @@ class _Reader:
 
     def displays(self, classes: str) -> dict[str, str]:
         folder = Path("sys/bus/pci/devices")
-        gpus = [
-            name for name in listing(self.root / folder) if re.match(classes, self.text(folder / name / "class"))
-        ]
+        gpus = [name for name in listing(self.root / folder) if re.match(classes, self.text(folder / name / "class"))]
         return {name: self.text(folder / name / "vendor") for name in gpus}
 
     def processes(self) -> list[Process]:
@@ -139,7 +143,7 @@ def _assignments(text: str) -> dict[str, str]:
 
 def _parameters(text: str) -> dict[str, str]:
     # the kernel takes - and _ in names for the same
-    pairs = (word.partition("=") for word in text.split())
+    pairs = (word.partition("=") for word in text.replace('"', "").split())  # quoted as the kernel allows
     return {name.replace("-", "_"): value for name, _, value in pairs}
 
 
