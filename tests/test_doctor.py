@@ -706,8 +706,9 @@ def test_a_copy_with_sysfs_links_is_the_same(capsys, tmp_path):
     assert doctor(capsys, "--root", tree.root) == doctor(capsys, "--root", TREES / "strix_halo")
 
 
-def test_what_torch_recorded_alone_says_that_the_driver_works(capsys, tmp_path):
-    (tmp_path / "rocm-ext.json").write_text((TREES / "mi300x/rocm-ext.json").read_text())
+@pytest.mark.parametrize("name", ["mi300x", "strix_halo", "wsl2"])
+def test_what_torch_recorded_alone_says_that_the_driver_works(capsys, tmp_path, name):
+    (tmp_path / "rocm-ext.json").write_text((TREES / name / "rocm-ext.json").read_text())
     code, rows = doctor(capsys, "--root", tmp_path)
     assert (code, rows["GPU driver"]["found"]) == (0, "torch sees the GPU")
 

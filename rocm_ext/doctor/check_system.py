@@ -104,8 +104,8 @@ def device_files(facts: Facts) -> Iterator[Row]:
     if facts.said.device_nodes is None:
         yield unrecorded(name)
         return
-    if facts.machine.wsl:
-        there = "/dev/dxg" in facts.said.device_nodes
+    there = "/dev/dxg" in facts.said.device_nodes
+    if facts.machine.wsl or there:  # without its kernel's name only the device tells that this is WSL
         yield Row(name, "ok" if there else "error", "/dev/dxg" if there else "/dev/dxg is missing",
                   "" if there else "WSL reaches the GPU through it", "" if there else "wsl --update")  # fmt: skip
         return
