@@ -248,8 +248,9 @@ class RunFolder:
     def finished(self) -> bool:
         """Whether the run came to its end."""
         if self.recipe == "raft":
-            return (self.path / "adapter").exists() and all(cycle.state == "complete" for cycle in self.cycles)
-        return bool(self.summary) and number(self.summary.get("steps")) == len(self.steps)
+            whole = all(cycle.state == "complete" for cycle in self.cycles)
+            return whole and raft_finished(self.path, self.config, self.cycles[-1].number if self.cycles else 0)
+        return number(self.summary.get("steps")) == len(self.steps)
 
     def setting(self, key: str) -> Any:
         """A value of ``config.yaml`` by its dotted name; None where there is none."""
@@ -285,6 +286,14 @@ class RunFolder:
         """What a summary says of the run: ``machine``, ``dtype``, ``ranks``. In RAFT each cycle's training has it."""
         found = [self.summary, *(cycle.summary for cycle in self.cycles)]
         return next((each[key] for each in found if each.get(key) is not None), None)
+
+
+def raft_finished(path: Path, config: Mapping[str, Any], last: int) -> bool:
+    """Whether a RAFT run, whose cycle ``last`` is complete, came to its end. ``adapter/`` alone does not say so: a run
+    that goes on with more cycles has that of the shorter one. Where the config lets a run stop early, it is believed.
+    """
+    may_stop = any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "skip_solved"))
+    return (path / "adapter").exists() and (may_stop or not last < number(config.get("cycles")))
 
 
 def number(value: Any) -> float:

@@ -323,6 +323,14 @@ def test_raft_in_its_first_cycle(tmp_path, capsys):
     assert "no cycle of both runs has held-out scores yet" in capsys.readouterr().out
 
 
+def test_a_shorter_runs_adapter_is_not_the_end(tmp_path):
+    folder = raft(tmp_path / "run", [passing(0.3, 1), passing(0.5, 2)])
+    assert RunFolder(folder).finished
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("cycles: 1", "cycles: 2"))
+    assert not RunFolder(folder).finished
+
+
 def test_score_statistics():
     assert mcnemar(0, 0) == 1
     assert mcnemar(0, 6) == pytest.approx(2 / 64)

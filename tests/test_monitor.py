@@ -508,11 +508,12 @@ def test_live_on_an_old_terminal(tmp_path):
 
 # -------------------------------------------------------------------------------------------- how far a run is
 def told(capsys, out: Path) -> dict:
-    return monitor(capsys, "--count", 1, "--root", out, "--run", out)[0]["run"]
+    return monitor(capsys, "--count", 1, "--root", out.parent, "--run", out)[0]["run"]
 
 
 def test_progress_of_sft(tmp_path, capsys):
-    assert told(capsys, tmp_path) == {}
+    assert told(capsys, tmp_path) == {"problem": f"no run in {tmp_path}"}
+    assert told(capsys, tmp_path / "nosuch") == {"problem": f"{tmp_path / 'nosuch'} does not exist"}
     lines = [{"step": 1, "epoch": 1, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 10.0}]
     lines += [{"step": 1, "epoch": 1, "val_loss": 2.25, "val_tokens": 9}, {**lines[0], "step": 2, "loss": 2.0}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -527,7 +528,9 @@ def test_progress_of_sft(tmp_path, capsys):
         "val_loss": 2.25,
         "finished": False,
     }
-    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter").mkdir()  # of an earlier, shorter run
+    assert told(capsys, tmp_path)["finished"] is False
+    (tmp_path / "summary.json").write_text('{"steps": 2}')
     assert told(capsys, tmp_path)["finished"] is True
 
 
@@ -554,6 +557,12 @@ def test_progress_of_raft(tmp_path, capsys):
     assert told(capsys, tmp_path)["phase"] == "evaluating"
     assert cli.main(["monitor", "--count", "1", "--run", str(tmp_path)]) == 0
     assert "run: cycle 10, evaluating, step 3, epoch 1, loss 0.2500, 5" in capsys.readouterr().out
+    touch("cycle_10/eval.json", 900)  # times say nothing: a copy has its own
+    touch("adapter/adapter_config.json", 900)
+    touch("config.yaml", 900, "cycles: 11\n")
+    assert told(capsys, tmp_path)["finished"] is False
+    touch("config.yaml", 900, "cycles: 10\n")
+    assert told(capsys, tmp_path)["finished"] is True
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -41,6 +41,8 @@ def line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
 
 def run_text(run: Mapping[str, Any]) -> str:
     """How far a run is."""
+    if "problem" in run:
+        return run["problem"]
     formats = {
         "cycle": "cycle {}",
         "phase": "{}",

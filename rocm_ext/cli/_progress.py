@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rocm_ext.runs import is_rows, number, raft_finished, read_json, read_yaml
+
 _TAIL = 1 << 16  # bytes of a metrics.jsonl that are looked at: some hundred lines
 _PHASES = {  # of a RAFT cycle, by the files that it is writing
     "samples.jsonl": "sampling",
@@ -23,8 +25,11 @@ def progress(out: Path) -> dict[str, Any]:
 
     Returns:
         ``cycle`` and ``phase`` of a RAFT run; ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss`` of
-        the training that goes on or was last; ``seconds_ago``, since something was written; ``finished``.
+        the training that goes on or was last; ``seconds_ago``, since something was written; ``finished``; or
+        ``problem``, why there is nothing of all this.
     """
+    if not out.is_dir():
+        return {"problem": f"{out} {'is a file' if out.exists() else 'does not exist'}"}
     cycles = sorted((int(name[6:]), out / name) for name in _names(out) if re.fullmatch(r"cycle_\d{1,9}", name))
     told: dict[str, Any]
     if not cycles:
@@ -39,8 +44,24 @@ def progress(out: Path) -> dict[str, Any]:
         told |= _last_values(folder / "metrics.jsonl")
     if written:
         told["seconds_ago"] = round(max(0.0, time.time() - written), 1)
-        told["finished"] = _written(out / "adapter") >= written
+        told["finished"] = _finished(out, cycles, told)
+    elif not cycles and not (out / "config.yaml").exists():
+        told["problem"] = f"no run in {out}"
     return told
+
+
+def _finished(out: Path, cycles: list[tuple[int, Path]], told: dict[str, Any]) -> bool:
+    """Not by the times of files, which copies of them need not have."""
+    unreadable: list[str] = []  # as a file may be that is being written
+    summary = read_json(out / "summary.json", unreadable)
+    if not cycles:
+        return number(summary.get("steps")) == told.get("step")
+    last, folder = cycles[-1]
+    listed = summary.get("cycles")
+    complete = (folder / "eval.json").exists() or (
+        is_rows(listed) and any(last and row.get("cycle") == last for row in listed)
+    )
+    return complete and raft_finished(out, read_yaml(out / "config.yaml", unreadable), last)
 
 
 def _last_values(path: Path) -> dict[str, float]:
