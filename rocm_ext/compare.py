@@ -174,7 +174,6 @@ def _compare_sft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[float
         for key in ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds")
     }
     losses = _losses(a, b, columns, settings)
-    same_rows = _rows_differ(columns, settings) == ""
     speeds = [each[min(WARM_UP, len(each) // 4) :] for each in columns["tokens_per_second"]]
     good = np.isfinite(speeds[0]) & np.isfinite(speeds[1])
     seconds = columns["seconds"]
@@ -182,7 +181,7 @@ def _compare_sft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[float
         a,
         b,
         settings,
-        ratio_of_medians(speeds[0][good], speeds[1][good], paired=same_rows),
+        ratio_of_medians(speeds[0][good], speeds[1][good]),
         memory,
         {
             "steps": (len(a.steps), len(b.steps)),

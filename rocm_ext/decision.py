@@ -14,7 +14,8 @@ from rocm_ext.statistics import BATCHES, Interval, more_steps
 
 TOLERANCE = 0.01  # relative, of losses
 SCORE_TOLERANCE = 0.05  # of held-out scores, a share of the prompts
-_NOTICED = 0.02  # relative; a smaller loss of speed is none
+_NOTICED = 0.1  # relative; runs with equal settings differ by as much
+_SLOW = 0.85  # of A's speed: too little for chance
 _SAVED = 0.95  # of A's memory; one may want to pay for less than this with speed
 _EXIT_CODES = {"take": 0, "reject": 1, "unknown": 3}
 
@@ -47,8 +48,10 @@ def decide(found: Comparison, tolerance: float = TOLERANCE, score_tolerance: flo
         tolerance: relative difference of losses that does not matter.
         score_tolerance: difference of held-out scores that does not matter, as a share of prompts.
     """
-    speed, slower = _speed(found.speed), found.speed.high < 1 - _NOTICED
+    speed, slower = _speed(found.speed), found.speed.value <= _SLOW and found.speed.high < 1
     saved = found.memory[1] / found.memory[0] if found.memory[0] > 0 else math.nan
+    if found.losses is not None and found.stability.not_finite[0] > found.losses.steps:
+        return Decision("unknown", "A's losses are not finite: nothing to compare with")
     if problem := found.stability.problem:
         return Decision("reject", f"{speed}, but {problem}: do not take it")
     if found.losses is not None:
@@ -65,6 +68,8 @@ def decide(found: Comparison, tolerance: float = TOLERANCE, score_tolerance: flo
         return Decision("unknown", f"{speed}; {quality.text}")
     if slower:
         return Decision("reject", f"{speed}, {quality.text}: do not take it, unless for its {saved:.2f}x of A's memory")
+    if found.speed.value < 1 - _NOTICED:
+        return Decision("unknown", f"{speed}, which one run each does not show: repeat the runs")
     return Decision("take", f"{speed}, {quality.text}: take it")
 
 
@@ -74,7 +79,7 @@ def _speed(speed: Interval) -> str:
     if not (math.isfinite(speed.low) and math.isfinite(speed.high)):
         return f"B is {speed.value:.2f}x as fast (too few steps for an interval)"
     around = f"({speed.low:.2f}-{speed.high:.2f})"
-    if speed.low > 1 or speed.high < 1 - _NOTICED:
+    if abs(speed.value - 1) > _NOTICED:
         return f"B is {speed.value:.2f}x as fast {around}"
     if speed.low > 1 - _NOTICED and speed.high < 1 + _NOTICED:
         return f"B is as fast as A {around}"

@@ -84,35 +84,25 @@ def more_steps(found: Interval, steps: int, tolerance: float) -> int:
     return max(1, math.ceil(steps * ((half / max(goal, 1e-9)) ** 2 - 1)))
 
 
-def ratio_of_medians(a: np.ndarray, b: np.ndarray, paired: bool, resamples: int = 400) -> Interval:
-    """The median of ``b`` over that of ``a``, with a block bootstrap's interval.
+def ratio_of_medians(a: np.ndarray, b: np.ndarray) -> Interval:
+    """The median of ``b`` over that of ``a``, with an interval from 8 consecutive stretches.
 
     Medians, since a step that waited for something else says nothing about a setting. Speeds drift (clocks follow
-    temperature), so blocks of about the root of n steps are drawn, with wrap-around (Politis and Romano 1992);
-    ``paired`` draws the same steps of both, since long rows are slow, or fast, in both runs.
+    temperature), so the stretches are as long as they can be: Student's t on the logarithms of their ratios. It covers
+    one run each, and not what else the machines did: runs with equal settings were measured to differ by 10 %.
 
     Args:
-        a, b: [n], [m] finite values; of the same steps if ``paired``.
+        a, b: [n] finite values.
     """
     if not len(a) or not len(b) or not np.median(a) > 0:
         return Interval(math.nan, -math.inf, math.inf)
     value = float(np.median(b) / np.median(a))
-    if min(len(a), len(b)) < BATCHES:
+    if len(a) < BATCHES or not (a > 0).all() or not (b > 0).all():
         return Interval(value, -math.inf, math.inf)
-    rng = np.random.default_rng(0)
-    ratios = []
-    for _ in range(resamples):
-        rows = _blocks(rng, len(a))
-        others = rows if paired else _blocks(rng, len(b))
-        ratios.append(np.median(b[others]) / np.median(a[rows]))
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return Interval(value, float(low), float(high))
-
-
-def _blocks(rng: np.random.Generator, n: int) -> np.ndarray:
-    length = max(1, round(math.sqrt(n)))
-    starts = rng.integers(n, size=-(-n // length))
-    return ((starts[:, None] + np.arange(length)) % n).ravel()[:n]
+    cuts = zip(np.array_split(a, BATCHES), np.array_split(b, BATCHES), strict=True)
+    logs = np.array([math.log(np.median(y) / np.median(x)) for x, y in cuts])
+    spread = math.exp(_T95 * float(logs.std(ddof=1)) / math.sqrt(BATCHES))
+    return Interval(value, value / spread, value * spread)
 
 
 def spikes(values: np.ndarray, least: float) -> np.ndarray:

@@ -52,7 +52,7 @@ def test_faster_and_the_same(base, tmp_path, capsys):
     assert "output_dir" not in out  # the folders' names are no setting
     content = document(capsys, base, fast)
     assert content["decision"]["answer"] == "take"
-    assert content["speed"]["low"] < 1.83 < content["speed"]["high"]
+    assert content["speed"]["low"] == pytest.approx(1.83) == content["speed"]["high"]
     assert content["memory"] == [40 << 30, 20 << 30]
     assert content["losses"]["last_half"]["low"] < 0.002
     assert content["settings"] == {"compile": [False, True]}
@@ -329,6 +329,17 @@ def test_a_shorter_runs_adapter_is_not_the_end(tmp_path):
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("cycles: 1", "cycles: 2"))
     assert not RunFolder(folder).finished
+
+
+def test_speed_that_differs_as_equal_runs_do(base, tmp_path, capsys):
+    assert run(base, sft(tmp_path / "b", curve(STEPS), speed=880)) == 3
+    assert "repeat the runs" in capsys.readouterr().out
+
+
+def test_a_baseline_without_finite_losses(tmp_path, capsys):
+    a = sft(tmp_path / "a", [np.nan] * STEPS)
+    assert run(a, sft(tmp_path / "b", curve(STEPS), speed=800)) == 3
+    assert "A's losses are not finite: nothing to compare with" in capsys.readouterr().out
 
 
 def test_score_statistics():
