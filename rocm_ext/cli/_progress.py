@@ -64,9 +64,9 @@ def _finished(out: Path, cycles: list[tuple[int, Path]], told: dict[str, Any]) -
     return complete and raft_finished(out, read_yaml(out / "config.yaml", unreadable), last)
 
 
-def _last_values(path: Path) -> dict[str, float]:
+def _last_values(path: Path) -> dict[str, Any]:
     """The newest of each value in a ``metrics.jsonl``."""
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for line in _tail(path).splitlines():
         try:
             row = json.loads(line)
