@@ -312,11 +312,12 @@ def _compare_raft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[floa
     judges = [key for key in settings if key.startswith("verifier.")]
     scores = [_scores(x, y, judges) for x, y in pairs if x.scores is not None and y.scores is not None]
     whole = [(x, y) for x, y in pairs if x.number and x.state == y.state == "complete" and x.seconds and y.seconds]
-    times = [(sum(x.seconds.values()), sum(y.seconds.values())) for x, y in whole]
-    ratios = [x / y for x, y in times if y > 0]
+    times = [same_work for x, y in whole if (same_work := _seconds_of_same_work(x, y)) is not None]
     speed = Interval(math.nan, -math.inf, math.inf)
-    if ratios:
-        speed = Interval(sum(x for x, _ in times) / sum(y for _, y in times), min(ratios), max(ratios))
+    if times:
+        ratios = [x / y for x, y in times]
+        ends = (min(ratios), max(ratios)) if len(ratios) > 2 else (-math.inf, math.inf)
+        speed = Interval(sum(x for x, _ in times) / sum(y for _, y in times), *ends)
     rates: dict[str, tuple[float, float]] = {"cycles": (_trained(a), _trained(b))}
     for phase in PHASES if whole else ():
         spent = np.array([[cycle.seconds.get(phase, 0.0) for cycle in pair] for pair in whole]).sum(axis=0)
@@ -327,6 +328,20 @@ def _compare_raft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[floa
     notes = ["no cycle has held-out scores in both runs; set eval_prompts"] if not scores else []
     notes += [f"held-out scores cannot be compared: {why}" for why in {each.not_comparable for each in scores} if why]
     return Comparison(a, b, settings, speed, memory, rates, _mishaps(a, b), scores=scores, notes=notes)
+
+
+def _seconds_of_same_work(a: CycleFolder, b: CycleFolder) -> tuple[float, float] | None:
+    """Seconds in which A's cycle sampled and trained its tokens, and those that B would take for as many: fewer answers
+    are less work and no speed. None where the tokens are not known."""
+    both = [0.0, 0.0]
+    for phase in ("sample", "train"):
+        tokens = [number(cycle.phases.get(phase, {}).get("tokens")) for cycle in (a, b)]
+        seconds = [cycle.seconds.get(phase, math.nan) for cycle in (a, b)]
+        if not all(math.isfinite(value) and value > 0 for value in (*tokens, *seconds)):
+            return None
+        both[0] += seconds[0]
+        both[1] += seconds[1] * tokens[0] / tokens[1]
+    return both[0], both[1]
 
 
 def _trained(run: RunFolder) -> int:

@@ -16,6 +16,7 @@ TOLERANCE = 0.01  # relative, of losses
 SCORE_TOLERANCE = 0.05  # of held-out scores, a share of the prompts
 _NOTICED = 0.1  # relative; runs with equal settings differ by as much
 _SLOW = 0.85  # of A's speed: too little for chance
+_PATIENCE = 100  # times the steps there are: more are no advice
 _SAVED = 0.95  # of A's memory; one may want to pay for less than this with speed
 _EXIT_CODES = {"take": 0, "reject": 1, "unknown": 3}
 
@@ -77,7 +78,7 @@ def _speed(speed: Interval) -> str:
     if math.isnan(speed.value):
         return "how fast B is cannot be told"
     if not (math.isfinite(speed.low) and math.isfinite(speed.high)):
-        return f"B is {speed.value:.2f}x as fast (too few steps for an interval)"
+        return f"B is {speed.value:.2f}x as fast (too few steps or cycles for an interval)"
     around = f"({speed.low:.2f}-{speed.high:.2f})"
     if abs(speed.value - 1) > _NOTICED:
         return f"B is {speed.value:.2f}x as fast {around}"
@@ -105,12 +106,18 @@ def _losses(losses: Losses, tolerance: float) -> _Quality:
 def _training(losses: Losses, tolerance: float) -> _Quality:
     found = losses.last_half
     around = f"({100 * found.low:+.1f} to {100 * found.high:+.1f} %)"
+    if found.within(tolerance) and found.excludes(0):
+        way = "higher" if found.value > 0 else "lower"
+        little = f"under the {_percent(tolerance)} that does not matter"
+        return _Quality("same", f"loss {_percent(abs(found.value))} {way}, {little}")
     if found.within(tolerance):
         return _Quality("same", f"loss the same within {_percent(max(abs(found.low), abs(found.high)))}")
     if not (found.excludes(0) and abs(found.value) > tolerance):
         steps = 2 * more_steps(found, losses.steps - losses.steps // 2, tolerance)  # half of them are looked at
         told = f"whether its loss is the same within {_percent(tolerance)} cannot be told yet {around}"
-        return _Quality("unknown", f"{told}: about {steps:,} more steps")
+        many = steps > _PATIENCE * losses.steps
+        wanted = "more steps alone will not tell" if many else f"about {steps:,} more steps"
+        return _Quality("unknown", f"{told}: {wanted}")
     if not losses.attributable:
         return _Quality("unknown", f"its loss differs by {100 * found.value:+.1f} %, which other seeds can do, too")
     if found.value > 0:
@@ -137,7 +144,7 @@ def _scores(scores: list[Scores], tolerance: float) -> _Quality:
     """Of the last cycle that both have. B is worse if chance is no explanation and it may be so by more than the
     tolerance; not worse if the interval says that it is not by more than that."""
     if not scores or not scores[-1].cycle:
-        return _Quality("unknown", "no cycle of both runs has held-out scores yet")
+        return _Quality("unknown", "no trained cycle of both runs has held-out scores yet")
     last = scores[-1]
     if last.not_comparable:
         return _Quality("unknown", f"held-out scores cannot be compared: {last.not_comparable}")

@@ -316,11 +316,28 @@ def test_raft_without_verdicts_by_prompt(tmp_path, capsys):
     assert found["gain"]["low"] < paired["low"] - 0.03
 
 
+def test_fewer_answers_are_no_speed(tmp_path, capsys):
+    """Half the answers in half the time: as fast as before."""
+    before, after = passing(0.3, 1, 200), passing(0.5, 2, 200)
+    a, b = raft(tmp_path / "a", [before, after]), raft(tmp_path / "b", [before, after])
+    lines = [json.loads(line) for line in (b / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {key: line[key] / 2 for key in ("tokens", "seconds") if key in line}
+    (b / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert document(capsys, a, b)["speed"]["value"] == pytest.approx(1, abs=0.01)
+
+
+def test_terminal_commands_of_a_config_are_not_obeyed(tmp_path, capsys):
+    a, b = raft(tmp_path / "a", [passing(0.3, 1)]), raft(tmp_path / "b", [passing(0.3, 1)], note="\x1b]0;mine\x07\n")
+    run(a, b)
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_raft_in_its_first_cycle(tmp_path, capsys):
     a = raft(tmp_path / "a", [passing(0.3, 1)], finished=False)
     b = raft(tmp_path / "b", [passing(0.3, 1)], finished=False)
     assert run(a, b) == 3
-    assert "no cycle of both runs has held-out scores yet" in capsys.readouterr().out
+    assert "no trained cycle of both runs has held-out scores yet" in capsys.readouterr().out
 
 
 def test_a_shorter_runs_adapter_is_not_the_end(tmp_path):

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rocm_ext.cli._text import printable
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _show(found: "Comparison", decision: "Decision") -> None:
     from rocm_ext.cli._tables import console, table
 
     out = console()
-    out.print(Text(f"A  {found.a.path}\nB  {found.b.path}\n"))
+    out.print(Text(f"A  {printable(str(found.a.path))}\nB  {printable(str(found.b.path))}\n"))
     if found.settings:
         settings = table("", "settings that differ", "A", "B")
         for key, values in found.settings.items():
@@ -108,13 +109,13 @@ def _show(found: "Comparison", decision: "Decision") -> None:
         measured.add_row(*map(Text, row))
     out.print(measured, "")
     for note in found.notes:
-        out.print(Text(f"note: {note}"))
+        out.print(Text(f"note: {printable(note)}"), soft_wrap=True)
     style = {"take": "bold green", "reject": "bold red", "unknown": "bold yellow"}[decision.answer]
-    out.print(Text(f"verdict: {decision.text}", style=style))
+    out.print(Text(f"verdict: {decision.text}", style=style), soft_wrap=True)
 
 
 def _short(value: Any) -> str:
-    text = "-" if value is None else str(value)
+    text = "-" if value is None else printable(str(value))
     return text if len(text) <= 60 else f"{text[:28]} … {text[-28:]}"
 
 
@@ -123,7 +124,8 @@ def _rows(found: "Comparison") -> list[Row]:
     for name, (a, b) in found.rates.items():
         rows.append((name, _number(a), _number(b), "" if name in ("steps", "cycles") else _times(a, b)))
     speed = found.speed
-    told = f"{speed.value:.2f}x ({speed.low:.2f}-{speed.high:.2f})" if math.isfinite(speed.value) else "?"
+    around = f" ({speed.low:.2f}-{speed.high:.2f})" if math.isfinite(speed.low) else ""
+    told = f"{speed.value:.2f}x{around}" if math.isfinite(speed.value) else "?"
     rows.append(("speed", "", "", told))
     a, b = found.memory
     rows.append(("peak memory, MiB", _number(a / 2**20), _number(b / 2**20), _times(a, b)))

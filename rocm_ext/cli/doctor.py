@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from rocm_ext.cli._text import printable
+
 _DESCRIPTION = """\
 Look at everything a training here depends on: system, device files, kernel parameters, firmware, memory, torch,
 environment, arithmetic (small computations whose results are known), sandbox, disk. Each row says what was found;
@@ -74,24 +76,20 @@ def _print(facts, rows) -> None:
     from rocm_ext.doctor import verdict
 
     screen = console()
-    shown = table(_printable(facts.title), "", "check", "found")
+    shown = table(printable(facts.title), "", "check", "found")
     for row in rows:
-        found = Text(_printable(row.found))
+        found = Text(printable(row.found))
         if row.why and row.level in ("ok", "not recorded"):
-            found.append(f" ({_printable(row.why)})", "dim")
-        shown.add_row(Text(row.level, _STYLES[row.level]), Text(_printable(row.check)), found)
+            found.append(f" ({printable(row.why)})", "dim")
+        shown.add_row(Text(row.level, _STYLES[row.level]), Text(printable(row.check)), found)
     screen.print(shown)
     for row in sorted((row for row in rows if row.level in ("warning", "error")), key=lambda row: row.level == "error"):
         screen.print(
-            Text.assemble("\n", (row.level, _STYLES[row.level]), f" {_printable(row.check)}: ", _printable(row.found))
+            Text.assemble("\n", (row.level, _STYLES[row.level]), f" {printable(row.check)}: ", printable(row.found))
         )
         if row.why:
-            screen.print(Padding(Text(_printable(row.why)), (0, 0, 0, 2), expand=False))
+            screen.print(Padding(Text(printable(row.why)), (0, 0, 0, 2), expand=False))
         # never broken into lines, so that it can be copied
-        screen.print(Text(f"  fix: {_printable(row.fix)}", "bold"), soft_wrap=True)
+        screen.print(Text(f"  fix: {printable(row.fix)}", "bold"), soft_wrap=True)
     screen.print(Text("\n" + verdict(facts, rows), "bold"))
 
-
-def _printable(text: str) -> str:
-    """A copy of files may hold anything, terminal commands too."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
