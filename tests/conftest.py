@@ -2,11 +2,15 @@
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+# A job in the background ignores Ctrl-C, and so would the programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # As the CPU profile has it, before anything imports torch: recipes need not start themselves again.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 # What was measured on this machine must not decide tests.
