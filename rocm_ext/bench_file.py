@@ -1,6 +1,7 @@
 """``bench.json``, the file of ``rocm-ext bench``: where it is, what it holds, and whether it is about this machine."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from rocm_ext.errors import UserError, one_line
 from rocm_ext.machine import Machine
 from rocm_ext.monitor import log
 
-# Settings of it that `hardware: auto` takes over, and their types; sizes depend on the config that was measured
 _FIGURES = {"bandwidth", "efficiency", "decode_efficiency"}  # beside flops
+# Settings of it that `hardware: auto` takes over, and their types; sizes depend on the config that was measured
 TAKEN_OVER = {"num_workers": int, "pin_memory": bool, "compile": bool}
 
 
@@ -41,8 +42,8 @@ class BenchFile:
             others = {key: float(value) for key, value in content["figures"].items() if key != "flops"}
             if unknown := others.keys() - _FIGURES:
                 raise ValueError(f"unknown figure {sorted(unknown)[0]}")
-            if not min(*flops.values(), others["bandwidth"], *others.values()) > 0:
-                raise ValueError("a speed is not above 0")
+            if not all(0 < value < math.inf for value in (*flops.values(), others["bandwidth"], *others.values())):
+                raise ValueError("a speed is no number above 0")
             settings = {key: content["settings"][key] for key in TAKEN_OVER if key in content["settings"]}
             if wrong := [key for key, value in settings.items() if type(value) is not TAKEN_OVER[key]]:
                 raise ValueError(f"{wrong[0]} is {settings[wrong[0]]!r}")
@@ -71,10 +72,12 @@ def machine_key(machine: Machine) -> dict[str, Any]:
 def of_this_machine(machine: Machine) -> BenchFile | None:
     """The file at :func:`bench_path`, if it is there and was measured on ``machine``; a damaged one is told."""
     path = bench_path()
-    if path is None or not path.is_file():
-        return None
     try:
+        if path is None or not path.is_file():
+            return None
         found = BenchFile.read(path)
+    except PermissionError:  # a folder that may not be looked into
+        return None
     except UserError as error:
         log.warning("%s", error)
         return None

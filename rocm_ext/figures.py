@@ -71,9 +71,9 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -
         raise UserError(f"{bench} was measured on {measured.machine}, hardware={profile.name} is {profile.title}")
     if measured:
         sheet = profile.figures.get(str(measured.machine.get("arch")), {})
-        memory = {"memory": int(sheet["memory"] * GIB)} if sheet else {}
         source = f"measured {measured.date} by rocm-ext bench"
-        return Figures(**{**memory, **measured.figures, "source": source, "measured": True})
+        sizes = _sizes(sheet, profile.figures["reached"]) if sheet else {}
+        return Figures(**{**sizes, **measured.figures, "source": source, "measured": True})
     if profile.match.get("backend") == "cpu":
         return measure_cpu()
     archs = [arch for arch in profile.figures if arch != "reached"]
@@ -87,9 +87,14 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -
         measured=False,
         flops={d: sheet[d] * 1e12 * reached["compute"] for d in ("bf16", "fp16", "fp32") if d in sheet},
         bandwidth=sheet["bandwidth"] * 1e9 * reached["bandwidth"],
-        memory=int(sheet["memory"] * GIB),
-        **({"link": sheet["link"] * 1e9 * reached["bandwidth"]} if "link" in sheet else {}),
+        **_sizes(sheet, reached),
     )
+
+
+def _sizes(sheet: Mapping[str, Any], reached: Mapping[str, float]) -> dict[str, Any]:
+    """What bench does not measure: the memory of the machine that is sold, and what a GPU receives from others."""
+    link = {"link": sheet["link"] * 1e9 * reached["bandwidth"]} if "link" in sheet else {}
+    return {"memory": int(sheet["memory"] * GIB), **link}
 
 
 def _is(profile: Profile, machine: Machine) -> bool:
@@ -109,7 +114,8 @@ def measure_cpu() -> Figures:
     source = torch.zeros(32 * 2**20 // 4)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
-    return Figures("measured just now, roughly", True, flops, bandwidth)
+    why = "matrix products and copies of this CPU, measured just now; a step takes longer than they add up to"
+    return Figures(why, False, flops, bandwidth)
 
 
 def _fastest(work: Callable[[], Any], seconds: float = 0.1) -> float:

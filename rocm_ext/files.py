@@ -84,7 +84,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 def _sync(path: Path) -> None:
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # there, fsync wants to write
     try:
         os.fsync(descriptor)
     finally:

@@ -121,8 +121,9 @@ class TrainingPlanner:
     def memory(self, micro_batch: int) -> MemoryPlan:
         """Memory with micro-batches of so many tokens at most: of the largest that the rows make, if they are known,
         else of one that is full of the longest rows, every token with a label."""
-        if not self.rows.each:
-            return self._plan(worst_rows(self.rows.longest, micro_batch), micro_batch)
+        if not self.rows.each:  # no micro-batch has more rows than a step
+            most = min(micro_batch, math.ceil(self.rows_per_step / self.ranks) * self.rows.longest)
+            return self._plan(worst_rows(self.rows.longest, most), most)
         lengths, targets = self._largest(micro_batch)
         return self._plan(lengths, targets)
 
@@ -137,10 +138,10 @@ class TrainingPlanner:
             rows = [each[i] for i in steps[step]]
             for piece in chain(*cut([length for length, _ in rows], self.ranks, micro_batch, packed)):
                 lengths = [rows[i][0] for i in piece]
-                largest = max(largest, lengths, key=sum)
+                largest = max(largest, lengths, key=sum if packed else _padded)
                 targets = max(targets, sum(rows[i][1] for i in piece))
-        if self.cfg.compile:
-            largest = [*largest, -sum(largest) % 128 or 128]
+        if self.cfg.compile and packed and (padding := -sum(largest) % 128):
+            largest = [*largest, padding]
         return largest, targets
 
     def _plan(self, lengths: Sequence[int], targets: int) -> MemoryPlan:
@@ -207,6 +208,11 @@ class TrainingPlanner:
         if other.peak <= budget and (choice.peak > budget or other.step.seconds * _GAIN < choice.step.seconds):
             return other
         return choice
+
+
+def _padded(lengths: Sequence[int]) -> int:
+    """Tokens of rows that are padded to the longest."""
+    return len(lengths) * max(lengths, default=0)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Kernels:
     def on(cls, device: torch.device, bf16: bool) -> "Kernels":
         """Those of this torch on ``device``; GPUs without bf16 (gfx906 and older) have no fused attention."""
         cuda = device.type == "cuda"
-        return cls(attention=bf16 or not cuda, norm=cuda and hasattr(torch.ops.aten, "_fused_rms_norm"))
+        return cls(attention=bf16 or not cuda, norm=cuda and hasattr(torch.ops.aten, "_fused_rms_norm_backward"))
 
 
 def simulate_layer(

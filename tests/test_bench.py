@@ -16,6 +16,7 @@ from rocm_ext.bench.busy import OtherPrograms
 from rocm_ext.bench.runner import Row
 from rocm_ext.bench.spec import Item, Spec
 from rocm_ext.cli import main
+from rocm_ext.device import load_profile
 from rocm_ext.figures import figures_for
 from rocm_ext.machine import detect
 
@@ -86,7 +87,6 @@ def test_other_programs_are_noticed():
 
 # ------------------------------------------------------------------------------------------- what is measured
 def test_machines_get_their_own_measurements():
-    from rocm_ext.device import load_profile
     from rocm_ext.machine import Machine
 
     halo = Machine("rocm", "Linux", "2.11.0+rocm7.2", "rocm", 120 * GIB, True, arch="gfx1151", unified=True)
@@ -122,8 +122,6 @@ def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert f"wrote {out}" in done.stdout
     assert "# settings that won" in done.stdout
     monkeypatch.setenv("ROCM_EXT_BENCH", str(out))
-    from rocm_ext.device import load_profile
-
     figures = figures_for(load_profile("cpu"), detect())
     assert figures.measured
     assert figures.flops == content["figures"]["flops"]
@@ -187,6 +185,10 @@ def test_plan_takes_a_file_of_such_a_machine(tmp_path, capsys):
     assert found["figures"]["measured"]
     assert found["figures"]["efficiency"] == 0.8
     assert found["budget"] == 100 * GIB
+    sheet = figures_for(load_profile("mi300x"), detect())  # what bench does not measure stays the data sheet's
+    server = {"date": "", "machine": {"backend": "rocm", "arch": "gfx942"}, "figures": figures, "settings": {}}
+    (tmp_path / "server.json").write_text(json.dumps(server))
+    assert figures_for(load_profile("mi300x"), detect(), tmp_path / "server.json").link == sheet.link > 1e11
     assert main(["plan", "--config", "mi300x_qwen7b", "--bench", str(path)]) == 1
     assert "hardware=mi300x is AMD Instinct" in capsys.readouterr().err
 

@@ -288,6 +288,11 @@ def test_configs_of_torchtune(name, capsys):
     assert found["configured"]["memory"]["peak"] > 2 * found["parameters"]
 
 
+def test_no_micro_batch_has_more_rows_than_a_step(capsys):
+    few = [plan(capsys, "--config", "strix_halo_qwen0_5b", "sequences_per_step=2", f"batch_size={n}") for n in (2, 16)]
+    assert few[0]["configured"]["memory"] == few[1]["configured"]["memory"]
+
+
 def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = plan(capsys, "--config", "strix_halo_qwen7b_raft")

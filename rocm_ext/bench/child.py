@@ -33,7 +33,7 @@ def measure(bench: Bench, item: dict[str, Any]) -> dict[str, Any]:
 
 def say(**values: Any) -> None:
     """Tell the parent."""
-    print(MARK + json.dumps(values), flush=True)
+    print(f"\n{MARK}{json.dumps(values)}", flush=True)  # a library may have left its line open
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Runs measurements in child processes and survives what happens to those."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -128,7 +129,10 @@ class _Child:
 
     def last_words(self) -> str:
         """How the process ended, and its last line on stderr."""
-        code = self._process.wait()
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "does not end"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._threads[1].join(timeout=5)
         return f"{how}: {self._errors[-1]}" if self._errors else how
@@ -138,6 +142,7 @@ class _Child:
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in a driver does not even die
+            self._process.wait(10)
         for thread in self._threads:
             thread.join(timeout=5)

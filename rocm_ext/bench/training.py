@@ -12,6 +12,7 @@ from rocm_ext import model, workload
 from rocm_ext.bench.clock import measure as timed
 from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.loader import random_rows
+from rocm_ext.errors import UserError
 from rocm_ext.memory import readable
 from rocm_ext.monitor import log
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
@@ -90,8 +91,13 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
     try:
         trainer.setup()
         return _measure(trainer, bench.spec.seconds)
+    except UserError as error:
+        if values["base"] == "4-bit":  # a builder without it, or sizes that it cannot have
+            raise Skipped(str(error)) from error
+        raise
     finally:
-        trainer.cleanup()
+        if hasattr(trainer, "ranks"):
+            trainer.cleanup()
         gc.collect()  # a compiled model is in cycles
 
 

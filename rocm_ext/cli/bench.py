@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,10 @@ def run(args: argparse.Namespace) -> None:
     recipe = config.recipe_of(name)
     cfg = OmegaConf.create(config.trainer_config(config.load(recipe, name, overrides)))
     check_values(cfg)
+    if cfg.device == "cpu":  # also where there is a GPU: these are not its figures
+        if machine.backend != "cpu" and not args.output:
+            raise UserError("hardware=cpu on a machine with a GPU: say --output FILE, the GPU's figures are elsewhere")
+        machine = replace(machine, backend="cpu", arch=None, name=None, unified=False)
     profile = device.load_profile(cfg.hardware)
     budget, why = device.memory_budget(profile, machine)
     seconds = 0.3 if args.quick else 1.0
@@ -112,13 +117,15 @@ def _finish(
         "settings": {winner.key: winner.value for winner in won},
         "rows": [row.to_dict() for row in rows],
     }
+    if args.json:
+        print(json.dumps(content))
+    else:
+        _print_rows(rows)
+        _print_winners(won)
     if known:
         replace_text(output, json.dumps(content, indent=2) + "\n")
     if args.json:
-        print(json.dumps(content))
         return
-    _print_rows(rows)
-    _print_winners(won)
     print(f"wrote {output}: `rocm-ext plan` and `hardware: auto` use it" if known else
           "no bench.json: it needs gemm and bandwidth")  # fmt: skip
 
@@ -183,5 +190,7 @@ def _print_winners(won: "list[Winner]") -> None:
     for winner in won:
         if winner.key.isupper():
             print(f"# export {winner.key}={winner.value}  # {winner.reason}")
+        elif "." in winner.key:
+            print(f"# in RAFT: {winner.key}={winner.value} on the command line  # {winner.reason}")
         else:
             print(f"{winner.key}: {winner.value}  # {winner.reason}")

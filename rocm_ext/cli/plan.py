@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_fit(plan: "RunPlan") -> None:
     changes = plan.changes()
+    if plan.best.peak > plan.budget[0]:
+        raise UserError("nothing fits: take a smaller model, shorter rows or more ranks")
     if not changes:
         print("# the config is the best fit that the plan knows")
     for key, value in changes.items():
