@@ -23,13 +23,13 @@ from torchtune import training
 
 from rocm_ext import activations, config, data, device, export, model, precision, workload
 from rocm_ext.attention import use_packed_attention
-from rocm_ext.batches import Batch, StepLoader, Steps, micro_batch_budget
+from rocm_ext.batches import Batch, StepLoader, Steps, micro_batch_budget, rows_per_step
 from rocm_ext.checkpoint import check_same_run, rng_state, set_rng_state
 from rocm_ext.errors import UserError
 from rocm_ext.figures import figures_for
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.interrupt import Interrupt
-from rocm_ext.lora import adapter_parameters, adapters
+from rocm_ext.lora import adapter_parameters
 from rocm_ext.loss import from_config
 from rocm_ext.machine import detect
 from rocm_ext.monitor import Progress, duration, log, peak_memory, summarize
@@ -38,7 +38,7 @@ from rocm_ext.planner import TrainingPlanner
 from rocm_ext.ranks import Ranks, local_rank, local_world_size
 from rocm_ext.recorder import recording
 from rocm_ext.simulation import Kernels
-from rocm_ext.values import check_values
+from rocm_ext.values import check_max_seq_len, check_values
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,7 @@ class LoRAFinetune:
 
     def _setup_tokenizer(self) -> None:
         self.tokenizer = config.instantiate(self.cfg.tokenizer, key="tokenizer")
-        longest = getattr(self.tokenizer, "max_seq_len", None)
-        if longest is not None and not (type(longest) is int and longest >= 1):
-            raise UserError(f"tokenizer.max_seq_len is {longest!r}; expected a whole number of at least 1, or null")
+        check_max_seq_len(getattr(self.tokenizer, "max_seq_len", None))
 
     def _setup_data(self) -> None:
         cfg = self.cfg
@@ -180,11 +178,7 @@ class LoRAFinetune:
         export.check_model_type(cfg.checkpointer.model_type)
         self.decoder = decoder = model.build(cfg.model, self.dtype, cfg.seed, self.device)
         self.adapter = adapter_parameters(decoder)
-        if any(layer._quantize_base for _, layer in adapters(decoder)):
-            lines = device.check_locked(self.profile, {"quantize_base": True}, list(cfg.hardware_overrides))
-            self._warn(lines)
-            if self.ranks.world > 1:
-                raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or take bf16")
+        self._warn(model.check_quantized(decoder, self.profile, list(cfg.hardware_overrides), self.ranks.world))
         for rows in filter(None, (self.rows, self.validation_rows)):
             rows.check_vocabulary(decoder.tok_embeddings.num_embeddings)
         if cfg.startup_checks:
@@ -213,7 +207,8 @@ class LoRAFinetune:
         else:
             self.tokens_per_micro_batch = micro_batch_budget(rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
         plan = planner.memory(self.tokens_per_micro_batch)
-        layers, why = activations.checkpointed_layers(cfg.enable_activation_checkpointing, plan, budget)
+        chosen = activations.checkpointed_layers(cfg.enable_activation_checkpointing, plan, budget)
+        layers, why = self.ranks.agree(chosen)  # free host memory may differ
         self.planned_peak = plan.peak(layers)
         activations.apply_checkpointing(self.decoder, layers)
         log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
@@ -256,8 +251,7 @@ class LoRAFinetune:
     @property
     def rows_per_step(self) -> int:
         """Rows that an optimiser step sees, over all ranks."""
-        cfg = self.cfg
-        return cfg.sequences_per_step or cfg.batch_size * (cfg.gradient_accumulation_steps or 1) * self.ranks.world
+        return rows_per_step(self.cfg, self.ranks.world)
 
     def _loader(self, rows: data.Rows, steps: Steps) -> StepLoader:
         return StepLoader(

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -264,6 +265,11 @@ class _Function(Dataset):
 
     def __getitem__(self, step: int) -> list[Batch]:
         return self._load(step)
+
+
+def rows_per_step(cfg: DictConfig, ranks: int) -> int:
+    """Rows that an optimiser step of a config sees, over all ``ranks``."""
+    return cfg.sequences_per_step or cfg.batch_size * (cfg.gradient_accumulation_steps or 1) * ranks
 
 
 def micro_batch_budget(longest: int, batch_size: int, requested: int | None) -> int:

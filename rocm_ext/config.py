@@ -98,8 +98,6 @@ def command_line(argv: list[str], description: str = "") -> tuple[str, list[str]
             name = arg.partition("=")[2]
         elif arg.startswith("-"):
             raise UserError(f"unknown option {arg}; expected --config NAME and key=value overrides", code=2)
-        elif "=" not in arg and not arg.startswith("~"):
-            raise UserError(f"cannot read override {arg!r}; expected key=value", code=2)
         else:
             overrides.append(arg)
     if name is None:
@@ -122,6 +120,8 @@ def load(recipe: str, name: str, overrides: list[str] | None = None) -> DictConf
         UserError: for an unreadable file, unknown or missing keys and values of the wrong kind.
     """
     overrides = list(overrides or [])
+    if strange := [item for item in overrides if "=" not in item and not item.startswith("~")]:
+        raise UserError(f"cannot read override {strange[0]!r}; expected key=value or ~key", code=2)
     removed = [item for item in overrides if item.startswith("~") and "." not in item]
     overrides = [item for item in overrides if item not in removed]
     known = defaults(recipe)

@@ -143,7 +143,7 @@ def _state_per_byte(node: Any) -> float:
     optimizer = config.instantiate(node, [parameter], key="optimizer")
     try:
         optimizer.step()
-    except Exception:  # whatever its kernels raise
+    except Exception:  # whatever its kernels raise, or LBFGS, which wants a closure
         return 2.0
     state = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor) and t.numel() > 1]
     return sum(t.nbytes for t in state) / parameter.nbytes

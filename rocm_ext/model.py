@@ -13,6 +13,7 @@ from torchtune.training import MODEL_KEY, set_default_dtype
 from rocm_ext import config
 from rocm_ext.attention import Lengths
 from rocm_ext.batches import Batch
+from rocm_ext.device import Profile, check_locked
 from rocm_ext.errors import UserError
 from rocm_ext.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
 from rocm_ext.loss import LinearCrossEntropyLoss
@@ -69,6 +70,22 @@ def build(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> Tra
     _share_rope(decoder, torch.device("cpu") if device.type == "meta" else device)  # Llama's needs values
     use_fused_norms(decoder)
     return decoder
+
+
+def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int) -> list[str]:
+    """Refuse a 4-bit base model where it cannot run or should not.
+
+    Returns:
+        a line if the user insists on what ``profile`` locks.
+
+    Raises:
+        UserError: locked, or several ranks.
+    """
+    if not any(layer._quantize_base for _, layer in adapters(decoder)):
+        return []
+    if ranks > 1:
+        raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or take bf16")
+    return check_locked(profile, {"quantize_base": True}, [key for key in overrides if key == "quantize_base"])
 
 
 def _share_rope(decoder: TransformerDecoder, device: torch.device) -> None:

@@ -15,18 +15,17 @@ from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext.attention import PackedAttention
-from rocm_ext.batches import Steps, cut
+from rocm_ext.batches import Steps, cut, rows_per_step
 from rocm_ext.figures import Figures
 from rocm_ext.generation import Sampling
 from rocm_ext.generation.decoder import MIN_ROWS, Decoder, tensors_of
-from rocm_ext.generation.local import most_slots, slot_memory, span_for
+from rocm_ext.generation.local import SHARE, most_slots, slot_memory, span_for
 from rocm_ext.loss import LinearCrossEntropyLoss
 from rocm_ext.memory import MemoryPlan, plan_memory, worst_rows
 from rocm_ext.precision import DTYPES
 from rocm_ext.simulation import Kernels, Operation
 from rocm_ext.workload import Questions, Rows
 
-_SLOTS_SHARE = 0.9  # of the memory left, as the sampler takes it
 _GAIN = 1.02  # what another setting must gain to be worth a change
 
 
@@ -115,8 +114,7 @@ class TrainingPlanner:
     @property
     def rows_per_step(self) -> int:
         """Rows that an optimiser step sees, over all ranks."""
-        cfg = self.cfg
-        return cfg.sequences_per_step or cfg.batch_size * (cfg.gradient_accumulation_steps or 1) * self.ranks
+        return rows_per_step(self.cfg, self.ranks)
 
     def memory(self, micro_batch: int) -> MemoryPlan:
         """Memory with micro-batches of so many tokens at most: of the largest that the rows make, if they are known,
@@ -275,7 +273,7 @@ class SamplingPlanner:
         prompts = [asked.longest] * min(asked.prompts or 2**10, 2**10)
         memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, graphs)
         most = most_slots((asked.prompts or 2**20) * cfg.samples_per_prompt, self._device)
-        fit = memory.fit(int(_SLOTS_SHARE * (free - self._layout)))
+        fit = memory.fit(int(SHARE * (free - self._layout)))
         slots = cfg.engine.get("slots") or max(MIN_ROWS, min(most, fit))
         cache = slots * memory.cache
         speed = slots / self.step_seconds(slots)

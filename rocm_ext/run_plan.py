@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import TransformerDecoder
 
-from rocm_ext import config, device, model
+from rocm_ext import config, device, export, model
 from rocm_ext.activations import checkpointed_layers
 from rocm_ext.attention import use_packed_attention
 from rocm_ext.batches import micro_batch_budget
+from rocm_ext.errors import UserError
 from rocm_ext.figures import Figures, figures_for
 from rocm_ext.loss import from_config
 from rocm_ext.machine import Machine
 from rocm_ext.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner, dtype_name
 from rocm_ext.precision import DTYPES, pick_dtype
 from rocm_ext.simulation import Kernels
+from rocm_ext.values import check_max_seq_len
 from rocm_ext.workload import Known, Questions, Rows, kept_rows, questions, sft_rows
 
 
@@ -112,6 +114,7 @@ def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: in
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     dtype = pick_dtype(cfg.dtype, machine)[0] if here else DTYPES[_nominal_dtype(cfg.dtype, figures)]
     decoder = model.build(cfg.model, dtype, 0, torch.device("meta"))
+    _check(cfg, profile, machine, decoder, ranks, here)
     use_packed_attention(decoder)
     asked = questions(cfg, known) if "prompts" in cfg else None
     planner = TrainingPlanner(
@@ -142,6 +145,24 @@ def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: in
         steps=None if count is None else _steps(cfg, count, planner.rows_per_step),
         cycle=_cycle(cfg, decoder, target, asked, figures, best, budget[0], ranks) if asked else None,
     )
+
+
+def _check(
+    cfg: DictConfig, profile: device.Profile, machine: Machine, decoder: TransformerDecoder, ranks: int, here: bool
+) -> None:
+    """Refuse what the recipe would refuse: there is nothing to plan.
+
+    Raises:
+        UserError: as the recipe says it.
+    """
+    settings: Any = OmegaConf.to_container(cfg)
+    overrides = list(cfg.hardware_overrides)
+    device.check_locked(profile, settings, overrides)
+    model.check_quantized(decoder, profile, overrides, ranks)
+    export.check_model_type(cfg.checkpointer.model_type)
+    check_max_seq_len(cfg.tokenizer.get("max_seq_len"))
+    if here and cfg.device != "cpu" and machine.backend == "cpu":
+        raise UserError(f"device={cfg.device}: found {machine}. For this machine device=cpu, for another hardware=NAME")
 
 
 def _nominal_dtype(requested: str, figures: Figures) -> str:
@@ -178,6 +199,9 @@ def _cycle(
 ) -> CyclePlan | None:
     if not str(cfg.engine[config.COMPONENT]).endswith("LocalEngine"):
         return None  # servers have memory and speed of their own
+    config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
+    if (longest := asked.longest + cfg.max_new_tokens) > (context := decoder.max_seq_len):
+        raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens, the model takes {context}")
     planner = SamplingPlanner(cfg, decoder, target, asked, ranks=ranks, figures=figures)
     fixed = training.memory.fixed
     sampling = planner.plan(budget - fixed)

@@ -56,6 +56,16 @@ def check_values(cfg: DictConfig) -> None:
         raise UserError("sequences_per_step and gradient_accumulation_steps are both set; keep one of them")
 
 
+def check_max_seq_len(value: Any) -> None:
+    """Refuse a tokenizer's ``max_seq_len`` that is no length.
+
+    Raises:
+        UserError: saying what was expected.
+    """
+    if value is not None and not (type(value) is int and value >= 1):
+        raise UserError(f"tokenizer.max_seq_len is {value!r}; expected a whole number of at least 1{_OR_NULL}")
+
+
 def check_raft_values(cfg: DictConfig) -> None:
     """The same for the keys that only RAFT has; what sampling checks itself is left to it.
 

@@ -271,6 +271,14 @@ def test_an_older_file_survives_a_bench_without_figures(tmp_path, capsys):
     assert "no bench.json: it needs gemm and bandwidth" in capsys.readouterr().out
 
 
+def test_a_part_replaces_no_whole_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(tmp_path / "bench.json"))
+    (tmp_path / "bench.json").write_text("precious")
+    assert main(["bench", "--quick", "--only", "loader", "epochs=1"]) == 0
+    assert (tmp_path / "bench.json").read_text() == "precious"
+    assert "--output FILE keeps these" in capsys.readouterr().out
+
+
 def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["bench", "--quick", "--only", "bandwidth", "gemm", "--output", "b.json", "--json"])

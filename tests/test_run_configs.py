@@ -422,10 +422,10 @@ def test_the_command_line(capsys):
         (["b=1"], "--config is missing"),
         (["--config"], "--config"),
         (["--config", "a", "--batch_size", "4"], "unknown option --batch_size"),
-        (["--config", "a", "batch_size"], "cannot read override 'batch_size'; expected key=value"),
+        (["--config", "cpu_pocket", "batch_size"], "cannot read override 'batch_size'; expected key=value"),
     ]:
         with pytest.raises(UserError, match=re.escape(message)) as caught:
-            config.command_line(argv)
+            config.load("lora_finetune_rocm", *config.command_line(argv))
         assert caught.value.code == 2
     with pytest.raises(SystemExit) as left:
         config.command_line(["--help"], "What it does.")

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from rocm_ext import model
-from rocm_ext.bench.context import Bench
+from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.training import RandomWeights
+from rocm_ext.errors import UserError
 from rocm_ext.generation import Request, Sampling
-from rocm_ext.generation.decoder import copied_bytes, merged
+from rocm_ext.generation.decoder import check_family, copied_bytes, merged
 from rocm_ext.generation.local import LocalSession, slot_memory, span_for
 from rocm_ext.memory import frozen_bytes
 from rocm_ext.ranks import Ranks
@@ -48,6 +49,10 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
 
 def _random_decoder(bench: Bench) -> Any:
     if not hasattr(bench, "decoder"):
+        try:
+            check_family(bench.shape)
+        except UserError as error:
+            raise Skipped(str(error)) from error
         bench.require(frozen_bytes(bench.shape) + copied_bytes(bench.shape))
         decoder = model.build(bench.cfg.model, bench.dtype, 0, bench.device)
         weights = model.Weights(RandomWeights(decoder, bench.device), "random")

@@ -111,11 +111,9 @@ class _Child:
         self._threads = [threading.Thread(target=read, args=(pipe,), daemon=True) for read, pipe in readers]
         for thread in self._threads:
             thread.start()
-        try:
-            with self._process.stdin as pipe:  # type: ignore[union-attr]
-                json.dump(job, pipe)
-        except BrokenPipeError:
-            pass  # it died at once; its last words say why
+        # it may die at once; its last words say why
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # type: ignore[union-attr]
+            json.dump(job, pipe)
 
     def _read_lines(self, pipe: IO[str]) -> None:
         for line in pipe:

@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args, more = parser.parse_known_args(argv)
     for name in ("overrides", "arguments"):  # argparse takes those in one run only, before or after the options
-        if hasattr(args, name) and all("=" in item and item[0] != "-" for item in more):
+        if hasattr(args, name) and all(item[0] == "~" or ("=" in item and item[0] != "-") for item in more):
             getattr(args, name).extend(more)
             more = []
     if more:

@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rocm_ext.cli._options import add_overrides
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,12 +32,19 @@ def add(commands) -> None:
     option("--config", metavar="NAME", help="whose model is trained and sampled from (the machine's own 7B or smaller)")
     option("--quick", action="store_true", help="fewer and shorter measurements: under two minutes on two CPU cores")
     option("--risky", action="store_true", help="also what the machine's profile locks because of reported hangs")
-    option("--timeout", type=float, default=300, metavar="S", help="seconds that one measurement may take (300)")
-    option("--only", nargs="+", metavar="PROBE", help="gemm, bandwidth, attention, loader, training, decoding")
+    option("--timeout", type=_seconds, default=300, metavar="S", help="seconds that one measurement may take (300)")
+    option("--only", nargs="+", metavar="PROBE", help="gemm, bandwidth, attention, loader, training, decoding; written "
+           "with --output alone, for plan and recipes want all of them")
     option("--output", type=Path, metavar="FILE", help="where bench.json goes (where plan and recipes look for it)")
     option("--json", action="store_true", help="print the content of bench.json instead of tables")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
+    add_overrides(parser)
     parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < 1e6:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
 
 
 def run(args: argparse.Namespace) -> None:
@@ -50,7 +58,9 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.values import check_values
 
     machine = detect()
-    if strange := [name for name in args.only or () if name not in spec.PROBES]:
+    args.overrides += [word for word in args.only or () if "=" in word]  # argparse gives them to the option before
+    only = [word for word in args.only or () if "=" not in word]
+    if strange := [name for name in only if name not in spec.PROBES]:
         raise UserError(f"there is no probe {strange[0]}; there are {', '.join(spec.PROBES)}", code=2)
     profile = device.load_profile(device.choose_profile(machine)[0])
     name = args.config or profile.bench_config
@@ -68,11 +78,12 @@ def run(args: argparse.Namespace) -> None:
     seconds = 0.3 if args.quick else 1.0
     job = spec.Spec(recipe, name, tuple(overrides), budget, args.quick, seconds)
     items = [item for item in spec.items(cfg, machine, profile, args.quick, args.risky)
-             if not args.only or item.probe in args.only]  # fmt: skip
-    output = args.output or bench_path()
-    if output is None:
+             if not only or item.probe in only]  # fmt: skip
+    output = args.output or (None if only else bench_path())
+    if output is not None:
+        _check_writable(output)
+    elif not only:
         raise UserError("this user has no home folder; say --output FILE, and ROCM_EXT_BENCH=FILE for plan and recipes")
-    _check_writable(output)
     progress = _Progress(len(items), quiet=args.json)
     progress.say(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})")
     environ = {key: value for key, (value, _) in device.environment(profile, machine, os.environ).items()}
@@ -95,7 +106,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _finish(
-    args: argparse.Namespace, output: Path, rows: "list[Row]", cfg: Any, machine: Any, job: Any, busy: float
+    args: argparse.Namespace, output: Path | None, rows: "list[Row]", cfg: Any, machine: Any, job: Any, busy: float
 ) -> None:
     import torch
 
@@ -122,12 +133,15 @@ def _finish(
     else:
         _print_rows(rows)
         _print_winners(won)
-    if known:
+    if output is None:
+        said = "not written: bench.json holds all probes; --output FILE keeps these"
+    elif known:
         replace_text(output, json.dumps(content, indent=2) + "\n")
-    if args.json:
-        return
-    print(f"wrote {output}: `rocm-ext plan` and `hardware: auto` use it" if known else
-          "no bench.json: it needs gemm and bandwidth")  # fmt: skip
+        said = f"wrote {output}: `rocm-ext plan` and `hardware: auto` use it"
+    else:
+        said = "no bench.json: it needs gemm and bandwidth"
+    if not args.json:
+        print(said)
 
 
 class _Progress:

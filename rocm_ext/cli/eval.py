@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rocm_ext.cli._options import add_format
-from rocm_ext.errors import UserError
+from rocm_ext.cli._options import add_format, add_overrides
 
 
 def add(commands) -> None:
@@ -23,7 +22,7 @@ def add(commands) -> None:
     option("--data", metavar="FILE", help="other rows than the config's eval_prompts: a file or a hub name")
     add_format(option)
     option("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
+    add_overrides(parser)
     parser.set_defaults(run=run)
 
 
@@ -34,8 +33,6 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.recipes.raft_rocm import evaluate_adapter
     from rocm_ext.scores import Score
 
-    if strange := [item for item in args.overrides if "=" not in item]:
-        raise UserError(f"cannot read override {strange[0]!r}; expected key=value", code=2)
     cfg = config.load("raft_rocm", args.config, [*args.overrides, "output_dir=eval"])
     setup_logging()
     for line in device.start(device.load_profile(cfg.hardware), detect()):

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rocm_ext.cli._options import count
+from rocm_ext.cli._options import add_overrides, count
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add(commands) -> None:
     option("--bench", type=Path, metavar="FILE", help="bench.json to take speeds from (the one of `rocm-ext bench`)")
     option("--fit", action="store_true", help="print only the YAML keys to change for the best fit")
     option("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
+    add_overrides(parser)
     parser.set_defaults(run=run)
 
 
@@ -43,8 +43,6 @@ def run(args: argparse.Namespace) -> int:
     from rocm_ext.values import check_raft_values, check_values
     from rocm_ext.workload import Known
 
-    if strange := [item for item in args.overrides if "=" not in item]:
-        raise UserError(f"cannot read override {strange[0]!r}; expected key=value", code=2)
     recipe = config.recipe_of(args.config)
     cfg = config.load(recipe, args.config, args.overrides)
     check_values(OmegaConf.create(config.trainer_config(cfg)))

@@ -32,7 +32,7 @@ _MOST_SLOTS = {"cpu": 128, "cuda": 256}
 # `span_for`). GPU: few distinct shapes, so few graphs.
 _SPAN = {"cpu": 16, "cuda": 256}
 _PREFILL_TOKENS = 2048  # enough for a GPU to be bound by compute
-_SHARE = 0.9  # of the memory left; the rest is room for the libraries' own
+SHARE = 0.9  # of the memory left; the rest is room for the libraries' own
 _MASK_BYTES = 10  # a step's, for each position of a slot
 
 
@@ -215,7 +215,7 @@ class LocalSession:
         prompts = {request.tokens for request in requests}
         memory = slot_memory(self._decoder, list(map(len, prompts)), length, sampling, self._graphs)
         most = most_slots(len(requests), self._decoder.device)
-        free = int(_SHARE * self._free_memory())
+        free = int(SHARE * self._free_memory())
         fit = memory.fit(free)
         if fit < MIN_ROWS:
             raise UserError(
