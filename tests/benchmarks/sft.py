@@ -1,176 +1,186 @@
-"""LoRA SFT against torchtune's own recipe, on the same steps: time, loss and memory.
+"""LoRA SFT: seconds of an optimiser step on the same rows, from the same adapter, with the same AdamW.
 
-    python -m tests.benchmarks.sft --data gsm8k_train.jsonl --vocab 32768 152064
-
-Each run is a process of its own; sides alternate A B B A …; only the ratio of step times counts, over
-the steps after the first two. Both sides see the same rows in each step, start from the same adapter
-and use the same AdamW; the losses of all steps must agree to 1e-5 relative before a time is believed.
+Gate: in fp32 the losses of 20 steps agree to 1e-5 relative with ours, before anything is timed.
 """
 
 import argparse
-import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from tests.tiny import run_config, write_model, write_rows, write_yaml
+from tests.benchmarks import peers
+from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn, libraries
+from tests.benchmarks.work import (
+    LORA,
+    SEQUENCES_PER_STEP,
+    flops,
+    padded,
+    write_adapter,
+    write_random_model,
+    write_steps,
+)
+from tests.tiny import run_config, write_yaml
 
-WARM_UP = 2
-# What changes on the stock side: its config as shipped (qwen2_5/0.5B_lora_single_device), and better flags.
-STOCK = {
-    "as shipped": {"batch_size": 2, "gradient_accumulation_steps": 16},
-    "batch 8": {"batch_size": 8, "gradient_accumulation_steps": 4},
-    "batch 2, compiled": {"batch_size": 2, "gradient_accumulation_steps": 16, "compile": True},
-    "batch 8, compiled": {"batch_size": 8, "gradient_accumulation_steps": 4, "compile": True},
+GATE, WARM_UP = 20, 2  # steps
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to train.
+
+    Attributes:
+        module: of the side.
+        environment: of :data:`tests.benchmarks.peers.PINS`.
+        batch: rows of a micro-batch, padded to the longest.
+        all_logits: it computes those of tokens that no label follows, too.
+        changes: to its config.
+    """
+
+    module: str
+    environment: str
+    batch: int
+    all_logits: bool
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+PEERS = {
+    "torchtune as shipped": Peer("sft_torchtune", "torchtune", 2, True),
+    "torchtune batch 1": Peer("sft_torchtune", "torchtune", 1, True),
+    "torchtune batch 8": Peer("sft_torchtune", "torchtune", 8, True),
+    "torchtune compiled": Peer("sft_torchtune", "torchtune", 2, True, {"compile": True}),
+    "torchtune batch 1 compiled": Peer("sft_torchtune", "torchtune", 1, True, {"compile": True}),
+    "torchtune batch 8 compiled": Peer("sft_torchtune", "torchtune", 8, True, {"compile": True}),
+    "TRL + PEFT": Peer("sft_trl", "trl", 8, False),
+    "TRL + PEFT batch 2": Peer("sft_trl", "trl", 2, False),
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="JSONL with question and answer; default: generated rows")
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32768])
-    parser.add_argument("--stock", nargs="+", choices=STOCK, default=["as shipped"])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--ours", nargs="*", default=[], help="overrides for our side, e.g. compile=True")
-    parser.add_argument("--json", type=Path, help="write the table here too")
-    args = parser.parse_args()
-    table = []
-    with tempfile.TemporaryDirectory() as folder:
-        for vocab in args.vocab:
-            base = Path(folder) / str(vocab)
-            prepare(base, vocab, args)
-            for flags in args.stock:
-                table.append({"vocab": vocab, "stock": flags, **compare(base, flags, args)})
-                print(row(table[-1]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(table, indent=2) + "\n")
-
-
-def prepare(base: Path, vocab: int, args: argparse.Namespace) -> None:
-    """A random model of Qwen2.5 shape, its rows, and one initial adapter for both sides."""
-    import torch
-    from omegaconf import OmegaConf
-
-    from rocm_ext import export, model
-
+def compare(base: Path, vocab: int, dtype: str, names: Sequence[str], args: argparse.Namespace) -> list[dict]:
+    """Gate and time one model; a row of the table for each peer."""
     base.mkdir()
-    rows = args.data or write_rows(base / "rows.jsonl", 2000)
-    rows = json_rows(rows, base / "dataset.json")
-    text = [json.loads(line)["answer"] for line in rows.with_suffix(".jsonl").read_text().splitlines()]
-    write_model(
-        base / "model", text=text, tokens=min(vocab - 64, 32000), vocab=vocab, tie_word_embeddings=True,
-        hidden_size=args.width, intermediate_size=args.width * 11 // 4, num_hidden_layers=args.layers,
-        num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64 // 3 or 1,
-        max_position_embeddings=2048,
-    )  # fmt: skip
-    cfg = run_config(base / "model", rows, base)["model"]
-    decoder = model.build(OmegaConf.create({**cfg, **LORA}), torch.float32, 7, torch.device("cpu"))
-    torch.save(export.adapter_state(decoder), base / "adapter.pt")
+    steps_each = args.steps
+    full = WARM_UP + args.rounds * steps_each
+    write_random_model(base / "model", args.shape, vocab)
+    steps = write_steps(base / "rows.jsonl", vocab, GATE, full)
+    write_adapter(base)
+    if dtype != "fp32":
+        with ExitStack() as stack:
+            gate(start(stack, base, "fp32", names, len(steps), args), TOLERANCE)
+    with ExitStack() as stack:
+        sides = start(stack, base, dtype, names, len(steps), args)
+        apart = gate(sides, TOLERANCE if dtype == "fp32" else 0.05)
+        return measure(sides, base, vocab, dtype, steps, apart, args)
 
 
-LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "lora_rank": 8, "lora_alpha": 16}  # as shipped
+def start(
+    stack: ExitStack, base: Path, dtype: str, names: Sequence[str], steps: int, args: argparse.Namespace
+) -> list[Side]:
+    """Ours and the peers' processes, which wait for orders."""
+    sides = []
+    for name in ("ours", *names):
+        peer = PEERS.get(name)
+        python = Path(sys.executable) if peer is None else peers.python(peer.environment, args.gpu)
+        arguments = command(base, name, peer, dtype, steps, args)
+        sides.append(stack.enter_context(Side(name, python, arguments, base / f"{name}.log")))
+    return sides
 
 
-def json_rows(source: Path, target: Path) -> Path:
-    """The same rows as .json, which torchtune's instruct_dataset reads, and as .jsonl."""
-    lines = source.read_text().splitlines()
-    target.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
-    target.write_text(json.dumps([json.loads(line) for line in lines]))
-    return target
-
-
-def compare(base: Path, flags: str, args: argparse.Namespace) -> dict:
-    """Median and range of stock time over our time, with the largest loss difference."""
-    runs: dict[str, list[list[dict]]] = {"stock": [], "ours": []}
-    for repeat in range(args.repeats):
-        for side in ("stock", "ours") if repeat % 2 == 0 else ("ours", "stock"):
-            runs[side].append(run(side, base, flags, args))
-    ratios = [seconds(a) / seconds(b) for a, b in zip(runs["stock"], runs["ours"], strict=True)]
-    differences = [
-        abs(a["loss"] - b["loss"]) / a["loss"] for a, b in zip(runs["stock"][0], runs["ours"][0], strict=True)
-    ]
-    peaks = {side: max(line["peak_memory"] for lines in all_ for line in lines) for side, all_ in runs.items()}
-    return {
-        "speedup": statistics.median(ratios),
-        "range": [min(ratios), max(ratios)],
-        "loss_difference": max(differences),
-        "seconds_per_step": statistics.median(seconds(lines) for lines in runs["ours"]),
-        "peak_memory": peaks,
-    }
-
-
-def seconds(lines: list[dict]) -> float:
-    """Median seconds of a step after the warm-up."""
-    times = [line["time"] for line in lines]
-    return statistics.median(b - a for a, b in zip(times[WARM_UP - 1 :], times[WARM_UP:], strict=False))
-
-
-def run(side: str, base: Path, flags: str, args: argparse.Namespace) -> list[dict]:
-    """One process; its steps as :class:`StepClock` saw them."""
-    out = base / f"out_{side}"
-    config = run_config(base / "model", base / "dataset.json", out)
-    config["model"].update(LORA)
-    config["dataset"] = {
-        "_component_": "torchtune.datasets.instruct_dataset", "source": "json",
-        "data_files": str(base / "dataset.json"), "split": "train",
-        "column_map": {"input": "question", "output": "answer"},
+def command(
+    base: Path, name: str, peer: Peer | None, dtype: str, steps: int, args: argparse.Namespace
+) -> list[str | Path]:
+    """Arguments of the side's interpreter; writes the config that they name."""
+    rate = 3e-4
+    if peer is not None and peer.environment == "trl":
+        work = {"dtype": dtype, "batch_size": peer.batch, "sequences_per_step": SEQUENCES_PER_STEP, "steps": steps,
+                "lr": rate, "attention": args.attention}  # fmt: skip
+        (base / "work.json").write_text(json.dumps(work))
+        return ["-m", f"tests.benchmarks.sides.{peer.module}", base]
+    cfg = run_config(base / "model", base / "rows.jsonl", base / "out" / name)
+    cfg["model"].update(LORA)
+    cfg["dataset"] = {"_component_": "tests.benchmarks.sides.rows.TokenRows", "path": str(base / "rows.jsonl")}
+    cfg["tokenizer"]["max_seq_len"] = None
+    cfg |= {
+        "metric_logger": {"_component_": "tests.benchmarks.sides.talk.StepLogger"},
+        "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "weight_decay": 0.01, "lr": rate},
+        "epochs": 1, "max_steps_per_epoch": steps, "shuffle": False, "dtype": dtype, "clip_grad_norm": 1.0,
     }  # fmt: skip
-    config["tokenizer"]["max_seq_len"] = None
-    config |= {
-        "metric_logger": {"_component_": "tests.benchmarks.clock.StepClock", "path": str(base / f"{side}.jsonl")},
-        "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "weight_decay": 0.01, "lr": 3e-4},
-        "lr_scheduler": {
-            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 2,
-        },
-        "max_steps_per_epoch": args.steps, "epochs": 1, "shuffle": True, "dtype": "fp32",
-        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+    path = base / f"{name}.yaml"
+    if peer is None:
+        cfg |= {"hardware": "auto" if args.gpu else "cpu", "overwrite_output_dir": True, "batch_size": 8}
+        cfg |= {"sequences_per_step": SEQUENCES_PER_STEP}
+        cfg["checkpointer"]["adapter_checkpoint"] = str(base / "adapter.pt")
+        return ["-m", "rocm_ext.recipes.lora_finetune_rocm", "--config", write_yaml(path, cfg), *args.ours]
+    for ours in ("hardware", "sequences_per_step"):
+        cfg.pop(ours)
+    cfg |= {
+        "device": "cuda" if args.gpu else "cpu", "batch_size": peer.batch,
+        "gradient_accumulation_steps": SEQUENCES_PER_STEP // peer.batch, "resume_from_checkpoint": False,
+        "enable_activation_checkpointing": False, "compile": False, "log_every_n_steps": 1,
+        "save_adapter_weights_only": True, "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        # a constant rate, in the scheduler that the recipe insists on
+        "lr_scheduler": {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+                         "num_warmup_steps": 0, "num_cycles": 0.0}, **peer.changes,
     }  # fmt: skip
-    if side == "stock":
-        config.pop("hardware")
-        config.pop("sequences_per_step")
-        config |= {
-            "device": "cpu", "resume_from_checkpoint": False, "enable_activation_checkpointing": False,
-            "compile": False, "log_every_n_steps": 1, "save_adapter_weights_only": True, **STOCK[flags],
-        }  # fmt: skip
-        command = [sys.executable, "-m", "tests.benchmarks.sft_stock", str(base / "adapter.pt")]
-    else:
-        config |= {"sequences_per_step": 32, "batch_size": 8, "overwrite_output_dir": True}
-        config["checkpointer"]["adapter_checkpoint"] = str(base / "adapter.pt")
-        command = [sys.executable, "-m", "rocm_ext.recipes.lora_finetune_rocm"]
-    path = write_yaml(base / f"{side}.yaml", config)
-    command += ["--config", str(path), *(args.ours if side == "ours" else [])]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    if done.returncode:
-        sys.exit(f"{side} failed:\n{done.stderr[-3000:]}")
-    return [json.loads(line) for line in (base / f"{side}.jsonl").read_text().splitlines()]
+    return ["-m", f"tests.benchmarks.sides.{peer.module}", base / "adapter.pt", "--config", write_yaml(path, cfg)]
 
 
-def row(result: dict) -> str:
-    low, high = result["range"]
-    peak = result["peak_memory"]
-    return (
-        f"vocabulary {result['vocab']:>7,}  stock {result['stock']:<18} ours is {result['speedup']:.2f}x as fast "
-        f"({low:.2f}–{high:.2f})  loss within {result['loss_difference']:.0e}  "
-        f"peak memory {peak['ours'] / 2**30:.2f} GiB against {peak['stock'] / 2**30:.2f}"
-    )
+def gate(sides: Sequence[Side], tolerance: float) -> dict[str, float]:
+    """Largest relative difference of each side's losses from ours over the first steps.
+
+    Raises:
+        Failed: it is above ``tolerance``.
+    """
+    losses = {side.name: [loss for *_, loss in side.ask(steps=GATE)["steps"]] for side in sides}
+    apart = {name: difference(found, losses["ours"]) for name, found in losses.items()}
+    for name, value in apart.items():
+        if not value <= tolerance:
+            raise Failed(f"losses of {name} are up to {value:.1e} from ours: {losses[name]} against {losses['ours']}")
+    return apart
 
 
-def load_stock_recipe():
-    """torchtune's recipe module; its ``recipes`` package cannot be imported, only its files."""
-    root = Path(importlib.util.find_spec("torchtune").origin).parents[1]  # type: ignore[union-attr,arg-type]
-    path = root / "recipes" / "lora_finetune_single_device.py"
-    spec = importlib.util.spec_from_file_location("stock_lora", path)
-    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    return module
+def difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest relative difference."""
+    return max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
 
 
-if __name__ == "__main__":
-    main()
+def measure(
+    sides: Sequence[Side], base: Path, vocab: int, dtype: str, steps: list, apart: dict[str, float], args: Any
+) -> list[dict]:
+    """Let the sides take turns on the same steps."""
+    first = {side.name: side.ask(steps=WARM_UP)["steps"][0][0] for side in sides}
+    runs: dict[str, list[list]] = {side.name: [] for side in sides}
+    peaks = {}
+    for _, side in in_turn(sides, args.rounds):
+        answer = side.ask(steps=args.steps)
+        runs[side.name].append(answer["steps"])
+        peaks[side.name] = answer["peak_memory"]
+    timed = steps[GATE + WARM_UP :]
+    tokens, trained = (sum(row[i] for rows in timed for row in rows) for i in (0, 1))
+    seconds = {name: [sum(step[0] for step in turn) / len(turn) for turn in turns] for name, turns in runs.items()}
+    ours = flops(args.shape, vocab, tokens, trained)
+    rows = []
+    for side in sides[1:]:
+        peer, name = PEERS[side.name], side.name
+        computed = padded(timed, peer.batch)
+        ratio = Ratio.of(seconds[name], seconds["ours"])
+        losses = [[loss for turn in runs[each] for *_, loss in turn] for each in (name, "ours")]
+        rows.append({
+            "work": "sft", "shape": args.shape, "vocab": vocab, "dtype": dtype, "peer": name,
+            "speedup": ratio.median, "range": [ratio.low, ratio.high], "rounds": args.rounds,
+            "bound": flops(args.shape, vocab, computed, computed if peer.all_logits else trained) / ours,
+            "loss_difference": max(apart[name], difference(*losses)),
+            "tokens_per_second": tokens / len(timed) / statistics.median(seconds["ours"]),
+            "first_step_seconds": [first["ours"], first[name]],
+            "peak_memory": [peaks["ours"], peaks[name]],
+            "libraries": [0, 0] if args.gpu else [
+                libraries(Path(sys.executable), "rocm_ext.recipes.lora_finetune_rocm"),
+                libraries(peers.python(peer.environment), "tests.benchmarks.sides.sft_trl" if peer.environment == "trl"
+                          else "torchtune.training")],
+        })  # fmt: skip
+    return rows

@@ -1,0 +1,109 @@
+"""How sides are compared: a process each, told over a pipe what to do next, so that they take turns on one machine.
+
+Only ratios of times from the same round count. Rounds alternate their order (A B C, C B A, …), so that a machine
+that slowly gets busier or hotter favours nobody.
+"""
+
+import os
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+class Failed(Exception):
+    """A side ended, or a gate did not open; the message is for the user."""
+
+
+class Side:
+    """A process that follows orders.
+
+    Args:
+        name: in the table.
+        python: interpreter of its environment.
+        arguments: of the interpreter.
+        log: file for all that it prints.
+        environ: added to this process's environment.
+    """
+
+    def __init__(self, name: str, python: Path, arguments: Sequence[str], log: Path, **environ: str) -> None:
+        self.name, self._log = name, log
+        self._pipe, theirs = Pipe()
+        self.began = time.perf_counter()
+        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+        autoload = {} if name.startswith("ours") else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        with log.open("w") as out:
+            self._process = subprocess.Popen(
+                [str(python), *map(str, arguments)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+                env={**os.environ, **quiet, **autoload, **environ, "BENCHMARK_PIPE": str(theirs.fileno())},
+            )  # fmt: skip
+        theirs.close()
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        """Its answer to ``order``.
+
+        Raises:
+            Failed: it ended instead.
+        """
+        try:
+            self._pipe.send(order)
+            return self._pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            self._process.wait()
+            raise Failed(f"{self.name} ended:\n{self._log.read_text()[-3000:]}") from error
+
+    def end(self) -> None:
+        """Kill it and what it started: it has nothing to save."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._pipe.close()
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def in_turn(sides: Sequence[Side], rounds: int):
+    """The sides in the order A B C C B A …: pairs of the round's number and a side."""
+    for number in range(rounds):
+        for side in sides[:: 1 if number % 2 == 0 else -1]:
+            yield number, side
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median and range, over the rounds, of a peer's seconds by ours."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, theirs: Sequence[float], ours: Sequence[float]) -> "Ratio":
+        """From the seconds of each round."""
+        ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
+        return cls(statistics.median(ratios), min(ratios), max(ratios))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f})"
+
+
+def libraries(python: Path, module: str) -> int:
+    """Bytes that a process of ``python`` has after it imported ``module``."""
+    code = f"import {module}; from tests.benchmarks.sides.talk import resident; print(resident())"
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([str(python), "-c", code], cwd=ROOT, capture_output=True, text=True, env=environ)
+    if done.returncode:
+        raise Failed(f"{module} cannot be imported:\n{done.stderr[-2000:]}")
+    return int(done.stdout.split()[-1])

@@ -1,0 +1,20 @@
+"""The rows of a training benchmark, ready token ids in the order in which every side sees them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+
+class TokenRows(Dataset):
+    """A dataset component for torchtune's recipes and ours: ``{"tokens", "labels"}`` from a JSONL file."""
+
+    def __init__(self, tokenizer: Any, path: str) -> None:
+        self._rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return self._rows[index]

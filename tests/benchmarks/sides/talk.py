@@ -1,0 +1,80 @@
+"""A side's end of the pipe to :mod:`tests.benchmarks.protocol`, and a metric logger that is paced by it."""
+
+import os
+import time
+from collections.abc import Mapping
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+@cache
+def pipe() -> Connection:
+    """To the harness, which passes its number on."""
+    return Connection(int(os.environ["BENCHMARK_PIPE"]))
+
+
+def hear() -> dict[str, Any]:
+    """The next order; the process ends with the harness."""
+    try:
+        return pipe().recv()
+    except EOFError:
+        os._exit(0)
+
+
+def peak_memory() -> int:
+    """Bytes: of the GPU's tensors, or else of the process, libraries included."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resident("VmHWM")
+
+
+def resident(field: str = "VmRSS") -> int:
+    """Bytes of the process now (VmRSS) or at most (VmHWM; getrusage's counts the parent's before exec, too)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {field} in /proc/self/status")
+
+
+class Pace:
+    """Lets a trainer run as many steps as the harness orders, then reports the wall's and the processors' seconds and
+    the loss of each. What passes between a report and the next order does not count."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, float, float]] = []
+        self._wait()
+
+    def step(self, loss: float) -> None:
+        """One more step is over. The very first one's time holds what was left of the set-up."""
+        wall, processor = time.perf_counter(), time.process_time()
+        self._steps.append((wall - self._began[0], processor - self._began[1], loss))
+        self._began = wall, processor
+        if len(self._steps) == self._ordered:
+            pipe().send({"steps": self._steps, "peak_memory": peak_memory()})
+            self._steps = []
+            self._wait()
+
+    def _wait(self) -> None:
+        self._ordered = hear()["steps"]
+        self._began = time.perf_counter(), time.process_time()
+
+
+class StepLogger:
+    """A torchtune metric logger that is a :class:`Pace`."""
+
+    def __init__(self) -> None:
+        self._pace = Pace()
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+        if "loss" in payload:
+            self._pace.step(float(payload["loss"]))
+
+    def log_config(self, config: object) -> None:
+        """Part of torchtune's interface; there is nothing to log."""
+
+    def close(self) -> None:
+        """Nothing is open."""

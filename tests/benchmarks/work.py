@@ -1,0 +1,94 @@
+"""The work that sides are given: a model with random weights, rows of token ids, lengths of answers."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tests.tiny import run_config, write_model
+
+# Qwen2.5's shapes; small ones have 64 dimensions a head and a group of two heads on a KV head
+SHAPES = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 704, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1},
+    "small": {"hidden_size": 256, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 4,
+              "num_key_value_heads": 2},
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "tie_word_embeddings": False},
+}  # fmt: skip
+# torchtune's own config adapts these and the MLP; rank 32 at width 896 is rank 8 at the small shape's
+LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "lora_rank": 8, "lora_alpha": 16}
+SEQUENCES_PER_STEP = 32
+IGNORE = -100
+
+
+def write_random_model(folder: Path, shape: str, vocab: int) -> Path:
+    """A Hugging Face folder of ``shape`` with ``vocab`` tokens."""
+    return write_model(
+        folder, vocab=vocab, max_position_embeddings=4096, **{"tie_word_embeddings": True, **SHAPES[shape]}
+    )
+
+
+def gsm8k_lengths(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of ``rows`` prompts and answers, as those of GSM8K's training split in Qwen2.5's chat template.
+
+    Log-normal with its medians (51 and 104) and deviations, cut at its extremes, counted in words, digits and runs of
+    signs, which is what Qwen2.5's tokenizer makes of such text; a default system prompt and the roles are 34 more.
+    """
+    prompts = np.exp(rng.normal(np.log(51), 0.36, rows)).clip(11, 206) + 34
+    answers = np.exp(rng.normal(np.log(104), 0.43, rows)).clip(26, 436) + 2
+    return prompts.astype(int), answers.astype(int)
+
+
+def write_steps(path: Path, vocab: int, short: int, full: int) -> list[list[tuple[int, int]]]:
+    """Write the rows of ``short`` steps with rows of 12 to 24 tokens, for gates, and ``full`` steps of GSM8K's lengths.
+
+    Returns:
+        of each step, tokens and trained tokens of its rows.
+    """
+    rng = np.random.default_rng(1)
+    steps = []
+    with path.open("w") as file:
+        for step in range(short + full):
+            if step < short:
+                prompts, answers = (rng.integers(6, 13, SEQUENCES_PER_STEP) for _ in range(2))
+            else:
+                prompts, answers = gsm8k_lengths(rng, SEQUENCES_PER_STEP)
+            for prompt, answer in zip(prompts.tolist(), answers.tolist(), strict=True):
+                tokens = rng.integers(10, vocab, prompt + answer).tolist()
+                file.write(json.dumps({"tokens": tokens, "labels": [IGNORE] * prompt + tokens[prompt:]}) + "\n")
+            steps.append([(p + a, a) for p, a in zip(prompts.tolist(), answers.tolist(), strict=True)])
+    return steps
+
+
+def write_adapter(base: Path) -> None:
+    """``adapter.pt`` as torchtune reads it and ``peft/``: the initial adapter of all sides."""
+    import torch
+    from omegaconf import OmegaConf
+
+    from rocm_ext import export, model
+
+    cfg = run_config(base / "model", base / "rows.jsonl", base)["model"]
+    decoder = model.build(OmegaConf.create({**cfg, **LORA}), torch.float32, 7, torch.device("cpu"))
+    torch.save(export.adapter_state(decoder), base / "adapter.pt")
+    (base / "peft").mkdir()
+    export.write_adapter(base / "peft", decoder, "QWEN2", str(base / "model"))
+
+
+def flops(shape: str, vocab: int, tokens: int, logits: int) -> float:
+    """Of the matrix products of a LoRA step: forward and input gradient of ``tokens`` tokens and ``logits`` of them."""
+    c = SHAPES[shape]
+    width = c["hidden_size"]
+    kv = width * c["num_key_value_heads"] // c["num_attention_heads"]
+    layer = 2 * width * (width + kv) + 3 * width * c["intermediate_size"]
+    return 4.0 * (tokens * layer * c["num_hidden_layers"] + logits * width * vocab)
+
+
+def padded(steps: Sequence[Sequence[tuple[int, int]]], batch: int) -> int:
+    """Tokens that batches of ``batch`` rows, padded to their longest, hold."""
+    return sum(
+        batch * max(tokens for tokens, _ in rows[i : i + batch]) for rows in steps for i in range(0, len(rows), batch)
+    )
