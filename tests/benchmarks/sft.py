@@ -56,8 +56,8 @@ PEERS = {
     "torchtune compiled": Peer("sft_torchtune", "torchtune", 2, True, {"compile": True}),
     "torchtune batch 1 compiled": Peer("sft_torchtune", "torchtune", 1, True, {"compile": True}),
     "torchtune batch 8 compiled": Peer("sft_torchtune", "torchtune", 8, True, {"compile": True}),
-    "TRL + PEFT": Peer("sft_trl", "trl", 8, False),
-    "TRL + PEFT batch 2": Peer("sft_trl", "trl", 2, False),
+    "TRL + PEFT": Peer("sft_trl", "trl", 8, True),
+    "TRL + PEFT batch 2": Peer("sft_trl", "trl", 2, True),
 }
 
 
@@ -112,7 +112,7 @@ def command(
     }  # fmt: skip
     path = base / f"{name}.yaml"
     if peer is None:
-        cfg |= {"hardware": "auto" if args.gpu else "cpu", "overwrite_output_dir": True, "batch_size": 8}
+        cfg |= {"hardware": "auto" if args.gpu else "cpu", "overwrite_output_dir": True, "batch_size": 2}
         cfg |= {"sequences_per_step": SEQUENCES_PER_STEP}
         cfg["checkpointer"]["adapter_checkpoint"] = str(base / "adapter.pt")
         return ["-m", "rocm_ext.recipes.lora_finetune_rocm", "--config", write_yaml(path, cfg), *args.ours]

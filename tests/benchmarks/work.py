@@ -25,10 +25,10 @@ SEQUENCES_PER_STEP = 32
 IGNORE = -100
 
 
-def write_random_model(folder: Path, shape: str, vocab: int) -> Path:
+def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
     """A Hugging Face folder of ``shape`` with ``vocab`` tokens."""
     return write_model(
-        folder, vocab=vocab, max_position_embeddings=4096, **{"tie_word_embeddings": True, **SHAPES[shape]}
+        folder, vocab=vocab, max_position_embeddings=4096, **{"tie_word_embeddings": True, **SHAPES[shape], **config}
     )
 
 
