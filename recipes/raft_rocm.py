@@ -14,7 +14,6 @@ import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -282,16 +281,17 @@ class RAFT:
 
     def sample(self, cycle: int, asked: Sequence[Prompt]) -> Phase:
         """Answers of the model as the cycle before left it, and their verdicts."""
+        seed, samples = self.cfg.seed, self.cfg.samples_per_prompt  # omegaconf is slow to ask
         requests = [
             Request(
                 prompt.id,
                 sample,
-                sample_seed(self.cfg.seed, cycle, prompt.id, sample),
+                sample_seed(seed, cycle, prompt.id, sample),
                 tuple(self.tokens[prompt.id]),
                 prompt.messages,
             )
             for prompt in asked
-            for sample in range(self.cfg.samples_per_prompt)
+            for sample in range(samples)
         ]
         return self._phase(cycle, "sample", cycle - 1, [(request, self.sampling) for request in requests], asked)
 
@@ -387,7 +387,7 @@ class RAFT:
             lines = []
             for sample in kept:
                 more = {"reward": phase.results[sample.key].reward, "prompt_tokens": self.tokens[sample.prompt_id]}
-                lines.append(json.dumps({**asdict(sample), **more}) + "\n")
+                lines.append(json.dumps({**sample.record(), **more}) + "\n")
             replace_text(Cycle(self.out, cycle).kept, "".join(lines))
         return kept
 

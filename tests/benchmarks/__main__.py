@@ -1,53 +1,120 @@
-"""Side by side with what users would pick instead: `python -m tests.benchmarks --help`."""
+"""Side by side with what users would pick instead: `python -m tests.benchmarks`, and --help for parts of it."""
 
 import argparse
 import json
+import os
+import platform
 import sys
 import tempfile
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 
-from tests.benchmarks import sampling, sft
+from rocm_ext.bench.busy import OtherPrograms
+from tests.benchmarks import cycle, sampling, sft
 from tests.benchmarks.protocol import Failed
-from tests.benchmarks.work import SHAPES
+from tests.benchmarks.table import table
+from tests.benchmarks.work import SHAPES, Task
+
+STOCK, BEST, TRL = "torchtune as shipped", "torchtune compiled", "TRL + PEFT"
+GENERATE, CONTINUOUS, TORCHTUNE = list(sampling.PEERS)[:3]
+# 11 and 42 million parameters; under twenty minutes on two cores
+SMALL_SET = (
+    Task("sft", "small", 32768, "fp32", (STOCK, BEST, TRL)),
+    Task("sft", "small", 152064, "fp32", (STOCK, TRL)),
+    Task("sft", "small", 32768, "bf16", (STOCK, TRL)),
+    Task("sft", "small", 152064, "bf16", (STOCK,)),
+    Task("sampling", "small", 32768, "fp32", (GENERATE, CONTINUOUS, TORCHTUNE)),
+    Task("sampling", "small", 152064, "fp32", (GENERATE, CONTINUOUS)),
+    Task("sampling", "small", 32768, "bf16", (GENERATE, CONTINUOUS)),
+)
+GPU_SET = tuple(
+    Task(work, shape, 152064, "bf16", some)
+    for shape in ("0.5b", "7b")
+    for work, some in (("sft", (STOCK, BEST, TRL)), ("sampling", (GENERATE, CONTINUOUS, TORCHTUNE)))
+)
+PEERS = {"sft": sft.PEERS, "sampling": sampling.PEERS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    option = parser.add_argument
-    option("--work", nargs="+", choices=["sft", "sampling"], default=["sft", "sampling"])
-    option("--shape", choices=SHAPES, default="small")
-    option("--vocab", type=int, nargs="+", default=[32768, 152064])
-    option("--dtype", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
-    option("--sft-peers", nargs="+", choices=sft.PEERS, default=["torchtune as shipped", "TRL + PEFT"])
-    option("--sampling-peers", nargs="+", choices=sampling.PEERS, default=list(sampling.PEERS)[:3])
-    option("--rounds", type=int, default=5)
-    option("--steps", type=int, default=1, help="optimiser steps of a turn")
-    option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config")
-    option("--attention", default="sdpa")
-    option("--json", type=Path)
-    args = parser.parse_args()
-    args.gpu = gpu()
-    table = []
+    args = parse()
+    tasks = chosen(args)
+    others, rows = OtherPrograms(), []
+    gated: set[tuple[str, int, str]] = set()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for vocab in args.vocab:
-                for dtype in args.dtype:
-                    for work in args.work:
-                        module, names = {"sft": (sft, args.sft_peers), "sampling": (sampling, args.sampling_peers)}[work]
-                        rows = module.compare(Path(folder, f"{work}-{vocab}-{dtype}"), vocab, dtype, names, args)
-                        table += rows
-                        for row in rows:
-                            print(json.dumps(row), flush=True)
+            for number, task in enumerate(tasks, 1):
+                said = f"{task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: {', '.join(task.peers)}"
+                print(f"[{number}/{len(tasks)}] {said}", file=sys.stderr, flush=True)
+                (base := Path(folder, str(number))).mkdir()
+                rows += sft.compare(base, task, args, gated) if task.work == "sft" else sampling.compare(base, task, args)
+            if "cycle" in args.work:
+                print("RAFT's cycle", file=sys.stderr, flush=True)
+                rows += cycle.measure(Path(folder, "cycle"), args.rounds)
     except Failed as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("stopped; what was measured until now:", file=sys.stderr)
+    busy = others.cores()
+    print(f"{machine()}, {date.today()}\n\n{table(rows)}")
+    if busy > others.WORTH_TELLING:
+        print(f"warning: other programs took {busy:.1f} cores meanwhile", file=sys.stderr)
     if args.json:
-        args.json.write_text(json.dumps(table, indent=1))
+        content = {"machine": machine(), "date": str(date.today()), "cores_of_other_programs": busy, "rows": rows}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    option = parser.add_argument
+    option("--work", nargs="+", choices=[*PEERS, "cycle"], default=[*PEERS, "cycle"])
+    option("--shape", choices=SHAPES, help="this one and --vocab, --dtype, --peers instead of the set")
+    option("--vocab", type=int, nargs="+", default=[32768], help="vocabularies of --shape (32768)")
+    option("--dtype", nargs="+", choices=sft.TOLERANCES, default=["fp32"], help="of --shape (fp32)")
+    option("--peers", nargs="+", choices=[*sft.PEERS, *sampling.PEERS], help="for --shape (those of the set)")
+    option("--rounds", type=int, default=5, help="turns of each side (5)")
+    option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config for sft")
+    option("--attention", default="sdpa", help="of TRL's model on a GPU, e.g. flash_attention_2 (sdpa)")
+    option("--json", type=Path, help="write the rows here, too")
+    args = parser.parse_args()
+    args.gpu = gpu()
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[Task]:
+    """The set of this machine, or what was asked for."""
+    if args.shape is None:
+        return [task for task in (GPU_SET if args.gpu else SMALL_SET) if task.work in args.work]
+    peers = args.peers or [STOCK, TRL, GENERATE, CONTINUOUS]
+    return [
+        Task(work, args.shape, vocab, dtype, tuple(name for name in peers if name in PEERS[work]))
+        for vocab in args.vocab
+        for dtype in args.dtype
+        for work in PEERS
+        if work in args.work and any(name in PEERS[work] for name in peers)
+    ]
 
 
 def gpu() -> bool:
+    """Whether torch sees one."""
     import torch
 
     return torch.cuda.is_available()
+
+
+def machine() -> str:
+    """What the table was measured on."""
+    import torch
+
+    name = torch.cuda.get_device_name() if gpu() else processor()
+    return f"{name}, {os.cpu_count()} cores, torch {metadata.version('torch')}"
+
+
+def processor() -> str:
+    """The CPU's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

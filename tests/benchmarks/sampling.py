@@ -9,6 +9,7 @@ the model says, log p - E[log p] has the mean zero within its error; our reporte
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 
 from tests.benchmarks import peers
 from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn
-from tests.benchmarks.work import gsm8k_lengths, write_random_model
+from tests.benchmarks.work import Task, gsm8k_lengths, write_random_model
 
 Prompts = list[list[int]]
 
@@ -62,16 +63,19 @@ class Trace:
 CPU, GPU = Trace(16, 8, 67, 256), Trace(64, 8, 200, 1024)
 
 
-def compare(base: Path, vocab: int, dtype: str, names: Sequence[str], args: argparse.Namespace) -> list[dict]:
+def compare(base: Path, task: Task, args: argparse.Namespace) -> list[dict]:
     """Gate and time one model; a row of the table for each peer."""
-    base.mkdir()
     work = GPU if args.gpu else CPU
-    model = write_random_model(base / "model", args.shape, vocab, initializer_range=0.06)
-    prompts, trace = work.make(vocab)
+    model = write_random_model(base / "model", task.shape, task.vocab, initializer_range=0.06)
+    prompts, trace = work.make(task.vocab)
     with ExitStack() as stack:
-        sides = [start(stack, base, model, name, dtype, work, args) for name in ("ours", *names)]
-        gate(sides, stack.enter_context(judge(base, model, work, args)), prompts, dtype)
-        first = {side.name: sample(side, prompts, trace)["seconds"][0] for side in sides}
+        sides, until_warm, greedy = [], {}, {}
+        for name in ("ours", *task.peers):
+            began = time.perf_counter()
+            sides.append(start(stack, base, model, name, task.dtype, work, args))
+            greedy[name] = sample(sides[-1], prompts, [24] * len(prompts), greedy=True)["answers"]
+            until_warm[name] = time.perf_counter() - began
+        gate(sides, greedy, stack.enter_context(judge(base, model, work, args)), prompts, task.dtype)
         runs: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
         peaks = {}
         for _, side in in_turn(sides, args.rounds):
@@ -80,21 +84,20 @@ def compare(base: Path, vocab: int, dtype: str, names: Sequence[str], args: argp
                 raise Failed(f"{side.name} made answers of other lengths")
             runs[side.name].append(answer["seconds"])
             peaks[side.name] = answer["peak_memory"]
-    ours = [wall for wall, _ in runs["ours"]]
-    rows = []
-    for name in names:
-        ratio = Ratio.of([wall for wall, _ in runs[name]], ours)
-        processor = Ratio.of([seconds for _, seconds in runs[name]], [seconds for _, seconds in runs["ours"]])
-        rows.append({
-            "work": "sampling", "shape": args.shape, "vocab": vocab, "dtype": dtype, "peer": name,
-            "speedup": ratio.median, "range": [ratio.low, ratio.high], "rounds": args.rounds,
-            "bound": len(trace) * max(trace) / sum(trace) if PEERS[name].waits else 1.0,
-            "in_processor_time": processor.median,
-            "tokens_per_second": sum(trace) / statistics.median(ours),
-            "first_seconds": [first["ours"], first[name]],
+    walls = {name: [wall for wall, _ in each] for name, each in runs.items()}
+    processor = {name: [seconds for _, seconds in each] for name, each in runs.items()}
+    waste = len(trace) * max(trace) / sum(trace)
+    return [
+        {
+            **task.describe(name), **Ratio.of(walls[name], walls["ours"]).describe(),
+            "bound": waste if PEERS[name].waits else 1.0,
+            "in_processor_time": Ratio.of(processor[name], processor["ours"]).median,
+            "tokens_per_second": sum(trace) / statistics.median(walls["ours"]),
+            "until_warm": [until_warm["ours"], until_warm[name]],
             "peak_memory": [peaks["ours"], peaks[name]],
-        })  # fmt: skip
-    return rows
+        }
+        for name in task.peers
+    ]  # fmt: skip
 
 
 def start(
@@ -120,14 +123,13 @@ def sample(side: Side, prompts: Prompts, trace: list[int], greedy: bool = False)
     return side.ask(prompts=prompts, trace=trace, greedy=greedy)
 
 
-def gate(sides: Sequence[Side], judge: Side, prompts: Prompts, dtype: str) -> None:
-    """Warm up all sides on short answers.
+def gate(sides: Sequence[Side], greedy: dict[str, Prompts], judge: Side, prompts: Prompts, dtype: str) -> None:
+    """Look at the greedy answers, and at some that are sampled.
 
     Raises:
         Failed: a side does not answer as the model does.
     """
     exact = dtype == "fp32"
-    greedy = {side.name: sample(side, prompts, [24] * len(prompts), True)["answers"] for side in sides}
     for name, answers in greedy.items():
         if exact and answers != greedy["ours"]:
             raise Failed(f"greedy answers of {name} differ from ours")

@@ -7,9 +7,10 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn, libraries
 from tests.benchmarks.work import (
     LORA,
     SEQUENCES_PER_STEP,
+    Task,
     flops,
     padded,
     write_adapter,
@@ -27,7 +29,7 @@ from tests.benchmarks.work import (
 from tests.tiny import run_config, write_yaml
 
 GATE, WARM_UP = 20, 2  # steps
-TOLERANCE = 1e-5
+TOLERANCES = {"fp32": 1e-5, "bf16": 0.05}  # of a step's loss
 
 
 @dataclass(frozen=True)
@@ -61,34 +63,51 @@ PEERS = {
 }
 
 
-def compare(base: Path, vocab: int, dtype: str, names: Sequence[str], args: argparse.Namespace) -> list[dict]:
-    """Gate and time one model; a row of the table for each peer."""
-    base.mkdir()
-    steps_each = args.steps
-    full = WARM_UP + args.rounds * steps_each
-    write_random_model(base / "model", args.shape, vocab)
-    steps = write_steps(base / "rows.jsonl", vocab, GATE, full)
+def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[tuple[str, int, str]]) -> list[dict]:
+    """Gate and time one model; a row of the table for each peer. ``gated``: what has passed in fp32, added to."""
+    write_random_model(base / "model", task.shape, task.vocab)
+    steps = write_steps(base / "rows.jsonl", task.vocab, GATE, WARM_UP + args.rounds)
     write_adapter(base)
-    if dtype != "fp32":
+    new = [name for name in task.peers if (task.shape, task.vocab, name) not in gated]
+    if task.dtype != "fp32" and new:
         with ExitStack() as stack:
-            gate(start(stack, base, "fp32", names, len(steps), args), TOLERANCE)
+            gate(stack, base, replace(task, dtype="fp32", peers=tuple(new)), len(steps), args)
     with ExitStack() as stack:
-        sides = start(stack, base, dtype, names, len(steps), args)
-        apart = gate(sides, TOLERANCE if dtype == "fp32" else 0.05)
-        return measure(sides, base, vocab, dtype, steps, apart, args)
+        sides, apart, until_warm = gate(stack, base, task, len(steps), args)
+        gated.update((task.shape, task.vocab, name) for name in task.peers)
+        return measure(sides, task, steps, apart, until_warm, args)
 
 
-def start(
-    stack: ExitStack, base: Path, dtype: str, names: Sequence[str], steps: int, args: argparse.Namespace
-) -> list[Side]:
-    """Ours and the peers' processes, which wait for orders."""
-    sides = []
-    for name in ("ours", *names):
-        peer = PEERS.get(name)
-        python = Path(sys.executable) if peer is None else peers.python(peer.environment, args.gpu)
-        arguments = command(base, name, peer, dtype, steps, args)
-        sides.append(stack.enter_context(Side(name, python, arguments, base / f"{name}.log")))
-    return sides
+def gate(
+    stack: ExitStack, base: Path, task: Task, steps: int, args: argparse.Namespace
+) -> tuple[list[Side], dict[str, float], dict[str, float]]:
+    """Ours and the peers' processes, after their first steps, which have short rows.
+
+    Returns:
+        the sides; largest relative difference of their losses from ours; seconds from each one's start, beyond what
+        these steps take once they are warm: imports, set-up, compiling.
+
+    Raises:
+        Failed: a difference is above the tolerance, in fp32 1e-5.
+    """
+    sides, losses, until_warm = [], {}, {}
+    for name in ("ours", *task.peers):
+        began = time.perf_counter()
+        arguments = command(base, name, PEERS.get(name), task.dtype, steps, args)
+        sides.append(stack.enter_context(Side(name, python(name, args), arguments, base / f"{name}.log")))
+        found = sides[-1].ask(steps=GATE)["steps"]
+        losses[name] = [loss for *_, loss in found]
+        until_warm[name] = time.perf_counter() - began - GATE * found[-1][0]
+    apart = {name: difference(found, losses["ours"]) for name, found in losses.items()}
+    for name, value in apart.items():
+        if not value <= TOLERANCES[task.dtype]:
+            raise Failed(f"losses of {name} are up to {value:.1e} from ours: {losses[name]} against {losses['ours']}")
+    return sides, apart, until_warm
+
+
+def python(name: str, args: argparse.Namespace) -> Path:
+    """The interpreter of a side."""
+    return peers.python(PEERS[name].environment, args.gpu) if name in PEERS else Path(sys.executable)
 
 
 def command(
@@ -99,8 +118,8 @@ def command(
     if peer is not None and peer.environment == "trl":
         work = {"dtype": dtype, "batch_size": peer.batch, "sequences_per_step": SEQUENCES_PER_STEP, "steps": steps,
                 "lr": rate, "attention": args.attention}  # fmt: skip
-        (base / "work.json").write_text(json.dumps(work))
-        return ["-m", f"tests.benchmarks.sides.{peer.module}", base]
+        (base / f"{name}.json").write_text(json.dumps(work))
+        return ["-m", f"tests.benchmarks.sides.{peer.module}", base / f"{name}.json"]
     cfg = run_config(base / "model", base / "rows.jsonl", base / "out" / name)
     cfg["model"].update(LORA)
     cfg["dataset"] = {"_component_": "tests.benchmarks.sides.rows.TokenRows", "path": str(base / "rows.jsonl")}
@@ -130,57 +149,39 @@ def command(
     return ["-m", f"tests.benchmarks.sides.{peer.module}", base / "adapter.pt", "--config", write_yaml(path, cfg)]
 
 
-def gate(sides: Sequence[Side], tolerance: float) -> dict[str, float]:
-    """Largest relative difference of each side's losses from ours over the first steps.
-
-    Raises:
-        Failed: it is above ``tolerance``.
-    """
-    losses = {side.name: [loss for *_, loss in side.ask(steps=GATE)["steps"]] for side in sides}
-    apart = {name: difference(found, losses["ours"]) for name, found in losses.items()}
-    for name, value in apart.items():
-        if not value <= tolerance:
-            raise Failed(f"losses of {name} are up to {value:.1e} from ours: {losses[name]} against {losses['ours']}")
-    return apart
-
-
 def difference(found: Sequence[float], expected: Sequence[float]) -> float:
     """Largest relative difference."""
     return max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
 
 
 def measure(
-    sides: Sequence[Side], base: Path, vocab: int, dtype: str, steps: list, apart: dict[str, float], args: Any
+    sides: Sequence[Side], task: Task, steps: list, apart: dict[str, float], until_warm: dict[str, float], args: Any
 ) -> list[dict]:
     """Let the sides take turns on the same steps."""
-    first = {side.name: side.ask(steps=WARM_UP)["steps"][0][0] for side in sides}
-    runs: dict[str, list[list]] = {side.name: [] for side in sides}
+    for side in sides:
+        warm = [wall for wall, *_ in side.ask(steps=WARM_UP)["steps"]]
+        until_warm[side.name] += sum(warm) - WARM_UP * warm[-1]
+    runs: dict[str, list[tuple[float, float, float]]] = {side.name: [] for side in sides}
     peaks = {}
     for _, side in in_turn(sides, args.rounds):
-        answer = side.ask(steps=args.steps)
-        runs[side.name].append(answer["steps"])
+        answer = side.ask(steps=1)
+        runs[side.name] += answer["steps"]
         peaks[side.name] = answer["peak_memory"]
     timed = steps[GATE + WARM_UP :]
     tokens, trained = (sum(row[i] for rows in timed for row in rows) for i in (0, 1))
-    seconds = {name: [sum(step[0] for step in turn) / len(turn) for turn in turns] for name, turns in runs.items()}
-    ours = flops(args.shape, vocab, tokens, trained)
+    seconds, losses = ({name: [step[i] for step in each] for name, each in runs.items()} for i in (0, 2))
+    ours = flops(task.shape, task.vocab, tokens, trained)
     rows = []
-    for side in sides[1:]:
-        peer, name = PEERS[side.name], side.name
-        computed = padded(timed, peer.batch)
+    for name in task.peers:
+        computed = padded(timed, PEERS[name].batch)
+        theirs = flops(task.shape, task.vocab, computed, computed if PEERS[name].all_logits else trained)
         ratio = Ratio.of(seconds[name], seconds["ours"])
-        losses = [[loss for turn in runs[each] for *_, loss in turn] for each in (name, "ours")]
         rows.append({
-            "work": "sft", "shape": args.shape, "vocab": vocab, "dtype": dtype, "peer": name,
-            "speedup": ratio.median, "range": [ratio.low, ratio.high], "rounds": args.rounds,
-            "bound": flops(args.shape, vocab, computed, computed if peer.all_logits else trained) / ours,
-            "loss_difference": max(apart[name], difference(*losses)),
+            **task.describe(name), **ratio.describe(), "bound": theirs / ours,
+            "loss_difference": max(apart[name], difference(losses[name], losses["ours"])),
             "tokens_per_second": tokens / len(timed) / statistics.median(seconds["ours"]),
-            "first_step_seconds": [first["ours"], first[name]],
+            "until_warm": [until_warm["ours"], until_warm[name]],
             "peak_memory": [peaks["ours"], peaks[name]],
-            "libraries": [0, 0] if args.gpu else [
-                libraries(Path(sys.executable), "rocm_ext.recipes.lora_finetune_rocm"),
-                libraries(peers.python(peer.environment), "tests.benchmarks.sides.sft_trl" if peer.environment == "trl"
-                          else "torchtune.training")],
+            "libraries": libraries(python("ours", args)),
         })  # fmt: skip
     return rows

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +14,10 @@ from tests.tiny import run_config, write_model
 SHAPES = {
     "tiny": {"hidden_size": 128, "intermediate_size": 704, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1},
-    "small": {"hidden_size": 256, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "small": {"hidden_size": 256, "intermediate_size": 1408, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2},
+    "medium": {"hidden_size": 256, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 4,
+               "num_key_value_heads": 2},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -23,6 +27,37 @@ SHAPES = {
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "lora_rank": 8, "lora_alpha": 16}
 SEQUENCES_PER_STEP = 32
 IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Task:
+    """A comparison: the work, a shape of :data:`SHAPES` with a vocabulary, the dtype, and the peers."""
+
+    work: str
+    shape: str
+    vocab: int
+    dtype: str
+    peers: tuple[str, ...]
+
+    def describe(self, peer: str) -> dict[str, Any]:
+        """What the table says of it."""
+        return {"work": self.work, "shape": self.shape, "vocab": self.vocab, "dtype": self.dtype, "peer": peer,
+                "parameters": parameters(self.shape, self.vocab)}  # fmt: skip
+
+
+def parameters(shape: str, vocab: int) -> int:
+    """Weights of the model, norms and biases left out."""
+    c = SHAPES[shape]
+    tables = 1 if c.get("tie_word_embeddings", True) else 2
+    return layer_weights(shape) * c["num_hidden_layers"] + tables * vocab * c["hidden_size"]
+
+
+def layer_weights(shape: str) -> int:
+    """Of a layer's seven matrices."""
+    c = SHAPES[shape]
+    width = c["hidden_size"]
+    kv = width * c["num_key_value_heads"] // c["num_attention_heads"]
+    return 2 * width * (width + kv) + 3 * width * c["intermediate_size"]
 
 
 def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
@@ -81,10 +116,7 @@ def write_adapter(base: Path) -> None:
 def flops(shape: str, vocab: int, tokens: int, logits: int) -> float:
     """Of the matrix products of a LoRA step: forward and input gradient of ``tokens`` tokens and ``logits`` of them."""
     c = SHAPES[shape]
-    width = c["hidden_size"]
-    kv = width * c["num_key_value_heads"] // c["num_attention_heads"]
-    layer = 2 * width * (width + kv) + 3 * width * c["intermediate_size"]
-    return 4.0 * (tokens * layer * c["num_hidden_layers"] + logits * width * vocab)
+    return 4.0 * (tokens * layer_weights(shape) * c["num_hidden_layers"] + logits * c["hidden_size"] * vocab)
 
 
 def padded(steps: Sequence[Sequence[tuple[int, int]]], batch: int) -> int:

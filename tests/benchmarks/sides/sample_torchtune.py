@@ -1,7 +1,9 @@
-"""torchtune: ``… sample_torchtune MODEL DTYPE MOST [lean]``: ``generation.generate`` with a local cache, left-padded,
-as its PPO recipe calls it. It decodes all rows until the last has ended, so it is told to make that many tokens, which
-spares it looking for stop tokens. It gathers the logits of all steps; ``lean`` keeps it from that, by its own hook. Rows
-whose logits do not fit into half of the memory come in several batches."""
+"""torchtune: ``… sample_torchtune MODEL DTYPE MOST [lean]``: ``generation.generate`` with a local cache, left-padded.
+
+As its PPO recipe calls it. It decodes all rows until the last has ended, so it is told to make that many tokens, which
+spares it looking for stop tokens. It gathers the logits of all steps; ``lean`` keeps it from that, by its own hook.
+Rows whose logits do not fit into half of the memory come in several batches.
+"""
 
 import os
 import sys

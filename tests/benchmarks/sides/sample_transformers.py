@@ -7,7 +7,6 @@ judge: how probable given answers are.
 """
 
 import sys
-from pathlib import Path
 
 import torch
 from transformers import (
@@ -56,7 +55,7 @@ def continuous(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answ
     samples = len(trace) // len(prompts)
     config = GenerationConfig(max_new_tokens=MOST, eos_token_id=-1, pad_token_id=PAD, **how(greedy))
     # its cache as large as ours may get, not 60 % of the machine's memory
-    blocks = -(-sum(-(-(len(prompts[i // samples]) + length) // 256) for i, length in enumerate(trace)) // 1)
+    blocks = sum(-(-(len(prompts[i // samples]) + length) // 256) for i, length in enumerate(trace))
     options = ContinuousBatchingConfig(num_blocks=blocks + 8, max_batch_tokens=2048)
     found: dict[str, list[int]] = {}
     with MODEL.continuous_batching_context_manager(

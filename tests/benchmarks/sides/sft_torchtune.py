@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torchtune.training.precision
 from torchtune.config import parse
 
 
@@ -36,5 +37,7 @@ def main(cfg):
 
 
 if __name__ == "__main__":
+    # on a CPU it refuses bf16, for want of NCCL
+    torchtune.training.precision.verify_bf16_support = lambda: True
     ADAPTER = sys.argv.pop(1)
     main()

@@ -26,8 +26,7 @@ class Paced(TrainerCallback):
 
 def main() -> None:
     """Train."""
-    folder = Path(sys.argv[1])
-    work = json.loads((folder / "work.json").read_text())
+    work, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).parent
     gpu = torch.cuda.is_available()
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
