@@ -47,7 +47,10 @@ def main() -> None:
                 said = f"{task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: {', '.join(task.peers)}"
                 print(f"[{number}/{len(tasks)}] {said}", file=sys.stderr, flush=True)
                 (base := Path(folder, str(number))).mkdir()
-                rows += sft.compare(base, task, args, gated) if task.work == "sft" else sampling.compare(base, task, args)
+                if task.work == "sft":
+                    rows += sft.compare(base, task, args, gated)
+                else:
+                    rows += sampling.compare(base, task, args)
             if "cycle" in args.work:
                 print("RAFT's cycle", file=sys.stderr, flush=True)
                 rows += cycle.measure(Path(folder, "cycle"), args.rounds)

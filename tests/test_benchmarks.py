@@ -1,0 +1,205 @@
+"""The harness that compares us with others: its gates must be able to close, its arithmetic must be right."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.flop_counter import FlopCounterMode
+
+from rocm_ext import lora, model
+from rocm_ext.loss import LinearCrossEntropyLoss
+from tests.benchmarks import __main__ as command
+from tests.benchmarks import peers, sampling, sft, work
+from tests.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
+from tests.benchmarks.table import table
+from tests.tiny import run_config
+
+
+# ------------------------------------------------------------------------------------------------------- sides
+def side(tmp_path, code: str) -> Side:
+    (tmp_path / "side.py").write_text("from tests.benchmarks.sides.talk import Pace, hear, pipe\n" + code)
+    environ = {"PYTHONPATH": str(ROOT)}
+    return Side("peer", sys.executable, [str(tmp_path / "side.py")], tmp_path / "log", **environ)
+
+
+def test_a_side_does_as_many_steps_as_it_is_told(tmp_path):
+    with side(tmp_path, "pace = Pace()\nfor i in range(10): pace.step(float(i))") as peer:
+        assert [loss for *_, loss in peer.ask(steps=3)["steps"]] == [0, 1, 2]
+        answer = peer.ask(steps=2)
+        assert [loss for *_, loss in answer["steps"]] == [3, 4]
+        assert all(wall >= 0 and processor >= 0 for wall, processor, _ in answer["steps"])
+        assert answer["peak_memory"] > 2**20
+
+
+@pytest.mark.parametrize("code", ["raise ValueError('torn')", "hear(); print('torn'); raise SystemExit(3)"])
+def test_a_side_that_ends_is_told_with_its_last_words(tmp_path, code):
+    with side(tmp_path, code) as peer, pytest.raises(Failed, match=r"(?s)peer ended:.*torn"):
+        peer.ask(steps=1)
+
+
+def test_a_side_does_not_outlive_the_harness(tmp_path):
+    with side(tmp_path, "pipe().send('here'); hear(); import time; time.sleep(600)") as peer:
+        peer.ask(steps=1)
+    assert peer._process.returncode == -9
+
+
+def test_sides_take_turns():
+    names = [each for _, each in in_turn("ABC", 3)]
+    assert "".join(names) == "ABCCBAABC"
+
+
+def test_ratios_are_of_the_same_round():
+    found = Ratio.of([2.0, 30.0, 4.0], [1.0, 10.0, 1.0])
+    assert (found.median, found.low, found.high) == (3.0, 2.0, 4.0)
+
+
+# -------------------------------------------------------------------------------------------------------- work
+def test_lengths_are_those_of_gsm8k():
+    prompts, answers = work.gsm8k_lengths(np.random.default_rng(0), 20000)
+    assert np.median(prompts) - 34 == pytest.approx(51, rel=0.03)
+    assert np.median(answers) - 2 == pytest.approx(104, rel=0.03)
+    assert (prompts.min() >= 45, prompts.max() <= 240, answers.max() <= 438) == (True, True, True)
+
+
+def test_steps_are_written_as_they_are_described(tmp_path):
+    steps = work.write_steps(tmp_path / "rows.jsonl", 1000, short=2, full=1)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    described = [row for step in steps for row in step]
+    assert len(rows) == 3 * work.SEQUENCES_PER_STEP
+    assert [(len(r["tokens"]), sum(label != -100 for label in r["labels"])) for r in rows] == described
+    assert max(tokens for tokens, _ in steps[0]) <= 24 < min(tokens for tokens, _ in steps[2])
+
+
+def test_padding_is_counted():
+    steps = [[(3, 1), (5, 2), (2, 1), (2, 2)]]
+    assert [work.padded(steps, batch) for batch in (1, 2, 4)] == [12, 14, 20]
+
+
+def test_saved_work_is_counted_as_torch_counts_it(tmp_path):
+    """Matrix products of a step of ours, adapters of rank 1 and short attention aside."""
+    vocab, tokens, trained = 512, 96, 40
+    folder = work.write_random_model(tmp_path / "model", "tiny", vocab)
+    cfg = OmegaConf.create({**run_config(folder, tmp_path, tmp_path)["model"], "lora_rank": 1})
+    decoder = model.build(cfg, torch.float32, 0, torch.device("cpu"))
+    frozen = sum(p.numel() for name, p in decoder.named_parameters() if "lora_" not in name and p.ndim == 2)
+    assert work.parameters("tiny", vocab) == frozen
+    decoder.to_empty(device="cpu")  # numbers do not matter
+    lora.init_adapters(decoder, 0, torch.device("cpu"))
+    width = work.SHAPES["tiny"]["hidden_size"]
+    head = torch.zeros(width, vocab)
+    with FlopCounterMode(display=False) as counter:
+        hidden = torch.zeros(1, tokens, width, requires_grad=True)  # a deeper layer's, which want a gradient
+        for layer in decoder.layers:
+            hidden = layer(hidden)
+        targets = torch.zeros(trained, dtype=torch.int64)
+        LinearCrossEntropyLoss()(lambda h: h @ head, hidden[0, :trained], targets).backward()
+    assert counter.get_total_flops() == pytest.approx(work.flops("tiny", vocab, tokens, trained), rel=0.12)
+
+
+# ------------------------------------------------------------------------------------------------------- gates
+@pytest.mark.parametrize(("found", "passes"), [(1.000001, True), (1.01, False), (float("nan"), False)])
+def test_losses_that_differ_close_the_gate(found, passes, tmp_path, monkeypatch):
+    losses = {"ours": 1.0, "TRL + PEFT": found}
+
+    def started(name, *_):
+        steps = {"steps": [(1.0, 1.0, losses[name])] * sft.GATE}
+        return SimpleNamespace(name=name, ask=lambda steps=0, answer=steps: answer, __enter__=None)
+
+    monkeypatch.setattr(sft, "Side", started)
+    monkeypatch.setattr(sft, "command", lambda *_: [])
+    monkeypatch.setattr(sft, "python", lambda *_: "")
+    task = work.Task("sft", "tiny", 512, "fp32", ("TRL + PEFT",))
+    stack = SimpleNamespace(enter_context=lambda each: each)
+    if passes:
+        assert sft.gate(stack, tmp_path, task, 1, None)[1]["TRL + PEFT"] == pytest.approx(1e-6)
+    else:
+        with pytest.raises(Failed, match=r"losses of TRL \+ PEFT"):
+            sft.gate(stack, tmp_path, task, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"greedy": [[1, 2]]}, "greedy answers of peer differ"),
+        ({"behind": 0.5}, "less probable than the best"),
+        ({"bias": 1.0}, "sampled tokens of ours are off"),
+        ({"said": 0.5}, "our log-probabilities have the mean"),
+    ],
+)
+def test_other_answers_close_the_gate(change, message):
+    rng = np.random.default_rng(0)
+    surprise = (rng.normal(change.get("bias", 0.0), 1.0, 1000)).tolist()
+    said = [-1.0 + change.get("said", 0.0)] * 10
+    judge = SimpleNamespace(
+        ask=lambda **_: {"behind": change.get("behind", 0.0), "surprise": surprise, "logprobs": [-1.0] * 10}
+    )
+    sides = [SimpleNamespace(name=n, ask=lambda **_: {"answers": [[1]], "logprobs": said}) for n in ("ours", "peer")]
+    greedy = {"ours": [[1, 1]], "peer": change.get("greedy", [[1, 1]])}
+    if message is None:
+        sampling.gate(sides, greedy, judge, [[1]], "fp32")
+    else:
+        with pytest.raises(Failed, match=message):
+            sampling.gate(sides, greedy, judge, [[1]], "fp32")
+
+
+# ------------------------------------------------------------------------------------- environments, the command
+def test_peers_see_this_torch_and_nothing_else_of_ours(tmp_path):
+    peers.link_torch(tmp_path / "torch")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'torch')!r}); import importlib.util as u, torch; "
+        "print(torch.__version__, [n for n in ('torchtune', 'transformers', 'datasets') if u.find_spec(n)])"
+    )
+    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, env=environ)
+    assert done.stdout.split(maxsplit=1) == [torch.__version__, "[]\n"], done.stderr
+
+
+def test_the_sets_name_peers_that_there_are():
+    for task in (*command.SMALL_SET, *command.GPU_SET):
+        assert set(task.peers) <= set(command.PEERS[task.work])
+        assert task.shape in work.SHAPES
+    small = [work.parameters(task.shape, task.vocab) for task in command.SMALL_SET]
+    assert 10e6 <= min(small) <= max(small) <= 60e6
+
+
+def test_a_choice_replaces_the_set():
+    args = SimpleNamespace(
+        shape="tiny", work=["sft", "sampling", "cycle"], vocab=[512, 1024], dtype=["fp32"], gpu=False,
+        peers=["TRL + PEFT"],
+    )  # fmt: skip
+    assert [(task.work, task.vocab, task.peers) for task in command.chosen(args)] == [
+        ("sft", 512, ("TRL + PEFT",)), ("sft", 1024, ("TRL + PEFT",))
+    ]  # fmt: skip
+    args.shape = None
+    assert command.chosen(args) == list(command.SMALL_SET)
+
+
+def test_the_table():
+    row = {"work": "sft", "vocab": 32768, "dtype": "fp32", "peer": "TRL + PEFT", "parameters": 11e6, "speedup": 2.345,
+           "range": [2.0, 3.0], "bound": 1.5, "peak_memory": [2**30, 2**31], "until_warm": [4.2, 100.0]}  # fmt: skip
+    cycle = {"work": "cycle", "runs": 5, "outside": 0.0441, "range": [0.04, 0.05]}
+    said = table([row, cycle]).splitlines()
+    expected = "LoRA SFT | 11 M, 32,768 tokens, fp32 | TRL + PEFT | 2.35 x (2.00-3.00) | 1.50 x"
+    assert said[2] == f"| {expected} | 1.00 / 2.00 GiB | 4 / 100 s |"
+    assert "4.4% (4.0%-5.0%, 5 runs)" in said[-1]
+
+
+@pytest.mark.slow
+def test_a_whole_comparison(tmp_path):
+    """Makes the peers' environments, which needs a package index."""
+    out = tmp_path / "rows.json"
+    peers_ = ["torchtune as shipped", "TRL + PEFT", *sampling.PEERS]
+    options = ["--shape", "tiny", "--vocab", "2048", "--rounds", "1", "--json", str(out), "--peers", *peers_]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks", *options], cwd=ROOT, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row.get("peer", row["work"]) for row in rows] == [*peers_, "cycle"]
+    assert all(row["loss_difference"] < 1e-5 for row in rows if row["work"] == "sft")
