@@ -108,7 +108,7 @@ def test_losses_that_differ_close_the_gate(found, passes, tmp_path, monkeypatch)
 
     def started(name, *_):
         steps = {"steps": [(1.0, 1.0, losses[name])] * sft.GATE}
-        return SimpleNamespace(name=name, ask=lambda steps=0, answer=steps: answer, __enter__=None)
+        return SimpleNamespace(name=name, began=0.0, ask=lambda steps=0, answer=steps: answer)
 
     monkeypatch.setattr(sft, "Side", started)
     monkeypatch.setattr(sft, "command", lambda *_: [])
@@ -136,16 +136,29 @@ def test_other_answers_close_the_gate(change, message):
     rng = np.random.default_rng(0)
     surprise = (rng.normal(change.get("bias", 0.0), 1.0, 1000)).tolist()
     said = [-1.0 + change.get("said", 0.0)] * 10
-    judge = SimpleNamespace(
-        ask=lambda **_: {"behind": change.get("behind", 0.0), "surprise": surprise, "logprobs": [-1.0] * 10}
-    )
-    sides = [SimpleNamespace(name=n, ask=lambda **_: {"answers": [[1]], "logprobs": said}) for n in ("ours", "peer")]
-    greedy = {"ours": [[1, 1]], "peer": change.get("greedy", [[1, 1]])}
+    judged = {"behind": change.get("behind", 0.0), "surprise": surprise, "logprobs": [-1.0] * 10}
+
+    def gates():
+        sampling.check_greedy("peer", change.get("greedy", [[1, 1]]), [[1, 1]], judged, "fp32")
+        sampling.check_sampled("ours", {"logprobs": said}, judged, "fp32")
+
     if message is None:
-        sampling.gate(sides, greedy, judge, [[1]], "fp32")
+        gates()
     else:
         with pytest.raises(Failed, match=message):
-            sampling.gate(sides, greedy, judge, [[1]], "fp32")
+            gates()
+
+
+@pytest.mark.parametrize(
+    ("way", "counted"), [("ours", (170, 130)), ("each row", (520, 400)), ("all logits", (520, 520))]
+)
+def test_what_a_way_to_sample_computes(way, counted):
+    """Of prompts of 10 and 30 tokens, answers of 5, 10, 15 and 100."""
+    task = work.Task("sampling", "tiny", 512, "fp32", ())
+    prompts, trace = [[1] * 10, [1] * 30], [5, 10, 15, 100]
+    layers, head = (work.flops("tiny", 512, *each) for each in ((1, 0), (0, 1)))
+    expected = counted[0] * layers + counted[1] * head
+    assert sampling.computed(task, prompts, trace, way) == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------------------- environments, the command

@@ -3,7 +3,7 @@
 One run prints one table. What is compared, and when it may be believed:
 
 - Each side is a process of its own, in an environment of its own (:mod:`.peers`), with the same weights, the same token
-  ids in each step, the same optimiser, on the same machine (:mod:`.work`).
+  ids in each step, the same optimiser and rate, on the same machine (:mod:`.work`).
 - Nothing is timed before a gate is open: losses, greedy tokens and sampled probabilities agree (:mod:`.sft`,
   :mod:`.sampling`).
 - The sides take turns, A B C C B A, five rounds and more. What counts is the ratio of times within a round: its median

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from rocm_ext.bench.busy import OtherPrograms
-from tests.benchmarks import cycle, sampling, sft
+from tests.benchmarks import cycle, peers, sampling, sft
 from tests.benchmarks.protocol import Failed
 from tests.benchmarks.table import table
 from tests.benchmarks.work import SHAPES, Task
@@ -34,28 +34,29 @@ GPU_SET = tuple(
     for work, some in (("sft", (STOCK, BEST, TRL)), ("sampling", (GENERATE, CONTINUOUS, TORCHTUNE)))
 )
 PEERS = {"sft": sft.PEERS, "sampling": sampling.PEERS}
+COMPARE = {"sft": sft.compare, "sampling": sampling.compare}
 
 
 def main() -> None:
     args = parse()
-    tasks = chosen(args)
-    others, rows = OtherPrograms(), []
-    gated: set[tuple[str, int, str]] = set()
+    tasks, others, rows, failures = chosen(args), OtherPrograms(), [], 0
+    gated: dict[str, set[str]] = {work: set() for work in PEERS}
+    for name in {PEERS[task.work][peer].environment for task in tasks for peer in task.peers}:
+        peers.python(name, args.gpu)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            for number, task in enumerate(tasks, 1):
-                said = f"{task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: {', '.join(task.peers)}"
-                print(f"[{number}/{len(tasks)}] {said}", file=sys.stderr, flush=True)
-                (base := Path(folder, str(number))).mkdir()
-                if task.work == "sft":
-                    rows += sft.compare(base, task, args, gated)
-                else:
-                    rows += sampling.compare(base, task, args)
-            if "cycle" in args.work:
-                print("RAFT's cycle", file=sys.stderr, flush=True)
-                rows += cycle.measure(Path(folder, "cycle"), args.rounds)
-    except Failed as error:
-        sys.exit(f"error: {error}")
+        for number, task in enumerate(tasks, 1):
+            said = f"{task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: {', '.join(task.peers)}"
+            print(f"[{number}/{len(tasks)}] {said}", file=sys.stderr, flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    rows += COMPARE[task.work](Path(folder), task, args, gated[task.work])
+                except (Failed, OSError) as error:
+                    failures += 1
+                    print(f"failed: {error}", file=sys.stderr, flush=True)
+        if "cycle" in args.work:
+            print("RAFT's cycle", file=sys.stderr, flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                rows += cycle.measure(Path(folder), runs=3)
     except KeyboardInterrupt:
         print("stopped; what was measured until now:", file=sys.stderr)
     busy = others.cores()
@@ -65,6 +66,7 @@ def main() -> None:
     if args.json:
         content = {"machine": machine(), "date": str(date.today()), "cores_of_other_programs": busy, "rows": rows}
         args.json.write_text(json.dumps(content, indent=1) + "\n")
+    sys.exit(1 if failures else 0)
 
 
 def parse() -> argparse.Namespace:
@@ -77,7 +79,7 @@ def parse() -> argparse.Namespace:
     option("--peers", nargs="+", choices=[*sft.PEERS, *sampling.PEERS], help="for --shape (those of the set)")
     option("--rounds", type=int, default=5, help="turns of each side (5)")
     option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config for sft")
-    option("--attention", default="sdpa", help="of TRL's model on a GPU, e.g. flash_attention_2 (sdpa)")
+    option("--attention", default="sdpa", help="of transformers' models on a GPU, e.g. flash_attention_2 (sdpa)")
     option("--json", type=Path, help="write the rows here, too")
     args = parser.parse_args()
     args.gpu = gpu()
@@ -88,13 +90,13 @@ def chosen(args: argparse.Namespace) -> list[Task]:
     """The set of this machine, or what was asked for."""
     if args.shape is None:
         return [task for task in (GPU_SET if args.gpu else SMALL_SET) if task.work in args.work]
-    peers = args.peers or [STOCK, TRL, GENERATE, CONTINUOUS]
+    names = args.peers or [STOCK, TRL, GENERATE, CONTINUOUS]
     return [
-        Task(work, args.shape, vocab, dtype, tuple(name for name in peers if name in PEERS[work]))
+        Task(work, args.shape, vocab, dtype, tuple(name for name in names if name in PEERS[work]))
         for vocab in args.vocab
         for dtype in args.dtype
         for work in PEERS
-        if work in args.work and any(name in PEERS[work] for name in peers)
+        if work in args.work and any(name in PEERS[work] for name in names)
     ]
 
 

@@ -14,7 +14,6 @@ from tests.benchmarks.protocol import Failed, Side
 
 def measure(base: Path, runs: int) -> list[dict]:
     """A row of the table, from ``runs`` runs of two cycles."""
-    base.mkdir()
     done = subprocess.run([sys.executable, "-m", "rocm_ext.cli", "pocket", str(base / "pocket")], capture_output=True)
     if done.returncode:
         raise Failed(f"no pocket model: {done.stderr.decode()[-2000:]}")

@@ -1,9 +1,10 @@
 """Sampling: seconds until every answer to the same prompts has the length that a seeded trace gives it.
 
-Each side is given the trace in its own way and computes every answer to its own end; only tokens up to there count.
+Each side is given the trace in its own way; only tokens up to an answer's end count. The model has no adapter.
 
-Gates: greedy answers are ours token by token (bf16: as probable as the best token); sampled tokens are as probable as
-the model says, log p - E[log p] has the mean zero within its error; our reported log-probabilities are the model's.
+Gates: greedy answers are ours token by token, in fp32, also before bf16 is timed (there: about as probable as the best
+token); the sampled tokens of the last timed round are as probable as the model says, log p - E[log p] has the mean zero
+within its error; our reported log-probabilities are the model's.
 """
 
 import argparse
@@ -12,33 +13,33 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from tests.benchmarks import peers
 from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn
-from tests.benchmarks.work import Task, gsm8k_lengths, write_random_model
+from tests.benchmarks.work import Task, flops, gsm8k_lengths, write_random_model
 
 Prompts = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to sample: module of the side, its environment, what it is told."""
+    """A way to sample: module of the side, its environment, what it is told, and how it computes (:func:`computed`)."""
 
     module: str
     environment: str
     option: str
-    waits: bool = True  # for the longest answer of the batch
+    prefill: str
 
 
 PEERS = {
-    "transformers generate": Peer("sample_transformers", "trl", "generate"),
-    "transformers continuous batching": Peer("sample_transformers", "trl", "continuous", waits=False),
-    "torchtune generate": Peer("sample_torchtune", "torchtune", "lean"),
-    "torchtune generate with logits": Peer("sample_torchtune", "torchtune", ""),
+    "transformers generate": Peer("sample_transformers", "trl", "generate", "each row"),
+    "transformers continuous batching": Peer("sample_transformers", "trl", "continuous", "ours"),
+    "torchtune generate": Peer("sample_torchtune", "torchtune", "lean", "all logits"),
+    "torchtune generate with logits": Peer("sample_torchtune", "torchtune", "", "all logits"),
 }
 
 
@@ -63,59 +64,88 @@ class Trace:
 CPU, GPU = Trace(16, 8, 67, 256), Trace(64, 8, 200, 1024)
 
 
-def compare(base: Path, task: Task, args: argparse.Namespace) -> list[dict]:
-    """Gate and time one model; a row of the table for each peer."""
+def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -> list[dict]:
+    """Gate and time one model; a row of the table for each peer. ``gated``: those that passed in fp32, added to."""
     work = GPU if args.gpu else CPU
     model = write_random_model(base / "model", task.shape, task.vocab, initializer_range=0.06)
     prompts, trace = work.make(task.vocab)
+    if task.dtype != "fp32" and not gated.issuperset(task.peers):
+        with ExitStack() as stack:
+            gate(stack, base, model, replace(task, dtype="fp32"), work, prompts, args)
     with ExitStack() as stack:
-        sides, until_warm, greedy = [], {}, {}
-        for name in ("ours", *task.peers):
-            began = time.perf_counter()
-            sides.append(start(stack, base, model, name, task.dtype, work, args))
-            greedy[name] = sample(sides[-1], prompts, [24] * len(prompts), greedy=True)["answers"]
-            until_warm[name] = time.perf_counter() - began
-        gate(sides, greedy, stack.enter_context(judge(base, model, work, args)), prompts, task.dtype)
+        sides, until_warm = gate(stack, base, model, task, work, prompts, args)
+        gated.update(task.peers)
+        for side in sides:
+            sample(side, prompts, trace)  # shapes that the gate did not have
         runs: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
-        peaks = {}
+        last = {}
         for _, side in in_turn(sides, args.rounds):
-            answer = sample(side, prompts, trace)
-            if [len(tokens) for tokens in answer["answers"]] != trace:
+            last[side.name] = sample(side, prompts, trace)
+            runs[side.name].append(last[side.name]["seconds"])
+            if [len(tokens) for tokens in last[side.name]["answers"]] != trace:
                 raise Failed(f"{side.name} made answers of other lengths")
-            runs[side.name].append(answer["seconds"])
-            peaks[side.name] = answer["peak_memory"]
+    with judge(base, model, work, args) as knows:
+        for name, answer in last.items():
+            check_sampled(name, answer, knows.ask(prompts=prompts, answers=answer["answers"]), task.dtype)
     walls = {name: [wall for wall, _ in each] for name, each in runs.items()}
     processor = {name: [seconds for _, seconds in each] for name, each in runs.items()}
-    waste = len(trace) * max(trace) / sum(trace)
+    ours = computed(task, prompts, trace, "ours")
     return [
         {
             **task.describe(name), **Ratio.of(walls[name], walls["ours"]).describe(),
-            "bound": waste if PEERS[name].waits else 1.0,
+            "bound": computed(task, prompts, trace, PEERS[name].prefill) / ours,
             "in_processor_time": Ratio.of(processor[name], processor["ours"]).median,
             "tokens_per_second": sum(trace) / statistics.median(walls["ours"]),
             "until_warm": [until_warm["ours"], until_warm[name]],
-            "peak_memory": [peaks["ours"], peaks[name]],
+            "peak_memory": [last["ours"]["peak_memory"], last[name]["peak_memory"]],
         }
         for name in task.peers
     ]  # fmt: skip
 
 
-def start(
-    stack: ExitStack, base: Path, model: Path, name: str, dtype: str, work: Trace, args: argparse.Namespace
-) -> Side:
+def computed(task: Task, prompts: Prompts, trace: Sequence[int], way: str) -> float:
+    """Matrix products that a side's way takes, relative to others."""
+    lengths, rows, steps = [len(prompt) for prompt in prompts], len(trace), max(trace)
+    if way == "ours":  # each prompt once
+        return flops(task.shape, task.vocab, sum(lengths) + sum(trace), sum(trace))
+    every = rows * (max(lengths) + steps)  # each sample's prompt, padded; every row until the longest ends
+    return flops(task.shape, task.vocab, every, every if way == "all logits" else rows * steps)
+
+
+def gate(
+    stack: ExitStack, base: Path, model: Path, task: Task, work: Trace, prompts: Prompts, args: argparse.Namespace
+) -> tuple[list[Side], dict[str, float]]:
+    """The sides' processes after their greedy answers, and the seconds from each one's start until it had given them.
+
+    Raises:
+        Failed: a side does not answer as the model does.
+    """
+    sides, until_warm, greedy = [], {}, {}
+    for name in ("ours", *task.peers):
+        sides.append(stack.enter_context(start(base, model, name, task.dtype, work, args)))
+        greedy[name] = sample(sides[-1], prompts, [24] * len(prompts), greedy=True)["answers"]
+        until_warm[name] = time.perf_counter() - sides[-1].began
+    with judge(base, model, work, args) as knows:
+        for name, answers in greedy.items():
+            check_greedy(name, answers, greedy["ours"], knows.ask(prompts=prompts, answers=answers), task.dtype)
+    return sides, until_warm
+
+
+def start(base: Path, model: Path, name: str, dtype: str, work: Trace, args: argparse.Namespace) -> Side:
     """A side's process, which waits for orders."""
     peer = PEERS.get(name)
     python = Path(sys.executable) if peer is None else peers.python(peer.environment, args.gpu)
     module = "sample_ours" if peer is None else peer.module
-    options = [peer.option] if peer and peer.option else []
+    options = [peer.option, args.attention] if peer else []
     arguments = ["-m", f"tests.benchmarks.sides.{module}", model, dtype, work.most, *options]
-    return stack.enter_context(Side(name, python, [str(a) for a in arguments], base / f"{name}.log"))
+    return Side(name, python, [str(a) for a in arguments], base / f"{name}.log")
 
 
 def judge(base: Path, model: Path, work: Trace, args: argparse.Namespace) -> Side:
     """A process that tells how probable answers are, in fp32."""
-    arguments = ["-m", "tests.benchmarks.sides.sample_transformers", str(model), "fp32", str(work.most), "judge"]
-    return Side("judge", peers.python("trl", args.gpu), arguments, base / "judge.log")
+    options = [str(model), "fp32", str(work.most), "judge", "sdpa"]
+    return Side("judge", peers.python("trl", args.gpu), ["-m", "tests.benchmarks.sides.sample_transformers", *options],
+                base / "judge.log")  # fmt: skip
 
 
 def sample(side: Side, prompts: Prompts, trace: list[int], greedy: bool = False) -> dict:
@@ -123,27 +153,21 @@ def sample(side: Side, prompts: Prompts, trace: list[int], greedy: bool = False)
     return side.ask(prompts=prompts, trace=trace, greedy=greedy)
 
 
-def gate(sides: Sequence[Side], greedy: dict[str, Prompts], judge: Side, prompts: Prompts, dtype: str) -> None:
-    """Look at the greedy answers, and at some that are sampled.
+def check_greedy(name: str, answers: Prompts, ours: Prompts, judged: dict, dtype: str) -> None:
+    """Raises :class:`Failed` unless greedy answers are the best ones."""
+    if dtype == "fp32" and answers != ours:
+        raise Failed(f"greedy answers of {name} differ from ours")
+    if judged["behind"] > (1e-3 if dtype == "fp32" else 0.5):
+        raise Failed(f"a greedy token of {name} is less probable than the best by a factor of e^{judged['behind']:.2f}")
 
-    Raises:
-        Failed: a side does not answer as the model does.
-    """
-    exact = dtype == "fp32"
-    for name, answers in greedy.items():
-        if exact and answers != greedy["ours"]:
-            raise Failed(f"greedy answers of {name} differ from ours")
-        behind = judge.ask(prompts=prompts, answers=answers)["behind"]
-        if behind > (1e-3 if exact else 0.25):
-            raise Failed(f"a greedy token of {name} is less probable than the best one by a factor of e^{behind:.2f}")
-    for side in sides:
-        answer = sample(side, prompts, [16] * len(prompts) * 4)
-        judged = judge.ask(prompts=prompts, answers=answer["answers"])
-        surprise = judged["surprise"]
-        mean, error = statistics.fmean(surprise), statistics.stdev(surprise) / len(surprise) ** 0.5
-        if abs(mean) > 4 * error:
-            raise Failed(f"sampled tokens of {side.name} are off by {mean:.3f} +- {error:.3f}")
-        if side.name == "ours":
-            said, found = statistics.fmean(answer["logprobs"]), statistics.fmean(judged["logprobs"])
-            if abs(said - found) > (1e-4 if exact else 0.02):
-                raise Failed(f"our log-probabilities have the mean {said:.4f}, not {found:.4f}")
+
+def check_sampled(name: str, answer: dict, judged: dict, dtype: str) -> None:
+    """Raises :class:`Failed` unless sampled tokens have the model's probabilities, and ours say which."""
+    surprise = judged["surprise"]
+    mean, error = statistics.fmean(surprise), statistics.stdev(surprise) / len(surprise) ** 0.5
+    if abs(mean) > 4 * error:
+        raise Failed(f"sampled tokens of {name} are off by {mean:.3f} +- {error:.3f}")
+    if name == "ours":
+        said, found = statistics.fmean(answer["logprobs"]), statistics.fmean(judged["logprobs"])
+        if abs(said - found) > (1e-4 if dtype == "fp32" else 0.02):
+            raise Failed(f"our log-probabilities have the mean {said:.4f}, not {found:.4f}")

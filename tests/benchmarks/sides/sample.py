@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.sides.talk import hear, peak_memory, pipe
+from tests.benchmarks.sides.talk import hear, peak_memory, pipe, reset_peak
 
 PAD = 0  # in no prompt
 Answers = list[list[int]]  # of prompt 0: sample 0, 1, ...; of prompt 1: ...
@@ -23,6 +23,7 @@ def serve(generate: Callable[[list[list[int]], list[int], bool], Answers], extra
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     while True:
         order = hear()
+        reset_peak()
         began = time.perf_counter(), time.process_time()
         answers = generate(order["prompts"], order["trace"], order["greedy"])
         if DEVICE.type == "cuda":
@@ -47,14 +48,16 @@ def torchtune_decoder(folder: Path, dtype: torch.dtype) -> Any:
     heads, kv_heads, width, tied = (
         c[key] for key in ("num_attention_heads", "num_key_value_heads", "hidden_size", "tie_word_embeddings")
     )
-    with torch.device(DEVICE):
+    with torch.device("meta"):
         decoder = qwen2(
             vocab_size=c["vocab_size"], num_layers=c["num_hidden_layers"], num_heads=heads, num_kv_heads=kv_heads,
             embed_dim=width, intermediate_dim=c["intermediate_size"], max_seq_len=c["max_position_embeddings"],
             norm_eps=c["rms_norm_eps"], rope_base=1e6, tie_word_embeddings=tied,
         )  # fmt: skip
     weights = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-    decoder.load_state_dict(
-        qwen2_hf_to_tune(weights, num_heads=heads, num_kv_heads=kv_heads, dim=width, tie_word_embeddings=tied)
-    )
-    return decoder.to(dtype).eval()
+    weights = qwen2_hf_to_tune(weights, num_heads=heads, num_kv_heads=kv_heads, dim=width, tie_word_embeddings=tied)
+    decoder.load_state_dict({name: value.to(DEVICE, dtype) for name, value in weights.items()}, assign=True)
+    for module in decoder.modules():
+        if hasattr(module, "rope_init"):
+            module.rope_init()
+    return decoder.to(DEVICE).eval()

@@ -18,7 +18,7 @@ from tests.benchmarks.sides.sample import DEVICE, DTYPES, PAD, Answers, padded, 
 
 DTYPE = DTYPES[sys.argv[2]]
 MODEL = torchtune_decoder(Path(sys.argv[1]), DTYPE)
-LEAN = sys.argv[4:] == ["lean"]
+LEAN = "lean" in sys.argv[4:]
 
 
 def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:

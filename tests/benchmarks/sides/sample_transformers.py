@@ -1,8 +1,9 @@
-"""transformers: ``… sample_transformers MODEL DTYPE MOST generate|continuous|judge``.
+"""transformers: ``… sample_transformers MODEL DTYPE MOST generate|continuous|judge ATTENTION``.
 
 generate: one batch, left-padded, with ``num_return_sequences``. A ``StoppingCriteria`` tells which rows have ended, as
 that for EOS does; all rows are decoded until the last one has ended.
-continuous: the manager behind ``generate_batch``, which itself takes one limit for all, fed with each request's own.
+continuous: what ``generate_batch`` does with ``num_return_sequences`` (a prompt is computed once for its samples) and a
+manager that is kept; each sample has a limit of its own. All requests run at once: fewer were slower on a CPU.
 judge: how probable given answers are.
 """
 
@@ -16,11 +17,17 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from tests.benchmarks.sides.sample import DEVICE, DTYPES, PAD, Answers, padded, serve
 from tests.benchmarks.sides.talk import hear, pipe
 
-MODEL = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=DTYPES[sys.argv[2]]).to(DEVICE).eval()
+MODEL = (
+    AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=DTYPES[sys.argv[2]], attn_implementation=sys.argv[5])
+    .to(DEVICE)
+    .eval()
+)
 MODEL.generation_config.eos_token_id = None
 MOST = int(sys.argv[3])
 
@@ -53,27 +60,66 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
 
 def continuous(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
     samples = len(trace) // len(prompts)
-    config = GenerationConfig(max_new_tokens=MOST, eos_token_id=-1, pad_token_id=PAD, **how(greedy))
-    # its cache as large as ours may get, not 60 % of the machine's memory
-    blocks = sum(-(-(len(prompts[i // samples]) + length) // 256) for i, length in enumerate(trace))
-    options = ContinuousBatchingConfig(num_blocks=blocks + 8, max_batch_tokens=2048)
-    found: dict[str, list[int]] = {}
-    with MODEL.continuous_batching_context_manager(
-        generation_config=config, continuous_batching_config=options, block=True, timeout=5, warmup=False
-    ) as manager:
-        names = [
-            manager.add_request(prompts[i // samples], request_id=str(i), max_new_tokens=length)
-            for i, length in enumerate(trace)
-        ]
+    if (greedy, samples) not in MANAGERS:
+        MANAGERS.clear()  # the one before stops
+        MANAGERS[greedy, samples] = Manager(len(prompts), samples, greedy)
+    return MANAGERS[greedy, samples].generate(prompts, trace)
+
+
+class Manager:
+    """Continuous batching of ``prompts`` prompts with ``samples`` answers each."""
+
+    def __init__(self, prompts: int, samples: int, greedy: bool) -> None:
+        config = GenerationConfig(
+            max_new_tokens=MOST, eos_token_id=-1, pad_token_id=PAD, num_return_sequences=samples,
+            **(how(greedy) | ({"do_sample": True, "top_k": 1} if greedy and samples > 1 else {})),
+        )  # fmt: skip
+        requests = prompts * samples
+        blocks = None if DEVICE.type == "cuda" else 2 * requests  # on a CPU it would take 60 % of the memory
+        options = ContinuousBatchingConfig(num_blocks=blocks)
+        self._manager = MODEL.init_continuous_batching(
+            generation_config=config, continuous_batching_config=options,
+            workload_hints=WorkloadHints(max_prompt_length=256, max_generated_length=MOST, num_requests=requests),
+        )  # fmt: skip
+        self._manager.warmup()
+        self._manager.start()
+        self._samples, self._run = samples, 0
+
+    def __del__(self) -> None:
+        self._manager.stop(block=True)
+
+    def generate(self, prompts: list[list[int]], trace: list[int]) -> Answers:
+        self._run += 1
+        names = []
+        for i, prompt in enumerate(prompts):
+            name = f"{self._run}-{i}"
+            # a child inherits the limit of its request, which is its last sample
+            children = [f"{name}__child#{k}" for k in range(self._samples - 1)]
+            names += [*children, name]
+            LIMITS.update(zip(children, trace[i * self._samples :], strict=False))
+            self._manager.add_request(prompt, request_id=name, max_new_tokens=trace[(i + 1) * self._samples - 1])
+        found: dict[str, list[int]] = {}
         while len(found) < len(names):
-            if result := manager.get_result(timeout=1):
+            if result := self._manager.get_result(timeout=1):
                 if result.error:
                     raise RuntimeError(result.error)
                 if result.is_finished():
                     found[result.request_id] = list(result.generated_tokens)
-            elif not manager.is_running():
+            elif not self._manager.is_running():
                 raise RuntimeError("the manager stopped")
-    return [found[name] for name in names]
+        return [found[name] for name in names]
+
+
+def fork(self: RequestState, name: str) -> RequestState:
+    """A child, with its own limit."""
+    child = FORK(self, name)
+    child.max_new_tokens = child._new_tokens_limit = LIMITS[name]
+    return child
+
+
+FORK, RequestState.fork = RequestState.fork, fork
+LIMITS: dict[str, int] = {}
+MANAGERS: dict[tuple[bool, int], Manager] = {}
 
 
 def judge() -> None:

@@ -1,6 +1,8 @@
 """A side's end of the pipe to :mod:`tests.benchmarks.protocol`, and a metric logger that is paced by it."""
 
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -32,6 +34,18 @@ def peak_memory() -> int:
     return resident("VmHWM")
 
 
+def reset_peak() -> None:
+    """From now on :func:`peak_memory` tells what comes after."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with contextlib.suppress(OSError):  # a kernel without it
+            Path("/proc/self/clear_refs").write_text("5")
+
+
 def resident(field: str = "VmRSS") -> int:
     """Bytes of the process now (VmRSS) or at most (VmHWM; getrusage's counts the parent's before exec, too)."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -50,6 +64,8 @@ class Pace:
 
     def step(self, loss: float) -> None:
         """One more step is over. The very first one's time holds what was left of the set-up."""
+        if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+            sys.modules["torch"].cuda.synchronize()
         wall, processor = time.perf_counter(), time.process_time()
         self._steps.append((wall - self._began[0], processor - self._began[1], loss))
         self._began = wall, processor
