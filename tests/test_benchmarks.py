@@ -174,7 +174,7 @@ def test_peers_see_this_torch_and_nothing_else_of_ours(tmp_path):
 
 
 def test_the_sets_name_peers_that_there_are():
-    for task in (*command.SMALL_SET, *command.GPU_SET):
+    for task in (*command.SMALL_SET, *command.SLOW_SET, *command.GPU_SET):
         assert set(task.peers) <= set(command.PEERS[task.work])
         assert task.shape in work.SHAPES
     small = [work.parameters(task.shape, task.vocab) for task in command.SMALL_SET]
@@ -183,7 +183,7 @@ def test_the_sets_name_peers_that_there_are():
 
 def test_a_choice_replaces_the_set():
     args = SimpleNamespace(
-        shape="tiny", work=["sft", "sampling", "cycle"], vocab=[512, 1024], dtype=["fp32"], gpu=False,
+        shape="tiny", work=["sft", "sampling", "cycle"], vocab=[512, 1024], dtype=["fp32"], gpu=False, all=False,
         peers=["TRL + PEFT"],
     )  # fmt: skip
     assert [(task.work, task.vocab, task.peers) for task in command.chosen(args)] == [
@@ -191,6 +191,8 @@ def test_a_choice_replaces_the_set():
     ]  # fmt: skip
     args.shape = None
     assert command.chosen(args) == list(command.SMALL_SET)
+    args.all = True
+    assert command.chosen(args) == [*command.SMALL_SET, *command.SLOW_SET]
 
 
 def test_the_table():

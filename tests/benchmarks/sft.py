@@ -105,7 +105,7 @@ def gate(
         sides.append(stack.enter_context(Side(name, python(name, args), arguments, base / f"{name}.log")))
         found = sides[-1].ask(steps=GATE)["steps"]
         losses[name] = [loss for *_, loss in found]
-        until_warm[name] = time.perf_counter() - sides[-1].began - GATE * found[-1][0]
+        until_warm[name] = max(0.0, time.perf_counter() - sides[-1].began - GATE * found[-1][0])
     apart = {name: difference(found, losses["ours"]) for name, found in losses.items()}
     for name, value in apart.items():
         if not value <= TOLERANCES[task.dtype]:
@@ -169,7 +169,7 @@ def measure(
     """Let the sides take turns on the same steps."""
     for side in sides:
         warm = [wall for wall, *_ in side.ask(steps=WARM_UP)["steps"]]
-        until_warm[side.name] += sum(warm) - WARM_UP * warm[-1]
+        until_warm[side.name] += max(0.0, sum(warm) - WARM_UP * warm[-1])
     runs: dict[str, list[tuple[float, float, float]]] = {side.name: [] for side in sides}
     peaks = {}
     for _, side in in_turn(sides, args.rounds):
