@@ -59,8 +59,14 @@ def bench_path() -> Path | None:
     user without a home."""
     if named := os.environ.get("ROCM_EXT_BENCH"):
         return Path(named)
+    cache = cache_folder()
+    return cache / "bench.json" if cache else None
+
+
+def cache_folder() -> Path | None:
+    """The user's, for files of this library; None for a user without a home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return cache / "torchtune-rocm" / "bench.json" if cache.is_absolute() else None
+    return cache / "torchtune-rocm" if cache.is_absolute() else None
 
 
 def machine_key(machine: Machine) -> dict[str, Any]:

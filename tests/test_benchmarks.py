@@ -14,25 +14,29 @@ from torch.utils.flop_counter import FlopCounterMode
 from rocm_ext import lora, model
 from rocm_ext.loss import LinearCrossEntropyLoss
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import peers, sampling, sft, work
+from tests.benchmarks import peers, protocol, sampling, sft, work
 from tests.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
 from tests.benchmarks.table import table
 from tests.tiny import run_config
 
 
 # ------------------------------------------------------------------------------------------------------- sides
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
 def side(tmp_path, code: str) -> Side:
     (tmp_path / "side.py").write_text("from tests.benchmarks.sides.talk import Pace, hear, pipe\n" + code)
-    environ = {"PYTHONPATH": str(ROOT)}
-    return Side("peer", sys.executable, [str(tmp_path / "side.py")], tmp_path / "log", **environ)
+    return Side("peer", sys.executable, [str(tmp_path / "side.py")], tmp_path / "log")
 
 
 def test_a_side_does_as_many_steps_as_it_is_told(tmp_path):
     with side(tmp_path, "pace = Pace()\nfor i in range(10): pace.step(float(i))") as peer:
-        assert [loss for *_, loss in peer.ask(steps=3)["steps"]] == [0, 1, 2]
+        assert [loss for _, loss in peer.ask(steps=3)["steps"]] == [0, 1, 2]
         answer = peer.ask(steps=2)
-        assert [loss for *_, loss in answer["steps"]] == [3, 4]
-        assert all(wall >= 0 and processor >= 0 for wall, processor, _ in answer["steps"])
+        assert [loss for _, loss in answer["steps"]] == [3, 4]
+        assert all(seconds >= 0 for seconds, _ in answer["steps"])
         assert answer["peak_memory"] > 2**20
 
 
@@ -42,6 +46,29 @@ def test_a_side_that_ends_is_told_with_its_last_words(tmp_path, code):
         peer.ask(steps=1)
 
 
+def test_a_side_that_hangs_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "PATIENCE", 0.5)
+    with side(tmp_path, "import time; time.sleep(600)") as peer, pytest.raises(Failed, match="has not answered"):
+        peer.ask(steps=1)
+
+
+def test_a_failed_comparison_loses_no_other(tmp_path, monkeypatch, capsys):
+    def compared(folder, task, **_):
+        if task.vocab == 1:
+            raise Failed("closed")
+        return []
+
+    monkeypatch.setitem(command.COMPARE, "sft", compared)
+    cycle = {"work": "cycle", "runs": 1, "outside": 0.1, "range": [0, 1]}
+    monkeypatch.setattr(command.cycle, "measure", lambda folder, runs: [cycle])
+    monkeypatch.setattr(sys, "argv", ["x", "--work", "sft", "cycle", "--shape", "tiny", "--vocab", "1", "2"])
+    with pytest.raises(SystemExit) as left:
+        command.main()
+    captured = capsys.readouterr()
+    assert (left.value.code, captured.err.count("failed: closed"), captured.err.count("took")) == (1, 1, 3)
+    assert "10.0%" in captured.out
+
+
 def test_a_side_does_not_outlive_the_harness(tmp_path):
     with side(tmp_path, "pipe().send('here'); hear(); import time; time.sleep(600)") as peer:
         peer.ask(steps=1)
@@ -49,8 +76,7 @@ def test_a_side_does_not_outlive_the_harness(tmp_path):
 
 
 def test_sides_take_turns():
-    names = [each for _, each in in_turn("ABC", 3)]
-    assert "".join(names) == "ABCCBAABC"
+    assert "".join(in_turn("ABC", 3)) == "ABCCBAABC"
 
 
 def test_ratios_are_of_the_same_round():
@@ -107,7 +133,7 @@ def test_losses_that_differ_close_the_gate(found, passes, tmp_path, monkeypatch)
     losses = {"ours": 1.0, "TRL + PEFT": found}
 
     def started(name, *_):
-        steps = {"steps": [(1.0, 1.0, losses[name])] * sft.GATE}
+        steps = {"steps": [(1.0, losses[name])] * sft.GATE}
         return SimpleNamespace(name=name, began=0.0, ask=lambda steps=0, answer=steps: answer)
 
     monkeypatch.setattr(sft, "Side", started)

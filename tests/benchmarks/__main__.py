@@ -7,19 +7,21 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from rocm_ext.bench.busy import OtherPrograms
-from tests.benchmarks import cycle, peers, sampling, sft
+from tests.benchmarks import cycle, sampling, sft
 from tests.benchmarks.protocol import Failed
 from tests.benchmarks.table import table
 from tests.benchmarks.work import SHAPES, Task
 
 STOCK, BEST, TRL = "torchtune as shipped", "torchtune compiled", "TRL + PEFT"
 GENERATE, CONTINUOUS, TORCHTUNE = list(sampling.PEERS)[:3]
-# 11 and 42 million parameters
+# 11 and 41 million parameters
 SMALL_SET = (
     Task("sft", "small", 32768, "fp32", (STOCK, BEST, TRL)),
     Task("sft", "small", 152064, "fp32", (STOCK,)),
@@ -45,26 +47,18 @@ COMPARE = {"sft": sft.compare, "sampling": sampling.compare}
 
 def main() -> None:
     args = parse()
-    tasks, others, rows, failures = chosen(args), OtherPrograms(), [], 0
-    gated: dict[str, set[str]] = {work: set() for work in PEERS}
-    for name in {PEERS[task.work][peer].environment for task in tasks for peer in task.peers}:
-        peers.python(name, args.gpu)
+    others, rows, failures = OtherPrograms(), [], 0
     try:
-        for number, task in enumerate(tasks, 1):
-            said = f"{task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: {', '.join(task.peers)}"
-            print(f"[{number}/{len(tasks)}] {said}", file=sys.stderr, flush=True)
+        for said, compare in comparisons(args):
+            print(said, file=sys.stderr, flush=True)
             began = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    rows += COMPARE[task.work](Path(folder), task, args, gated[task.work])
+                    rows += compare(Path(folder))
                 except (Failed, OSError) as error:
                     failures += 1
-                    print(f"failed: {error}", file=sys.stderr, flush=True)
-            print(f"[{number}/{len(tasks)}] took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        if "cycle" in args.work:
-            print("RAFT's cycle", file=sys.stderr, flush=True)
-            with tempfile.TemporaryDirectory() as folder:
-                rows += cycle.measure(Path(folder), runs=3)
+                    print(f"failed: {error}", file=sys.stderr)
+            print(f"    took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("stopped; what was measured until now:", file=sys.stderr)
     busy = others.cores()
@@ -77,6 +71,17 @@ def main() -> None:
     sys.exit(1 if failures else 0)
 
 
+def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], list[dict]]]]:
+    """What to say of each, and what measures it in a folder of its own."""
+    tasks = chosen(args)
+    gated: dict[str, set[str]] = {work: set() for work in PEERS}
+    for number, task in enumerate(tasks, 1):
+        said = f"[{number}/{len(tasks)}] {task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: "
+        yield said + ", ".join(task.peers), partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work])
+    if "cycle" in args.work:
+        yield "RAFT's cycle", partial(cycle.measure, runs=3)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     option = parser.add_argument
@@ -85,8 +90,8 @@ def parse() -> argparse.Namespace:
     option("--vocab", type=int, nargs="+", default=[32768], help="vocabularies of --shape (32768)")
     option("--dtype", nargs="+", choices=sft.TOLERANCES, default=["fp32"], help="of --shape (fp32)")
     option("--peers", nargs="+", choices=[*sft.PEERS, *sampling.PEERS], help="for --shape (those of the set)")
-    option("--all", action="store_true", help="on a CPU also what takes long: an hour in all")
-    option("--rounds", type=int, default=5, help="turns of each side (5)")
+    option("--all", action="store_true", help="on a CPU also what takes long")
+    option("--rounds", type=int, default=6, help="turns of each side; even numbers balance their order (6)")
     option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config for sft")
     option("--attention", default="sdpa", help="of transformers' models on a GPU, e.g. flash_attention_2 (sdpa)")
     option("--json", type=Path, help="write the rows here, too")

@@ -9,10 +9,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+
+from rocm_ext.bench_file import cache_folder
+from tests.benchmarks.protocol import Failed
 
 # What a user of the peer installs beside torch, as of 2026-11.
 PINS = {
@@ -26,11 +30,11 @@ def python(peer: str, gpu: bool = False) -> Path:
     """The interpreter of ``peer``'s environment; the first call takes a minute or two.
 
     Raises:
-        subprocess.CalledProcessError: pip could not install the pinned packages.
+        Failed: pip could not install the pinned packages.
     """
     pins = PINS[peer] + (ON_A_GPU.get(peer, []) if gpu else [])
     key = hashlib.sha256("\n".join([sys.version, metadata.version("torch"), sys.prefix, *pins]).encode())
-    folder = cache() / f"{peer}-{key.hexdigest()[:12]}"
+    folder = (cache_folder() or Path(tempfile.gettempdir())) / "peers" / f"{peer}-{key.hexdigest()[:12]}"
     found = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not (folder / "ready").exists():
         print(f"making the environment of {peer} ({', '.join(pins)}) in {folder}", file=sys.stderr, flush=True)
@@ -40,15 +44,10 @@ def python(peer: str, gpu: bool = False) -> Path:
         ).strip()
         link_torch(folder / "torch")
         Path(lib, "torch.pth").write_text(f"{folder / 'torch'}\n")
-        subprocess.run([found, "-m", "pip", "install", "--quiet", *pins], check=True)
+        if subprocess.run([found, "-m", "pip", "install", "--quiet", *pins]).returncode:
+            raise Failed(f"no environment for {peer}: pip could not install {', '.join(pins)}, see above")
         (folder / "ready").touch()
     return found
-
-
-def cache() -> Path:
-    """Where environments are kept: beside bench.json, or in $BENCHMARK_PEERS."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("BENCHMARK_PEERS") or Path(home, "torchtune-rocm", "peers"))
 
 
 def link_torch(target: Path) -> None:

@@ -9,13 +9,14 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 1800  # seconds
 
 
 class Failed(Exception):
@@ -30,10 +31,9 @@ class Side:
         python: interpreter of its environment.
         arguments: of the interpreter.
         log: file for all that it prints.
-        environ: added to this process's environment.
     """
 
-    def __init__(self, name: str, python: Path, arguments: Sequence[str], log: Path, **environ: str) -> None:
+    def __init__(self, name: str, python: Path, arguments: Sequence[str], log: Path) -> None:
         self.name, self._log = name, log
         self._pipe, theirs = Pipe()
         self.began = time.perf_counter()
@@ -45,7 +45,7 @@ class Side:
             self._process = subprocess.Popen(
                 [str(python), *map(str, arguments)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, **common, **autoload, **environ, "BENCHMARK_PIPE": str(theirs.fileno())},
+                env={**os.environ, **common, **autoload, "BENCHMARK_PIPE": str(theirs.fileno())},
             )  # fmt: skip
         theirs.close()
 
@@ -53,10 +53,12 @@ class Side:
         """Its answer to ``order``.
 
         Raises:
-            Failed: it ended instead.
+            Failed: it ended instead, or hangs.
         """
         try:
             self._pipe.send(order)
+            if not self._pipe.poll(PATIENCE):
+                raise Failed(f"{self.name} has not answered for {PATIENCE} s:\n{self._log.read_text()[-3000:]}")
             return self._pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             self._process.wait()
@@ -76,11 +78,10 @@ class Side:
         self.end()
 
 
-def in_turn(sides: Sequence[Side], rounds: int):
-    """The sides in the order A B C C B A …: pairs of the round's number and a side."""
+def in_turn(sides: Sequence[Side], rounds: int) -> Iterator[Side]:
+    """The sides in the order A B C C B A …"""
     for number in range(rounds):
-        for side in sides[:: 1 if number % 2 == 0 else -1]:
-            yield number, side
+        yield from sides[:: 1 if number % 2 == 0 else -1]
 
 
 @dataclass(frozen=True)
@@ -100,4 +101,3 @@ class Ratio:
     def describe(self) -> dict[str, Any]:
         """For the table."""
         return {"speedup": self.median, "range": [self.low, self.high]}
-

@@ -79,7 +79,7 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
             sample(side, prompts, trace)  # shapes that the gate did not have
         runs: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
         last = {}
-        for _, side in in_turn(sides, args.rounds):
+        for side in in_turn(sides, args.rounds):
             last[side.name] = sample(side, prompts, trace)
             runs[side.name].append(last[side.name]["seconds"])
             if [len(tokens) for tokens in last[side.name]["answers"]] != trace:

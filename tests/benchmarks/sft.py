@@ -104,8 +104,9 @@ def gate(
         arguments = command(base, name, PEERS.get(name), task.dtype, steps, args)
         sides.append(stack.enter_context(Side(name, python(name, args), arguments, base / f"{name}.log")))
         found = sides[-1].ask(steps=GATE)["steps"]
-        losses[name] = [loss for *_, loss in found]
-        until_warm[name] = max(0.0, time.perf_counter() - sides[-1].began - GATE * found[-1][0])
+        losses[name] = [loss for _, loss in found]
+        step = statistics.median(seconds for seconds, _ in found)
+        until_warm[name] = max(0.0, time.perf_counter() - sides[-1].began - GATE * step)
     apart = {name: difference(found, losses["ours"]) for name, found in losses.items()}
     for name, value in apart.items():
         if not value <= TOLERANCES[task.dtype]:
@@ -168,17 +169,17 @@ def measure(
 ) -> list[dict]:
     """Let the sides take turns on the same steps."""
     for side in sides:
-        warm = [wall for wall, *_ in side.ask(steps=WARM_UP)["steps"]]
+        warm = [seconds for seconds, _ in side.ask(steps=WARM_UP)["steps"]]
         until_warm[side.name] += max(0.0, sum(warm) - WARM_UP * warm[-1])
-    runs: dict[str, list[tuple[float, float, float]]] = {side.name: [] for side in sides}
+    runs: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
     peaks = {}
-    for _, side in in_turn(sides, args.rounds):
+    for side in in_turn(sides, args.rounds):
         answer = side.ask(steps=1)
         runs[side.name] += answer["steps"]
         peaks[side.name] = answer["peak_memory"]
     timed = steps[GATE + WARM_UP :]
     tokens, trained = (sum(row[i] for rows in timed for row in rows) for i in (0, 1))
-    seconds, losses = ({name: [step[i] for step in each] for name, each in runs.items()} for i in (0, 2))
+    seconds, losses = ({name: [step[i] for step in each] for name, each in runs.items()} for i in (0, 1))
     ours = flops(task.shape, task.vocab, tokens, trained)
     rows = []
     for name in task.peers:

@@ -62,6 +62,9 @@ def layer_weights(shape: str) -> int:
 
 def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
     """A Hugging Face folder of ``shape`` with ``vocab`` tokens."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     return write_model(
         folder, vocab=vocab, max_position_embeddings=4096, **{"tie_word_embeddings": True, **SHAPES[shape], **config}
     )

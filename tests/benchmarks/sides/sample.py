@@ -1,7 +1,6 @@
 """What the samplers' sides share: answering orders with a clock, and torchtune's model."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def serve(generate: Callable[[list[list[int]], list[int], bool], Answers], extra: Callable[[], dict] = dict) -> None:
     """Answer orders of ``prompts``, ``trace`` (tokens of each answer) and ``greedy`` for ever."""
-    if DEVICE.type == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     while True:
         order = hear()
         reset_peak()

@@ -61,7 +61,8 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
 def continuous(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
     samples = len(trace) // len(prompts)
     if (greedy, samples) not in MANAGERS:
-        MANAGERS.clear()  # the one before stops
+        while MANAGERS:
+            MANAGERS.popitem()[1].stop()
         MANAGERS[greedy, samples] = Manager(len(prompts), samples, greedy)
     return MANAGERS[greedy, samples].generate(prompts, trace)
 
@@ -72,7 +73,7 @@ class Manager:
     def __init__(self, prompts: int, samples: int, greedy: bool) -> None:
         config = GenerationConfig(
             max_new_tokens=MOST, eos_token_id=-1, pad_token_id=PAD, num_return_sequences=samples,
-            **(how(greedy) | ({"do_sample": True, "top_k": 1} if greedy and samples > 1 else {})),
+            **how(greedy),
         )  # fmt: skip
         requests = prompts * samples
         blocks = None if DEVICE.type == "cuda" else 2 * requests  # on a CPU it would take 60 % of the memory
@@ -85,7 +86,7 @@ class Manager:
         self._manager.start()
         self._samples, self._run = samples, 0
 
-    def __del__(self) -> None:
+    def stop(self) -> None:
         self._manager.stop(block=True)
 
     def generate(self, prompts: list[list[int]], trace: list[int]) -> Answers:

@@ -31,7 +31,8 @@ def peak_memory() -> int:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resident("VmHWM")
+    lines = Path("/proc/self/status").read_text().splitlines()  # getrusage's peak is also the parent's before exec
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def reset_peak() -> None:
@@ -46,29 +47,23 @@ def reset_peak() -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def resident(field: str = "VmRSS") -> int:
-    """Bytes of the process now (VmRSS) or at most (VmHWM; getrusage's counts the parent's before exec, too)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"no {field} in /proc/self/status")
-
-
 class Pace:
-    """Lets a trainer run as many steps as the harness orders, then reports the wall's and the processors' seconds and
-    the loss of each. What passes between a report and the next order does not count."""
+    """Lets a trainer run as many steps as the harness orders, then reports the seconds and the loss of each.
+
+    What passes between a report and the next order does not count.
+    """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[float, float, float]] = []
+        self._steps: list[tuple[float, float]] = []
         self._wait()
 
     def step(self, loss: float) -> None:
         """One more step is over. The very first one's time holds what was left of the set-up."""
         if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
             sys.modules["torch"].cuda.synchronize()
-        wall, processor = time.perf_counter(), time.process_time()
-        self._steps.append((wall - self._began[0], processor - self._began[1], loss))
-        self._began = wall, processor
+        now = time.perf_counter()
+        self._steps.append((now - self._began, loss))
+        self._began = now
         if len(self._steps) == self._ordered:
             pipe().send({"steps": self._steps, "peak_memory": peak_memory()})
             self._steps = []
@@ -76,7 +71,7 @@ class Pace:
 
     def _wait(self) -> None:
         self._ordered = hear()["steps"]
-        self._began = time.perf_counter(), time.process_time()
+        self._began = time.perf_counter()
 
 
 class StepLogger:
