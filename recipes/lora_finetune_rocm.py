@@ -23,7 +23,7 @@ from torchtune import training
 
 from rocm_ext import activations, config, data, device, export, model, precision, workload
 from rocm_ext.attention import use_packed_attention
-from rocm_ext.batches import Batch, StepLoader, Steps, micro_batch_budget, rows_per_step
+from rocm_ext.batches import Batch, StepLoader, Steps, micro_batch_budget, rows_per_step, width_multiple
 from rocm_ext.checkpoint import check_same_run, rng_state, set_rng_state
 from rocm_ext.errors import UserError
 from rocm_ext.figures import figures_for
@@ -262,7 +262,7 @@ class LoRAFinetune:
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             packed=self.packed,
             pad_id=getattr(self.tokenizer, "pad_id", 0) or 0,
-            multiple=128 if self.cfg.compile else 1,  # few distinct shapes
+            multiple=width_multiple(self.cfg.compile, self.device, self.dtype),
             num_workers=self.cfg.num_workers,
             pin_memory=self.cfg.pin_memory,
         )

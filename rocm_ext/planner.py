@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext.attention import PackedAttention
-from rocm_ext.batches import Steps, cut, rows_per_step
+from rocm_ext.batches import Steps, cut, rows_per_step, width_multiple
 from rocm_ext.figures import Figures
 from rocm_ext.generation import Sampling
 from rocm_ext.generation.decoder import MIN_ROWS, Decoder, tensors_of
@@ -138,7 +138,8 @@ class TrainingPlanner:
                 lengths = [rows[i][0] for i in piece]
                 largest = max(largest, lengths, key=sum if packed else _padded)
                 targets = max(targets, sum(rows[i][1] for i in piece))
-        if self.cfg.compile and packed and (padding := -sum(largest) % 128):
+        multiple = width_multiple(self.cfg.compile, self.device, self.dtype)
+        if packed and (padding := -sum(largest) % multiple):
             largest = [*largest, padding]
         return largest, targets
 

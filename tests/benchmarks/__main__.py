@@ -79,7 +79,7 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
         said = f"[{number}/{len(tasks)}] {task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: "
         yield said + ", ".join(task.peers), partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work])
     if "cycle" in args.work:
-        yield "RAFT's cycle", partial(cycle.measure, runs=3)
+        yield "RAFT's cycle", partial(cycle.measure, runs=2)
 
 
 def parse() -> argparse.Namespace:
