@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 # A job in the background ignores Ctrl-C, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # As the CPU profile has it, before anything imports torch: recipes need not start themselves again.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+_PROFILE = Path(__file__).parents[1] / "recipe_configs" / "hardware" / "cpu.yaml"
+for _name, _variable in OmegaConf.load(_PROFILE).environment.items():
+    os.environ.setdefault(_name, _variable.value)
 # What was measured on this machine must not decide tests.
 os.environ["ROCM_EXT_BENCH"] = os.devnull
 
