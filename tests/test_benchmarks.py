@@ -221,6 +221,25 @@ def test_a_choice_replaces_the_set():
     assert command.chosen(args) == [*command.SMALL_SET, *command.SLOW_SET]
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--vocab", "512"], "add --shape"),
+        (["--dtype", "bf16"], "add --shape"),
+        (["--peers", "TRL + PEFT"], "add --shape"),
+        (["--shape", "tiny", "--all"], "leave one of them out"),
+        (["--rounds", "0"], "at least 1"),
+        (["--shape", "tiny", "--work", "sft", "--peers", "transformers generate"], "no peer"),
+    ],
+)
+def test_no_option_is_ignored(options, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", *options])
+    with pytest.raises(SystemExit) as left:
+        command.parse()
+    assert left.value.code == 2
+    assert told in capsys.readouterr().err
+
+
 def test_the_table():
     row = {"work": "sft", "vocab": 32768, "dtype": "fp32", "peer": "TRL + PEFT", "parameters": 11e6, "speedup": 2.345,
            "range": [2.0, 3.0], "bound": 1.5, "peak_memory": [2**30, 2**31], "until_warm": [4.2, 100.0]}  # fmt: skip

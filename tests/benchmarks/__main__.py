@@ -87,8 +87,8 @@ def parse() -> argparse.Namespace:
     option = parser.add_argument
     option("--work", nargs="+", choices=[*PEERS, "cycle"], default=[*PEERS, "cycle"])
     option("--shape", choices=SHAPES, help="this one and --vocab, --dtype, --peers instead of the set")
-    option("--vocab", type=int, nargs="+", default=[32768], help="vocabularies of --shape (32768)")
-    option("--dtype", nargs="+", choices=sft.TOLERANCES, default=["fp32"], help="of --shape (fp32)")
+    option("--vocab", type=int, nargs="+", help="vocabularies of --shape (32768)")
+    option("--dtype", nargs="+", choices=sft.TOLERANCES, help="of --shape (fp32)")
     option("--peers", nargs="+", choices=[*sft.PEERS, *sampling.PEERS], help="for --shape (those of the set)")
     option("--all", action="store_true", help="on a CPU also what takes long")
     option("--rounds", type=int, default=6, help="turns of each side; even numbers balance their order (6)")
@@ -96,7 +96,15 @@ def parse() -> argparse.Namespace:
     option("--attention", default="sdpa", help="of transformers' models on a GPU, e.g. flash_attention_2 (sdpa)")
     option("--json", type=Path, help="write the rows here, too")
     args = parser.parse_args()
+    if args.shape is None and (args.vocab or args.dtype or args.peers):
+        parser.error("--vocab, --dtype and --peers describe what --shape names; add --shape")
+    if args.shape is not None and args.all:
+        parser.error("--all is about the set, which --shape replaces; leave one of them out")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1")
     args.gpu = gpu()
+    if not chosen(args) and "cycle" not in args.work:
+        parser.error("no peer of --peers does the work of --work")
     return args
 
 
@@ -108,8 +116,8 @@ def chosen(args: argparse.Namespace) -> list[Task]:
     names = args.peers or [STOCK, TRL, GENERATE, CONTINUOUS]
     return [
         Task(work, args.shape, vocab, dtype, tuple(name for name in names if name in PEERS[work]))
-        for vocab in args.vocab
-        for dtype in args.dtype
+        for vocab in args.vocab or [32768]
+        for dtype in args.dtype or ["fp32"]
         for work in PEERS
         if work in args.work and any(name in PEERS[work] for name in names)
     ]
