@@ -43,6 +43,8 @@ test-slow: setup
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 clean:

@@ -21,24 +21,38 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
-from rocm_ext import activations, config, data, device, export, model, precision, workload
-from rocm_ext.attention import use_packed_attention
-from rocm_ext.batches import Batch, StepLoader, Steps, micro_batch_budget, rows_per_step, width_multiple
-from rocm_ext.checkpoint import check_same_run, rng_state, set_rng_state
+from rocm_ext import config
+from rocm_ext.config.checks import check_max_seq_len, check_values
+from rocm_ext.data.batches import Batch, StepLoader, Steps, micro_batch_budget, rows_per_step, width_multiple
+from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.errors import UserError
-from rocm_ext.figures import figures_for
 from rocm_ext.files import replace_folder, replace_text
-from rocm_ext.interrupt import Interrupt
-from rocm_ext.lora import adapter_parameters
-from rocm_ext.loss import from_config
-from rocm_ext.machine import detect
-from rocm_ext.monitor import Progress, duration, log, peak_memory, summarize
-from rocm_ext.output_dir import OutputDir
-from rocm_ext.planner import TrainingPlanner
+from rocm_ext.hardware import device, numerics
+from rocm_ext.hardware.counter_log import recording
+from rocm_ext.hardware.machine import detect
+from rocm_ext.log import Progress, duration, log
+from rocm_ext.model import adapter_files
+from rocm_ext.model.attention import use_packed_attention
+from rocm_ext.model.build import (
+    CausalLM,
+    Weights,
+    build_model,
+    check_quantized,
+    load_adapter,
+    load_weights,
+    read_weights,
+)
+from rocm_ext.model.lora import adapter_parameters
+from rocm_ext.objectives.loss import from_config
+from rocm_ext.plan import checkpointing, workload
+from rocm_ext.plan.costs import Kernels
+from rocm_ext.plan.planner import TrainingPlanner
+from rocm_ext.plan.speeds import figures_for
 from rocm_ext.ranks import Ranks, local_rank, local_world_size
-from rocm_ext.recorder import recording
-from rocm_ext.simulation import Kernels
-from rocm_ext.values import check_max_seq_len, check_values
+from rocm_ext.train.checkpoint import check_same_run, rng_state, set_rng_state
+from rocm_ext.train.interrupt import Interrupt
+from rocm_ext.train.metrics import peak_memory, summarize
+from rocm_ext.train.output_dir import OutputDir
 
 
 @dataclass(frozen=True)
@@ -72,8 +86,8 @@ class LoRAFinetune:
     def __init__(self, cfg: DictConfig) -> None:
         check_values(cfg)
         self.cfg = cfg
-        self.rows: Any = None  # data.Rows, the config's or, in RAFT, a cycle's
-        self.validation_rows: data.Rows | None = None
+        self.rows: Any = None  # Rows, the config's or, in RAFT, a cycle's
+        self.validation_rows: Rows | None = None
         self.step = 0  # optimiser steps done; everything about progress derives from it
         self.best: dict[str, Any] | None = None  # of the validations so far: loss, step, adapter
         self.worse = 0  # validations since then
@@ -92,7 +106,7 @@ class LoRAFinetune:
         self._setup_weights()
         self._setup_run()
 
-    def start(self, cfg: DictConfig, rows: data.Rows, steps_before: int) -> None:
+    def start(self, cfg: DictConfig, rows: Rows, steps_before: int) -> None:
         """Begin another run with the model as it is now; then :meth:`train`.
 
         Args:
@@ -119,7 +133,7 @@ class LoRAFinetune:
         warnings = device.check_profile(self.profile, self.machine, local_world_size())
         settings = OmegaConf.to_container(cfg)
         warnings += device.check_locked(self.profile, settings, list(cfg.hardware_overrides))  # type: ignore[arg-type]
-        self.dtype, why = precision.pick_dtype(cfg.dtype, self.machine)
+        self.dtype, why = numerics.pick_dtype(cfg.dtype, self.machine)
         self.device = device.open_device(self.profile, self.machine, local_rank(), cfg.memory_fraction, cfg.device)
         self.ranks = Ranks.from_env(self.device)
         self._warn(warnings)
@@ -163,9 +177,9 @@ class LoRAFinetune:
             raise UserError("early_stopping_patience needs validation rows: set dataset_val or validation_fraction")
         self.rows, self.validation_rows = rows, validation
 
-    def _rows(self, node: Any, key: str) -> data.Rows:
-        rows = data.tokenize(
-            data.open_dataset(node, self.tokenizer, self.cfg.too_long),
+    def _rows(self, node: Any, key: str) -> Rows:
+        rows = tokenize(
+            open_dataset(node, self.tokenizer, self.cfg.too_long),
             max_seq_len=getattr(self.tokenizer, "max_seq_len", None),
             too_long=self.cfg.too_long,
             progress=self.ranks.is_main and os.isatty(2),
@@ -175,19 +189,19 @@ class LoRAFinetune:
 
     def _setup_model(self) -> None:
         cfg = self.cfg
-        export.check_model_type(cfg.checkpointer.model_type)
-        self.decoder = decoder = model.build(cfg.model, self.dtype, cfg.seed, self.device)
+        adapter_files.check_model_type(cfg.checkpointer.model_type)
+        self.decoder = decoder = build_model(cfg.model, self.dtype, cfg.seed, self.device)
         self.adapter = adapter_parameters(decoder)
-        self._warn(model.check_quantized(decoder, self.profile, list(cfg.hardware_overrides), self.ranks.world))
+        self._warn(check_quantized(decoder, self.profile, list(cfg.hardware_overrides), self.ranks.world))
         for rows in filter(None, (self.rows, self.validation_rows)):
             rows.check_vocabulary(decoder.tok_embeddings.num_embeddings)
         if cfg.startup_checks:
-            checks = precision.canaries(self.machine, self.device, self.dtype, decoder.head_dim, decoder.num_heads)
-            self._warn(precision.require(checks))
+            checks = numerics.canaries(self.machine, self.device, self.dtype, decoder.head_dim, decoder.num_heads)
+            self._warn(numerics.require(checks))
         self.packed = use_packed_attention(decoder)
         self.loss = from_config(config.instantiate(cfg.loss, key="loss"))
 
-    def _setup_activations(self, rows: workload.Rows) -> None:
+    def _setup_activations(self, rows: workload.Workload) -> None:
         cfg = self.cfg
         budget, _ = device.memory_budget(self.profile, self.machine)
         planner = TrainingPlanner(
@@ -207,10 +221,10 @@ class LoRAFinetune:
         else:
             self.tokens_per_micro_batch = micro_batch_budget(rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
         plan = planner.memory(self.tokens_per_micro_batch)
-        chosen = activations.checkpointed_layers(cfg.enable_activation_checkpointing, plan, budget)
+        chosen = checkpointing.checkpointed_layers(cfg.enable_activation_checkpointing, plan, budget)
         layers, why = self.ranks.agree(chosen)  # free host memory may differ
         self.planned_peak = plan.peak(layers)
-        activations.apply_checkpointing(self.decoder, layers)
+        checkpointing.apply_checkpointing(self.decoder, layers)
         log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
         self.offloading: Any = contextlib.nullcontext()
         if cfg.enable_activation_offloading:
@@ -225,17 +239,17 @@ class LoRAFinetune:
                 layer.compile(dynamic=True)
         weights = self._read_weights()
         self.base_fingerprint = weights.fingerprint()
-        self.model = model.CausalLM(decoder, self.loss)
+        self.model = CausalLM(decoder, self.loss)
         self.ranks.shard(decoder.layers, self.model, set(self.adapter.values()))
-        model.load_weights(decoder, weights, self.ranks)
+        load_weights(decoder, weights, self.ranks)
         if source := cfg.checkpointer.get("adapter_checkpoint"):
-            model.load_adapter(decoder, export.read_adapter(Path(source), decoder, weights.model_type), source)
+            load_adapter(decoder, adapter_files.read_adapter(Path(source), decoder, weights.model_type), source)
         trainable = sum(p.numel() for p in self.adapter.values())
         total = sum(p.numel() for p in decoder.parameters())
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
 
-    def _read_weights(self) -> model.Weights:
-        return model.read_weights(self.cfg.checkpointer)
+    def _read_weights(self) -> Weights:
+        return read_weights(self.cfg.checkpointer)
 
     def _setup_loaders(self) -> None:
         cfg, per_step = self.cfg, self.rows_per_step
@@ -253,7 +267,7 @@ class LoRAFinetune:
         """Rows that an optimiser step sees, over all ranks."""
         return rows_per_step(self.cfg, self.ranks.world)
 
-    def _loader(self, rows: data.Rows, steps: Steps) -> StepLoader:
+    def _loader(self, rows: Rows, steps: Steps) -> StepLoader:
         return StepLoader(
             rows,
             steps,
@@ -291,7 +305,7 @@ class LoRAFinetune:
         if self._resumed is not None:
             path, state = self._resumed
             check_same_run(path, state, self.cfg, self._identity)
-            model.load_adapter(self.decoder, state["adapter"], str(path))
+            load_adapter(self.decoder, state["adapter"], str(path))
             self.optimizer.load_state_dict(state["optimizer"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(state["scheduler"])
@@ -391,7 +405,7 @@ class LoRAFinetune:
         if self.step or self.dtype == torch.float32:
             yield
             return
-        with precision.dtype_leaks(self.decoder, self.dtype) as leaks:  # the loss around it is fp32 on purpose
+        with numerics.dtype_leaks(self.decoder, self.dtype) as leaks:  # the loss around it is fp32 on purpose
             yield
         if leaks:
             log.warning("modules that left %s: %s", self.dtype, ", ".join(leaks[:5]))
@@ -427,7 +441,7 @@ class LoRAFinetune:
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
         if self.best is None or loss < self.best["loss"]:
-            self.best = {"loss": loss, "step": self.step, "adapter": export.adapter_state(self.decoder)}
+            self.best = {"loss": loss, "step": self.step, "adapter": adapter_files.adapter_state(self.decoder)}
             self.worse = 0
         else:
             self.worse += 1
@@ -467,7 +481,7 @@ class LoRAFinetune:
         if self.ranks.is_main:
             state = {
                 "step": self.step,
-                "adapter": export.adapter_state(self.decoder),
+                "adapter": adapter_files.adapter_state(self.decoder),
                 "optimizer": self.optimizer.state_dict(),
                 "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
                 "scaler": self.scaler.state_dict(),
@@ -482,21 +496,21 @@ class LoRAFinetune:
 
     def _write_adapter(self, folder: Path) -> None:
         checkpointer = self.cfg.checkpointer
-        base = export.base_model_name(Path(checkpointer.checkpoint_dir))
-        export.write_adapter(folder, self.decoder, checkpointer.model_type, base)
+        base = adapter_files.base_model_name(Path(checkpointer.checkpoint_dir))
+        adapter_files.write_adapter(folder, self.decoder, checkpointer.model_type, base)
 
     def write_outputs(self) -> None:
         """Write ``adapter/``, ``merged/`` if asked for, and ``summary.json``."""
         cfg, out = self.cfg, self.output_dir.path
         early = cfg.early_stopping_patience and self.best is not None
         if early:
-            model.load_adapter(self.decoder, self.best["adapter"], "best")  # type: ignore[index]
+            load_adapter(self.decoder, self.best["adapter"], "best")  # type: ignore[index]
         if self.ranks.is_main:
             with replace_folder(out / "adapter") as folder:
                 self._write_adapter(folder)
             log.info("adapter: %s", out / "adapter")
             if not cfg.save_adapter_weights_only:
-                export.merge(cfg.checkpointer, out / "adapter", out / "merged")
+                adapter_files.merge(cfg.checkpointer, out / "adapter", out / "merged")
             replace_text(out / "summary.json", json.dumps(self._summary(bool(early)), indent=2) + "\n")
         self.ranks.barrier()
 

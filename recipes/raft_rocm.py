@@ -25,21 +25,28 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, run
 
-from rocm_ext import config, data, device, evaluation, export, model, workload
-from rocm_ext.chat import render_prompt
-from rocm_ext.checkpoint import FREE_KEYS, check_same_run
-from rocm_ext.cycles import Cycle, Run, best, pass_rates, stop_reason, table
+from rocm_ext import config
+from rocm_ext.config.checks import check_raft_values
+from rocm_ext.data.prompts import Prompt, check_disjoint
+from rocm_ext.data.render import render_prompt
+from rocm_ext.data.rows import check_vocabulary
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.generation import Request, Sampling, sample_seed
-from rocm_ext.machine import host_memory
-from rocm_ext.monitor import Metrics, log
-from rocm_ext.prompts import Prompt, check_disjoint
+from rocm_ext.hardware import device
+from rocm_ext.hardware.machine import host_memory
+from rocm_ext.log import log
+from rocm_ext.model import adapter_files
+from rocm_ext.model.build import load_adapter
+from rocm_ext.plan import workload
+from rocm_ext.raft import evaluation
+from rocm_ext.raft.cycles import Cycle, Run, best, pass_rates, stop_reason, table
+from rocm_ext.raft.rollouts import Interrupted, Key, Phase, Rollouts, Sample
+from rocm_ext.raft.selection import choose_prompts, filter_samples, to_rows
 from rocm_ext.ranks import local_world_size
-from rocm_ext.rollouts import Interrupted, Key, Phase, Rollouts, Sample
-from rocm_ext.scores import Score
-from rocm_ext.selection import choose_prompts, filter_samples, to_rows
-from rocm_ext.values import check_raft_values
+from rocm_ext.runs.scores import Score
+from rocm_ext.train.checkpoint import FREE_KEYS, check_same_run
+from rocm_ext.train.metrics import Metrics
 from rocm_ext.verifiers import Pool, Result, build
 
 # Keys that a resumed run may change, beside those that an SFT run may
@@ -85,7 +92,7 @@ class RAFT:
         """The SFT recipe's config: its defaults, under what this recipe's says."""
         cfg, trainer = self.cfg, config.trainer_config(self.cfg)
         if cfg.objective == "raft++":
-            ratio = {config.COMPONENT: "rocm_ext.loss.ClippedRatioLoss", "clip_high": cfg.clip_high}
+            ratio = {config.COMPONENT: "rocm_ext.objectives.loss.ClippedRatioLoss", "clip_high": cfg.clip_high}
             trainer["loss"] = trainer["loss"] | ratio
         return OmegaConf.create(trainer | changes)
 
@@ -111,7 +118,7 @@ class RAFT:
     def _prompts(self, key: str) -> list[Prompt]:
         prompts = config.instantiate(self.cfg[key], key=key)
         if not prompts or not all(isinstance(prompt, Prompt) for prompt in prompts):
-            raise UserError(f"{key}: {self.cfg[key]._component_} gave no list of rocm_ext.prompts.Prompt")
+            raise UserError(f"{key}: {self.cfg[key]._component_} gave no list of rocm_ext.data.prompts.Prompt")
         return prompts
 
     def _setup_verifier(self) -> None:
@@ -151,13 +158,13 @@ class RAFT:
                     f"{prompt.origin}: {length} tokens, with max_new_tokens {new} more than the {context} that the "
                     "model takes; lower max_new_tokens or drop the prompt"
                 )
-        data.check_vocabulary(max(map(max, self.tokens.values())), trainer.decoder.tok_embeddings.num_embeddings)
+        check_vocabulary(max(map(max, self.tokens.values())), trainer.decoder.tok_embeddings.num_embeddings)
         self._setup_engine()
         trainer._setup_activations(self._expected_rows())
         trainer._setup_weights()
-        self._initial = export.adapter_state(trainer.decoder)
+        self._initial = adapter_files.adapter_state(trainer.decoder)
 
-    def _expected_rows(self) -> workload.Rows:
+    def _expected_rows(self) -> workload.Workload:
         """What cycles will train on, as far as it can be known."""
         lengths = [len(tokens) for tokens in self.tokens.values()]
         return workload.kept_rows(
@@ -336,13 +343,13 @@ class RAFT:
 
     def _load_adapter(self, cycle: int) -> None:
         """The adapter that a cycle left, always from its file: a resumed run has nothing else."""
-        model.load_adapter(self.trainer.decoder, self._adapter_state(cycle), str(self._adapter(cycle)))
+        load_adapter(self.trainer.decoder, self._adapter_state(cycle), str(self._adapter(cycle)))
 
     def _adapter_state(self, cycle: int) -> Mapping[str, torch.Tensor]:
         if cycle == 0:
             return self._initial
         trainer = self.trainer
-        return export.read_adapter(self._adapter(cycle), trainer.decoder, trainer.cfg.checkpointer.model_type)
+        return adapter_files.read_adapter(self._adapter(cycle), trainer.decoder, trainer.cfg.checkpointer.model_type)
 
     def _check_changed(self, cycle: int) -> None:
         """Refuse to call it training if nothing was learnt.
@@ -472,7 +479,7 @@ class RAFT:
             with replace_folder(self.out / "adapter") as folder:
                 shutil.copytree(Cycle(self.out, number).adapter, folder, dirs_exist_ok=True)
             if not self.cfg.save_adapter_weights_only:
-                export.merge(self.trainer.cfg.checkpointer, self.out / "adapter", self.out / "merged")
+                adapter_files.merge(self.trainer.cfg.checkpointer, self.out / "adapter", self.out / "merged")
             log.info("%s", table(rows))
             log.info("adapter: %s, of cycle %d", self.out / "adapter", number)
             if self.held_out and rows[number]["held_out"]["correct"] <= rows[0]["held_out"]["correct"]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rocm_ext import files
-from rocm_ext.monitor import log
+from rocm_ext.log import log
 
 
 def forked(

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from rocm_ext import bench_file, config
+from rocm_ext import config
 from rocm_ext.bench import runner, spec, summary
 from rocm_ext.bench.busy import OtherPrograms
 from rocm_ext.bench.runner import Row
 from rocm_ext.bench.spec import Item, Spec
 from rocm_ext.cli import main
-from rocm_ext.device import load_profile
-from rocm_ext.figures import figures_for
-from rocm_ext.machine import detect
+from rocm_ext.hardware import bench_file
+from rocm_ext.hardware.device import load_profile
+from rocm_ext.hardware.machine import detect
+from rocm_ext.plan.speeds import figures_for
 
 GIB = 2**30
 
@@ -87,7 +88,7 @@ def test_other_programs_are_noticed():
 
 # ------------------------------------------------------------------------------------------- what is measured
 def test_machines_get_their_own_measurements():
-    from rocm_ext.machine import Machine
+    from rocm_ext.hardware.machine import Machine
 
     halo = Machine("rocm", "Linux", "2.11.0+rocm7.2", "rocm", 120 * GIB, True, arch="gfx1151", unified=True)
     cfg = config.load("lora_finetune_rocm", "strix_halo_qwen7b")
@@ -142,8 +143,8 @@ def test_auto_takes_measured_settings(tmp_path, monkeypatch, messages, capsys):
     figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
     content = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": settings}
     path.write_text(json.dumps(content))
-    monkeypatch.setattr("rocm_ext.device.choose_profile", lambda machine: ("cpu", "chosen by the test"))
-    monkeypatch.setattr("rocm_ext.config.log.isEnabledFor", lambda level: True)
+    monkeypatch.setattr("rocm_ext.hardware.device.choose_profile", lambda machine: ("cpu", "chosen by the test"))
+    monkeypatch.setattr("rocm_ext.config.layers.log.isEnabledFor", lambda level: True)
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"])
     assert (cfg.num_workers, cfg.compile, cfg.batch_size) == (2, True, 8)  # sizes are another config's
     assert any("(measured 2026-11-20 by rocm-ext bench)" in line for line in messages)
@@ -168,7 +169,7 @@ def test_a_damaged_file_is_told_and_not_used(damaged, tmp_path, monkeypatch, mes
     machine = bench_file.machine_key(detect())
     whole = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {"num_workers": 2}}
     path.write_text(damaged if isinstance(damaged, str) else json.dumps({**whole, **damaged}))
-    monkeypatch.setattr("rocm_ext.device.choose_profile", lambda machine: ("cpu", "chosen by the test"))
+    monkeypatch.setattr("rocm_ext.hardware.device.choose_profile", lambda machine: ("cpu", "chosen by the test"))
     assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).num_workers == 0
     assert any("measure again: rocm-ext bench" in line for line in messages)
     assert main(["plan", "--config", "cpu_pocket", "--bench", str(path)]) == 1

@@ -11,8 +11,9 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
-from rocm_ext import lora, model
-from rocm_ext.loss import LinearCrossEntropyLoss
+from rocm_ext.model import lora
+from rocm_ext.model.build import build_model
+from rocm_ext.objectives.loss import LinearCrossEntropyLoss
 from tests.benchmarks import __main__ as command
 from tests.benchmarks import peers, protocol, sampling, sft, work
 from tests.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
@@ -111,7 +112,7 @@ def test_saved_work_is_counted_as_torch_counts_it(tmp_path):
     vocab, tokens, trained = 512, 96, 40
     folder = work.write_random_model(tmp_path / "model", "tiny", vocab)
     cfg = OmegaConf.create({**run_config(folder, tmp_path, tmp_path)["model"], "lora_rank": 1})
-    decoder = model.build(cfg, torch.float32, 0, torch.device("cpu"))
+    decoder = build_model(cfg, torch.float32, 0, torch.device("cpu"))
     frozen = sum(p.numel() for name, p in decoder.named_parameters() if "lora_" not in name and p.ndim == 2)
     assert work.parameters("tiny", vocab) == frozen
     decoder.to_empty(device="cpu")  # numbers do not matter

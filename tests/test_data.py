@@ -14,9 +14,9 @@ from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 
-from rocm_ext import sources
-from rocm_ext.chat import IGNORE, ROLES, render_conversation, render_prompt
-from rocm_ext.data import open_dataset, origin_of, sft_dataset, tokenize
+from rocm_ext.data import sft_dataset, sources
+from rocm_ext.data.render import IGNORE, ROLES, render_conversation, render_prompt
+from rocm_ext.data.rows import open_dataset, origin_of, tokenize
 from rocm_ext.errors import UserError
 
 TEXT = ["Natalia sold clips to 48 of her friends.", "user system assistant tool_response\n", "7 * 6 = 42"]

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rocm_ext import device
 from rocm_ext.errors import UserError
-from rocm_ext.machine import Machine, detect, gfx_name
+from rocm_ext.hardware import device
+from rocm_ext.hardware.machine import Machine, detect, gfx_name
 
 REPO = Path(__file__).parents[1]
 GIB = 2**30
@@ -100,9 +100,7 @@ def test_sysfs_says_the_arch_where_torch_does_not_or_is_overridden(fake_torch, t
     assert detect(root).arch == "gfx1151"
 
 
-@pytest.mark.parametrize(
-    ("version", "cuda", "kind"), [("2.13.0+cu130", "13.0", "CUDA"), ("2.13.0+cpu", None, "CPU")]
-)
+@pytest.mark.parametrize(("version", "cuda", "kind"), [("2.13.0+cu130", "13.0", "CUDA"), ("2.13.0+cpu", None, "CPU")])
 def test_the_wrong_torch_on_an_amd_machine_is_named_with_the_cure(fake_torch, tmp_path, version, cuda, kind):
     fake_torch(version=version, hip=None, cuda=cuda, count=0)
     machine = detect(record(tmp_path, [(90006, 240)]))
@@ -289,8 +287,8 @@ def test_other_contradictions_and_warnings():
 
 SCRIPT = """
 import os, sys
-from rocm_ext import device
-from rocm_ext.machine import Machine
+from rocm_ext.hardware import device
+from rocm_ext.hardware.machine import Machine
 print("start", os.getpid(), flush=True)
 profile = device.load_profile(sys.argv[1])
 machine = Machine("cpu", "Linux", "2.13", "cpu", 0, False)

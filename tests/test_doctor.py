@@ -23,7 +23,7 @@ from rocm_ext.doctor.facts import recorded_facts
 from rocm_ext.doctor.probe import MARK
 from rocm_ext.doctor.recorded import DeviceNode, User
 from rocm_ext.errors import UserError
-from rocm_ext.machine import ask_torch
+from rocm_ext.hardware.machine import ask_torch
 
 TREES = Path(__file__).parent / "trees"
 NAMES = sorted(tree.name for tree in TREES.iterdir())

@@ -26,14 +26,14 @@ from torchtune.modules import RMSNorm
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.generation import logits_process as hf
 
-from rocm_ext import export
-from rocm_ext.chat import to_text
+from rocm_ext.data.render import to_text
 from rocm_ext.errors import UserError
 from rocm_ext.generation import LocalEngine, Request, Sampling, sample_seed
 from rocm_ext.generation.decoder import Decoder, merged
 from rocm_ext.generation.draw import draw, uniforms
 from rocm_ext.generation.local import LocalSession
-from rocm_ext.lora import Dora, adapters, adopt, init_adapters
+from rocm_ext.model import adapter_files
+from rocm_ext.model.lora import Dora, adapters, adopt, init_adapters
 
 SHAPE = {"vocab_size": 331, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64,
          "intermediate_dim": 96, "max_seq_len": 1024, "norm_eps": 1e-6}  # fmt: skip
@@ -150,7 +150,7 @@ def test_greedy_answers_equal_those_of_transformers(family, lora, changes, tmp_p
     if lora is not None:
         # PEFT refuses every linear layer beside torchao < 0.16, the newest that torchtune works with
         monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
-        export.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
+        adapter_files.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
         theirs = peft.PeftModel.from_pretrained(theirs, tmp_path)
     texts = prompts(1, 2, 15, 16, 17, 70)
     ours = sample(decoder, ask(texts), Sampling(16, temperature=0), Words([]))
@@ -440,13 +440,13 @@ def test_impossible_settings_are_refused(bad):
 @pytest.mark.parametrize(("family", "lora"), [("qwen2", "lora"), ("llama", "dora")])
 def test_merged_weights_are_those_that_are_exported(family, lora, tmp_path):
     decoder = model(family, lora)
-    export.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
-    updates = export.updates_by_weight(load_file(tmp_path / export.ADAPTER_WEIGHTS))
+    adapter_files.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
+    updates = adapter_files.updates_by_weight(load_file(tmp_path / adapter_files.ADAPTER_WEIGHTS))
     with merged(decoder) as laid_out:
         for i, (layer, theirs) in enumerate(zip(laid_out.layers, decoder.layers, strict=True)):
 
             def expected(ours, name, i=i):
-                return export.merged_weight(ours.weight, updates[f"model.layers.{i}.{name}.weight"], 6 / 4)
+                return adapter_files.merged_weight(ours.weight, updates[f"model.layers.{i}.{name}.weight"], 6 / 4)
 
             attention, mlp = theirs.attn, theirs.mlp
             assert torch.equal(layer.out.weight, expected(attention.output_proj, "self_attn.o_proj"))

@@ -23,11 +23,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
 
-from rocm_ext import cli, counters
-from rocm_ext.counters import Counters
+from rocm_ext import cli
 from rocm_ext.errors import UserError
-from rocm_ext.recorder import HardwareLog, recording
-from rocm_ext.sysfs import cards
+from rocm_ext.hardware import counters
+from rocm_ext.hardware.counter_log import HardwareLog, recording
+from rocm_ext.hardware.counters import Counters
+from rocm_ext.hardware.sysfs import cards
 from tests import sysfs
 from tests.forks import forked
 from tests.sysfs import GIB
@@ -126,7 +127,7 @@ def test_a_sleeping_gpu_is_left_asleep(tmp_path, monkeypatch):
         opened.append(path)
         return builtins.open(path, *args, **kwargs)
 
-    monkeypatch.setattr("rocm_ext.sysfs.open", noted, raising=False)
+    monkeypatch.setattr("rocm_ext.hardware.sysfs.open", noted, raising=False)
     (gpu,) = gpus(root)
     assert gpu["gtt_total"] == 120 * GIB
     assert "busy" not in gpu
@@ -160,7 +161,7 @@ def test_read_errors(tmp_path, monkeypatch, number):
             return contextlib.nullcontext(file)
         return builtins.open(path, *args, **kwargs)
 
-    monkeypatch.setattr("rocm_ext.sysfs.open", failing, raising=False)
+    monkeypatch.setattr("rocm_ext.hardware.sysfs.open", failing, raising=False)
     assert gpus(root) == [{key: value for key, value in whole.items() if key not in ("busy", "temperature")}]
 
 
@@ -374,7 +375,7 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys):
 
 def test_torch_is_not_imported(tmp_path):
     program = (
-        "import sys; from rocm_ext.cli import main; main(sys.argv[1:]); import rocm_ext.recorder; "
+        "import sys; from rocm_ext.cli import main; main(sys.argv[1:]); import rocm_ext.hardware.counter_log; "
         "assert not {'torch', 'omegaconf'} & set(sys.modules)"
     )
     arguments = ["monitor", "--count", "1", "--root", str(tmp_path), "--run", str(tmp_path), "--log", tmp_path / "log"]
@@ -655,7 +656,7 @@ def test_a_disk_that_fills_up(tmp_path):
     program = f"""
 import logging, resource, time
 from pathlib import Path
-from rocm_ext.recorder import recording
+from rocm_ext.hardware.counter_log import recording
 logging.basicConfig(format="%(message)s")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 with recording(Path({str(tmp_path)!r}), 0.1):
@@ -792,7 +793,7 @@ def test_other_ranks_write_nothing(tmp_path):
 
 
 def test_raft_has_one_file_for_all_cycles(folder, tmp_path):
-    component = {"_component_": "rocm_ext.prompts.prompt_dataset", "source": str(folder / "rows.jsonl")}
+    component = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(folder / "rows.jsonl")}
     cfg = run_config(folder / "base", folder / "rows.jsonl", tmp_path / "out", startup_checks=False)
     del cfg["dataset"]
     raft = {

@@ -18,12 +18,12 @@ from rocm_ext.recipes.raft_rocm import RAFT
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import config
-from rocm_ext.chat import render_prompt
+from rocm_ext.data.render import render_prompt
 from rocm_ext.errors import UserError
 from rocm_ext.generation import openai
 from rocm_ext.generation.base import Request, Sampling
 from rocm_ext.generation.openai import OpenAIEngine
-from rocm_ext.rollouts import read_records
+from rocm_ext.raft.rollouts import read_records
 from tests.tiny import run_config, write_model, write_rows, write_tokenizer, write_yaml
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
@@ -864,7 +864,7 @@ def test_a_raft_cycle_samples_on_a_server(served, model_dir, tmp_path):
     del cfg["dataset"]
     cfg |= {
         "prompts": {
-            "_component_": "rocm_ext.prompts.prompt_dataset", "source": str(rows), "column_map": {"prompt": "question"},
+            "_component_": "rocm_ext.data.prompt_dataset", "source": str(rows), "column_map": {"prompt": "question"},
         },
         "verifier": {"_component_": "tests.judges.Coin"},
         "engine": {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": [served], "model": str(model_dir),

@@ -26,19 +26,20 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules.peft import DoRALinear, LoRALinear
 from transformers import AutoModelForCausalLM
 
-from rocm_ext import config, export
-from rocm_ext.attention import use_packed_attention
-from rocm_ext.batches import Batch, collate
-from rocm_ext.data import Rows
-from rocm_ext.lora import Dora, Lora
-from rocm_ext.loss import LinearCrossEntropyLoss
-from rocm_ext.model import hidden_states
+from rocm_ext import config
+from rocm_ext.data.batches import Batch, collate
+from rocm_ext.data.rows import Rows
+from rocm_ext.model import adapter_files
+from rocm_ext.model.attention import use_packed_attention
+from rocm_ext.model.build import hidden_states
+from rocm_ext.model.lora import Dora, Lora
+from rocm_ext.objectives.loss import LinearCrossEntropyLoss
 from tests.tiny import metrics, run_config, write_model, write_rows, write_yaml
 
 STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
 CHUNKED_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 TORCH_LOSS = {"_component_": "torch.nn.CrossEntropyLoss"}
-OUR_LOSS = {"_component_": "rocm_ext.loss.LinearCrossEntropyLoss"}
+OUR_LOSS = {"_component_": "rocm_ext.objectives.loss.LinearCrossEntropyLoss"}
 TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61]])
 
 
@@ -83,7 +84,7 @@ def finetune(cfg: dict) -> LoRAFinetune:
 
 
 def adapter(recipe: LoRAFinetune) -> dict[str, torch.Tensor]:
-    return export.adapter_state(recipe.decoder)
+    return adapter_files.adapter_state(recipe.decoder)
 
 
 # ---- stock torchtune
@@ -393,9 +394,7 @@ def test_a_pack_equals_its_sequences_alone(family, lengths, seed, multiple):
     (logits * weights).sum().backward()
     (alone * weights).sum().backward()
     for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(
-            ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @settings(max_examples=15, deadline=None)
@@ -466,8 +465,7 @@ def outputs_and_gradients(module, adapter_parameters) -> list[torch.Tensor]:
 def test_lora_equals_torchtune(bias, dropout):
     ours, theirs = (layer(kind, bias, dropout) for kind in (Lora, LoRALinear))
     found, expected = (
-        outputs_and_gradients(m, [m.get_parameter(name) for name in m.adapter_params()])
-        for m in (ours, theirs)
+        outputs_and_gradients(m, [m.get_parameter(name) for name in m.adapter_params()]) for m in (ours, theirs)
     )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -542,9 +540,7 @@ def their_logits(folder: Path, adapter: Path | None = None, dtype=torch.float32)
 
 def export_config(folders, base: str, out: Path, lora: dict) -> dict:
     """A short run at a high rate, so that the adapter matters."""
-    cfg = run_config(
-        folders[base], folders["rows"], out, max_steps_per_epoch=3, save_adapter_weights_only=False
-    )
+    cfg = run_config(folders[base], folders["rows"], out, max_steps_per_epoch=3, save_adapter_weights_only=False)
     cfg["optimizer"]["lr"] = 2e-2
     cfg["model"] |= lora
     if base == "llama tied":
@@ -569,9 +565,7 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folders, tmp_path, b
     ours = finetune(cfg)
     expected = our_logits(ours)
     assert (their_logits(folders[base]) - expected).abs().max() > 0.1
-    torch.testing.assert_close(
-        their_logits(folders[base], tmp_path / "run" / "adapter"), expected, rtol=0, atol=1e-4
-    )
+    torch.testing.assert_close(their_logits(folders[base], tmp_path / "run" / "adapter"), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(their_logits(tmp_path / "run" / "merged"), expected, rtol=0, atol=1e-4)
 
     cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "run" / "adapter")
@@ -591,8 +585,7 @@ def test_merged_model_is_laid_out_like_its_base(folders, tmp_path):
     assert sorted(path.name for path in merged.glob("*.safetensors")) == shards
     index = "model.safetensors.index.json"
     assert (
-        json.loads((merged / index).read_text())["weight_map"]
-        == json.loads((base / index).read_text())["weight_map"]
+        json.loads((merged / index).read_text())["weight_map"] == json.loads((base / index).read_text())["weight_map"]
     )
     for shard in shards:
         before, after = load_file(base / shard), load_file(merged / shard)

@@ -9,21 +9,23 @@ import torch
 from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
-from rocm_ext import config, memory, model
+from rocm_ext import config
 from rocm_ext.bench.training import RandomWeights
-from rocm_ext.bench_file import machine_key
 from rocm_ext.cli import main
-from rocm_ext.device import profile_names
-from rocm_ext.figures import Figures
 from rocm_ext.generation import Request, Sampling
 from rocm_ext.generation.decoder import merged
 from rocm_ext.generation.local import LocalSession
-from rocm_ext.loss import LinearCrossEntropyLoss
-from rocm_ext.machine import detect
-from rocm_ext.planner import SamplingPlanner, TrainingPlanner
+from rocm_ext.hardware.bench_file import machine_key
+from rocm_ext.hardware.device import profile_names
+from rocm_ext.hardware.machine import detect
+from rocm_ext.model.build import Weights, build_model, load_weights
+from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+from rocm_ext.plan import memory
+from rocm_ext.plan.costs import Kernels, Operation, Tally, simulate_layer
+from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
+from rocm_ext.plan.speeds import Figures
+from rocm_ext.plan.workload import Questions, Rows
 from rocm_ext.ranks import Ranks
-from rocm_ext.simulation import Kernels, Operation, Tally, simulate_layer
-from rocm_ext.workload import Questions, Rows
 from tests.tiny import run_config, write_model, write_yaml
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
@@ -108,7 +110,7 @@ def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
 
 def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run")))
-    layer = model.build(cfg.model, torch.float16, 0, torch.device("meta")).layers[0]
+    layer = build_model(cfg.model, torch.float16, 0, torch.device("meta")).layers[0]
     fused, math = (simulate_layer(layer, 128, [512], torch.float16, Kernels(flag, True)).kept for flag in (True, False))
     assert math - fused > 4 * 512 * 512 * 2  # heads x scores
 
@@ -132,8 +134,8 @@ def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt,
         "intermediate_dim": 704, "max_seq_len": 512, "lora_rank": 8, "lora_alpha": 16,
     }  # fmt: skip
     cpu, new = torch.device("cpu"), 40
-    decoder = model.build(OmegaConf.create(node), dtype, 0, cpu)
-    model.load_weights(decoder, model.Weights(RandomWeights(decoder, cpu), "random"), Ranks(cpu))
+    decoder = build_model(OmegaConf.create(node), dtype, 0, cpu)
+    load_weights(decoder, Weights(RandomWeights(decoder, cpu), "random"), Ranks(cpu))
     requests = [Request(str(i), 0, i, tuple(range(i, i + prompt)), ()) for i in range(slots)]
     never = SimpleNamespace(stop_tokens=[-1], decode=lambda ids: "")
     tally = Tally()
@@ -142,7 +144,7 @@ def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt,
         list(LocalSession(made, never, lambda: 2**40, slots, graphs=False).generate(requests, Sampling(new)))
     cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": new})
     asked = Questions(slots, 0, prompt, prompt, new, "test")
-    empty = model.build(OmegaConf.create(node), dtype, 0, torch.device("meta"))
+    empty = build_model(OmegaConf.create(node), dtype, 0, torch.device("meta"))
     figures = Figures("", True, {"fp32": 1e12, "bf16": 1e12}, 1e10)
     planned = SamplingPlanner(cfg, empty, cpu, asked, ranks=1, figures=figures).plan(2**40)
     assert planned.slots == 128  # as many as pay: there are eight samples to each prompt
@@ -196,7 +198,7 @@ def test_time_is_bound_by_compute_or_memory():
 # ------------------------------------------------------------------------------------------------ what fits
 def planner(folders, tmp_path, **changes) -> TrainingPlanner:
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run", **changes)))
-    decoder = model.build(cfg.model, torch.float32, 0, torch.device("meta"))
+    decoder = build_model(cfg.model, torch.float32, 0, torch.device("meta"))
     figures = Figures("", True, {"fp32": 1e12}, 1e10)
     return TrainingPlanner(
         cfg, decoder, LinearCrossEntropyLoss(), torch.float32, torch.device("cpu"),

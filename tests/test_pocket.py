@@ -16,9 +16,9 @@ from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli, pocket
-from rocm_ext.chat import render_conversation, render_prompt
+from rocm_ext.data.render import render_conversation, render_prompt
 from rocm_ext.generation import LocalEngine, Request, Sampling
-from rocm_ext.scores import Score, pass_at_k, wilson
+from rocm_ext.runs.scores import Score, pass_at_k, wilson
 
 TEXTS = [
     "What is 47 + 38?",

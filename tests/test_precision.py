@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from rocm_ext import precision
 from rocm_ext.errors import UserError
-from rocm_ext.machine import Machine
-from rocm_ext.precision import Check, canaries, dtype_leaks, pick_dtype, require
+from rocm_ext.hardware import numerics
+from rocm_ext.hardware.machine import Machine
+from rocm_ext.hardware.numerics import Check, canaries, dtype_leaks, pick_dtype, require
 
 STRIX = Machine("rocm", "Linux", "2.12.0+rocm7.2", "rocm", 0, True, "gfx1151", gpu_count=1)
 MI50 = Machine("rocm", "Linux", "2.9.1+rocm6.3", "rocm", 0, False, "gfx906", gpu_count=1)
@@ -51,13 +51,13 @@ def test_canaries_pass_on_a_sound_device_and_leave_the_random_state_alone(dtype,
 
 
 def test_canaries_notice_what_has_gone_wrong_on_real_devices(monkeypatch):
-    sound = precision.scaled_dot_product_attention
+    sound = numerics.scaled_dot_product_attention
 
     def attention(q, k, v, **kwargs):  # the low-precision kernel returns NaN, as on some head_dims
         out = sound(q, k, v, **kwargs)
         return out if q.dtype == torch.float32 else out * float("nan")
 
-    monkeypatch.setattr(precision, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(numerics, "scaled_dot_product_attention", attention)
     to = torch.Tensor.to
     zeroing = lambda self, arg: to(self, arg) * (0 if arg is HOST else 1)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "to", zeroing)
@@ -89,7 +89,7 @@ def test_an_error_on_the_device_is_a_failed_check(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("HIP error: invalid device function\nCompile with TORCH_USE_HIP_DSA")
 
-    monkeypatch.setattr(precision, "scaled_dot_product_attention", broken)
+    monkeypatch.setattr(numerics, "scaled_dot_product_attention", broken)
     with pytest.raises(UserError, match=r"head_dim 64: HIP error: invalid device function \(fix: "):
         require(canaries(CPU, HOST, torch.float32, head_dim=64))
 
@@ -118,7 +118,7 @@ def test_dtype_leaks_names_the_modules_that_left_the_dtype():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_canaries_on_the_gpu():
-    from rocm_ext.machine import detect
+    from rocm_ext.hardware.machine import detect
 
     machine = detect()
     dtype, _ = pick_dtype("auto", machine)

@@ -16,12 +16,13 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext.recipes.raft_rocm import RAFT, evaluate_adapter, main
 from safetensors.torch import load_file
 
-from rocm_ext import cli, config, rollouts
-from rocm_ext.chat import IGNORE, render_prompt
+from rocm_ext import cli, config
+from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.errors import UserError
-from rocm_ext.loss import ClippedRatioLoss
+from rocm_ext.objectives.loss import ClippedRatioLoss
+from rocm_ext.raft import rollouts
+from rocm_ext.raft.rollouts import Journal, read_records
 from rocm_ext.ranks import Ranks
-from rocm_ext.rollouts import Journal, read_records
 from tests.forks import forked, kill_before
 from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 
@@ -47,7 +48,7 @@ def make(folder):
     """Writes the YAML of a run: 2 cycles of 12 prompts with 4 answers each."""
 
     def prompts(name: str) -> dict:
-        component = "rocm_ext.prompts.prompt_dataset"
+        component = "rocm_ext.data.prompt_dataset"
         return {"_component_": component, "source": str(folder / name), "column_map": {"prompt": "question"}}
 
     def make(out: Path, base: str = "base", **changes) -> Path:
@@ -554,7 +555,7 @@ def test_eval_of_other_rows_needs_nothing_of_the_configs(reference, make, folder
     rows = tmp_path / "rows.jsonl"
     lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()[:5]]
     rows.write_text("".join(json.dumps({"prompt": x["question"], "answer": x["answer"]}) + "\n" for x in lines))
-    hub = {"_component_": "rocm_ext.prompts.prompt_dataset", "source": "no/such", "name": "main", "split": "test[:9]"}
+    hub = {"_component_": "rocm_ext.data.prompt_dataset", "source": "no/such", "name": "main", "split": "test[:9]"}
     path = make(tmp_path / "out", prompts=hub, eval_prompts=hub)
     adapter = reference / "adapter"
     assert cli.main(["eval", "--config", str(path), "--adapter", str(adapter), "--data", str(rows), "--json"]) == 0

@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 from rocm_ext.recipes.raft_rocm import RAFT
 from torchtune import config as torchtune_config
 
-from rocm_ext import config, device, registry, verifiers
+from rocm_ext import config, registry, verifiers
+from rocm_ext.hardware import device
 from tests.test_run_configs import CONFIGS, head, text
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*raft*.yaml"))

@@ -42,7 +42,5 @@ def test_two_ranks_equal_one(tmp_path, family, lora, changes):
         found, expected = (metrics(tmp_path / name, key) for name in ("two", "one"))
         assert len(expected) == (2 if key == "val_loss" else 6)
         assert found == pytest.approx(expected, rel=tolerance, abs=0)
-    found, expected = (
-        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("two", "one")
-    )
+    found, expected = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("two", "one"))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)

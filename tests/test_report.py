@@ -141,7 +141,7 @@ def test_runs_of_the_same_name(tmp_path):
 def test_prompts_come_from_the_runs_own_file(tmp_path):
     rows = [{"id": f"prompt{i}", "prompt": f"What is {i} and {i}?", "answer": "7"} for i in range(6)]
     data = write_jsonl(tmp_path / "prompts.jsonl", rows)
-    node = {"_component_": "rocm_ext.prompts.prompt_dataset", "source": str(data)}
+    node = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(data)}
     assert "What is 1 and 1?" in report(raft(tmp_path / "run", RIGHT, prompts=node))
     data.unlink()
     shutil.rmtree(tmp_path / "run")

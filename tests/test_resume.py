@@ -22,8 +22,8 @@ import yaml
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
 from rocm_ext import config
-from rocm_ext.checkpoint import Checkpoints
 from rocm_ext.errors import UserError
+from rocm_ext.train.checkpoint import Checkpoints
 from tests.forks import forked, kill_before
 from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 

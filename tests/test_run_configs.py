@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 from torchtune import _recipe_registry
 from torchtune import config as torchtune_config
 
-from rocm_ext import config, device, registry
+from rocm_ext import config, registry
 from rocm_ext.errors import UserError
+from rocm_ext.hardware import device
 from tests.test_device import CPU, STRIX
 from tests.tiny import tune
 
@@ -270,7 +271,11 @@ def test_auto_on_a_machine_without_a_gpu(run, monkeypatch):
         ("", ["model.lora_rnak=4"], "unknown key model.lora_rnak for .*; did you mean lora_rank"),
         ("", ["dataset.sorce=4"], "unknown key dataset.sorce for .*; did you mean source"),
         ("", ["device.index=4"], "unknown key device.index: device is 'cuda'"),
-        ("loss: {_component_: rocm_ext.loss.LinearCrossEntropyLoss, chunks: 4}", [], "unknown key loss.chunks"),
+        (
+            "loss: {_component_: rocm_ext.objectives.loss.LinearCrossEntropyLoss, chunks: 4}",
+            [],
+            "unknown key loss.chunks",
+        ),
         ("dataset_val: [{_component_: rocm_ext.data.sft_dataset, sorce: a}]", [], "dataset_val.sorce"),
         ("hardware: strix_hallo", [], "hardware=strix_hallo is unknown.*did you mean strix_halo"),
         ("", ["hardware=mi300"], "hardware=mi300 is unknown.*did you mean mi300x"),

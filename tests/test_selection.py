@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rocm_ext.cycles import best, stop_reason
-from rocm_ext.rollouts import Sample
-from rocm_ext.scores import pass_at_k, wilson
-from rocm_ext.selection import choose_prompts, filter_samples
+from rocm_ext.raft.cycles import best, stop_reason
+from rocm_ext.raft.rollouts import Sample
+from rocm_ext.raft.selection import choose_prompts, filter_samples
+from rocm_ext.runs.scores import pass_at_k, wilson
 from rocm_ext.verifiers import Result, Verdict
 
 RULES = {"threshold": 0.5, "per_prompt": None, "best_fraction": 1.0, "deduplicate": False, "drop_truncated": False}

@@ -63,8 +63,14 @@ def write_model(
             for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
                 torch.nn.init.normal_(proj.bias, std=0.1)
     else:
-        rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+        rope = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+        }
         model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, rope_parameters=rope, **{**SHAPE, **shape}))
     model = model.to(shape.get("dtype", torch.float32))
     total = sum(p.nbytes for p in model.parameters())

@@ -6,10 +6,12 @@ import torch
 from omegaconf import OmegaConf
 from torchtune.modules import TransformerDecoder
 
-from rocm_ext import config, device, model, precision
-from rocm_ext.attention import use_packed_attention
+from rocm_ext import config
 from rocm_ext.bench.spec import Spec
-from rocm_ext.machine import detect
+from rocm_ext.hardware import device, numerics
+from rocm_ext.hardware.machine import detect
+from rocm_ext.model.attention import use_packed_attention
+from rocm_ext.model.build import build_model
 
 
 class Skipped(Exception):
@@ -29,7 +31,7 @@ class Bench:
         self.cfg = OmegaConf.create(config.trainer_config(config.load(spec.recipe, spec.config, list(spec.overrides))))
         self.profile = device.load_profile(self.cfg.hardware)
         self.device = device.open_device(self.profile, self.machine, 0, self._fraction(), self.cfg.device)
-        self.dtype, _ = precision.pick_dtype(self.cfg.dtype, self.machine)
+        self.dtype, _ = numerics.pick_dtype(self.cfg.dtype, self.machine)
 
     def _fraction(self) -> float | None:
         """The cap that keeps the process within its budget, should a probe have reckoned wrongly."""
@@ -40,7 +42,7 @@ class Bench:
     @cached_property
     def shape(self) -> TransformerDecoder:
         """The config's model without weights."""
-        decoder = model.build(self.cfg.model, self.dtype, 0, torch.device("meta"))
+        decoder = build_model(self.cfg.model, self.dtype, 0, torch.device("meta"))
         use_packed_attention(decoder)
         return decoder
 

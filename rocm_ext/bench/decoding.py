@@ -4,14 +4,14 @@ from statistics import quantiles
 from types import SimpleNamespace
 from typing import Any
 
-from rocm_ext import model
 from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.training import RandomWeights
 from rocm_ext.errors import UserError
 from rocm_ext.generation import Request, Sampling
 from rocm_ext.generation.decoder import check_family, copied_bytes, merged
 from rocm_ext.generation.local import LocalSession, slot_memory, span_for
-from rocm_ext.memory import frozen_bytes
+from rocm_ext.model.build import Weights, build_model, load_weights
+from rocm_ext.plan.memory import frozen_bytes
 from rocm_ext.ranks import Ranks
 
 _PROMPT = 64  # tokens
@@ -54,8 +54,8 @@ def _random_decoder(bench: Bench) -> Any:
         except UserError as error:
             raise Skipped(str(error)) from error
         bench.require(frozen_bytes(bench.shape) + copied_bytes(bench.shape))
-        decoder = model.build(bench.cfg.model, bench.dtype, 0, bench.device)
-        weights = model.Weights(RandomWeights(decoder, bench.device), "random")
-        model.load_weights(decoder, weights, Ranks(bench.device))
+        decoder = build_model(bench.cfg.model, bench.dtype, 0, bench.device)
+        weights = Weights(RandomWeights(decoder, bench.device), "random")
+        load_weights(decoder, weights, Ranks(bench.device))
         bench.decoder = decoder  # type: ignore[attr-defined]
     return bench.decoder  # type: ignore[attr-defined]

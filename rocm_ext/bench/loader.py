@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.batches import StepLoader, Steps
 from rocm_ext.bench.clock import wait
 from rocm_ext.bench.context import Bench
-from rocm_ext.data import Rows
+from rocm_ext.data.batches import StepLoader, Steps
+from rocm_ext.data.rows import Rows
 
 _STEPS, _PER_STEP, _STARTING = 40, 32, 4  # steps of so many rows; the first ones wait for workers to start
 

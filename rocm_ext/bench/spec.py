@@ -6,8 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext import device
-from rocm_ext.machine import Machine
+from rocm_ext.hardware import device
+from rocm_ext.hardware.machine import Machine
 
 # Order of the table. Each is a module of this package with ``measure(bench, item)``.
 PROBES = ("gemm", "bandwidth", "attention", "loader", "training", "decoding")

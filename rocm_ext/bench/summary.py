@@ -9,21 +9,23 @@ import torch
 from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
-from rocm_ext import config, model, workload
-from rocm_ext.attention import use_packed_attention
+from rocm_ext import config
 from rocm_ext.bench.runner import Row
 from rocm_ext.bench.training import longest_row, probe_config
-from rocm_ext.figures import Figures
 from rocm_ext.generation.decoder import Decoder
-from rocm_ext.loss import from_config
-from rocm_ext.planner import TrainingPlanner, decode_seconds
-from rocm_ext.simulation import Kernels
+from rocm_ext.model.attention import use_packed_attention
+from rocm_ext.model.build import build_model
+from rocm_ext.objectives.loss import from_config
+from rocm_ext.plan import workload
+from rocm_ext.plan.costs import Kernels
+from rocm_ext.plan.planner import TrainingPlanner, decode_seconds
+from rocm_ext.plan.speeds import Figures
 
 _GAIN = 1.03  # what another setting must gain, beyond the spread of both, to replace the one there is
 
 
 def figures(rows: Sequence[Row], cfg: DictConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What :class:`rocm_ext.figures.Figures` holds of a machine; nothing without matrix products and copies."""
+    """What :class:`rocm_ext.plan.speeds.Figures` holds of a machine; nothing without matrix products and copies."""
     flops = {}
     copies = [row.result["value"] for row in _ok(rows, "bandwidth", what="device copy")]
     if not copies or not _ok(rows, "gemm"):
@@ -37,7 +39,7 @@ def figures(rows: Sequence[Row], cfg: DictConfig, dtype: torch.dtype, device: to
         flops[name] = 1 / fmean(1 / value for value in best)  # as much time in one as in the other
     known: dict[str, Any] = {"flops": flops, "bandwidth": median(copies)}
     roofline = Figures("", True, **known)
-    shape = model.build(cfg.model, dtype, 0, torch.device("meta"))
+    shape = build_model(cfg.model, dtype, 0, torch.device("meta"))
     use_packed_attention(shape)
     known |= _training_efficiency(rows, cfg, shape, device, roofline)
     return known | _decoding_efficiency(rows, shape, roofline)
@@ -58,7 +60,7 @@ def _training_efficiency(
         from_config(config.instantiate(cfg.loss, key="loss")),
         shape.tok_embeddings.weight.dtype,
         device,
-        rows=workload.Rows(longest, longest, 1.0, count, "random"),
+        rows=workload.Workload(longest, longest, 1.0, count, "random"),
         ranks=1,
         figures=lambda: roofline,
         kernels=Kernels.on(device, "bf16" in roofline.flops),

@@ -8,15 +8,16 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from rocm_ext import model, workload
 from rocm_ext.bench.clock import measure as timed
 from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.loader import random_rows
 from rocm_ext.errors import UserError
-from rocm_ext.memory import readable
-from rocm_ext.monitor import log
+from rocm_ext.log import log
+from rocm_ext.model.build import Weights
+from rocm_ext.plan import workload
+from rocm_ext.plan.costs import Tally
+from rocm_ext.plan.memory import readable
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
-from rocm_ext.simulation import Tally
 
 _LONGEST = 2048  # tokens of a row, unless the config says less
 
@@ -69,10 +70,10 @@ class ProbeTrainer(LoRAFinetune):
         self._setup_optimizer()
         self.scheduler = None
 
-    def _read_weights(self) -> model.Weights:
-        return model.Weights(RandomWeights(self.decoder, self.device), "random")
+    def _read_weights(self) -> Weights:
+        return Weights(RandomWeights(self.decoder, self.device), "random")
 
-    def _setup_activations(self, rows: workload.Rows) -> None:
+    def _setup_activations(self, rows: workload.Workload) -> None:
         super()._setup_activations(rows)
         if self.planned_peak > self._budget:
             raise Skipped(f"would take {readable(self.planned_peak)}, the budget is {readable(self._budget)}")

@@ -33,8 +33,13 @@ def add(commands) -> None:
     option("--quick", action="store_true", help="fewer and shorter measurements: under two minutes on two CPU cores")
     option("--risky", action="store_true", help="also what the machine's profile locks because of reported hangs")
     option("--timeout", type=_seconds, default=300, metavar="S", help="seconds that one measurement may take (300)")
-    option("--only", nargs="+", metavar="PROBE", help="gemm, bandwidth, attention, loader, training, decoding; written "
-           "with --output alone, for plan and recipes want all of them")
+    option(
+        "--only",
+        nargs="+",
+        metavar="PROBE",
+        help="gemm, bandwidth, attention, loader, training, decoding; written "
+        "with --output alone, for plan and recipes want all of them",
+    )
     option("--output", type=Path, metavar="FILE", help="where bench.json goes (where plan and recipes look for it)")
     option("--json", action="store_true", help="print the content of bench.json instead of tables")
     add_overrides(parser)
@@ -50,12 +55,13 @@ def _seconds(text: str) -> float:
 def run(args: argparse.Namespace) -> None:
     from omegaconf import OmegaConf
 
-    from rocm_ext import config, device
+    from rocm_ext import config
     from rocm_ext.bench import runner, spec
     from rocm_ext.bench.busy import OtherPrograms
-    from rocm_ext.bench_file import bench_path
-    from rocm_ext.machine import detect
-    from rocm_ext.values import check_values
+    from rocm_ext.config.checks import check_values
+    from rocm_ext.hardware import device
+    from rocm_ext.hardware.bench_file import bench_path
+    from rocm_ext.hardware.machine import detect
 
     machine = detect()
     args.overrides += [word for word in args.only or () if "=" in word]  # argparse gives them to the option before
@@ -111,9 +117,9 @@ def _finish(
     import torch
 
     from rocm_ext.bench import summary
-    from rocm_ext.bench_file import machine_key
     from rocm_ext.files import replace_text
-    from rocm_ext.precision import pick_dtype
+    from rocm_ext.hardware.bench_file import machine_key
+    from rocm_ext.hardware.numerics import pick_dtype
 
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     won = summary.winners(rows, cfg)
@@ -183,7 +189,7 @@ def _print_rows(rows: "list[Row]") -> None:
 
     from rocm_ext.bench.spec import PROBES
     from rocm_ext.cli._tables import console, table
-    from rocm_ext.memory import readable
+    from rocm_ext.plan.memory import readable
 
     out = console()
     for probe in PROBES:

@@ -9,9 +9,9 @@ from rocm_ext.cli._text import printable
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from rocm_ext.compare import Comparison
-    from rocm_ext.decision import Decision
-    from rocm_ext.statistics import Interval
+    from rocm_ext.runs.compare import Comparison
+    from rocm_ext.runs.decision import Decision
+    from rocm_ext.runs.intervals import Interval
 
 Row = tuple[str, str, str, str]  # what, A, B, B against A
 
@@ -47,9 +47,9 @@ def _percent(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from rocm_ext.compare import compare
-    from rocm_ext.decision import decide
-    from rocm_ext.runs import RunFolder
+    from rocm_ext.runs.compare import compare
+    from rocm_ext.runs.decision import decide
+    from rocm_ext.runs.reader import RunFolder
 
     try:
         found = compare(RunFolder(args.a), RunFolder(args.b))

@@ -92,4 +92,3 @@ def _print(facts, rows) -> None:
         # never broken into lines, so that it can be copied
         screen.print(Text(f"  fix: {printable(row.fix)}", "bold"), soft_wrap=True)
     screen.print(Text("\n" + verdict(facts, rows), "bold"))
-

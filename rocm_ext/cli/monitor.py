@@ -38,9 +38,9 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from rocm_ext.cli._progress import progress
-    from rocm_ext.counters import Counters
-    from rocm_ext.recorder import HardwareLog
+    from rocm_ext.hardware.counter_log import HardwareLog
+    from rocm_ext.hardware.counters import Counters
+    from rocm_ext.runs.progress import progress
 
     if not args.root.is_dir():
         raise UserError(f"--root {args.root} is no folder; expected one that holds sys/class/drm", code=2)

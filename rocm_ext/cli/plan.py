@@ -9,8 +9,8 @@ from rocm_ext.cli._options import add_overrides, count
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from rocm_ext.planner import Choice
-    from rocm_ext.run_plan import RunPlan
+    from rocm_ext.plan.planner import Choice
+    from rocm_ext.plan.run import RunPlan
 
 
 def add(commands) -> None:
@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
     from rocm_ext import config
-    from rocm_ext.machine import detect
-    from rocm_ext.run_plan import plan_run
-    from rocm_ext.values import check_raft_values, check_values
-    from rocm_ext.workload import Known
+    from rocm_ext.config.checks import check_raft_values, check_values
+    from rocm_ext.hardware.machine import detect
+    from rocm_ext.plan.run import plan_run
+    from rocm_ext.plan.workload import Known
 
     recipe = config.recipe_of(args.config)
     cfg = config.load(recipe, args.config, args.overrides)
@@ -73,7 +73,7 @@ def _print(name: str, plan: "RunPlan") -> None:
     from rich.markup import escape
 
     from rocm_ext.cli._tables import console
-    from rocm_ext.memory import readable
+    from rocm_ext.plan.memory import readable
 
     out = console()
     total, trainable = plan.parameters
@@ -100,7 +100,7 @@ def _choices(plan: "RunPlan") -> list[tuple[str, "Choice"]]:
 
 def _memory_table(plan: "RunPlan") -> Any:
     from rocm_ext.cli._tables import table
-    from rocm_ext.memory import readable
+    from rocm_ext.plan.memory import readable
 
     choices = _choices(plan)
     titles = [title for title, _ in choices]
@@ -148,7 +148,7 @@ def _step_table(plan: "RunPlan") -> Any:
 
 def _cycle_table(plan: "RunPlan") -> Any:
     from rocm_ext.cli._tables import table
-    from rocm_ext.memory import readable
+    from rocm_ext.plan.memory import readable
 
     assert plan.cycle is not None
     cycle, sampling = plan.cycle, plan.cycle.sampling
@@ -169,7 +169,7 @@ def _cycle_table(plan: "RunPlan") -> Any:
 
 
 def _print_verdict(out: Any, plan: "RunPlan") -> None:
-    from rocm_ext.memory import readable
+    from rocm_ext.plan.memory import readable
 
     if not plan.fits:
         out.print(f"\n[red]does not fit[/] into {readable(plan.budget[0])}: lower tokenizer.max_seq_len, "
@@ -184,7 +184,7 @@ def _print_verdict(out: Any, plan: "RunPlan") -> None:
 
 
 def _duration(seconds: float) -> str:
-    from rocm_ext.monitor import duration
+    from rocm_ext.log import duration
 
     return f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
 

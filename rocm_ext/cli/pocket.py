@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     import logging
 
     from rocm_ext.pocket import make
-    from rocm_ext.scores import Score
+    from rocm_ext.runs.scores import Score
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     card, is_new = make(args.dir, args.seed, args.accuracy, args.force)

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     import psutil
     import yaml
 
-    from rocm_ext.prompts import prompt_dataset
+    from rocm_ext.data.prompts import prompt_dataset
     from rocm_ext.verifiers import Verdict
     from rocm_ext.verifiers.selfcheck import self_check
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from rocm_ext import device
 from rocm_ext.doctor.facts import ENOUGH, Facts
 from rocm_ext.doctor.rows import Row, gib, unrecorded
 from rocm_ext.errors import UserError
+from rocm_ext.hardware import device
 
 SMALL_CARVE_OUT = 4 * 2**30  # the smallest setting of some machines
 

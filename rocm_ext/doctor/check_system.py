@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 
-from rocm_ext import device
 from rocm_ext.doctor.facts import Facts
 from rocm_ext.doctor.recorded import DeviceNode
 from rocm_ext.doctor.rows import Row, gib, unrecorded
 from rocm_ext.doctor.system import AMD, NVIDIA, Card
 from rocm_ext.errors import UserError
-from rocm_ext.machine import STRIX_HALO
+from rocm_ext.hardware import device
+from rocm_ext.hardware.machine import STRIX_HALO
 
 # linux-firmware 20251125 brought it, 20260110 has an older one again (ROCm#5724)
 BAD_MES = 0x83

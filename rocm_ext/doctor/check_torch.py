@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 
-from rocm_ext import device, registry
-from rocm_ext.device import ALLOCATOR_VARIABLES
+from rocm_ext import registry
 from rocm_ext.doctor.facts import Facts
 from rocm_ext.doctor.rows import Row, unrecorded
 from rocm_ext.doctor.system import AMD, NVIDIA
-from rocm_ext.machine import VISIBLE_VARIABLES, Torch
+from rocm_ext.hardware import device
+from rocm_ext.hardware.device import ALLOCATOR_VARIABLES
+from rocm_ext.hardware.machine import VISIBLE_VARIABLES, Torch
 
 # What is good for finding errors and bad for speed
 DEBUGGING = {

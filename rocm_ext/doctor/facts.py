@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from rocm_ext import device
-from rocm_ext.device import Profile
 from rocm_ext.doctor.recorded import NAME, DeviceNode, Recorded, read_recorded
 from rocm_ext.doctor.rows import gib
 from rocm_ext.doctor.system import NVIDIA, Card, System, read_system
 from rocm_ext.errors import UserError
-from rocm_ext.machine import STRIX_HALO, Machine, Torch, describe, installed_gib
-from rocm_ext.sysfs import to_number
+from rocm_ext.hardware import device
+from rocm_ext.hardware.device import Profile
+from rocm_ext.hardware.machine import STRIX_HALO, Machine, Torch, describe, installed_gib
+from rocm_ext.hardware.sysfs import to_number
 
 # What installs packages and what brings the whole system up to date, by the words of ID and ID_LIKE in os-release
 _MANAGERS = {

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 
 from rocm_ext import registry
-from rocm_ext.device import ALLOCATOR_VARIABLES, load_profile, profile_names
 from rocm_ext.doctor.check_tools import COMPILERS
 from rocm_ext.doctor.check_torch import DEBUGGING
 from rocm_ext.doctor.facts import Facts, combine
@@ -24,8 +23,9 @@ from rocm_ext.doctor.recorded import DeviceNode, Memory, Process, Recorded, Sand
 from rocm_ext.doctor.rows import Row
 from rocm_ext.doctor.system import read_system
 from rocm_ext.errors import UserError
-from rocm_ext.machine import VISIBLE_VARIABLES
-from rocm_ext.sysfs import listing, read_number, read_text
+from rocm_ext.hardware.device import ALLOCATOR_VARIABLES, load_profile, profile_names
+from rocm_ext.hardware.machine import VISIBLE_VARIABLES
+from rocm_ext.hardware.sysfs import listing, read_number, read_text
 
 ROOT = Path("/")
 PROBE = ("-m", "rocm_ext.doctor.probe")

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rocm_ext import device
-from rocm_ext.device import Profile
 from rocm_ext.doctor.rows import Row
 from rocm_ext.errors import UserError, one_line
-from rocm_ext.machine import Machine, ask_torch, describe, host_memory
+from rocm_ext.hardware import device
+from rocm_ext.hardware.device import Profile
+from rocm_ext.hardware.machine import Machine, ask_torch, describe, host_memory
 
 ROOT = Path("/")
 MARK = "rocm-ext: "  # before our lines; libraries print others
@@ -59,14 +59,14 @@ def _canaries(machine: Machine, profile: Profile) -> list[Row]:
     """All of the first GPU's; of the other GPUs' those that fail."""
     import torch
 
-    from rocm_ext import precision
+    from rocm_ext.hardware import numerics
 
     cuda = profile.settings.get("device") == "cuda"
-    dtype, _ = precision.pick_dtype(str(profile.settings.get("dtype", "auto")), machine)
+    dtype, _ = numerics.pick_dtype(str(profile.settings.get("dtype", "auto")), machine)
     rows = []
     for i in range(machine.gpu_count if cuda else 1):
         here = torch.device("cuda", i) if cuda else torch.device("cpu")
-        for check in precision.canaries(machine, here, dtype):
+        for check in numerics.canaries(machine, here, dtype):
             name = f"{check.name}, GPU {i}" if i else check.name
             if check.ok and i == 0:
                 rows.append(Row(name, "ok", check.found))

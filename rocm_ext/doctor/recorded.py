@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rocm_ext.doctor.rows import Row
 from rocm_ext.errors import UserError
-from rocm_ext.machine import Torch
+from rocm_ext.hardware.machine import Torch
 
 NAME = "rocm-ext.json"
 

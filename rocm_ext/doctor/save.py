@@ -14,7 +14,7 @@ from rocm_ext.doctor.facts import Facts
 from rocm_ext.doctor.recorded import NAME, Recorded
 from rocm_ext.doctor.system import UDEV_FOLDERS
 from rocm_ext.errors import UserError
-from rocm_ext.sysfs import listing, read_text
+from rocm_ext.hardware.sysfs import listing, read_text
 
 _PARAMETERS = (
     r"(amdgpu|ttm|amdttm|nvidia)[._].*|(amd_)?iommu=.*|numa_balancing=.*|nomodeset|mem=.*|modprobe.blacklist=.*"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rocm_ext.doctor.recorded import Process
-from rocm_ext.machine import amd_gpus, kernel_release, ttm_module
-from rocm_ext.sysfs import cards, listing, read_number, read_text, to_number
+from rocm_ext.hardware.machine import amd_gpus, kernel_release, ttm_module
+from rocm_ext.hardware.sysfs import cards, listing, read_number, read_text, to_number
 
 AMD, NVIDIA = "0x1002", "0x10de"  # PCI vendors
 UDEV_FOLDERS = ("usr/lib/udev/rules.d", "lib/udev/rules.d", "run/udev/rules.d", "etc/udev/rules.d")

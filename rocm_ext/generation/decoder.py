@@ -26,8 +26,8 @@ from torchtune.modules import (
 )
 
 from rocm_ext.errors import UserError
-from rocm_ext.export import merged_weight
-from rocm_ext.lora import Dora, Lora, dense
+from rocm_ext.model.adapter_files import merged_weight
+from rocm_ext.model.lora import Dora, Lora, dense
 
 _ROPES = (Qwen2RotaryPositionalEmbeddings, Llama3ScaledRoPE, RotaryPositionalEmbeddings)
 

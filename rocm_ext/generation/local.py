@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from rocm_ext.chat import to_text
+from rocm_ext.data.render import to_text
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.generation.base import Completion, Request, Sampling
 from rocm_ext.generation.decoder import MIN_ROWS, Cache, Decoder, check_family, copied_bytes, merged
 from rocm_ext.generation.draw import draw, draw_bytes, uniforms
-from rocm_ext.monitor import log
+from rocm_ext.log import log
 
 # Where more slots gain no more: a step is bound by compute from here on (measured on a CPU; computed for GPUs).
 _MOST_SLOTS = {"cpu": 128, "cuda": 256}

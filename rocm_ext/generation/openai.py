@@ -35,7 +35,7 @@ from rocm_ext.generation.openai_wire import (
     load_adapter,
     unload_adapter,
 )
-from rocm_ext.monitor import log
+from rocm_ext.log import log
 
 BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds
 

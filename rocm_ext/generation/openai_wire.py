@@ -16,11 +16,11 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.chat import render_conversation
+from rocm_ext.data.render import render_conversation
 from rocm_ext.errors import UserError, one_line
-from rocm_ext.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rocm_ext.generation.base import Completion, Request, Sampling
-from rocm_ext.monitor import log
+from rocm_ext.log import log
+from rocm_ext.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 try:  # the successor of httpx, of the same interface; it needs Python 3.11
     import httpx2 as httpx

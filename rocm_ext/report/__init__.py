@@ -1,7 +1,8 @@
 """One HTML file that shows runs: everything in it, nothing fetched, no script.
 
-What it shows comes from :mod:`rocm_ext.runs`. The template escapes every text; :mod:`rocm_ext.report.text` makes it
-visible. A Content-Security-Policy in the page forbids scripts and the network even so.
+What it shows comes from :mod:`rocm_ext.runs.reader`. The template escapes every text;
+:mod:`rocm_ext.report.text` makes it visible. A Content-Security-Policy in the page forbids scripts and the
+network even so.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from rocm_ext.files import replace_text
 from rocm_ext.report import cards, hardware, raft, samples, training
 from rocm_ext.report.charts import line_style
 from rocm_ext.report.text import visible
-from rocm_ext.runs import RunFolder
+from rocm_ext.runs.reader import RunFolder
 
 
 def write(folders: Sequence[Path], output: Path | None = None) -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rocm_ext.report.curves import short_number
 from rocm_ext.report.hardware import gpu_names
-from rocm_ext.runs import RunFolder, number, running_time
+from rocm_ext.runs.reader import RunFolder, number, running_time
 
 RECIPES = {"sft": "LoRA fine-tuning", "raft": "RAFT"}
 

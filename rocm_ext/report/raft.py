@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from rocm_ext.report.charts import Spans, span_chart, stacked_chart
 from rocm_ext.report.curves import short_number, time_unit
-from rocm_ext.runs import PHASES, CycleFolder, RunFolder, number
+from rocm_ext.runs.reader import PHASES, CycleFolder, RunFolder, number
 
 VERDICTS = ("CORRECT", "WRONG", "UNPARSED", "TIMEOUT", "ERROR")
 _VERDICT_STYLES = {verdict: f"v{i}" for i, verdict in enumerate(VERDICTS)}

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.report.raft import VERDICTS
-from rocm_ext.runs import CycleFolder, Judged, Key, RunFolder
+from rocm_ext.runs.reader import CycleFolder, Judged, Key, RunFolder
 
 PER_VERDICT = 2
-_PROMPTS = "rocm_ext.prompts.prompt_dataset"
+_PROMPTS = "rocm_ext.data.prompt_dataset"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _prompts(run: RunFolder, ids: Collection[str], held_out: bool) -> dict[str, 
     source = node.get("source")
     if not isinstance(source, str) or not Path(source).is_file():
         return {}
-    from rocm_ext.prompts import prompt_dataset
+    from rocm_ext.data.prompts import prompt_dataset
 
     try:
         prompts = prompt_dataset(**{key: value for key, value in node.items() if key != "_component_"})

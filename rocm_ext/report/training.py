@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from rocm_ext.report.charts import Line, line_chart
 from rocm_ext.report.curves import memory_unit, smooth, smoothing_width
-from rocm_ext.runs import RunFolder
+from rocm_ext.runs.reader import RunFolder
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from rocm_ext.bench_file import cache_folder
+from rocm_ext.hardware.bench_file import cache_folder
 from tests.benchmarks.protocol import Failed
 
 # What a user of the peer installs beside torch, as of 2026-11.

@@ -140,8 +140,12 @@ def command(
     }  # fmt: skip
     path = base / f"{name}.yaml"
     if peer is None:
-        cfg |= {"hardware": "auto" if args.gpu else "cpu", "overwrite_output_dir": True, "batch_size": 2,
-                "num_workers": 0}  # peers load in-process, too
+        cfg |= {
+            "hardware": "auto" if args.gpu else "cpu",
+            "overwrite_output_dir": True,
+            "batch_size": 2,
+            "num_workers": 0,
+        }  # peers load in-process, too
         cfg |= {"sequences_per_step": SEQUENCES_PER_STEP}
         cfg["checkpointer"]["adapter_checkpoint"] = str(base / "adapter.pt")
         return ["-m", "rocm_ext.recipes.lora_finetune_rocm", "--config", write_yaml(path, cfg), *args.ours]

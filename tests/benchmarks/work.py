@@ -107,13 +107,14 @@ def write_adapter(base: Path) -> None:
     import torch
     from omegaconf import OmegaConf
 
-    from rocm_ext import export, model
+    from rocm_ext.model import adapter_files
+    from rocm_ext.model.build import build_model
 
     cfg = run_config(base / "model", base / "rows.jsonl", base)["model"]
-    decoder = model.build(OmegaConf.create({**cfg, **LORA}), torch.float32, 7, torch.device("cpu"))
-    torch.save(export.adapter_state(decoder), base / "adapter.pt")
+    decoder = build_model(OmegaConf.create({**cfg, **LORA}), torch.float32, 7, torch.device("cpu"))
+    torch.save(adapter_files.adapter_state(decoder), base / "adapter.pt")
     (base / "peft").mkdir()
-    export.write_adapter(base / "peft", decoder, "QWEN2", str(base / "model"))
+    adapter_files.write_adapter(base / "peft", decoder, "QWEN2", str(base / "model"))
 
 
 def flops(shape: str, vocab: int, tokens: int, logits: int) -> float:

@@ -1,0 +1,9 @@
+"""From files to what a step computes: sources, chat rendering, rows, micro-batches; and prompts.
+
+The components that a YAML names are here: ``rocm_ext.data.sft_dataset`` and ``rocm_ext.data.prompt_dataset``.
+"""
+
+from rocm_ext.data.prompts import prompt_dataset
+from rocm_ext.data.sources import sft_dataset
+
+__all__ = ["prompt_dataset", "sft_dataset"]

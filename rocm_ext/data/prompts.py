@@ -1,0 +1,313 @@
+"""Prompts to sample answers to, with what a verifier needs to judge them."""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rocm_ext.data.render import string, to_messages
+from rocm_ext.data.sources import load_rows
+from rocm_ext.errors import UserError, nearest, one_line
+from rocm_ext.log import log
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation that waits for the assistant's answer.
+
+    Attributes:
+        id: the row's ``id`` or ``task_id`` as text, else the first 16 hex digits of ``key``.
+        messages: ``{role, content}`` each; perhaps a system message first, a user's turn last.
+        row: all columns by our names, without nulls: what a verifier sees. ``prompt`` is the text of the
+            last user's turn, as the model reads it.
+        origin: ``file:line`` in JSON lines, else the source and the row's index from 0.
+    """
+
+    id: str
+    messages: tuple[dict[str, str], ...]
+    row: Mapping[str, Any]
+    origin: str
+
+    @property
+    def key(self) -> str:
+        """SHA-256 of the messages, as hex: prompts of the same key are the same to the model."""
+        return hashlib.sha256(_canonical(self.messages).encode()).hexdigest()
+
+
+def prompt_dataset(
+    *,
+    source: str,
+    split: str = "train",
+    data_files: Any = None,
+    name: str | None = None,
+    format: str | None = None,
+    column_map: Mapping[str, str] | None = None,
+    system_prompt: str = "",
+    limit: int | None = None,
+) -> list[Prompt]:
+    """Rows of prompts, as a component for YAML: ``_component_: rocm_ext.data.prompt_dataset``.
+
+    A row has ``prompt``, the text of one user's turn, or ``messages``, a conversation that ends with one, and
+    whatever its verifier needs (``answer``, ``tests``, ...). A row with both is read if they agree, where
+    ``messages`` may go on to the assistant's answer; otherwise ``column_map`` tells which one counts.
+
+    Formats, which turn the columns of well-known datasets into ours:
+
+    - gsm8k: ``question``, ``answer`` -> ``prompt``, ``answer`` (what is behind ``####``) and ``solution``
+    - mbpp: Google's ``text``, ``code``, ``test_list``, ``test_setup_code``, or the sanitized ``prompt``,
+      ``code``, ``test_imports``, ``test_list`` -> ``prompt``, which shows the tests, ``tests`` (a list of
+      asserts), ``test_setup`` and ``solution``; or ``prompt``, ``entry_point`` and ``tests`` (source), where
+      the prompt is told the function's name
+    - humaneval: ``prompt``, ``test``, ``entry_point``, ``canonical_solution`` -> ``prompt``, which asks for
+      the whole function, ``code_prefix`` (the given beginning), ``tests`` (source) and ``solution``
+
+    Rows that are equal in every column are kept once.
+
+    Args:
+        source: a .jsonl, .json, .parquet or .csv file or a glob of them; or what ``datasets.load_dataset``
+            takes: a folder, a hub name, or a loader (``json``) with ``data_files``.
+        split: as in `datasets`, ``train[:10%]`` too; a file is one split, ``train``.
+        data_files, name: passed on to `datasets`; ``name`` is the configuration of a hub dataset.
+        format: one of the above; None: the columns are ours already, or ``column_map`` makes them so.
+        column_map: our column -> yours, ``{prompt: problem}``; with a format, its column -> yours.
+        system_prompt: put in front of conversations without a system message; empty: none is.
+        limit: read the first ``limit`` rows only.
+
+    Raises:
+        UserError: nothing to read, a malformed row, or two rows of one id or with one conversation but
+            different columns; with the origin of each.
+    """
+    if format is not None and format not in FORMATS:
+        raise UserError(f"format {format!r} is unknown{nearest(format, FORMATS)}")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise UserError(f"limit is {limit!r}; expected a whole number of at least 1, or null")
+    string(system_prompt, "system_prompt")
+    mapping = _checked_map(column_map)
+    rows, origin = load_rows(source, split, data_files, name)
+    columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
+    if missing := [column for column in mapping.values() if column not in columns]:
+        raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
+    prompts = []
+    for index in range(len(rows) if limit is None else min(limit, len(rows))):
+        try:
+            prompts.append(_prompt(rows[index], mapping, format, system_prompt, origin(index)))
+        except UserError as error:
+            raise UserError(f"{origin(index)}: {error}") from error
+    return _distinct(prompts, source)
+
+
+def check_disjoint(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> None:
+    """See that no held-out prompt is trained on.
+
+    Two prompts overlap if their last user's turns are equal but for case and white space, and one of them
+    has no other turn of the user's, or all their turns are equal. So other system prompts or examples in
+    front hide nothing, and a mere "go on" behind different turns is no overlap.
+
+    Raises:
+        UserError: some overlap; the first pair's origins and how many.
+    """
+    trained: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in train:
+        trained[_turns(prompt)[-1]].append(prompt)
+    pairs = []
+    for held in held_out:
+        turns = _turns(held)
+        same = (p for p in trained.get(turns[-1], ()) if _is_single(p) or _is_single(held) or _turns(p) == turns)
+        if (first := next(same, None)) is not None:
+            pairs.append((first, held))
+    if pairs:
+        first, held = pairs[0]
+        raise UserError(
+            f"{len(pairs)} of {len(held_out)} held-out prompts are among the training prompts, first {held.origin} "
+            f"(training: {first.origin}); take them out of one of the two"
+        )
+
+
+def _turns(prompt: Prompt) -> list[str]:
+    """The turns without a system message, case and runs of white space."""
+    return [" ".join(m["content"].casefold().split()) for m in prompt.messages if m["role"] != "system"]
+
+
+def _is_single(prompt: Prompt) -> bool:
+    return sum(m["role"] == "user" for m in prompt.messages) == 1
+
+
+# ---- rows
+
+
+def _checked_map(column_map: Any) -> dict[str, str]:
+    mapping = {} if column_map is None else column_map
+    texts = isinstance(mapping, Mapping) and all(isinstance(x, str) for pair in mapping.items() for x in pair)
+    if not texts:
+        raise UserError(f"column_map is {mapping!r}; expected our column -> yours, {{prompt: question}}")
+    return dict(mapping)
+
+
+def _prompt(row: Mapping[str, Any], mapping: dict[str, str], format: str | None, system: str, origin: str) -> Prompt:
+    # Arrow fills gaps with None.
+    present = {key: value for key, value in row.items() if value is not None}
+    taken = {*mapping, *mapping.values()}
+    fields = {key: value for key, value in present.items() if key not in taken}
+    fields |= {ours: present[yours] for ours, yours in mapping.items() if yours in present}
+    if format is not None:
+        fields = FORMATS[format](fields)
+        messages = _from_text(fields["prompt"])
+    else:
+        messages = _messages(fields, mapping)
+    if system and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": system}, *messages)
+    prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin)
+    return Prompt(_id(fields) or prompt.key[:16], prompt.messages, prompt.row, origin)
+
+
+def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str, str], ...]:
+    """The conversation in ``prompt`` or ``messages``, or in the one of both that the user named."""
+    found = [column for column in ("prompt", "messages") if column in fields]
+    if len(found) == 2:
+        found = [column for column in found if column in mapping] or found
+    if not found:
+        raise UserError(f"no prompt and no messages among the columns {list(fields)}; name yours in column_map")
+    if found == ["prompt"]:
+        return _from_text(fields["prompt"])
+    if found == ["messages"]:
+        return _conversation(fields["messages"])
+    messages = _from_text(fields["prompt"])
+    turns = fields["messages"]
+    if isinstance(turns, list) and turns and isinstance(turns[-1], Mapping) and turns[-1].get("role") == "assistant":
+        turns = turns[:-1]
+    if _conversation(turns) != messages:
+        raise UserError("prompt and messages differ; set column_map to {prompt: prompt} or {messages: messages}")
+    return messages
+
+
+def _from_text(text: Any) -> tuple[dict[str, str], ...]:
+    if not isinstance(text, str):
+        hint = "; a conversation goes in messages" if isinstance(text, list) else ""
+        raise UserError(f"prompt must be text, found {type(text).__name__}{hint}")
+    return _encodable(({"role": "user", "content": text},))
+
+
+def _conversation(turns: Any) -> tuple[dict[str, str], ...]:
+    """The messages of a row, as ``{role, content}`` and no more, which end with a user's turn."""
+    # torchtune calls the role of tools ipython, servers do not
+    roles = {"ipython": "tool"}
+    messages = [{"role": roles.get(m.role, m.role), "content": m.text_content} for m in to_messages(turns)]
+    if not messages:
+        raise UserError("messages is empty; expected a conversation that ends with a user's turn")
+    if messages[-1]["role"] != "user":
+        raise UserError(f"messages must end with a user's turn, found the {messages[-1]['role']}'s; take it out")
+    if any(m["role"] == "system" for m in messages[1:]):
+        raise UserError("a system message must be the first of its conversation")
+    return _encodable(tuple(messages))
+
+
+def _encodable(messages: tuple[dict[str, str], ...]) -> tuple[dict[str, str], ...]:
+    """``messages``, which must ask something and be text that a tokenizer or a server can be sent."""
+    if not messages[-1]["content"].strip():
+        raise UserError("prompt is empty")
+    try:
+        for message in messages:
+            message["content"].encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell
+        raise UserError(f"prompt is not valid Unicode: {one_line(error)}") from error
+    return messages
+
+
+def _id(fields: Mapping[str, Any]) -> str:
+    """``id`` or ``task_id`` as text, empty if there is neither."""
+    column = next((column for column in ("id", "task_id") if column in fields), None)
+    if column is None:
+        return ""
+    value = fields[column]
+    if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).strip():
+        raise UserError(f"{column} is {value!r}; expected text or a whole number")
+    return str(value)
+
+
+def _distinct(prompts: list[Prompt], source: str) -> list[Prompt]:
+    """``prompts`` without repeated rows; other rows of one conversation or one id are mistakes."""
+    by_key: dict[str, Prompt] = {}
+    by_id: dict[str, Prompt] = {}
+    for prompt in prompts:
+        earlier = by_key.setdefault(prompt.key, prompt)
+        if earlier is not prompt:
+            if other := _differing(earlier.row, prompt.row):
+                raise UserError(
+                    f"{prompt.origin} asks the same as {earlier.origin}, but differs in {', '.join(other)}; "
+                    "keep one of them"
+                )
+        elif (earlier := by_id.setdefault(prompt.id, prompt)) is not prompt:
+            raise UserError(f"{prompt.origin} has the id {prompt.id!r} of {earlier.origin}; ids must be unique")
+    if repeated := len(prompts) - len(by_key):
+        log.warning("%s: %d of %d rows repeat others and are left out", source, repeated, len(prompts))
+    return list(by_key.values())
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The columns in which two rows differ. NaN equals itself here."""
+    return [key for key in dict.fromkeys([*a, *b]) if _canonical(a.get(key)) != _canonical(b.get(key))]
+
+
+def _canonical(value: Any) -> str:
+    """One text for equal values. ASCII, so that it can be hashed whatever is in it."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+# ---- formats
+
+
+def _gsm8k(row: dict[str, Any]) -> dict[str, Any]:
+    _need(row, "gsm8k", "question", "answer")
+    _, mark, answer = row["answer"].rpartition("####")
+    if not mark or not answer.strip():
+        raise UserError(f"answer has no #### with a number behind it, as gsm8k's have; found {row['answer'][-40:]!r}")
+    rest = _without(row, "question")
+    return {**rest, "prompt": row["question"], "answer": answer.strip(), "solution": row["answer"]}
+
+
+def _mbpp(row: dict[str, Any]) -> dict[str, Any]:
+    if "test_list" not in row:
+        _need(row, "mbpp", "prompt", "entry_point", "tests")
+        return {**row, "prompt": f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`."}
+    task = "text" if "text" in row else "prompt"
+    _need(row, "mbpp", task)
+    tests, imports = _texts(row, "test_list"), _texts(row, "test_imports") if "test_imports" in row else []
+    if not tests:
+        raise UserError("test_list is empty; expected a list of asserts")
+    setup = "\n".join([*imports, row.get("test_setup_code", "")]).strip()
+    shown = "\n".join(tests)
+    rest = _without(row, "text", "code", "test_list", "test_imports", "test_setup_code")
+    rest |= {"solution": row["code"]} if "code" in row else {}
+    prompt = f"{row[task].rstrip()}\n\nYour code should pass these tests:\n\n{shown}"
+    return {**rest, "prompt": prompt, "tests": tests, "test_setup": setup}
+
+
+def _humaneval(row: dict[str, Any]) -> dict[str, Any]:
+    _need(row, "humaneval", "prompt", "test", "entry_point")
+    rest = _without(row, "test", "canonical_solution")
+    rest |= {"solution": row["canonical_solution"]} if "canonical_solution" in row else {}
+    task = f"Complete this Python function. Answer with all of it in one code block.\n\n```python\n{row['prompt']}"
+    return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"], "tests": row["test"]}
+
+
+FORMATS = {"gsm8k": _gsm8k, "mbpp": _mbpp, "humaneval": _humaneval}
+
+
+def _need(row: Mapping[str, Any], format: str, *columns: str) -> None:
+    if missing := [column for column in columns if column not in row]:
+        raise UserError(f"format {format} needs {', '.join(missing)}; the columns are {list(row)}")
+    for column in columns:
+        if not string(row[column], column).strip():
+            raise UserError(f"{column} is empty")
+
+
+def _texts(row: Mapping[str, Any], column: str) -> list[str]:
+    if not isinstance(row[column], list):
+        raise UserError(f"{column} must be a list of text, found {type(row[column]).__name__}")
+    return [string(text, f"{column}[{i}]") for i, text in enumerate(row[column])]
+
+
+def _without(row: Mapping[str, Any], *columns: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in columns}

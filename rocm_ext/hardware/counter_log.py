@@ -1,0 +1,93 @@
+"""``hardware.jsonl``: the counters of :mod:`rocm_ext.hardware.counters`, sampled every few seconds."""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.hardware.counters import HARDWARE_LOG, Counters
+
+log = logging.getLogger("rocm_ext")
+_TAIL = 1 << 20  # bytes; a line is a few kB at most
+_PATIENCE = 2  # seconds to wait for a last reading: files of a GPU that hangs may block for long
+
+
+class HardwareLog:
+    """A file of readings, one JSON object per line, which always has whole lines.
+
+    Args:
+        path: the file; it need not exist. What a kill tore at its end goes.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - closed by __exit__
+        end = self._file.seek(0, os.SEEK_END)
+        start = max(0, end - _TAIL)
+        self._file.seek(start)
+        self._file.truncate(start + (self._file.read(_TAIL) or b"").rfind(b"\n") + 1)
+
+    def __enter__(self) -> "HardwareLog":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, reading: Mapping[str, Any]) -> None:
+        """Append one line.
+
+        Raises:
+            OSError: such as a full disk; nothing of the line stays then.
+        """
+        line = json.dumps(reading).encode() + b"\n"
+        size, done = self._file.seek(0, os.SEEK_END), 0
+        try:
+            while done < len(line):
+                done += self._file.write(line[done:])
+        except OSError:
+            self._file.truncate(size)
+            raise
+
+
+@contextmanager
+def recording(folder: Path, seconds: float | None, root: Path = Path("/")) -> Iterator[None]:
+    """While entered, a thread writes readings to ``hardware.jsonl``.
+
+    Whatever happens to it, the run goes on; it draws no random numbers and leaves torch alone.
+
+    Args:
+        folder: where the file is; one that is there is gone on with.
+        seconds: between readings; None: nothing is written.
+        root: for :class:`~rocm_ext.hardware.counters.Counters`.
+    """
+    if seconds is None:
+        yield
+        return
+    stop = threading.Event()
+    args = (folder / HARDWARE_LOG, seconds, root, stop)
+    thread = threading.Thread(target=_record, args=args, name="hardware counters", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(_PATIENCE)
+
+
+def _record(path: Path, seconds: float, root: Path, stop: threading.Event) -> None:
+    counters = Counters(root, process=True)
+    for note in counters.notes:
+        log.info("%s", note)
+    try:
+        with HardwareLog(path) as file:
+            file.write(counters.read())
+            while not stop.wait(seconds):
+                file.write(counters.read())
+    except OSError as error:
+        log.warning("%s: %s; hardware is not recorded any more, the run goes on", path, error.strerror or error)

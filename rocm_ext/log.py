@@ -1,0 +1,66 @@
+"""What a command says while it works: log lines and a progress bar."""
+
+import logging
+import os
+import sys
+import time
+
+from tqdm import tqdm
+
+log = logging.getLogger("rocm_ext")
+
+
+def setup_logging() -> None:
+    """Plain lines on stderr, from rank 0 alone below warnings."""
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+
+
+class Progress:
+    """A progress bar on a terminal; elsewhere a line now and then.
+
+    Args:
+        total: steps, or what else is counted.
+        start: how many of them are done already.
+        enabled: False says nothing.
+        unit: what is counted.
+    """
+
+    def __init__(self, total: int, start: int, enabled: bool, unit: str = "step") -> None:
+        self.total, self.done, self._unit = total, start, unit
+        self._bar = None
+        self._enabled = enabled
+        self._began, self._start, self._spoke = time.monotonic(), start, 0.0
+        if enabled and sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True)
+
+    def update(self, text: str) -> None:
+        """One more is done; ``text`` says how it goes."""
+        self.done += 1
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+            return
+        now = time.monotonic()
+        if self._enabled and (now - self._spoke >= 30 or self.done in (self._start + 1, self.total)):
+            self._spoke = now
+            left = (now - self._began) / (self.done - self._start) * (self.total - self.done)
+            known = now - self._began >= 5  # before that it would be a guess
+            told = f"  {duration(left)} left" * known
+            log.info("%s %d/%d  %s%s", self._unit, self.done, self.total, text, told)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def duration(seconds: float) -> str:
+    """``75`` -> ``1m15s``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

@@ -1,0 +1,249 @@
+"""Adapters in PEFT's format, in and out, and models with an adapter merged in, in Hugging Face's.
+
+Merging works on two folders, shard by shard: the base model is never in memory as a whole.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torchtune.modules import TransformerDecoder
+from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
+
+from rocm_ext.errors import UserError
+from rocm_ext.files import replace_folder
+from rocm_ext.log import log
+from rocm_ext.model.lora import Dora, adapter_parameters, adapters, rank_and_alpha
+
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+_PARTS = {
+    ".lora_a.weight": ".lora_A.weight",
+    ".lora_b.weight": ".lora_B.weight",
+    ".magnitude": ".lora_magnitude_vector",
+}
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
+
+
+def check_model_type(model_type: str) -> None:
+    """Refuse, before any work, a family whose adapter could not be written at the end.
+
+    Raises:
+        UserError: naming the family.
+    """
+    if model_type in _NO_PEFT:
+        raise UserError(f"checkpointer.model_type {model_type} has no PEFT adapter format in torchtune")
+
+
+def adapter_state(decoder: TransformerDecoder) -> dict[str, Tensor]:
+    """The adapter's weights in torchtune's names, on the CPU."""
+    return {name: p.detach().cpu().clone() for name, p in adapter_parameters(decoder).items()}
+
+
+def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, base_model: str) -> None:
+    """Write the PEFT folder of ``decoder``'s adapter: ``PeftModel.from_pretrained(base, folder)``.
+
+    Args:
+        folder: where to; it must exist.
+        model_type: torchtune's ModelType name, which decides how rows of q and k are ordered.
+        base_model: hub name or folder of the base model, for PEFT.
+    """
+    peft = to_peft(adapter_state(decoder), decoder, model_type)
+    save_file({name: t.contiguous() for name, t in peft.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    layer = next(layer for _, layer in adapters(decoder))
+    rank, alpha = rank_and_alpha(layer)
+    modules = sorted({name[len(_PREFIX) :].rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for name in peft})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": getattr(layer.dropout, "p", 0.0),
+        "target_modules": modules,
+        "use_dora": isinstance(layer, Dora),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
+    """Adapter weights in torchtune's names, from a PEFT folder or torchtune's ``adapter_model.pt``.
+
+    Raises:
+        UserError: if there is none, it is torn, or of another rank or alpha than ``decoder``'s.
+    """
+    try:
+        if source.is_file():
+            return torch.load(source, map_location="cpu", weights_only=True)
+        config = json.loads((source / ADAPTER_CONFIG).read_text())
+        peft = load_file(source / ADAPTER_WEIGHTS)
+    except FileNotFoundError as error:
+        raise UserError(f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}") from error
+    except (SafetensorError, UnpicklingError, ValueError, RuntimeError, OSError) as error:
+        cause = str(error).split("\n")[0]
+        raise UserError(f"cannot read the adapter in {source}: {cause}") from error
+    rank, alpha = rank_and_alpha(next(layer for _, layer in adapters(decoder)))
+    if (config.get("r"), config.get("lora_alpha")) != (rank, alpha):
+        raise UserError(
+            f"adapter {source} has r={config.get('r')}, lora_alpha={config.get('lora_alpha')}; "
+            f"the config's model has lora_rank={rank}, lora_alpha={alpha}"
+        )
+    return from_peft(peft, decoder, model_type)
+
+
+def to_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
+    """torchtune's adapter names and row order -> PEFT's."""
+    to_hf, _ = _converters(decoder, model_type)
+    result = {}
+    for name, tensor in state.items():
+        ours, theirs = _split_part(name, _PARTS)
+        hf = to_hf(_weight_name(name, ours), tensor, ours != ".lora_a.weight")
+        result[_PREFIX + hf[0].removesuffix(".weight") + theirs] = hf[1]
+    return result
+
+
+def from_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
+    """PEFT's adapter names and row order -> torchtune's."""
+    _, from_hf = _converters(decoder, model_type)
+    result = {}
+    for name, tensor in state.items():
+        theirs, ours = _split_part(name, {v: k for k, v in _PARTS.items()})
+        hf = _weight_name(name, theirs).removeprefix(_PREFIX)
+        tune = from_hf(hf, tensor, theirs != ".lora_A.weight")
+        result[tune[0].removesuffix(".weight") + ours] = tune[1]
+    return result
+
+
+def _split_part(name: str, parts: Mapping[str, str]) -> tuple[str, str]:
+    for part, other in parts.items():
+        if name.endswith(part):
+            return part, other
+    raise UserError(f"adapter weight {name} is neither LoRA nor DoRA")
+
+
+def _weight_name(name: str, part: str) -> str:
+    return name.removesuffix(part) + ".weight"
+
+
+Convert = Callable[[str, Tensor, bool], tuple[str, Tensor]]
+
+
+def _converters(decoder: TransformerDecoder, model_type: str) -> tuple[Convert, Convert]:
+    """torchtune's own converters between its names and Hugging Face's, for one tensor.
+
+    Rows of q and k are reordered in most families (rotary halves against pairs) and not in Qwen2.
+    torchtune reorders the adapters of both, so its own PEFT export is wrong for Qwen2.
+    """
+    from torchtune.models import convert_weights
+    from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
+    from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+
+    to_hf, from_hf = {
+        "QWEN2": (qwen2_tune_to_hf, qwen2_hf_to_tune),
+        "GEMMA2": (gemma2_tune_to_hf, gemma2_hf_to_tune),
+    }.get(model_type, (convert_weights.tune_to_hf, convert_weights.hf_to_tune))
+    attention: Any = decoder.layers[0].attn
+    heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
+
+    def convert(function, name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+        # only the output rows of a weight are reordered: lora_b and m have them, lora_a has not
+        if not has_rows:
+            ((new, _),) = function({name: _dummy(name, heads)}, dim=1, **heads).items()
+            return new, tensor
+        columns = tensor.reshape(tensor.shape[0], -1)
+        ((new, value),) = function({name: columns}, dim=columns.shape[1], **heads).items()
+        return new, value.reshape(tensor.shape)
+
+    return (lambda *a: convert(to_hf, *a)), (lambda *a: convert(from_hf, *a))
+
+
+def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
+    rows = heads["num_kv_heads"] if "k_proj" in name else heads["num_heads"]
+    return torch.empty(rows * heads["head_dim"], 1)
+
+
+def base_model_name(folder: Path) -> str:
+    """What PEFT should load as the base model: the hub's name if `tune download` left it, else ``folder``."""
+    try:
+        return json.loads((folder / "original_repo_id.json").read_text())["repo_id"]
+    except (OSError, ValueError, KeyError):
+        return str(folder.resolve())
+
+
+def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
+    """Write to ``out`` the Hugging Face model that the checkpointer reads, with a PEFT adapter merged in.
+
+    One tensor is merged at a time, in fp32, and one file of the base model is held at most. ``out``
+    appears when it is whole. A base model in Meta's format has no such folder: a warning, and no ``out``.
+
+    Raises:
+        UserError: if the adapter has weights that the base model does not.
+    """
+    checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
+    base, weight_files = Path(checkpointer["checkpoint_dir"]), checkpointer["checkpoint_files"]
+    if not (base / "config.json").is_file():
+        log.warning("%s is not written: %s is no Hugging Face folder (it has no config.json)", out, base)
+        return
+    if isinstance(weight_files, dict):
+        weight_files = FormattedCheckpointFiles.from_dict(weight_files).build_checkpoint_filenames()
+    updates = updates_by_weight(load_file(adapter / ADAPTER_WEIGHTS))
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    scale = config["lora_alpha"] / config["r"]
+    with replace_folder(out) as folder:
+        index: dict[str, str] = {}
+        size = 0
+        for file in weight_files:
+            tensors = {}
+            for name, weight in _tensors(base / file):
+                update = updates.pop(name, None)
+                tensors[name] = merged_weight(weight, update, scale) if update else weight.clone()
+                size += weight.nbytes
+            target = str(Path(file).with_suffix(".safetensors"))
+            index.update(dict.fromkeys(tensors, target))
+            save_file(tensors, folder / target, metadata={"format": "pt"})
+        if updates:
+            raise UserError(f"adapter {adapter} has weights for {next(iter(updates))}, which {base} has not")
+        if len(set(index.values())) > 1:
+            content = {"metadata": {"total_size": size}, "weight_map": index}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+        for path in base.iterdir():  # config, tokenizer, licence: all that is no weight
+            if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
+                shutil.copy2(path, folder / path.name)
+
+
+def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """A PEFT adapter's weights by the name of the base weight they change, then by part."""
+    updates: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in adapter.items():
+        part, _ = _split_part(name, {v: k for k, v in _PARTS.items()})
+        updates.setdefault(_weight_name(name, part).removeprefix(_PREFIX), {})[part] = tensor
+    return updates
+
+
+def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) -> Tensor:
+    """W + s B A, each row rescaled to length m where the update is DoRA's; [out, in], W's dtype."""
+    full = weight.float() + scale * (update[".lora_B.weight"].float() @ update[".lora_A.weight"].float())
+    if (magnitude := update.get(".lora_magnitude_vector")) is not None:
+        full *= (magnitude.float() / torch.linalg.vector_norm(full, dim=1))[:, None]
+    return full.to(weight.dtype)
+
+
+def _tensors(path: Path):
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                yield name, file.get_tensor(name)
+    else:
+        yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()

@@ -1,0 +1,205 @@
+"""The model a run trains: torchtune's LoRA builder, weights in, and the module a step calls."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtune.modules import TransformerDecoder
+from torchtune.training import MODEL_KEY, set_default_dtype
+
+from rocm_ext import config
+from rocm_ext.data.batches import Batch
+from rocm_ext.errors import UserError
+from rocm_ext.hardware.device import Profile, check_locked
+from rocm_ext.model.attention import Lengths
+from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
+from rocm_ext.model.norm import use_fused_norms
+from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+from rocm_ext.ranks import Ranks
+
+
+class CausalLM(nn.Module):
+    """Decoder and loss as one module, so that FSDP2 gathers the output weights for both at once.
+
+    Args:
+        decoder: torchtune decoder.
+        loss: from hidden states.
+    """
+
+    def __init__(self, decoder: TransformerDecoder, loss: LinearCrossEntropyLoss) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.loss = loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss of ``batch.targets``, summed: a scalar in fp32."""
+        hidden = hidden_states(self.decoder, batch)
+        return self.loss(self.decoder.output, hidden.flatten(0, 1)[batch.index], batch.targets, batch.logprobs)
+
+
+def hidden_states(decoder: TransformerDecoder, batch: Batch) -> Tensor:
+    """[b, s, d]: what the output layer is applied to. ``decoder.forward`` without its logits."""
+    h = decoder.tok_embeddings(batch.tokens)
+    mask = Lengths(batch.lengths) if batch.lengths else None
+    for layer in decoder.layers:
+        h = layer(h, mask=mask, input_pos=batch.positions)
+    return decoder.norm(h)
+
+
+def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> TransformerDecoder:
+    """A torchtune LoRA model of ``dtype`` without weights, with fresh adapters.
+
+    Frozen parameters are on the meta device; adapters, in fp32, and buffers are on ``device``. Where that is the meta
+    device too, tables of position embeddings are on the CPU.
+
+    Raises:
+        UserError: if the component is no LoRA builder of a text decoder.
+    """
+    with torch.device("meta"), set_default_dtype(dtype):
+        decoder = config.instantiate(cfg_model, key="model")
+    if not isinstance(decoder, TransformerDecoder):
+        raise UserError(
+            f"model {cfg_model._component_} builds a {type(decoder).__name__}; only text decoders "
+            "(torchtune TransformerDecoder) are supported"
+        )
+    adopt(decoder, cfg_model)
+    init_adapters(decoder, seed, device)
+    _share_rope(decoder, torch.device("cpu") if device.type == "meta" else device)  # Llama's needs values
+    use_fused_norms(decoder)
+    return decoder
+
+
+def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int) -> list[str]:
+    """Refuse a 4-bit base model where it cannot run or should not.
+
+    Returns:
+        a line if the user insists on what ``profile`` locks.
+
+    Raises:
+        UserError: locked, or several ranks.
+    """
+    if not any(layer._quantize_base for _, layer in adapters(decoder)):
+        return []
+    if ranks > 1:
+        raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or take bf16")
+    return check_locked(profile, {"quantize_base": True}, [key for key in overrides if key == "quantize_base"])
+
+
+def _share_rope(decoder: TransformerDecoder, device: torch.device) -> None:
+    # torchtune keeps the same table in every layer: 3.7 GB for 28 layers at 131k positions
+    shared: dict[Any, nn.Module] = {}
+    for module in list(decoder.modules()):
+        rope = getattr(module, "pos_embeddings", None)
+        if rope is None or not hasattr(rope, "rope_init"):
+            continue
+        plain = {k: v for k, v in vars(rope).items() if isinstance(v, int | float | str | bool | type(None))}
+        key = (type(rope), tuple(sorted(plain.items(), key=lambda item: item[0])))
+        module.pos_embeddings = shared.setdefault(key, rope)
+    with device:
+        for rope in shared.values():
+            rope.rope_init()  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Base weights as the config's checkpointer reads them, in torchtune's names."""
+
+    state: Mapping[str, Tensor]
+    model_type: str
+
+    def fingerprint(self) -> str:
+        """Tells one base model from another: names, shapes and a sample of every tensor's values."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state.items()):
+            flat = tensor.reshape(-1)
+            sample = flat[:: max(1, len(flat) // 64)][:64].float()
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(sample.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def read_weights(cfg_checkpointer) -> Weights:
+    """Base weights, memory-mapped where the format allows.
+
+    Raises:
+        UserError: if files are missing, torn or of another architecture.
+    """
+    cfg = config.without(cfg_checkpointer, "adapter_checkpoint")  # torchtune reads it only when resuming
+    try:
+        state = config.instantiate(cfg, key="checkpointer").load_checkpoint()[MODEL_KEY]
+    except UserError:
+        raise
+    except Exception as error:  # torchtune raises bare Exception for names it does not know
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        raise UserError(f"checkpointer: cannot read {cfg.checkpoint_dir}: {error}{cause}") from error
+    return Weights(state, str(cfg.model_type))
+
+
+def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) -> None:
+    """Copy ``weights`` into the frozen parameters, one tensor at a time, each rank its shard.
+
+    Raises:
+        UserError: naming every parameter that is missing, unexpected or of another shape.
+    """
+    frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
+    _check_fit(frozen, weights.state)
+    quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
+    for name, parameter in frozen.items():
+        full = weights.state[_plain(name)]
+        if _plain(name) in quantized:
+            from torchao.dtypes.nf4tensor import to_nf4
+
+            placed = to_nf4(full.to(ranks.device, torch.bfloat16).to(parameter.dtype))
+        else:
+            placed = ranks.place(full, parameter)
+        owner, _, leaf = name.rpartition(".")
+        setattr(decoder.get_submodule(owner), leaf, nn.Parameter(placed, requires_grad=False))
+    for _, layer in adapters(decoder):
+        if isinstance(layer, Dora):
+            layer.initialize_dora_magnitude()
+
+
+def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    shapes = {_plain(name): tuple(p.shape) for name, p in frozen.items()}
+    problems = [f"missing {name}" for name in shapes if name not in state]
+    problems += [f"unexpected {name}" for name in state if name not in shapes]
+    problems += [
+        f"{name} is {list(state[name].shape)} in the checkpoint, {list(shape)} in the model"
+        for name, shape in shapes.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(
+            f"the checkpoint does not fit model: {'; '.join(problems[:3])}{more}. "
+            "Name the builder of these weights (size, base or instruct) in model._component_"
+        )
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def load_adapter(decoder: TransformerDecoder, state: Mapping[str, Tensor], source: str) -> None:
+    """Copy adapter weights, in torchtune's names, into ``decoder``.
+
+    Raises:
+        UserError: naming what does not fit.
+    """
+    parameters = adapter_parameters(decoder)
+    problems = [f"missing {name}" for name in parameters if name not in state]
+    problems += [f"unexpected {name}" for name in state if name not in parameters]
+    problems += [
+        f"{name} is {list(state[name].shape)}, the model's {list(p.shape)}"
+        for name, p in parameters.items()
+        if name in state and state[name].shape != p.shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(f"adapter {source} does not fit model: {'; '.join(problems[:3])}{more}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[name])

@@ -1,0 +1,48 @@
+"""Activation checkpointing: none, full, every n-th layer, or as few layers as memory allows.
+
+A checkpointed layer keeps its input alone and is computed again in the backward pass: memory for a
+third more compute.
+"""
+
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext.errors import UserError
+from rocm_ext.plan.memory import MemoryPlan, readable
+
+
+def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int) -> tuple[list[int], str]:
+    """Which layers to checkpoint under ``enable_activation_checkpointing: setting``, and why.
+
+    Args:
+        setting: False, True, n for every n-th layer, or ``auto``.
+        plan: memory by part.
+        budget: bytes that this rank may use.
+
+    Raises:
+        UserError: for any other setting.
+    """
+    layers = plan.layers
+    if setting is False:
+        return [], "off in the config"
+    if setting is True:
+        return list(range(layers)), "on in the config"
+    if isinstance(setting, int) and setting >= 1:
+        return list(range(0, layers, setting)), f"every {setting}. layer, as the config says"
+    if setting != "auto":
+        raise UserError(
+            f"enable_activation_checkpointing is {setting!r}; expected False, True, a number n >= 1 "
+            "(every n-th layer) or auto"
+        )
+    chosen = plan.fewest(budget)
+    peak = plan.peak(chosen)
+    why = f"{readable(peak)} planned of {readable(budget)}"
+    if peak > budget:
+        why += "; likely too much, lower batch_size, tokens_per_micro_batch or tokenizer.max_seq_len"
+    return chosen, why
+
+
+def apply_checkpointing(decoder: TransformerDecoder, layers: list[int]) -> None:
+    """Wrap the ``layers`` of ``decoder``."""
+    for i in layers:
+        decoder.layers[i] = checkpoint_wrapper(decoder.layers[i])  # type: ignore[index]

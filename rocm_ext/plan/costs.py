@@ -1,0 +1,256 @@
+"""What a training step costs: its parts are run on fake tensors, which have shapes and no memory.
+
+The very code that trains is run, so a change of a layer changes the estimate with it. A layer and the loss
+take a fraction of a second, however large the model.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from rocm_ext.model.attention import Lengths, PackedAttention
+from rocm_ext.model.lora import adapters
+from rocm_ext.model.norm import FusedRMSNorm
+from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+
+_ATTENTION: dict[str, Any] = {
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: sdpa_backward_flop_count(g, q, k, v),
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel: its floating-point operations, and the bytes that it reads and writes."""
+
+    flops: int
+    bytes: int
+
+
+class Tally(TorchDispatchMode):
+    """Counts what runs under it: operations, and bytes of the tensors that are alive.
+
+    Memory that a kernel takes for itself while it runs is not seen, nor is that of tensors made before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+        self.operations: list[Operation] = []
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count ``tensors``, which were there before."""
+        self._sizes.update((t.untyped_storage()._cdata, 0) for t in tensors)
+
+    def restart(self) -> None:
+        """Forget operations and the peak so far; what is alive stays counted."""
+        self.peak, self.operations = self.now, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inputs, results = (_tensors(part) for part in ((args, kwargs), out))
+        known = {t.untyped_storage()._cdata for t in inputs}
+        view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in known for t in results)
+        if not view and "empty" not in func._schema.name:
+            self.operations.append(Operation(_flops(func, args, kwargs, out), sum(map(_bytes, (*inputs, *results)))))
+        for tensor in results:
+            self._add(tensor)
+        return out
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+def _tensors(part: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    name = func._overloadpacket.__name__.rstrip("_")  # addmm_ costs what addmm costs
+    if attention := _ATTENTION.get(name):
+        return int(attention(*(t.shape for t in args if isinstance(t, Tensor)))) // 2  # causal
+    count: Any = flop_registry.get(getattr(torch.ops.aten, name, None))
+    return int(count(*args, **kwargs, out_val=out)) if count else 0
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One transformer layer, for one micro-batch.
+
+    Attributes:
+        entry: bytes of its input, all that a checkpointed layer keeps.
+        kept: bytes beside its input that a layer keeps for the backward pass.
+        working: bytes that its backward pass needs at its peak, beside those.
+        forward: kernels of the forward pass.
+        backward: kernels of the backward pass.
+    """
+
+    entry: int
+    kept: int
+    working: int
+    forward: list[Operation]
+    backward: list[Operation]
+
+
+@dataclass(frozen=True)
+class LossCosts:
+    """Final norm, output layer and loss of one micro-batch, forward and backward.
+
+    Attributes:
+        working: bytes at the peak, beside the hidden states that come in.
+        operations: kernels.
+    """
+
+    working: int
+    operations: list[Operation]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which operations are one kernel where it will run.
+
+    Attributes:
+        attention: else the scores are kept.
+        norm: else RMSNorm keeps copies in fp32.
+    """
+
+    attention: bool
+    norm: bool
+
+    @classmethod
+    def on(cls, device: torch.device, bf16: bool) -> "Kernels":
+        """Those of this torch on ``device``; GPUs without bf16 (gfx906 and older) have no fused attention."""
+        cuda = device.type == "cuda"
+        return cls(attention=bf16 or not cuda, norm=cuda and hasattr(torch.ops.aten, "_fused_rms_norm_backward"))
+
+
+def simulate_layer(
+    layer: nn.Module, width: int, lengths: Sequence[int], dtype: torch.dtype, kernels: Kernels
+) -> LayerCosts:
+    """Run a layer forward and backward.
+
+    Args:
+        layer: of a torchtune decoder, without weights; takes packed rows where its attention can.
+        width: of hidden states.
+        lengths: tokens of each sequence in the micro-batch.
+        dtype: of weights and activations.
+        kernels: of the device.
+    """
+    packed = isinstance(getattr(layer, "attn", None), PackedAttention)
+    shape = (1, sum(lengths)) if packed else (len(lengths), max(lengths))
+    with _fake(layer, kernels) as (fake, tally):
+        x = torch.empty(*shape, width, dtype=dtype, requires_grad=True)
+        entry = tally.now
+        positions = torch.zeros(shape, dtype=torch.long)
+        tally.restart()
+        y: Tensor = fake(x, mask=Lengths(tuple(lengths)) if packed else None, input_pos=positions)
+        kept, forward = tally.now - entry - _bytes(y), tally.operations
+        grad = torch.empty_like(y)
+        tally.restart()
+        held = tally.now - _bytes(grad)
+        y.backward(grad)
+    return LayerCosts(entry, kept, tally.peak - held, forward, tally.operations)
+
+
+def simulate_loss(
+    norm: nn.Module,
+    width: int,
+    vocabulary: int,
+    loss: LinearCrossEntropyLoss,
+    lengths: Sequence[int],
+    targets: int,
+    dtype: torch.dtype,
+    kernels: Kernels,
+) -> LossCosts:
+    """Run final norm, a frozen output layer and the loss, and their gradients.
+
+    Args:
+        norm: of a torchtune decoder, without weights.
+        width: of hidden states.
+        vocabulary: rows of the output layer.
+        loss: from hidden states; with ``chunk_tokens`` set.
+        lengths: tokens of each sequence in the micro-batch.
+        targets: those of its tokens that have a label.
+        dtype: of weights and activations.
+        kernels: of the device.
+    """
+    output = nn.Linear(width, vocabulary, bias=False, device="meta", dtype=dtype).requires_grad_(False)
+    with _fake(nn.ModuleList([norm, output]), kernels) as ((fake_norm, fake_output), tally):
+        x = torch.empty(1, sum(lengths), width, dtype=dtype, requires_grad=True)
+        index, labels = (torch.zeros(targets, dtype=torch.long) for _ in range(2))
+        held = tally.now
+        tally.restart()
+        sampled = torch.zeros(targets)  # log-probs, which some losses compare with
+        loss(fake_output, fake_norm(x).flatten(0, 1)[index], labels, sampled).backward()
+    return LossCosts(tally.peak - held, tally.operations)
+
+
+class _KernelNorm(FusedRMSNorm):
+    """What torch's RMSNorm does on a GPU; on CPUs it is several operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _OneKernel.apply(x)
+
+
+class _OneKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return ctx.saved_tensors[0] + grad
+
+
+@contextmanager
+def _fake(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, Tally]]:
+    """A copy of ``module`` on fake CPU tensors, in training, and a tally of what it does."""
+    fake = copy.deepcopy(module)
+    for _, layer in adapters(fake):
+        if layer._quantize_base:  # de-quantised for each product
+            shape, dtype = layer.weight.shape, layer.weight.dtype
+            layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+            layer._quantize_base = False
+    for norm in fake.modules():
+        if kernels.norm and type(norm) is FusedRMSNorm:
+            norm.__class__ = _KernelNorm
+    fake = fake.to("meta").train()
+    # gfx906: torch's math path. The CPU's fused kernel keeps what a GPU's keeps.
+    backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]
+    with FakeTensorMode(), sdpa_kernel(backends):
+        fake._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
+        trainable = [p for p in fake.parameters() if p.requires_grad]
+        for parameter in trainable:
+            parameter.grad = torch.zeros_like(parameter)
+        tally = Tally()
+        tally.ignore([*fake.parameters(), *fake.buffers(), *(p.grad for p in trainable if p.grad is not None)])
+        with tally:
+            yield fake, tally

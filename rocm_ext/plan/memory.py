@@ -1,0 +1,160 @@
+"""How much memory training takes, by part, before anything is loaded."""
+
+import copy
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext import config
+from rocm_ext.model.lora import adapter_parameters, adapters
+from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, simulate_layer, simulate_loss
+
+# QLoRA's NF4: 4 bits, an 8-bit scale for 64 of them, an fp32 scale for 256 of those
+_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that training needs on one rank, by part.
+
+    Attributes:
+        weights: the frozen base model and the tables of position embeddings, this rank's shard of them.
+        gathered: with several ranks, the parts of the model that are whole at once.
+        adapter: trainable parameters, fp32.
+        gradients: of those.
+        optimizer: its state.
+        layer: what each layer costs.
+        loss: what final norm, output layer and loss cost.
+        layers: how many there are.
+    """
+
+    weights: int
+    gathered: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    layer: LayerCosts
+    loss: LossCosts
+    layers: int
+
+    @property
+    def fixed(self) -> int:
+        """What is there throughout."""
+        return self.weights + self.gathered + self.adapter + self.gradients + self.optimizer
+
+    def activations(self, checkpointed: Collection[int]) -> int:
+        """The most that layers keep and compute with at once, with these layers checkpointed; the loss apart."""
+        whole, entry = self.layer.entry + self.layer.kept, self.layer.entry
+        before, most = 0, 0
+        for i in range(self.layers):  # at its backward pass a layer is whole, later ones are gone
+            most = max(most, before + whole + self.layer.working)
+            before += entry if i in checkpointed else whole
+        return max(most, before)
+
+    def at_loss(self, checkpointed: Collection[int]) -> int:
+        """What layers keep when the loss is computed."""
+        return (self.layers + 1) * self.layer.entry + (self.layers - len(checkpointed)) * self.layer.kept
+
+    def peak(self, checkpointed: Collection[int]) -> int:
+        """Bytes at the worst moment."""
+        return self.fixed + max(self.activations(checkpointed), self.at_loss(checkpointed) + self.loss.working)
+
+    def fewest(self, budget: int) -> list[int]:
+        """The fewest layers that must be checkpointed to stay within ``budget`` bytes; all of them if none suffices."""
+        for count in range(self.layers):
+            if self.peak(layers := spread(count, self.layers)) <= budget:
+                return layers
+        return list(range(self.layers))
+
+
+def spread(count: int, layers: int) -> list[int]:
+    """``count`` of ``layers`` layers, evenly."""
+    return [int(i * layers / count) for i in range(count)]
+
+
+def plan_memory(
+    decoder: TransformerDecoder,
+    loss: LinearCrossEntropyLoss,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    optimizer: Any,
+    ranks: int = 1,
+    targets: int,
+    kernels: Kernels,
+) -> MemoryPlan:
+    """Plan training with micro-batches of these rows. Call it before the model is sharded, wrapped or loaded.
+
+    Args:
+        decoder: with adapters; frozen weights on the meta device.
+        loss: from hidden states.
+        lengths: tokens of each row of the largest micro-batch.
+        dtype: of weights and activations.
+        device: where it will run.
+        optimizer: its node in the config.
+        ranks: over how many the frozen weights are sharded.
+        targets: those of its tokens that have a label.
+        kernels: of ``device``.
+    """
+    adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
+    vocabulary, width = decoder.tok_embeddings.weight.shape
+    chunked = copy.copy(loss)
+    chunked.chunk_tokens = loss.chunk_for(device)
+    return MemoryPlan(
+        weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())),
+        gathered=0 if ranks == 1 else _gathered(decoder),
+        adapter=adapter,
+        gradients=adapter,
+        optimizer=int(adapter * _state_per_byte(optimizer)),
+        layer=simulate_layer(decoder.layers[0], width, lengths, dtype, kernels),  # type: ignore[arg-type]
+        loss=simulate_loss(decoder.norm, width, vocabulary, chunked, lengths, targets, dtype, kernels),
+        layers=len(decoder.layers),
+    )
+
+
+def frozen_bytes(module: nn.Module) -> int:
+    """Of the frozen parameters, those in 4 bits too."""
+    quantized = {id(layer.weight) for _, layer in adapters(module) if layer._quantize_base}
+    frozen = [p for p in _distinct(module.parameters()) if not p.requires_grad]
+    return int(sum(p.numel() * (_NF4_BYTES if id(p) in quantized else p.element_size()) for p in frozen))
+
+
+def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+def _gathered(decoder: TransformerDecoder) -> int:
+    # FSDP2 keeps embeddings and output layer whole, and gathers the next layer while one computes
+    layers = [frozen_bytes(layer) for layer in decoder.layers]  # type: ignore[union-attr]
+    return frozen_bytes(decoder) - sum(layers) + 2 * max(layers)
+
+
+def _state_per_byte(node: Any) -> float:
+    """Bytes of optimiser state for each byte of parameters: 2 for AdamW, which is also assumed of an optimiser that
+    does not step on the CPU (bitsandbytes')."""
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = config.instantiate(node, [parameter], key="optimizer")
+    try:
+        optimizer.step()
+    except Exception:  # whatever its kernels raise, or LBFGS, which wants a closure
+        return 2.0
+    state = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor) and t.numel() > 1]
+    return sum(t.nbytes for t in state) / parameter.nbytes
+
+
+def worst_rows(longest: int, tokens: int) -> list[int]:
+    """The rows that fill a micro-batch of ``tokens`` tokens with the most attention: as long as they get."""
+    whole, rest = divmod(tokens, longest)
+    return [longest] * whole + [rest] * (rest > 0)
+
+
+def readable(size: float) -> str:
+    """``17179869184`` -> ``16.0 GiB``, ``1048576`` -> ``1.0 MiB``."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

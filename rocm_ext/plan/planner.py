@@ -1,0 +1,324 @@
+"""The work, time and memory of training and sampling, and the settings that fit best.
+
+Weights stay on the meta device and layers run on fake tensors (:mod:`rocm_ext.plan.costs`), so a plan for a 72B takes
+seconds and no memory. The recipes use the same planner for their ``auto`` values.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import torch
+from omegaconf import DictConfig
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext.data.batches import Steps, cut, rows_per_step, width_multiple
+from rocm_ext.generation import Sampling
+from rocm_ext.generation.decoder import MIN_ROWS, Decoder, tensors_of
+from rocm_ext.generation.local import SHARE, most_slots, slot_memory, span_for
+from rocm_ext.hardware.numerics import DTYPES
+from rocm_ext.model.attention import PackedAttention
+from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+from rocm_ext.plan.costs import Kernels, Operation
+from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
+from rocm_ext.plan.speeds import Figures
+from rocm_ext.plan.workload import Questions, Workload
+
+_GAIN = 1.02  # what another setting must gain to be worth a change
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step of one rank: work and expected time.
+
+    Attributes:
+        tokens: real ones, of this rank.
+        micro_batches: how many it is cut into.
+        flops: floating-point operations.
+        bytes: read and written by kernels.
+        seconds: expected.
+    """
+
+    tokens: float
+    micro_batches: int
+    flops: float
+    bytes: float
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to run a step.
+
+    Attributes:
+        micro_batch: most tokens computed at once.
+        checkpointed: layers that are computed again.
+        memory: by part.
+        step: work and time.
+        peak: bytes.
+    """
+
+    micro_batch: int
+    checkpointed: Sequence[int]
+    memory: MemoryPlan
+    step: Step
+
+    @property
+    def peak(self) -> int:
+        return self.memory.peak(self.checkpointed)
+
+
+class TrainingPlanner:
+    """Plans the training of one model with one config on one machine.
+
+    Args:
+        cfg: of either recipe.
+        decoder: with adapters, without weights.
+        loss: from hidden states.
+        dtype: of weights and activations.
+        device: where it will run; the planner itself computes nothing there.
+        rows: what is trained on.
+        ranks: how many share the work.
+        figures: tells how fast the machine is; asked where a time is wanted.
+        kernels: of ``device``.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        decoder: TransformerDecoder,
+        loss: LinearCrossEntropyLoss,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        rows: Workload,
+        ranks: int,
+        figures: Callable[[], Figures],
+        kernels: Kernels,
+    ) -> None:
+        self.cfg, self.decoder, self.loss, self.dtype, self.device = cfg, decoder, loss, dtype, device
+        self.rows, self.ranks, self._ask, self.kernels = rows, ranks, figures, kernels
+        self._plans: dict[tuple[tuple[int, ...], int], MemoryPlan] = {}
+
+    @cached_property
+    def figures(self) -> Figures:
+        """How fast the machine is."""
+        return self._ask()
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that an optimiser step sees, over all ranks."""
+        return rows_per_step(self.cfg, self.ranks)
+
+    def memory(self, micro_batch: int) -> MemoryPlan:
+        """Memory with micro-batches of so many tokens at most: of the largest that the rows make, if they are known,
+        else of one that is full of the longest rows, every token with a label."""
+        if not self.rows.each:  # no micro-batch has more rows than a step
+            most = min(micro_batch, math.ceil(self.rows_per_step / self.ranks) * self.rows.longest)
+            return self._plan(worst_rows(self.rows.longest, most), most)
+        lengths, targets = self._largest(micro_batch)
+        return self._plan(lengths, targets)
+
+    def _largest(self, micro_batch: int) -> tuple[list[int], int]:
+        """Tokens of each row of the largest micro-batch, and the most labels of one."""
+        cfg, each = self.cfg, self.rows.each
+        steps = Steps(len(each), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
+        packed = isinstance(getattr(self.decoder.layers[0], "attn", None), PackedAttention)  # type: ignore[index]
+        largest: list[int] = []
+        targets = 1
+        for step in range(steps.per_epoch * cfg.epochs):
+            rows = [each[i] for i in steps[step]]
+            for piece in chain(*cut([length for length, _ in rows], self.ranks, micro_batch, packed)):
+                lengths = [rows[i][0] for i in piece]
+                largest = max(largest, lengths, key=sum if packed else _padded)
+                targets = max(targets, sum(rows[i][1] for i in piece))
+        multiple = width_multiple(self.cfg.compile, self.device, self.dtype)
+        if packed and (padding := -sum(largest) % multiple):
+            largest = [*largest, padding]
+        return largest, targets
+
+    def _plan(self, lengths: Sequence[int], targets: int) -> MemoryPlan:
+        key = (tuple(lengths), targets)
+        if key not in self._plans:
+            self._plans[key] = plan_memory(
+                self.decoder,
+                self.loss,
+                lengths,
+                self.dtype,
+                self.device,
+                optimizer=self.cfg.optimizer,
+                ranks=self.ranks,
+                targets=targets,
+                kernels=self.kernels,
+            )
+        return self._plans[key]
+
+    def choice(self, micro_batch: int, checkpointed: Collection[int] | None, budget: int) -> Choice:
+        """A step with micro-batches of so many tokens; None checkpoints as few layers as ``budget`` bytes allow."""
+        memory = self.memory(micro_batch)
+        layers = memory.fewest(budget) if checkpointed is None else sorted(checkpointed)
+        return Choice(micro_batch, layers, memory, self._step(micro_batch, len(layers)))
+
+    def _step(self, micro_batch: int, checkpointed: int) -> Step:
+        tokens = self.rows_per_step * self.rows.mean / self.ranks
+        count = max(1, math.ceil(tokens / micro_batch))
+        each = max(1, round(tokens / count))
+        typical = worst_rows(min(each, max(1, round(self.rows.mean))), each)
+        plan = self._plan(typical, max(1, round(self.rows.supervised * each)))
+        layer, layers = plan.layer, plan.layers
+        passes = ((layer.forward, layers + checkpointed), (layer.backward, layers), (plan.loss.operations, 1))
+        return Step(
+            tokens=tokens,
+            micro_batches=count,
+            flops=count * sum(times * sum(op.flops for op in ops) for ops, times in passes),
+            bytes=count * sum(times * sum(op.bytes for op in ops) for ops, times in passes),
+            seconds=count * max(sum(times * self._seconds(ops) for ops, times in passes), self._gathering(plan)),
+        )
+
+    def _gathering(self, plan: MemoryPlan) -> float:
+        """Seconds to gather every layer's weights from all ranks, forward and backward, beside the computation."""
+        return 2 * plan.weights * (self.ranks - 1) / self.figures.link
+
+    def _seconds(self, operations: Sequence[Operation]) -> float:
+        return self.figures.seconds(operations, dtype_name(self.dtype))
+
+    def fit(self, budget: int) -> Choice:
+        """The fastest way to run a step within ``budget`` bytes; the smallest where none fits."""
+        longest = self.rows.longest
+        per_rank = self.rows_per_step / self.ranks * self.rows.mean
+        best = self.choice(longest, None, budget)
+        rows = 2
+        while (rows - 1) * longest < per_rank:
+            other = self.choice(rows * longest, None, budget)
+            if other.peak > budget:
+                break
+            best = self.better(best, other, budget)
+            rows *= 2
+        return best
+
+    def better(self, choice: Choice, other: Choice, budget: int) -> Choice:
+        """``choice``, unless it does not fit or ``other`` is clearly faster."""
+        if other.peak <= budget and (choice.peak > budget or other.step.seconds * _GAIN < choice.step.seconds):
+            return other
+        return choice
+
+
+def _padded(lengths: Sequence[int]) -> int:
+    """Tokens of rows that are padded to the longest."""
+    return len(lengths) * max(lengths, default=0)
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """Sampling in this process.
+
+    Attributes:
+        layout: bytes of the sampler's own layout of the weights.
+        slots: answers decoded at once.
+        cache: bytes of keys and values of all slots.
+        working: bytes beside these.
+        tokens_per_second: of answers, with all slots full.
+    """
+
+    layout: int
+    slots: int
+    cache: int
+    working: int
+    tokens_per_second: float
+
+    @property
+    def peak(self) -> int:
+        """Bytes beside the model, its adapter and what training leaves."""
+        return self.layout + self.cache + self.working
+
+
+class SamplingPlanner:
+    """Plans sampling with :class:`rocm_ext.generation.LocalEngine`.
+
+    Args:
+        cfg: of ``raft_rocm``.
+        decoder: with adapters, all of it on the meta device.
+        device: where it will run.
+        asked: prompts and answers.
+        ranks: over how many the weights are sharded; each samples from a copy of its own.
+        figures: how fast the machine is.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        decoder: TransformerDecoder,
+        device: torch.device,
+        asked: Questions,
+        *,
+        ranks: int,
+        figures: Figures,
+    ) -> None:
+        with torch.no_grad():
+            self._decoder = Decoder(decoder, cfg.engine.get("merge"))
+        self._layout = _layout_bytes(self._decoder, decoder, ranks)
+        self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
+
+    def plan(self, free: int) -> SamplingPlan:
+        """With as many slots as ``free`` bytes hold, or as the config says."""
+        cfg, decoder, asked = self._cfg, self._decoder, self._asked
+        length = asked.longest + cfg.max_new_tokens
+        graphs = self._device.type == "cuda" and cfg.engine.get("graphs") is not False
+        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        prompts = [asked.longest] * min(asked.prompts or 2**10, 2**10)
+        memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, graphs)
+        most = most_slots((asked.prompts or 2**20) * cfg.samples_per_prompt, self._device)
+        fit = memory.fit(int(SHARE * (free - self._layout)))
+        slots = cfg.engine.get("slots") or max(MIN_ROWS, min(most, fit))
+        cache = slots * memory.cache
+        speed = slots / self.step_seconds(slots)
+        return SamplingPlan(self._layout, slots, cache, memory.bytes(slots) - cache, speed)
+
+    def step_seconds(self, slots: int) -> float:
+        """One token for each of ``slots`` answers."""
+        return decode_seconds(self._decoder, slots, self._asked.mean + self._asked.answer / 2, self._figures)
+
+    def seconds(self, prompts: float, samples: int, slots: int) -> float:
+        """Prefilling ``prompts``, those of one rank, and decoding ``samples`` answers to each; no batch ends before its
+        longest answer."""
+        asked = self._asked
+        steps = max(prompts * samples * asked.answer / slots, self._cfg.max_new_tokens)
+        prefill = prompts * asked.mean * _flops_per_token(self._decoder) / _rate(self._decoder, self._figures)
+        return steps * self.step_seconds(slots) + prefill
+
+
+def _layout_bytes(made: Decoder, decoder: TransformerDecoder, ranks: int) -> int:
+    """What the sampler's weights take that are not the model's own."""
+    if ranks > 1:  # gathered
+        return sum(p.nbytes for p in decoder.parameters() if not p.requires_grad)
+    own = {p.untyped_storage()._cdata for p in decoder.parameters()}
+    parts = [tensor for layer in made.layers for matrix in vars(layer).values() for tensor in tensors_of(matrix)]
+    new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in parts}
+    return sum(size for key, size in new.items() if key not in own)
+
+
+def decode_seconds(decoder: Decoder, slots: int, context: float, figures: Figures) -> float:
+    """One token for each of ``slots`` answers that look back on ``context`` tokens; reading weights and cache and
+    computing do not overlap."""
+    read = decoder.weight_bytes + slots * context * decoder.bytes_per_position
+    computing = slots * _flops_per_token(decoder) / _rate(decoder, figures)
+    return (read / figures.bandwidth + computing) / figures.decode_efficiency
+
+
+def _flops_per_token(decoder: Decoder) -> float:
+    return 2 * decoder.weight_bytes / decoder.dtype.itemsize
+
+
+def _rate(decoder: Decoder, figures: Figures) -> float:
+    return figures.rate(dtype_name(decoder.dtype))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``bf16``."""
+    return next(name for name, known in DTYPES.items() if known == dtype)

@@ -1,0 +1,213 @@
+"""The plan of one config on one machine: what ``rocm-ext plan`` prints."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext import config
+from rocm_ext.config.checks import check_max_seq_len
+from rocm_ext.data.batches import micro_batch_budget
+from rocm_ext.errors import UserError
+from rocm_ext.hardware import device
+from rocm_ext.hardware.machine import Machine
+from rocm_ext.hardware.numerics import DTYPES, pick_dtype
+from rocm_ext.model import adapter_files
+from rocm_ext.model.attention import use_packed_attention
+from rocm_ext.model.build import build_model, check_quantized
+from rocm_ext.objectives.loss import from_config
+from rocm_ext.plan.checkpointing import checkpointed_layers
+from rocm_ext.plan.costs import Kernels
+from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner, dtype_name
+from rocm_ext.plan.speeds import Figures, figures_for
+from rocm_ext.plan.workload import Known, Questions, Workload, kept_rows, questions, sft_rows
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run takes.
+
+    Attributes:
+        machine: what the plan is for.
+        here: whether that is this machine.
+        figures: how fast it is.
+        dtype: of weights and activations.
+        ranks: processes that share the work.
+        budget: bytes that a process may take, and why.
+        parameters: of the model, and how many of them are trained.
+        rows: what is trained on, in RAFT in a cycle.
+        now: a training step as the config runs it.
+        best: the fastest way to run it within the budget.
+        steps: optimiser steps of all epochs, in RAFT of a cycle; None where the rows are not known.
+        cycle: what sampling in this process adds in RAFT.
+    """
+
+    machine: str
+    here: bool
+    figures: Figures
+    dtype: str
+    ranks: int
+    budget: tuple[int, str]
+    parameters: tuple[int, int]
+    rows: Workload
+    now: Choice
+    best: Choice
+    steps: int | None
+    cycle: "CyclePlan | None"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the config, as it is, stays within the budget."""
+        peaks = [self.now.peak, self.cycle.peak if self.cycle else 0]
+        return max(peaks) <= self.budget[0]
+
+    @property
+    def training_seconds(self) -> float | None:
+        """All epochs, in RAFT of a cycle."""
+        return None if self.steps is None else self.steps * self.now.step.seconds
+
+    def changes(self) -> dict[str, Any]:
+        """The keys to change so that the config runs as ``best`` says."""
+        keys: dict[str, Any] = {}
+        if self.best.micro_batch != self.now.micro_batch:
+            keys["tokens_per_micro_batch"] = self.best.micro_batch
+        if len(self.best.checkpointed) != len(self.now.checkpointed):
+            keys["enable_activation_checkpointing"] = "auto"
+        return keys
+
+
+@dataclass(frozen=True)
+class CyclePlan:
+    """Sampling in a cycle of RAFT.
+
+    Attributes:
+        asked: prompts and answers.
+        sampling: how.
+        peak: bytes while it samples.
+        seconds: of sampling and of evaluating; None where the number of prompts is not known.
+    """
+
+    asked: Questions
+    sampling: SamplingPlan
+    peak: int
+    seconds: tuple[float | None, float | None]
+
+
+def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: int, known: Known) -> RunPlan:
+    """Plan a run.
+
+    Args:
+        cfg: of either recipe, from :func:`rocm_ext.config.load`.
+        machine: where this runs; the plan is for ``cfg.hardware``.
+        bench: what ``rocm-ext bench`` wrote; None: where it writes to by default, if it is there.
+        ranks: processes that share the work.
+        known: of the data, where they are not here.
+
+    Raises:
+        UserError: the model cannot be built, or nothing is known of the machine.
+    """
+    profile = device.load_profile(cfg.hardware)
+    here = profile.memory["of"] == "host" or profile.fits(machine)
+    figures = figures_for(profile, machine, bench)
+    budget = device.memory_budget(profile, machine) if here else device.nominal_budget(profile, figures.memory or 0)
+    target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
+    dtype = pick_dtype(cfg.dtype, machine)[0] if here else DTYPES[_nominal_dtype(cfg.dtype, figures)]
+    decoder = build_model(cfg.model, dtype, 0, torch.device("meta"))
+    _check(cfg, profile, machine, decoder, ranks, here)
+    use_packed_attention(decoder)
+    asked = questions(cfg, known) if "prompts" in cfg else None
+    planner = TrainingPlanner(
+        cfg,
+        decoder,
+        from_config(config.instantiate(cfg.loss, key="loss")),
+        dtype,
+        target,
+        rows=kept_rows(cfg, asked) if asked else sft_rows(cfg, known),
+        ranks=ranks,
+        figures=lambda: figures,
+        kernels=Kernels.on(target, "bf16" in figures.flops),
+    )
+    best = planner.fit(budget[0])
+    now = _configured(cfg, planner, best, budget[0])
+    count = planner.rows.count
+    return RunPlan(
+        machine=str(machine) if here else f"{profile.title}; this is another machine",
+        here=here,
+        figures=figures,
+        dtype=dtype_name(dtype),
+        ranks=ranks,
+        budget=budget,
+        parameters=_parameters(decoder),
+        rows=planner.rows,
+        now=now,
+        best=planner.better(now, best, budget[0]),
+        steps=None if count is None else _steps(cfg, count, planner.rows_per_step),
+        cycle=_cycle(cfg, decoder, target, asked, figures, best, budget[0], ranks) if asked else None,
+    )
+
+
+def _check(
+    cfg: DictConfig, profile: device.Profile, machine: Machine, decoder: TransformerDecoder, ranks: int, here: bool
+) -> None:
+    """Refuse what the recipe would refuse: there is nothing to plan.
+
+    Raises:
+        UserError: as the recipe says it.
+    """
+    settings: Any = OmegaConf.to_container(cfg)
+    overrides = list(cfg.hardware_overrides)
+    device.check_locked(profile, settings, overrides)
+    check_quantized(decoder, profile, overrides, ranks)
+    adapter_files.check_model_type(cfg.checkpointer.model_type)
+    check_max_seq_len(cfg.tokenizer.get("max_seq_len"))
+    if here and cfg.device != "cpu" and machine.backend == "cpu":
+        raise UserError(f"device={cfg.device}: found {machine}. For this machine device=cpu, for another hardware=NAME")
+
+
+def _nominal_dtype(requested: str, figures: Figures) -> str:
+    return requested if requested != "auto" else "bf16" if "bf16" in figures.flops else "fp32"
+
+
+def _parameters(decoder: TransformerDecoder) -> tuple[int, int]:
+    every = list(decoder.parameters())
+    return sum(p.numel() for p in every), sum(p.numel() for p in every if p.requires_grad)
+
+
+def _steps(cfg: DictConfig, rows: int, per_step: int) -> int:
+    steps = math.ceil(rows / per_step)
+    return cfg.epochs * min(steps, cfg.max_steps_per_epoch or steps)
+
+
+def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget: int) -> Choice:
+    if cfg.tokens_per_micro_batch == "auto":
+        return best
+    micro_batch = micro_batch_budget(planner.rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
+    layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), budget)
+    return planner.choice(micro_batch, layers, budget)
+
+
+def _cycle(
+    cfg: DictConfig,
+    decoder: TransformerDecoder,
+    target: torch.device,
+    asked: Questions,
+    figures: Figures,
+    training: Choice,
+    budget: int,
+    ranks: int,
+) -> CyclePlan | None:
+    if not str(cfg.engine[config.COMPONENT]).endswith("LocalEngine"):
+        return None  # servers have memory and speed of their own
+    config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
+    if (longest := asked.longest + cfg.max_new_tokens) > (context := decoder.max_seq_len):
+        raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens, the model takes {context}")
+    planner = SamplingPlanner(cfg, decoder, target, asked, ranks=ranks, figures=figures)
+    fixed = training.memory.fixed
+    sampling = planner.plan(budget - fixed)
+    answers = [(asked.prompts, cfg.samples_per_prompt), (asked.held_out, 1 + cfg.eval_samples)]
+    seconds = [n and planner.seconds(n / ranks, samples, sampling.slots) for n, samples in answers]
+    return CyclePlan(asked, sampling, fixed + sampling.peak, (seconds[0], seconds[1]))

@@ -1,0 +1,164 @@
+"""How much there is to train on and to sample, as far as it can be known before anything is downloaded."""
+
+from dataclasses import dataclass, replace
+from glob import glob
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import Subset
+
+from rocm_ext import config
+from rocm_ext.data.batches import count_targets
+from rocm_ext.data.render import render_prompt
+from rocm_ext.data.rows import Rows, open_dataset, tokenize
+
+_LONGEST_ROW, _PROMPT = 2048, 128  # tokens, where neither the config nor its data says
+_RIGHT = 0.5  # share of answers taken to be right
+_LOOKED_AT = 2000  # rows that are tokenised to know how long they are
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the user says of data that are not here; None: not said.
+
+    Attributes:
+        rows: to train on; in RAFT prompts of a cycle.
+        row_tokens: mean tokens of a row; in RAFT of a prompt.
+        answer_tokens: RAFT: mean tokens of an answer.
+    """
+
+    rows: int | None = None
+    row_tokens: float | None = None
+    answer_tokens: float | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained on, in an SFT run or in a cycle of RAFT.
+
+    Attributes:
+        longest: tokens of the longest row.
+        mean: tokens of a row.
+        supervised: share of the tokens that have a label.
+        count: rows; None: unknown.
+        source: where these numbers are from.
+        each: tokens and labels of every row; empty: not known.
+    """
+
+    longest: int
+    mean: float
+    supervised: float
+    count: int | None
+    source: str
+    each: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is sampled in a cycle of RAFT.
+
+    Attributes:
+        prompts: per cycle; None: unknown.
+        held_out: prompts of an evaluation; None: unknown.
+        longest: tokens of the longest prompt.
+        mean: tokens of a prompt.
+        answer: mean tokens of an answer.
+        source: where these numbers are from.
+    """
+
+    prompts: int | None
+    held_out: int | None
+    longest: int
+    mean: float
+    answer: float
+    source: str
+
+
+def sft_rows(cfg: DictConfig, known: Known) -> Workload:
+    """The rows of an SFT config: counted where data and tokenizer are on disk, else assumed to be of full length."""
+    limit = cfg.tokenizer.get("max_seq_len")
+    if _is_local(cfg.dataset) and _tokenizer_is_here(cfg):
+        tokenizer = config.instantiate(cfg.tokenizer, key="tokenizer")
+        whole = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
+        count = len(whole)  # type: ignore[arg-type]
+        part = Subset(whole, range(0, count, -(-count // _LOOKED_AT)))
+        rows = tokenize(part, max_seq_len=limit, too_long=cfg.too_long, progress=False)
+        found = describe(rows, count, f"{len(part):,} of {count:,} rows read")
+    else:
+        longest = limit or _LONGEST_ROW
+        found = Workload(
+            longest, longest, 1.0, None, "the data are not here: rows of full length assumed, all of it trained"
+        )
+    mean = min(known.row_tokens or found.mean, found.longest)
+    return replace(found, mean=mean, count=known.rows or found.count)
+
+
+def describe(rows: Rows, count: int, source: str) -> Workload:
+    """What tokenised ``rows``, of ``count`` that there are, look like."""
+    lengths = [sum(each) for each in rows.lengths]
+    targets = [count_targets(*row) for row in zip(rows.labels, rows.lengths, strict=True)]
+    each = tuple(zip(lengths, targets, strict=True))
+    return Workload(max(lengths), fmean(lengths), sum(targets) / sum(lengths), count, source, each)
+
+
+def questions(cfg: DictConfig, known: Known) -> Questions:
+    """The prompts of a RAFT config and the answers to expect."""
+    count, held_out, lengths, source = None, _count(cfg.eval_prompts), [_PROMPT], "prompts assumed, they are not here"
+    if _is_local(cfg.prompts) and _tokenizer_is_here(cfg):
+        tokenizer = config.instantiate(cfg.tokenizer, key="tokenizer")
+        prompts = config.instantiate(cfg.prompts, key="prompts")
+        count, source = len(prompts), f"{len(prompts):,} prompts read"
+        lengths = [len(render_prompt(tokenizer, prompt.messages)) for prompt in prompts]
+        if _is_local(cfg.eval_prompts):
+            held_out = len(config.instantiate(cfg.eval_prompts, key="eval_prompts"))
+    return Questions(
+        prompts=known.rows or min(filter(None, (cfg.prompts_per_cycle, count)), default=None),
+        held_out=held_out,
+        longest=max(lengths),
+        mean=known.row_tokens or fmean(lengths),
+        answer=min(known.answer_tokens or expected_answer(cfg), cfg.max_new_tokens),
+        source=source + ("" if known.answer_tokens else "; answers assumed to be half of max_new_tokens"),
+    )
+
+
+def expected_answer(cfg: DictConfig) -> float:
+    """Mean tokens of an answer, before any was sampled."""
+    return cfg.max_new_tokens / 2
+
+
+def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
+    """What a cycle of RAFT trains on, if half of the answers are right."""
+    each = cfg.samples_per_prompt * _RIGHT
+    each = min(each, cfg.max_per_prompt or each)
+    mean = asked.mean + asked.answer
+    return Workload(
+        longest=asked.longest + cfg.max_new_tokens,
+        mean=mean,
+        supervised=asked.answer / mean,
+        count=None if asked.prompts is None else max(1, round(asked.prompts * each)),
+        source=f"{asked.source}; half of the answers assumed to be right",
+    )
+
+
+def _is_local(node: Any) -> bool:
+    """Whether the rows of a component are files that are here."""
+    if OmegaConf.is_list(node):
+        return all(map(_is_local, node))
+    if not OmegaConf.is_dict(node):
+        return False
+    files = node.get("data_files") or node.get("source")
+    return isinstance(files, str) and bool(glob(files))
+
+
+def _tokenizer_is_here(cfg: DictConfig) -> bool:
+    return Path(str(cfg.tokenizer.get("path"))).exists()
+
+
+def _count(node: Any) -> int | None:
+    """Held-out prompts that a split like ``test[:200]`` promises."""
+    if node is None:
+        return 0
+    number = str(node.get("split", "")).partition("[:")[2].rstrip("]")
+    return int(number) if number.isdigit() else node.get("limit")

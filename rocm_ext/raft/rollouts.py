@@ -1,0 +1,354 @@
+"""Samples and verdicts: made side by side, each recorded in a file as soon as it is there.
+
+A phase is a set of requests. What is recorded is never done again: a phase that was killed goes on with the
+requests that have no record, and with the samples that have no verdict.
+"""
+
+import errno
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from statistics import fmean
+from typing import Any
+
+from rocm_ext.errors import UserError
+from rocm_ext.files import disk_errors, replace_text
+from rocm_ext.generation import Completion, Request, Sampling, Session
+from rocm_ext.log import Progress
+from rocm_ext.ranks import Ranks
+from rocm_ext.train.interrupt import Interrupt
+from rocm_ext.verifiers import Pool, Result, Verdict
+
+Key = tuple[str, int]  # prompt id, index of the sample
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A line of ``samples.jsonl``.
+
+    Attributes:
+        prompt_id, sample: which answer to which prompt.
+        seed: all randomness of it follows from this.
+        tokens, logprobs, text, finish_reason: see :class:`rocm_ext.generation.Completion`; log-probs to 1e-6.
+    """
+
+    prompt_id: str
+    sample: int
+    seed: int
+    finish_reason: str
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+
+    @classmethod
+    def of(cls, completion: Completion) -> "Sample":
+        """What is recorded of a completion."""
+        request = completion.request
+        return cls(
+            request.prompt_id,
+            request.sample,
+            request.seed,
+            completion.finish_reason,
+            completion.text,
+            completion.tokens,
+            [round(value, 6) for value in completion.logprobs],
+        )
+
+    @property
+    def key(self) -> Key:
+        return self.prompt_id, self.sample
+
+    def record(self) -> dict[str, Any]:
+        """The line's content. Not a copy: ``asdict`` took as long as all other work outside of model and verifier."""
+        return vars(self)
+
+
+class Journal:
+    """JSON lines that are only ever appended to, one record per (prompt, sample).
+
+    Every rank appends to a file of its own; the next one to open the journal puts them together, however
+    many ranks there are then.
+
+    Args:
+        path: the file; ranks but the first write beside it.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        self._path, self._ranks = path, ranks
+        self._own = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
+        self._file: Any = None
+        self._read()
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one record."""
+        with disk_errors(self._own):
+            self._file = self._file or self._own.open("ab", buffering=0)  # one write each: a kill loses no other line
+            line = json.dumps(record).encode() + b"\n"
+            if self._file.write(line) != len(line):  # an unbuffered file may take a part, and say so in this way alone
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.records[record["prompt_id"], record["sample"]] = record
+
+    def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Do away with the records of all ranks that are ``unwanted``; on the main rank, after :meth:`collect`."""
+        kept = [record for record in self.records.values() if not unwanted(record)]
+        replace_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def collect(self) -> None:
+        """Close the file, and know every rank's records."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._ranks.world > 1:
+            self._read()
+
+    def _read(self) -> None:
+        self._ranks.barrier()
+        if self._ranks.is_main:
+            self._merge()
+        self._ranks.barrier()
+        self.records: dict[Key, dict[str, Any]] = {
+            (record["prompt_id"], record["sample"]): record for record in read_records(self._path)
+        }
+
+    def _merge(self) -> None:
+        with disk_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                whole = _whole(self._path.read_bytes())
+                with self._path.open("r+b") as file:
+                    file.truncate(whole)
+            for part in sorted(self._path.parent.glob(f"{self._path.stem}.rank*.jsonl")):
+                content = part.read_bytes()
+                with self._path.open("ab") as file:
+                    file.write(content[: _whole(content)])
+                part.unlink()
+
+
+def _whole(content: bytes) -> int:
+    """Length of ``content`` without a last line that a kill tore."""
+    return content.rfind(b"\n") + 1
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a journal, without a torn last one; none if there is no file.
+
+    Raises:
+        UserError: naming a line that is no record.
+    """
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    records: list[dict[str, Any]] = []
+    # not splitlines: it also splits at characters that JSON does not escape
+    for number, line in enumerate(content[: _whole(content)].split(b"\n")[:-1], start=1):
+        try:
+            records.append(json.loads(line))
+            _ = records[-1]["prompt_id"], records[-1]["sample"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number} is no record of a run; delete that line to have it done again") from error
+    return records
+
+
+@dataclass
+class Phase:
+    """Samples of one phase with their verdicts, and what making them took.
+
+    Attributes:
+        samples: by key.
+        results: by key.
+        stats: what the engine reports of this process's share; ``seconds`` of the phase, and ``waiting``: those of
+            them spent on verdicts after the last sample.
+    """
+
+    samples: dict[Key, Sample]
+    results: dict[Key, Result]
+    stats: dict[str, float]
+
+    def verdicts(self) -> Counter[str]:
+        """How many samples have which verdict."""
+        return Counter(result.verdict.value for result in self.results.values())
+
+
+class Interrupted(Exception):
+    """The user asked to stop, by signal ``signum``; everything done so far is recorded."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class Rollouts:
+    """Makes phases.
+
+    Args:
+        pool: verifies, beside generation.
+        ranks: each makes its share of the prompts.
+        interrupt: looked at after each sample.
+        max_error_share: a phase with more ERROR verdicts than this share of its samples stops the run.
+    """
+
+    def __init__(self, pool: Pool, ranks: Ranks, interrupt: Interrupt, max_error_share: float) -> None:
+        self._pool, self._ranks, self._interrupt = pool, ranks, interrupt
+        self._max_error_share = max_error_share
+
+    def make(
+        self,
+        folder: Path,
+        what: str,
+        requests: Sequence[tuple[Request, Sampling]],
+        rows: Mapping[str, Mapping[str, Any]],
+        session: Callable[[], Session],
+    ) -> Phase:
+        """The phase recorded in ``samples.jsonl`` and ``verdicts.jsonl``, completed.
+
+        Args:
+            folder: where those are.
+            what: name of the phase, for progress.
+            requests: all of the phase's, the same on every rank.
+            rows: what verifiers need, by prompt id.
+            session: makes an engine ready; called only where there is something to sample.
+
+        Raises:
+            UserError: too many ERRORs.
+            Interrupted: on Ctrl-C.
+        """
+        began = time.perf_counter()
+        samples = Journal(folder / "samples.jsonl", self._ranks)
+        verdicts = Journal(folder / "verdicts.jsonl", self._ranks)
+        prompts = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(r.prompt_id for r, _ in requests))}
+        mine = {
+            (r.prompt_id, r.sample) for r, _ in requests
+            if prompts[r.prompt_id] % self._ranks.world == self._ranks.rank
+        }  # fmt: skip
+        wanted = [(r, s) for r, s in requests if (k := (r.prompt_id, r.sample)) in mine and k not in samples.records]
+        progress = Progress(len(mine), len(mine) - len(wanted), self._ranks.is_main, what)
+        judge = _Judge(self._pool, verdicts, self._interrupt)
+        for key in mine & samples.records.keys() - verdicts.records.keys():
+            judge.submit(key, samples.records[key]["text"], rows[key[0]])
+        stats: dict[str, float] = {}
+        # a session may need every rank, to gather sharded weights
+        anything = any(self._ranks.gather(bool(wanted)))
+        for completion, engine in _generate(wanted, session) if anything else ():
+            sample = Sample.of(completion)
+            samples.append(sample.record())
+            judge.submit(sample.key, sample.text, rows[sample.prompt_id])
+            judge.record_finished()
+            stats = engine.stats()
+            progress.update(_describe(stats, judge.counts))
+            if self._interrupt.signum is not None:
+                break
+        sampled = time.perf_counter()
+        judge.finish()
+        progress.close()
+        if signum := max(signum or 0 for signum in self._ranks.gather(self._interrupt.signum)):
+            raise Interrupted(signum)
+        samples.collect()
+        verdicts.collect()
+        self._check_errors(verdicts, len(requests))
+        now = time.perf_counter()
+        return Phase(
+            {key: Sample(**record) for key, record in samples.records.items()},
+            {key: _result(record) for key, record in verdicts.records.items()},
+            {**stats, "seconds": now - began, "waiting": now - sampled},
+        )
+
+    def _check_errors(self, verdicts: Journal, total: int) -> None:
+        errors = [r for r in verdicts.records.values() if r["verdict"] == Verdict.ERROR.value]
+        if len(errors) > self._max_error_share * total:
+            if self._ranks.is_main:  # without their verdicts they are judged again, once the verifier works
+                verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
+            self._ranks.barrier()
+            raise UserError(
+                f"the verifier failed on {len(errors)} of {total} answers, more than max_error_share "
+                f"{self._max_error_share:g} of them; first: {errors[0]['detail']}. Samples are kept: mend the "
+                "verifier and go on with resume_from_checkpoint=True"
+            )
+
+
+def _generate(wanted: Sequence[tuple[Request, Sampling]], session: Callable[[], Any]) -> Iterable:
+    """Completions of ``wanted``, with the engine that made them; requests of one Sampling go together."""
+    with session() as engine:
+        for sampling in dict.fromkeys(sampling for _, sampling in wanted):
+            for completion in engine.generate([r for r, s in wanted if s == sampling], sampling):
+                yield completion, engine
+
+
+class _Judge:
+    """Verdicts on their way from the pool to the journal."""
+
+    def __init__(self, pool: Pool, journal: Journal, interrupt: Interrupt) -> None:
+        self._pool, self._journal, self._interrupt = pool, journal, interrupt
+        self._pending: dict[Future, Key] = {}
+        self._done: SimpleQueue[Future] = SimpleQueue()
+        self.counts: Counter[str] = Counter(record["verdict"] for record in journal.records.values())
+
+    def submit(self, key: Key, text: str, row: Mapping[str, Any]) -> None:
+        future = self._pool.submit(text, row)
+        self._pending[future] = key
+        future.add_done_callback(self._done.put)
+
+    def record_finished(self, timeout: float = 0.0) -> None:
+        """Record what is there, having waited up to ``timeout`` seconds for the first."""
+        while self._pending:
+            try:
+                future = self._done.get(timeout > 0, timeout)
+            except Empty:
+                return
+            timeout = 0.0
+            (prompt_id, sample), result = self._pending.pop(future), future.result()
+            self._journal.append(
+                {
+                    "prompt_id": prompt_id,
+                    "sample": sample,
+                    "verdict": result.verdict.value,
+                    "reward": result.reward,
+                    "detail": result.detail,
+                }
+            )
+            self.counts[result.verdict.value] += 1
+
+    def finish(self) -> None:
+        """Wait for the rest, unless the user asks to stop."""
+        while self._pending:
+            if self._interrupt.signum is not None:
+                return  # judged by whoever goes on
+            self.record_finished(timeout=1.0)
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples of a phase."""
+    return [Sample(**record) for record in read_records(path)]
+
+
+def read_results(path: Path) -> dict[Key, Result]:
+    """The verdicts of a phase, by sample."""
+    return {(record["prompt_id"], record["sample"]): _result(record) for record in read_records(path)}
+
+
+def _result(record: Mapping[str, Any]) -> Result:
+    return Result(Verdict(record["verdict"]), record["reward"], record["detail"])
+
+
+def entropy(samples: Iterable[Sample]) -> float | None:
+    """Nats per token: the mean of -log p over what was sampled, which at temperature 1 without truncation
+    estimates the entropy of the model's distribution without bias. None without log-probs."""
+    logprobs = [value for sample in samples for value in sample.logprobs]
+    return -fmean(logprobs) if logprobs else None
+
+
+def _describe(stats: Mapping[str, float], counts: Counter[str]) -> str:
+    judged = sum(counts.values())
+    parts = [f"{stats['tokens_per_second']:,.0f} tok/s"]
+    if "occupancy" in stats:
+        parts.append(f"slots {stats['occupancy']:.0%} full")
+    if "gb_per_second" in stats:
+        parts.append(f"{stats['gb_per_second']:,.1f} GB/s")
+    if judged:
+        parts.append(f"{counts[Verdict.CORRECT.value] / judged:.0%} of {judged} right")
+    return "  ".join(parts)

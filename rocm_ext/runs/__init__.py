@@ -1,0 +1,1 @@
+"""Reading and comparing runs from their folders alone. Nothing here imports torch."""

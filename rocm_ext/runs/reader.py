@@ -1,0 +1,408 @@
+"""The folder of a run, of either recipe, read as far as it goes.
+
+A run may be going on, killed, or copied in part. So nothing here insists on a file: what is missing is empty, what
+cannot be read is told in ``problems``. The recipes' own readers insist, as whoever goes on with a run must, and they
+import torch, which takes longer than all of this.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import yaml
+
+from rocm_ext.errors import UserError
+from rocm_ext.hardware.counters import HARDWARE_LOG
+from rocm_ext.runs.scores import wilson
+
+PHASES = ("sample", "train", "eval")
+GREEDY = -1  # index of a held-out prompt's greedy answer, as in rocm_ext.raft.evaluation
+_PAUSE = 60.0  # seconds: in a longer silence of its hardware.jsonl a run was not there
+_MOST = 1e12  # of seconds and prompts; more is junk
+_BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
+Key = tuple[str, int]  # prompt id, index of the sample
+
+
+class Columns:
+    """Lines of numbers, such as those of ``metrics.jsonl``, by column."""
+
+    def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.lines = lines
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        """[n] float64; NaN where a line has no number."""
+        return np.array([number(line.get(key)) for line in self.lines], dtype=np.float64)
+
+    def has(self, key: str) -> np.ndarray:
+        """[n] bool: whether a line says anything of it."""
+        return np.array([key in line for line in self.lines], dtype=bool)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A verdict on an answer, as ``verdicts.jsonl`` has it. ``reward`` is NaN where there is none."""
+
+    verdict: str
+    reward: float
+    detail: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a cycle's answers are like.
+
+    Attributes:
+        lengths: [n] tokens of each.
+        truncated: how many ``max_new_tokens`` cut off.
+        entropy: nats per token, see :func:`rocm_ext.raft.rollouts.entropy`; None without log-probs.
+    """
+
+    lengths: np.ndarray
+    truncated: int
+    entropy: float | None
+
+
+class CycleFolder:
+    """``cycle_k`` of a RAFT run.
+
+    Attributes:
+        number: k; cycle 0 holds the evaluation before any training.
+        steps: of its training.
+        summary: of its training; empty before its end.
+        seconds: that its phases took, as far as they ended.
+        phases: the last line that each phase left in the run's ``metrics.jsonl``.
+        row: its entry in the run's ``summary.json``, if there is one.
+    """
+
+    def __init__(self, folder: Path, lines: Sequence[Mapping[str, Any]], row: Mapping[str, Any], problems: list[str]):
+        self.folder, self.number, self.row, self._problems = folder, int(folder.name[6:]), row, problems
+        self.steps, _ = read_steps(folder / "metrics.jsonl", problems)
+        self.summary = read_json(folder / "summary.json", problems)
+        mine = [line for line in lines if line.get("cycle") == self.number]
+        self.phases = {line["phase"]: line for line in mine if line.get("phase") in PHASES}
+        self.seconds: dict[str, float] = {}
+        for line in mine:
+            if line.get("phase") in PHASES and 0 <= (seconds := number(line.get("seconds"))) < _MOST:
+                self.seconds[line["phase"]] = self.seconds.get(line["phase"], 0.0) + seconds
+
+    @cached_property
+    def scores(self) -> dict[str, Any] | None:
+        """``eval.json`` with its intervals; None where there is none, or none to be read."""
+        read = read_json(self.folder / "eval.json", self._problems)
+        total, correct = number(read.get("prompts")), number(read.get("correct"))
+        if not 0 <= correct <= total < _MOST or total < 1:
+            return None
+        drawn = read.get("pass_at_k")
+        shares = {
+            int(k): (p, *wilson(p * total, int(total)))
+            for k, at in (drawn.items() if isinstance(drawn, dict) else ())
+            if k.isdecimal() and len(k) < 9 and isinstance(at, dict) and 0 <= (p := number(at.get("pass"))) <= 1
+        }
+        interval = wilson(correct, int(total))
+        return {"prompts": int(total), "correct": int(correct), "pass": (correct / total, *interval), "at": shares}
+
+    @property
+    def state(self) -> str:
+        """How far it is: ``begun``, ``sampling``, ``training``, ``trained``, ``evaluating`` or ``complete``."""
+        if (self.folder / "eval.json").exists() or (self.row and self.number):
+            return "complete"
+        for sign, state in (
+            ("eval", "evaluating"),
+            ("summary.json", "trained"),
+            ("kept.jsonl", "training"),
+            ("samples.jsonl", "sampling"),
+        ):
+            if (self.folder / sign).exists():
+                return state
+        return "begun"
+
+    @cached_property
+    def judged(self) -> dict[Key, Judged]:
+        """The verdicts on what it sampled."""
+        return self._read_verdicts(self.folder)
+
+    @cached_property
+    def judged_held_out(self) -> dict[Key, Judged]:
+        """The verdicts of its evaluation, greedy answers at index :data:`GREEDY`."""
+        return self._read_verdicts(self.folder / "eval")
+
+    def _read_verdicts(self, folder: Path) -> dict[Key, Judged]:
+        found = {}
+        for key, line in self._records(folder, "verdicts"):
+            if isinstance(line.get("verdict"), str):
+                found[key] = Judged(line["verdict"], number(line.get("reward")), str(line.get("detail") or ""))
+        return found
+
+    def _records(self, folder: Path, stem: str) -> Iterator[tuple[Key, dict[str, Any]]]:
+        # while a run of several ranks goes on, each has a file of its own
+        for path in sorted(folder.glob(f"{stem}*.jsonl")):
+            for line in read_lines(path, self._problems):
+                prompt, sample = line.get("prompt_id"), line.get("sample")
+                if isinstance(prompt, str) and type(sample) is int:
+                    yield (prompt, sample), line
+
+    def verdicts(self) -> Counter[str]:
+        """How many answers have which verdict."""
+        return Counter(judged.verdict for judged in self.judged.values())
+
+    @cached_property
+    def answers(self) -> Answers:
+        """Lengths and entropy of what it sampled."""
+        lengths: dict[Key, int] = {}
+        truncated, logprob, tokens = 0, 0.0, 0
+        for key, line in self._records(self.folder, "samples"):
+            if key in lengths or not isinstance(line.get("tokens"), list):
+                continue
+            lengths[key] = len(line["tokens"])
+            truncated += line.get("finish_reason") == "length"
+            known = _finite(line.get("logprobs"))
+            logprob, tokens = logprob + float(known.sum()), tokens + len(known)
+        entropy = -logprob / tokens if tokens else None
+        return Answers(np.array(list(lengths.values()), dtype=np.float64), truncated, entropy)
+
+    def texts(self, wanted: set[Key], held_out: bool = False) -> dict[Key, dict[str, Any]]:
+        """The records of some answers."""
+        records = self._records(self.folder / "eval" if held_out else self.folder, "samples")
+        return {key: line for key, line in records if key in wanted}
+
+    @cached_property
+    def kept(self) -> int | None:
+        """How many answers it trains on; None before that is known."""
+        path = self.folder / "kept.jsonl"
+        try:
+            return path.read_bytes().count(b"\n") if path.exists() else None
+        except OSError:
+            return None
+
+
+class RunFolder:
+    """``output_dir`` of a run of ``lora_finetune_rocm`` or ``raft_rocm``.
+
+    Args:
+        path: the folder.
+
+    Attributes:
+        name: to tell it from others; the folder's.
+        recipe: ``sft`` or ``raft``.
+        config: content of ``config.yaml``.
+        summary: content of ``summary.json``; empty before the end of SFT, or of RAFT's first cycle.
+        steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … In RAFT those of all cycles, counted through.
+        validations: ``step``, ``val_loss``.
+        cycles: of RAFT, in order.
+        hardware: lines of ``hardware.jsonl``, by time.
+        problems: what could not be read, for people.
+
+    Raises:
+        UserError: ``path`` holds no run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            what = "is a file" if path.exists() else "does not exist"
+            raise UserError(f"{path} {what}; expected the folder of a run (its output_dir)")
+        self.path, self.name = path, path.resolve().name
+        self.problems: list[str] = []
+        self.config = read_yaml(path / "config.yaml", self.problems)
+        self.summary = read_json(path / "summary.json", self.problems)
+        folders = [p for p in path.glob("cycle_*") if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", p.name) and p.is_dir()]
+        self.recipe = "raft" if folders or (path / "run.json").exists() else "sft"
+        self.cycles: list[CycleFolder] = []
+        if self.recipe == "raft":
+            self._read_cycles(sorted(folders, key=lambda p: int(p.name[6:])))
+        else:
+            self.steps, self.validations = read_steps(path / "metrics.jsonl", self.problems)
+        known = {"model", "checkpointer", "output_dir"} <= self.config.keys()
+        if not (known or self.cycles or len(self.steps) or len(self.validations)):
+            raise UserError(
+                f"{path} holds no run: neither config.yaml nor metrics.jsonl of one can be read there; expected the "
+                "output_dir of lora_finetune_rocm or raft_rocm" + "".join(f" ({p})" for p in self.problems[:1])
+            )
+        lines = [
+            line for line in read_lines(path / HARDWARE_LOG, self.problems) if 0 <= number(line.get("time")) < _MOST
+        ]
+        self.hardware = sorted(lines, key=lambda line: line["time"])
+
+    def _read_cycles(self, folders: Sequence[Path]) -> None:
+        lines = list(read_lines(self.path / "metrics.jsonl", self.problems))
+        listed = self.summary.get("cycles")
+        rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
+        self.cycles = [CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), self.problems) for p in folders]
+        steps: list[Mapping[str, Any]] = []
+        for cycle in self.cycles:
+            before = len(steps)
+            own = cycle.steps.lines
+            steps += [{**line, "step": before + i, "cycle": cycle.number} for i, line in enumerate(own, start=1)]
+        self.steps, self.validations = Columns(steps), Columns([])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        if self.recipe == "raft":
+            whole = all(cycle.state == "complete" for cycle in self.cycles)
+            return whole and raft_finished(self.path, self.config, self.cycles[-1].number if self.cycles else 0)
+        return number(self.summary.get("steps")) == len(self.steps)
+
+    def setting(self, key: str) -> Any:
+        """A value of ``config.yaml`` by its dotted name; None where there is none."""
+        node: Any = self.config
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return node
+
+    def settings(self) -> dict[str, Any]:
+        """``config.yaml``, flat: ``optimizer.lr`` and so on."""
+        return _flatten(self.config)
+
+    def differing_settings(self, other: "RunFolder") -> dict[str, tuple[Any, Any]]:
+        """Settings that differ, by name, with this run's value and the other's. Where a run writes to is none, and
+        paths below that are the same in both."""
+        mine, theirs = self._own_settings(), other._own_settings()
+        return {
+            key: (mine.get(key), theirs.get(key))
+            for key in sorted({*mine, *theirs} - _BOOKKEEPING)
+            if mine.get(key) != theirs.get(key)
+        }
+
+    def _own_settings(self) -> dict[str, Any]:
+        own = str(self.config.get("output_dir") or "")
+        return {
+            key: "${output_dir}" + value[len(own) :]
+            if own and isinstance(value, str) and value.startswith(own)
+            else value
+            for key, value in self.settings().items()
+        }
+
+    def fact(self, key: str) -> Any:
+        """What a summary says of the run: ``machine``, ``dtype``, ``ranks``. In RAFT each cycle's training has it."""
+        found = [self.summary, *(cycle.summary for cycle in self.cycles)]
+        return next((each[key] for each in found if each.get(key) is not None), None)
+
+
+def raft_finished(path: Path, config: Mapping[str, Any], last: int) -> bool:
+    """Whether a RAFT run, whose cycle ``last`` is complete, came to its end. ``adapter/`` alone does not say so: a run
+    that goes on with more cycles has that of the shorter one. Where the config lets a run stop early, it is believed.
+    """
+    may_stop = any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "skip_solved"))
+    return (path / "adapter").exists() and (may_stop or not last < number(config.get("cycles")))
+
+
+def number(value: Any) -> float:
+    """A JSON number as a float; NaN for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _finite(values: Any) -> np.ndarray:
+    """Those of a list of numbers that are finite; none if it is no such list."""
+    try:
+        numbers = np.array(values if isinstance(values, list) else [], dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        return np.array([])
+    return numbers[np.isfinite(numbers)]
+
+
+def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether it is a list of JSON objects."""
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
+
+
+def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds that a run had run at each line of ``hardware.jsonl``, and the lines before which it had paused: killed
+    and resumed, it may have been away for days."""
+    times = np.array([number(line.get("time")) for line in lines], dtype=np.float64)
+    steps = np.diff(times, prepend=times[:1])
+    usual = float(np.median(steps[1:])) if len(steps) > 1 else 0.0
+    pauses = np.flatnonzero(steps > max(_PAUSE, 10 * usual))
+    steps[pauses] = usual
+    return np.cumsum(steps), pauses
+
+
+def read_steps(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
+    """Training steps and validations of a ``metrics.jsonl``, each by step; of two lines of a step the last counts."""
+    steps: dict[float, dict[str, Any]] = {}
+    validations: dict[float, dict[str, Any]] = {}
+    for line in read_lines(path, problems):
+        if math.isfinite(step := number(line.get("step"))):
+            if "loss" in line:
+                steps[step] = line
+            if "val_loss" in line:
+                validations[step] = line
+    return Columns([steps[step] for step in sorted(steps)]), Columns([validations[s] for s in sorted(validations)])
+
+
+def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, none if it is missing. A last line that was torn, or is being written, is
+    no problem; other lines that hold no object are."""
+    bad = 0
+    try:
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            for line in file:
+                value = _parse(line)
+                if isinstance(value, dict):
+                    yield value
+                else:
+                    bad += line.endswith(b"\n") and not line.isspace()
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror or error}")
+    if bad:
+        problems.append(f"{path}: {bad} {'line is' if bad == 1 else 'lines are'} no JSON object and left out")
+
+
+def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+    """A JSON object in a file; empty if it is missing or holds none."""
+    content = _read_bytes(path, problems)
+    value = {} if content is None else _parse(content)
+    if not isinstance(value, dict):
+        problems.append(f"{path} holds no JSON object and is left out")
+        return {}
+    return value
+
+
+def read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
+    """A YAML mapping in a file; empty if it is missing or holds none."""
+    content = _read_bytes(path, problems)
+    try:
+        value = {} if content is None else yaml.safe_load(content.decode())
+    except (yaml.YAMLError, ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        problems.append(f"{path} holds no YAML mapping and is left out")
+        return {}
+    return {str(key): each for key, each in value.items()}
+
+
+def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
+    try:
+        return path.read_bytes() if path.exists() else None
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror or error}")
+        return None
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+
+
+def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, Mapping) or not node:
+        return {prefix: node}
+    return {k: v for name, value in node.items() for k, v in _flatten(value, f"{prefix}.{name}".lstrip(".")).items()}

@@ -1,0 +1,1 @@
+"""One training run: its steps, objective, checkpoints, metrics and folder."""
