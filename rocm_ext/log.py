@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterable
 
 from tqdm import tqdm
 
@@ -18,6 +19,12 @@ def setup_logging() -> None:
         log.addHandler(handler)
         log.propagate = False
     log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Log each line as a warning."""
+    for line in lines:
+        log.warning("%s", line)
 
 
 class Progress:

@@ -33,13 +33,13 @@ from rocm_ext.model import adapter_files
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import hidden_states
 from rocm_ext.model.lora import Dora, Lora
-from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+from rocm_ext.objectives import CrossEntropy
 from tests.tiny import metrics, run_config, write_model, write_rows, write_yaml
 
 STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
 CHUNKED_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 TORCH_LOSS = {"_component_": "torch.nn.CrossEntropyLoss"}
-OUR_LOSS = {"_component_": "rocm_ext.objectives.loss.LinearCrossEntropyLoss"}
+OUR_LOSS = {"_component_": "rocm_ext.objectives.CrossEntropy"}
 TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61]])
 
 
@@ -84,7 +84,7 @@ def finetune(cfg: dict) -> LoRAFinetune:
 
 
 def adapter(recipe: LoRAFinetune) -> dict[str, torch.Tensor]:
-    return adapter_files.adapter_state(recipe.decoder)
+    return adapter_files.adapter_state(recipe.learner.decoder)
 
 
 # ---- stock torchtune
@@ -202,10 +202,10 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
     ours = finetune(cfg)
 
     assert len(stock) == 12
-    assert metrics(ours.output_dir.path) == pytest.approx([step["loss"] for step in stock], rel=1e-5)
-    assert metrics(ours.output_dir.path, "grad_norm") == pytest.approx([s["grad_norm"] for s in stock], rel=1e-4)
+    assert metrics(ours.trainer.folder.path) == pytest.approx([step["loss"] for step in stock], rel=1e-5)
+    assert metrics(ours.trainer.folder.path, "grad_norm") == pytest.approx([s["grad_norm"] for s in stock], rel=1e-4)
     # torchtune logs the rate after it has stepped the schedule: that of the next step
-    assert metrics(ours.output_dir.path, "lr")[1:] == pytest.approx([step["lr"] for step in stock[:-1]])
+    assert metrics(ours.trainer.folder.path, "lr")[1:] == pytest.approx([step["lr"] for step in stock[:-1]])
     torch.testing.assert_close(adapter(ours), stock_adapter, rtol=1e-4, atol=1e-6)
 
 
@@ -217,8 +217,8 @@ def test_packs_of_torchtune_hold_the_same_sequences_as_rows(folders, tmp_path):
         cfg |= {"dataset": instruct_dataset(folders["rows"], packed=packed), "sequences_per_step": 48}
         cfg["tokenizer"] = llama3_tokenizer(tmp_path)
         recipe = finetune(cfg)
-        losses[packed] = metrics(recipe.output_dir.path)
-        assert max(map(len, recipe.rows.lengths)) > 1 or not packed
+        losses[packed] = metrics(recipe.trainer.folder.path)
+        assert max(map(len, recipe.trainer.rows.lengths)) > 1 or not packed
     assert len(losses[True]) == 4
     assert losses[True] == pytest.approx(losses[False], rel=1e-6)
 
@@ -328,11 +328,11 @@ def given_adapter(folders, folder: Path) -> Path:
 )
 def test_micro_batches_and_chunks_change_no_loss(folders, tmp_path, reference, changes):
     other = finetune(invariant_config(folders, tmp_path / "run") | changes)
-    expected = metrics(reference.output_dir.path)
+    expected = metrics(reference.trainer.folder.path)
     assert len(expected) == 6
-    assert metrics(other.output_dir.path) == pytest.approx(expected, rel=1e-6)
-    assert metrics(other.output_dir.path, "grad_norm") == pytest.approx(
-        metrics(reference.output_dir.path, "grad_norm"), rel=1e-5
+    assert metrics(other.trainer.folder.path) == pytest.approx(expected, rel=1e-6)
+    assert metrics(other.trainer.folder.path, "grad_norm") == pytest.approx(
+        metrics(reference.trainer.folder.path, "grad_norm"), rel=1e-5
     )
     torch.testing.assert_close(adapter(other), adapter(reference), rtol=1e-3, atol=1e-5)
 
@@ -344,8 +344,8 @@ def test_micro_batches_and_chunks_change_no_loss(folders, tmp_path, reference, c
 )
 def test_checkpointing_and_workers_change_no_bit(folders, tmp_path, reference, changes):
     other = finetune(invariant_config(folders, tmp_path / "run") | changes)
-    assert metrics(other.output_dir.path) == metrics(reference.output_dir.path)
-    assert metrics(other.output_dir.path, "grad_norm") == metrics(reference.output_dir.path, "grad_norm")
+    assert metrics(other.trainer.folder.path) == metrics(reference.trainer.folder.path)
+    assert metrics(other.trainer.folder.path, "grad_norm") == metrics(reference.trainer.folder.path, "grad_norm")
     torch.testing.assert_close(adapter(other), adapter(reference), rtol=0, atol=0)
 
 
@@ -426,12 +426,13 @@ def test_loss_equals_cross_entropy_of_all_logits(lora, chunk):
     hidden, targets = torch.randn(8, 6, requires_grad=True), torch.randint(11, (8,))
     inputs = [hidden, *(p for p in head.parameters() if p.requires_grad)]
 
-    loss = LinearCrossEntropyLoss(chunk)(head, hidden, targets)
+    objective, rest = CrossEntropy(chunk_tokens=chunk), ({}, torch.zeros_like(targets))
+    loss = objective(head, hidden, targets, *rest)
     found = torch.autograd.grad(3 * loss, inputs)
     assert max(rows) <= (chunk or 8)
     assert sum(rows) == 8
     with torch.no_grad():
-        assert LinearCrossEntropyLoss(chunk)(head, hidden, targets) == pytest.approx(loss.item(), rel=1e-6)
+        assert objective(head, hidden, targets, *rest) == pytest.approx(loss.item(), rel=1e-6)
 
     full = F.cross_entropy(head(hidden), targets, reduction="sum")
     torch.testing.assert_close(loss, full)
@@ -524,8 +525,8 @@ def test_fp32_adapters_over_a_bf16_base(kind, dropout):
 
 @torch.no_grad()
 def our_logits(recipe: LoRAFinetune) -> torch.Tensor:
-    recipe.model.eval()
-    return recipe.decoder(TOKENS)
+    recipe.learner.model.eval()
+    return recipe.learner.decoder(TOKENS)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from rocm_ext.hardware.bench_file import machine_key
 from rocm_ext.hardware.device import profile_names
 from rocm_ext.hardware.machine import detect
 from rocm_ext.model.build import Weights, build_model, load_weights
-from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+from rocm_ext.objectives import CrossEntropy
 from rocm_ext.plan import memory
 from rocm_ext.plan.costs import Kernels, Operation, Tally, simulate_layer
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
@@ -60,16 +60,17 @@ def write_config(root, name: str, out, lora: dict | None = None, **changes):
 
 def measured_peak(path) -> tuple[int, LoRAFinetune]:
     """Bytes of tensors that two real steps need at once, model included."""
-    trainer = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
-    trainer.setup()
-    trainer.write_outputs = trainer.save_checkpoint = lambda: None
-    there = list({id(t): t for t in (*trainer.decoder.parameters(), *trainer.decoder.buffers())}.values())
+    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
+    recipe.setup()
+    recipe.trainer.write_outputs = recipe.trainer.save_checkpoint = lambda: None
+    decoder = recipe.learner.decoder
+    there = list({id(t): t for t in (*decoder.parameters(), *decoder.buffers())}.values())
     tally = Tally()
     tally.ignore(there)
     with tally:
-        trainer.train()
-    trainer.cleanup()
-    return sum(t.nbytes for t in there) + tally.peak, trainer
+        recipe.train()
+    recipe.cleanup()
+    return sum(t.nbytes for t in there) + tally.peak, recipe
 
 
 # --------------------------------------------------------------------------------------------------- memory
@@ -93,9 +94,9 @@ def measured_peak(path) -> tuple[int, LoRAFinetune]:
 )
 def test_planned_peak_is_the_measured_one(name, changes, folders, tmp_path, capsys):
     path = write_config(folders, name, tmp_path / "run", startup_checks=False, **changes)
-    peak, trainer = measured_peak(path)
+    peak, recipe = measured_peak(path)
     planned = plan(capsys, "--config", path)["configured"]["memory"]["peak"]
-    assert planned == trainer.planned_peak
+    assert planned == recipe.learner.planned_peak
     assert planned == pytest.approx(peak, rel=0.1)
 
 
@@ -157,12 +158,12 @@ def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt,
 @pytest.mark.parametrize("name", ["wide", "tied", "llama"])
 def test_work_is_what_a_real_step_does(name, folders, tmp_path, capsys):
     path = write_config(folders, name, tmp_path / "run", batch_size=64, startup_checks=False)
-    trainer = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
-    trainer.setup()
-    batches = next(trainer.loader.range(0, 1))
+    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
+    recipe.setup()
+    batches = next(recipe.trainer.loader.range(0, 1))
     with Tally() as tally:
-        trainer.train_step(batches)
-    trainer.cleanup()
+        recipe.trainer.train_step(batches)
+    recipe.cleanup()
     step = plan(capsys, "--config", path)["configured"]["step"]
     assert step["tokens"] == pytest.approx(sum(batch.real_tokens for batch in batches), rel=0.02)
     assert step["flops"] == pytest.approx(sum(op.flops for op in tally.operations), rel=0.03)
@@ -201,7 +202,7 @@ def planner(folders, tmp_path, **changes) -> TrainingPlanner:
     decoder = build_model(cfg.model, torch.float32, 0, torch.device("meta"))
     figures = Figures("", True, {"fp32": 1e12}, 1e10)
     return TrainingPlanner(
-        cfg, decoder, LinearCrossEntropyLoss(), torch.float32, torch.device("cpu"),
+        cfg, decoder, CrossEntropy(), torch.float32, torch.device("cpu"),
         rows=Rows(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures, kernels=Kernels(True, False),
     )  # fmt: skip
 
@@ -251,16 +252,16 @@ def test_auto_micro_batches_train_the_same(folders, tmp_path):
     losses = []
     for value in ("auto", 4096):
         path = write_config(folders, "qwen", tmp_path / str(value), tokens_per_micro_batch=value, startup_checks=False)
-        trainer = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
-        trainer.setup()
-        longest = max(sum(lengths) for lengths in trainer.rows.lengths)
-        assert value != "auto" or trainer.tokens_per_micro_batch % longest == 0
-        trainer.train()
+        recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
+        recipe.setup()
+        longest = max(sum(lengths) for lengths in recipe.trainer.rows.lengths)
+        assert value != "auto" or recipe.learner.tokens_per_micro_batch % longest == 0
+        recipe.train()
         lines = (tmp_path / str(value) / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
         summary = json.loads((tmp_path / str(value) / "summary.json").read_text())
-        assert summary["planned_memory"] == trainer.planned_peak
-        trainer.cleanup()
+        assert summary["planned_memory"] == recipe.learner.planned_peak
+        recipe.cleanup()
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext.recipes.raft_rocm import RAFT, evaluate_adapter, main
 from safetensors.torch import load_file
 
 from rocm_ext import cli, config
 from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.errors import UserError
-from rocm_ext.objectives.loss import ClippedRatioLoss
+from rocm_ext.objectives import ClippedRatio
 from rocm_ext.raft import rollouts
 from rocm_ext.raft.rollouts import Journal, read_records
 from rocm_ext.ranks import Ranks
+from rocm_ext.train.trainer import Trainer
 from tests.forks import forked, kill_before
 from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 
@@ -149,9 +149,9 @@ def test_samples_are_those_of_the_model_of_the_cycle_before(reference, make, tmp
         "adapter_checkpoint": str(reference / "cycle_1" / "adapter"),
     }))  # fmt: skip
     raft.setup()
-    decoder = raft.trainer.decoder.eval()
+    decoder = raft.learner.decoder.eval()
     for record in read_records(reference / "cycle_2" / "samples.jsonl")[:12]:
-        prompt = raft.tokens[record["prompt_id"]]
+        prompt = raft.prompts.tokens[record["prompt_id"]]
         with torch.no_grad():
             logits = decoder(torch.tensor([prompt + record["tokens"]]))[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(record["tokens"])[:, None])[:, 0]
@@ -161,24 +161,20 @@ def test_samples_are_those_of_the_model_of_the_cycle_before(reference, make, tmp
 def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
     """The first cycle's adapter is the SFT recipe's on the kept token ids, with the prompt masked."""
     kept = read_records(reference / "cycle_1" / "kept.jsonl")
-    raft = load(make(tmp_path / "out"), "seed=1")
+    seen = []
+
+    class Watched(Trainer):
+        def __init__(self, learner, rows, *args, **kwargs):
+            seen.append(rows)
+            super().__init__(learner, rows, *args, **kwargs)
+
+    raft = RAFT(config.load("raft_rocm", str(make(tmp_path / "out")), ["seed=1"]), trainer=Watched)
     raft.setup()
+    raft.train()
+    raft.cleanup()
     for record in kept:
-        assert record["prompt_tokens"] == raft.tokens[record["prompt_id"]]
-    trainer, rows = raft.trainer, []
-    original = LoRAFinetune.start
-
-    def start(self, cfg, given, steps_before):
-        rows.append(given)
-        original(self, cfg, given, steps_before)
-
-    LoRAFinetune.start = start
-    try:
-        raft.train()
-    finally:
-        LoRAFinetune.start = original
-        trainer.cleanup()
-    for record, tokens, labels in zip(kept, rows[0].tokens, rows[0].labels, strict=True):
+        assert record["prompt_tokens"] == raft.prompts.tokens[record["prompt_id"]]
+    for record, tokens, labels in zip(kept, seen[0].tokens, seen[0].labels, strict=True):
         prompt = record["prompt_tokens"]
         assert tokens.tolist() == prompt + record["tokens"]
         assert labels.tolist() == [IGNORE] * len(prompt) + record["tokens"]
@@ -188,8 +184,8 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
 def test_prompts_are_rendered_as_for_sft(reference, make, tmp_path):
     raft = load(make(tmp_path / "out"))
     raft.setup()
-    prompt = raft.prompts[3]
-    assert raft.tokens[prompt.id] == render_prompt(raft.trainer.tokenizer, prompt.messages)
+    prompt = raft.prompts.training[3]
+    assert raft.prompts.tokens[prompt.id] == render_prompt(raft.learner.tokenizer, prompt.messages)
     raft.cleanup()
 
 
@@ -231,7 +227,7 @@ def test_clipped_ratio_equals_its_formula():
     ratio = (head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0] - old).exp()
     expected = -torch.minimum(ratio, ratio.clamp(1 - 0.2, 1 + 0.28)).sum()
     (grad,) = torch.autograd.grad(expected, hidden)
-    loss = ClippedRatioLoss(0.28, chunk_tokens=7)(head, hidden, targets, old)
+    loss = ClippedRatio(0.28, chunk_tokens=7)(head, hidden, targets, {"old_logprobs": old}, torch.zeros_like(targets))
     (found,) = torch.autograd.grad(loss, hidden)
     assert 5 < (ratio > 1.28).sum() < 35  # some of both kinds
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
@@ -332,14 +328,14 @@ def test_sigterm_while_training(make, reference, tmp_path, step):
     """Also in the last step, which no other step would look for."""
 
     def prepare() -> None:
-        original = LoRAFinetune.save_checkpoint
+        original = Trainer.save_checkpoint
 
         def save_checkpoint(self):
             original(self)
             if self.step == (step if step > 0 else self.total_steps):
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        LoRAFinetune.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+        Trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
 
     out = tmp_path / "out"
     code, messages = forked(main, make(out), prepare=prepare)

@@ -13,6 +13,7 @@ import torchtune._recipe_registry as torchtune_registry
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config, registry
+from rocm_ext.train.trainer import Trainer
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
 CONFIGS = sorted(path.stem for path in (Path(__file__).parents[1] / "recipe_configs").glob("*.yaml"))
@@ -146,25 +147,27 @@ def test_pins_are_those_of_the_package():
     assert {(f"<{below}", f"torchao>={low}"), (f">={low}", f"torchao<{below}")} & requires
 
 
-class TwoLearningRates(LoRAFinetune):
-    """A recipe of somebody else's: another optimiser for the B matrices, as in LoRA+."""
+class TwoLearningRates(Trainer):
+    """Another learning rate for the B matrices, as in LoRA+."""
 
-    def _setup_optimizer(self) -> None:
-        super()._setup_optimizer()
-        lr = self.cfg.optimizer.lr
-        b = [p for name, p in self.adapter.items() if "lora_b" in name]
-        rest = [p for name, p in self.adapter.items() if "lora_b" not in name]
-        self.optimizer = torch.optim.AdamW([{"params": rest, "lr": lr}, {"params": b, "lr": 16 * lr}])
+    def setup_optimizer(self) -> torch.optim.Optimizer:
+        lr, adapter = self.cfg.optimizer.lr, self.learner.adapter
+        b = [p for name, p in adapter.items() if "lora_b" in name]
+        rest = [p for name, p in adapter.items() if "lora_b" not in name]
+        groups = [{"params": rest, "lr": lr}, {"params": b, "lr": 16 * lr}]
+        return config.instantiate(self.cfg.optimizer, groups, key="optimizer")
 
 
 def test_subclass_overrides_a_part(tmp_path):
     base, rows = write_model(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 8)
     cfg = run_config(base, rows, tmp_path / "out", epochs=2)
-    recipe = TwoLearningRates(config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))))
+    recipe = LoRAFinetune(
+        config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))), trainer=TwoLearningRates
+    )
     recipe.setup()
     recipe.train()
     recipe.cleanup()
-    assert [group["lr"] for group in recipe.optimizer.param_groups] == [1e-3, 16e-3]
+    assert [group["lr"] for group in recipe.trainer.optimizer.param_groups] == [1e-3, 16e-3]
     assert len(metrics(tmp_path / "out")) == 2
 
 

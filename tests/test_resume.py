@@ -24,6 +24,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from rocm_ext import config
 from rocm_ext.errors import UserError
 from rocm_ext.train.checkpoint import Checkpoints
+from rocm_ext.train.learner import Learner
 from tests.forks import forked, kill_before
 from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 
@@ -208,7 +209,7 @@ def test_tune_stopped_by_ctrl_c(make, reference, tmp_path):
 
 def test_sigterm_during_setup(make, tmp_path):
     def prepare():
-        LoRAFinetune._setup_model = lambda self: os.kill(os.getpid(), signal.SIGTERM)
+        Learner.setup_model = lambda self: os.kill(os.getpid(), signal.SIGTERM)
 
     code, messages = run(make(tmp_path / "out"), prepare=prepare)
     assert code == 143

@@ -228,7 +228,7 @@ def test_layers(run):
     assert cfg.hardware == "strix_halo", "auto is resolved"
     assert (cfg.dtype, cfg.device) == ("bf16", "cuda"), "the profile over the defaults"
     assert cfg.epochs == 1
-    assert cfg.loss._component_.endswith("LinearCrossEntropyLoss")
+    assert cfg.loss._component_.endswith("CrossEntropy")
     assert run("dtype: fp16\nepochs: 3").dtype == "fp16", "the run over the profile"
     assert run("dtype: fp16\nepochs: 3", "epochs=5", "dtype=fp32").epochs == 5, "the command line over all"
     assert run("hardware: mi300x").compile is True
@@ -272,7 +272,7 @@ def test_auto_on_a_machine_without_a_gpu(run, monkeypatch):
         ("", ["dataset.sorce=4"], "unknown key dataset.sorce for .*; did you mean source"),
         ("", ["device.index=4"], "unknown key device.index: device is 'cuda'"),
         (
-            "loss: {_component_: rocm_ext.objectives.loss.LinearCrossEntropyLoss, chunks: 4}",
+            "loss: {_component_: rocm_ext.objectives.CrossEntropy, chunks: 4}",
             [],
             "unknown key loss.chunks",
         ),

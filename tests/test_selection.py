@@ -102,7 +102,10 @@ PROMPTS = [f"p{i}" for i in range(20)]
 
 
 def choose(rates, count=None, skip=True, retry=2, seed=0):
-    return choose_prompts(PROMPTS, rates, count=count, skip_solved=skip, retry_unsolved_after=retry, seed=seed)
+    last = {prompt: (cycle, rate) for cycle, asked in enumerate(rates, start=1) for prompt, rate in asked.items()}
+    return choose_prompts(
+        PROMPTS, last, len(rates) + 1, count=count, skip_solved=skip, retry_unsolved_after=retry, seed=seed
+    )
 
 
 def test_solved_prompts_are_skipped_and_unsolved_ones_come_back_later():
@@ -134,7 +137,7 @@ def test_prompts_that_were_never_asked_come_first(count, seed):
 def test_the_order_of_the_file_does_not_matter():
     shuffled = random.Random(0).sample(PROMPTS, len(PROMPTS))
     rules = {"count": 7, "skip_solved": True, "retry_unsolved_after": 2, "seed": 3}
-    assert choose_prompts(PROMPTS, [], **rules) == choose_prompts(shuffled, [], **rules)
+    assert choose_prompts(PROMPTS, {}, 1, **rules) == choose_prompts(shuffled, {}, 1, **rules)
     assert choose([], 7, seed=3) != choose([], 7, seed=4)
 
 

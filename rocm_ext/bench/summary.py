@@ -15,7 +15,7 @@ from rocm_ext.bench.training import longest_row, probe_config
 from rocm_ext.generation.decoder import Decoder
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import build_model
-from rocm_ext.objectives.loss import from_config
+from rocm_ext.objectives import objective_of
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import TrainingPlanner, decode_seconds
@@ -57,7 +57,7 @@ def _training_efficiency(
     planner = TrainingPlanner(
         probe_config(cfg, fastest.item.values, []),
         shape,
-        from_config(config.instantiate(cfg.loss, key="loss")),
+        objective_of(config.instantiate(cfg.loss, key="loss")),
         shape.tok_embeddings.weight.dtype,
         device,
         rows=workload.Workload(longest, longest, 1.0, count, "random"),

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Mapping
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from rocm_ext.model.build import Weights
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import Tally
 from rocm_ext.plan.memory import readable
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from rocm_ext.train.learner import Learner
+from rocm_ext.train.output_dir import OutputDir
+from rocm_ext.train.runtime import Runtime
+from rocm_ext.train.trainer import Trainer
 
 _LONGEST = 2048  # tokens of a row, unless the config says less
 
@@ -45,38 +49,24 @@ class RandomWeights(Mapping[str, Tensor]):
         return len(self._shapes)
 
 
-class ProbeTrainer(LoRAFinetune):
-    """The recipe without files: random rows, random weights, no outputs.
+class ProbeLearner(Learner):
+    """The recipe's model with random weights.
 
     Args:
         cfg: of the SFT recipe.
-        rows: of a step.
+        runtime: what to compute on.
         budget: bytes that a step may take.
     """
 
-    def __init__(self, cfg: DictConfig, rows: int, budget: int) -> None:
-        super().__init__(cfg)
-        self._count, self._budget = rows, budget
+    def __init__(self, cfg: DictConfig, runtime: Runtime, budget: int) -> None:
+        super().__init__(cfg, runtime, tokenizer=None)
+        self._budget = budget
 
-    def setup(self) -> None:
-        """See :meth:`LoRAFinetune.setup`."""
-        self._setup_machine()
-        self.tokenizer, self.longest = None, longest_row(self.cfg)
-        self.rows = random_rows(self._count, self.longest, self.longest, 256)
-        self._setup_model()
-        self._setup_activations(workload.describe(self.rows, self._count, "random"))
-        self._setup_weights()
-        self._setup_loaders()
-        self._setup_optimizer()
-        self.scheduler = None
-
-    def _read_weights(self) -> Weights:
-        return Weights(RandomWeights(self.decoder, self.device), "random")
-
-    def _setup_activations(self, rows: workload.Workload) -> None:
-        super()._setup_activations(rows)
+    def read_weights(self) -> Weights:
+        """Random ones, if a step fits into the budget."""
         if self.planned_peak > self._budget:
             raise Skipped(f"would take {readable(self.planned_peak)}, the budget is {readable(self._budget)}")
+        return Weights(RandomWeights(self.decoder, self.runtime.device), "random")
 
 
 def longest_row(cfg: DictConfig) -> int:
@@ -88,33 +78,43 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
     """Real tokens per second, forward to optimiser; and the peak of memory."""
     log.disabled = True
     cfg = probe_config(bench.cfg, values, list(bench.profile.locked))
-    trainer = ProbeTrainer(cfg, values["rows"], bench.spec.budget)
+    runtime = Runtime.open(cfg)
     try:
-        trainer.setup()
-        return _measure(trainer, bench.spec.seconds)
+        with TemporaryDirectory() as folder:
+            cfg.output_dir = folder
+            return _measure(_trainer(cfg, runtime, values["rows"], bench.spec.budget), bench.spec.seconds)
     except UserError as error:
         if values["base"] == "4-bit":  # a builder without it, or sizes that it cannot have
             raise Skipped(str(error)) from error
         raise
     finally:
-        if hasattr(trainer, "ranks"):
-            trainer.cleanup()
+        runtime.ranks.close()
         gc.collect()  # a compiled model is in cycles
 
 
-def _measure(trainer: ProbeTrainer, seconds: float) -> dict[str, Any]:
+def _trainer(cfg: DictConfig, runtime: Runtime, count: int, budget: int) -> Trainer:
+    """The recipe's trainer over one step of random rows."""
+    longest = longest_row(cfg)
+    rows = random_rows(count, longest, longest, 256)
+    learner = ProbeLearner(cfg, runtime, budget)
+    learner.setup(workload.describe(rows, count, "random"))
+    return Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks))
+
+
+def _measure(trainer: Trainer, seconds: float) -> dict[str, Any]:
     (batches,) = trainer.loader.range(0, 1)
-    trainer.model.train()
-    if trainer.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(trainer.device)
-    times = timed(lambda: trainer.train_step(batches), trainer.device, seconds=2 * seconds, least=3)
+    learner, device = trainer.learner, trainer.runtime.device
+    learner.model.train()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = timed(lambda: trainer.train_step(batches), device, seconds=2 * seconds, least=3)
     return {
         **times.rate(sum(batch.real_tokens for batch in batches)),
         "unit": "tokens/s",
         "seconds": times.median,
         "peak_memory": _peak(trainer, batches),
-        "planned_memory": trainer.planned_peak,
-        "checkpointed": sum(hasattr(layer, "_checkpoint_wrapped_module") for layer in trainer.decoder.layers),
+        "planned_memory": learner.planned_peak,
+        "checkpointed": sum(hasattr(layer, "_checkpoint_wrapped_module") for layer in learner.decoder.layers),
     }
 
 
@@ -122,7 +122,8 @@ def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) 
     """``cfg`` for steps of ``values["rows"]`` rows at once, compiled or not, over the base it has or a 4-bit one."""
     changes: dict[str, Any] = {
         "sequences_per_step": values["rows"], "gradient_accumulation_steps": None, "batch_size": values["rows"],
-        "tokens_per_micro_batch": None, "max_steps_per_epoch": None, "epochs": 1, "seed": 0,
+        "tokens_per_micro_batch": None, "max_steps_per_epoch": None, "epochs": 1, "seed": 0, "lr_scheduler": None,
+        "resume_from_checkpoint": False, "overwrite_output_dir": True,
         "compile": values["compile"], "hardware_overrides": insist, "startup_checks": False, "metric_logger": None,
     }  # fmt: skip
     changed = OmegaConf.create({**OmegaConf.to_container(cfg), **changes})  # type: ignore[dict-item]
@@ -132,10 +133,11 @@ def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) 
     return changed
 
 
-def _peak(trainer: ProbeTrainer, batches: list) -> int:
-    if trainer.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(trainer.device)
-    tensors = [*trainer.decoder.parameters(), *trainer.decoder.buffers()]
+def _peak(trainer: Trainer, batches: list) -> int:
+    if trainer.runtime.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(trainer.runtime.device)
+    decoder = trainer.learner.decoder
+    tensors = [*decoder.parameters(), *decoder.buffers()]
     state = [t for each in trainer.optimizer.state.values() for t in each.values() if isinstance(t, Tensor)]
     tally = Tally()
     tally.ignore([*tensors, *state])

@@ -6,8 +6,8 @@ changes none. Rows are packed end to end without padding; attention keeps them a
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 
 import numpy as np
@@ -32,8 +32,10 @@ class Batch:
             where rows are padded at the right instead.
         index: [n] places in the flattened [b * s] hidden states that predict a label.
         targets: [n] those labels.
+        sequence: [n] the number of the sequence that each label belongs to, from 0 without gaps.
+        sequences: how many sequences have a label.
         real_tokens: tokens that are not padding.
-        logprobs: [n] fp32, of the labels when they were sampled; None for rows that were not.
+        columns: [n] fp32 each, by name: what the rows carry beside their labels.
     """
 
     tokens: Tensor
@@ -41,12 +43,15 @@ class Batch:
     lengths: tuple[int, ...] | None
     index: Tensor
     targets: Tensor
+    sequence: Tensor
+    sequences: int
     real_tokens: int
-    logprobs: Tensor | None = None
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
-    def _map(self, change) -> "Batch":
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: change(v) if isinstance(v, Tensor) else v for k, v in values.items()})
+        values = {k: change(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+        return Batch(**values | {"columns": {k: change(v) for k, v in self.columns.items()}})
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on ``device``."""
@@ -96,11 +101,13 @@ def _order(rows: int, seed: int) -> list[int]:
     return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def count_targets(labels: np.ndarray, lengths: Sequence[int]) -> int:
-    """Labels of a row that some token of the same sequence predicts."""
+def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
+    """Labels of a row that some token of the same sequence predicts, and the sequences that have one."""
     starts = np.cumsum([0, *lengths])[:-1]
     wanted = labels != IGNORE
-    return int(wanted.sum() - wanted[starts].sum())  # nothing predicts a sequence's first token
+    wanted[starts] = False  # nothing predicts a sequence's first token
+    each = np.add.reduceat(wanted, starts, dtype=np.int64)
+    return int(each.sum()), int((each > 0).sum())
 
 
 def cut(lengths: Sequence[int], ranks: int, budget: int, packed: bool) -> list[list[list[int]]]:
@@ -144,18 +151,19 @@ def _cut_packed(lengths: Sequence[int], longest_first: list[int], ranks: int, bu
 
 def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int) -> Batch:
     """The micro-batch of the rows ``piece``, with its sequence dimension padded to a multiple."""
-    sequences: list[tuple[np.ndarray, ...]] = []  # tokens, labels, log-probs
+    columns = [rows.columns[name] for name in rows.columns]
+    sequences: list[tuple[np.ndarray, ...]] = []  # tokens, labels, columns
     for i in piece:
         bounds = np.cumsum(rows.lengths[i])[:-1]
-        sampled = np.zeros(len(rows.tokens[i]), np.float32) if rows.logprobs is None else rows.logprobs[i]
-        sequences += zip(*(np.split(part, bounds) for part in (rows.tokens[i], rows.labels[i], sampled)), strict=True)
+        parts = (rows.tokens[i], rows.labels[i], *(column[i] for column in columns))
+        sequences += zip(*(np.split(part, bounds) for part in parts), strict=True)
     real = sum(len(tokens) for tokens, *_ in sequences)
     if not sequences:  # nothing left for this rank: one token that predicts nothing keeps it in step
-        sequences = [_nothing(1, pad_id)]
+        sequences = [_nothing(1, pad_id, len(columns))]
     if packed:
         width = sum(len(tokens) for tokens, *_ in sequences)
         if padding := -width % multiple:
-            sequences.append(_nothing(padding, pad_id))
+            sequences.append(_nothing(padding, pad_id, len(columns)))
         grid = [sequences]
     else:
         width = max(len(tokens) for tokens, *_ in sequences)
@@ -164,30 +172,40 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
     tokens = np.full((len(grid), width), pad_id, dtype=np.int64)
     positions = np.zeros((len(grid), width), dtype=np.int64)
     targets = np.full((len(grid), width), IGNORE, dtype=np.int64)
-    logprobs = np.zeros((len(grid), width), dtype=np.float32)
+    numbers = np.zeros((len(grid), width), dtype=np.int64)
+    carried = np.zeros((len(columns), len(grid), width), dtype=np.float32)
+    number = 0
     for b, row in enumerate(grid):
         at = 0
-        for ids, labels, sampled in row:
+        for ids, labels, *values in row:
             n = len(ids)
             tokens[b, at : at + n] = ids
             positions[b, at : at + n] = np.arange(n)
+            numbers[b, at : at + n] = number
             targets[b, at : at + n - 1] = labels[1:]  # each token predicts the next of its own sequence
-            logprobs[b, at : at + n - 1] = sampled[1:]
-            at += n
+            for c, column in enumerate(values):
+                carried[c, b, at : at + n - 1] = column[1:]
+            at, number = at + n, number + 1
     index = np.flatnonzero(targets != IGNORE)
+    labelled, sequence = np.unique(numbers.reshape(-1)[index], return_inverse=True)
     return Batch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         lengths=tuple(len(ids) for ids, *_ in sequences) if packed else None,
         index=torch.from_numpy(index),
         targets=torch.from_numpy(targets.reshape(-1)[index]),
+        sequence=torch.from_numpy(sequence),
+        sequences=len(labelled),
         real_tokens=real,
-        logprobs=None if rows.logprobs is None else torch.from_numpy(logprobs.reshape(-1)[index]),
+        columns={
+            name: torch.from_numpy(values.reshape(-1)[index])
+            for name, values in zip(rows.columns, carried, strict=True)
+        },
     )
 
 
-def _nothing(length: int, pad_id: int) -> tuple[np.ndarray, ...]:
-    return np.full(length, pad_id), np.full(length, IGNORE), np.zeros(length, np.float32)
+def _nothing(length: int, pad_id: int, columns: int) -> tuple[np.ndarray, ...]:
+    return np.full(length, pad_id), np.full(length, IGNORE), *[np.zeros(length, np.float32)] * columns
 
 
 class StepLoader:
@@ -218,9 +236,7 @@ class StepLoader:
         pin_memory: bool = False,
     ) -> None:
         self.rows, self.steps = rows, steps
-        self.targets = [
-            count_targets(labels, lengths) for labels, lengths in zip(rows.labels, rows.lengths, strict=True)
-        ]
+        self._labels = [count_labels(*row) for row in zip(rows.labels, rows.lengths, strict=True)]
         row_tokens = [sum(lengths) for lengths in rows.lengths]
 
         def load(step: int) -> list[Batch]:
@@ -231,9 +247,10 @@ class StepLoader:
         self._dataset = _Function(load, steps.per_epoch)
         self._num_workers, self._pin_memory = num_workers, pin_memory
 
-    def count(self, step: int) -> int:
-        """Labels that step ``step`` trains on, over all ranks."""
-        return sum(self.targets[i] for i in self.steps[step])
+    def count(self, step: int) -> tuple[int, int]:
+        """Labels that step ``step`` trains on, and the sequences that have one, over all ranks."""
+        labels, sequences = zip(*(self._labels[i] for i in self.steps[step]), strict=True)
+        return sum(labels), sum(sequences)
 
     def range(self, start: int, end: int) -> Iterator[list[Batch]]:
         """The micro-batches of the steps from ``start`` up to, without, ``end``."""

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,14 +62,14 @@ class Rows:
         labels: ``[s]`` int32 each: the token itself, or -100.
         lengths: of the sequences in each row; they add up to ``s``.
         counts: ``rows`` read, ``truncated`` and kept, ``dropped_too_long``, ``dropped_without_labels``.
-        logprobs: ``[s]`` float32 each, of the labels when they were sampled; None for rows that were not.
+        columns: more about each token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 for each row.
     """
 
     tokens: list[np.ndarray]
     labels: list[np.ndarray]
     lengths: list[tuple[int, ...]]
     counts: dict[str, int]
-    logprobs: list[np.ndarray] | None = None
+    columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -87,12 +87,13 @@ class Rows:
         return self._part(i for i in range(len(self)) if i not in drawn), self._part(sorted(drawn))
 
     def _part(self, indices: Iterable[int]) -> "Rows":
-        rows = Rows([], [], [], self.counts)
-        for i in indices:
-            rows.tokens.append(self.tokens[i])
-            rows.labels.append(self.labels[i])
-            rows.lengths.append(self.lengths[i])
-        return rows
+        chosen = list(indices)
+
+        def take(parts: list) -> list:
+            return [parts[i] for i in chosen]
+
+        columns = {name: take(column) for name, column in self.columns.items()}
+        return Rows(take(self.tokens), take(self.labels), take(self.lengths), self.counts, columns)
 
     def check_vocabulary(self, size: int) -> None:
         """Refuse token ids that a model with ``size`` embeddings does not have.
@@ -108,8 +109,9 @@ class Rows:
         for tokens, labels, lengths in zip(self.tokens, self.labels, self.lengths, strict=True):
             digest.update(np.array([len(lengths), *lengths], dtype="<i8").tobytes())
             digest.update(tokens.astype("<i4").tobytes() + labels.astype("<i4").tobytes())
-        for logprobs in self.logprobs or ():
-            digest.update(logprobs.astype("<f4").tobytes())
+        for _, column in sorted(self.columns.items()):
+            for values in column:
+                digest.update(values.astype("<f4").tobytes())
         return digest.hexdigest()
 
 

@@ -6,6 +6,7 @@ Merging works on two folders, shard by shard: the base model is never in memory 
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -47,6 +48,14 @@ def check_model_type(model_type: str) -> None:
 def adapter_state(decoder: TransformerDecoder) -> dict[str, Tensor]:
     """The adapter's weights in torchtune's names, on the CPU."""
     return {name: p.detach().cpu().clone() for name, p in adapter_parameters(decoder).items()}
+
+
+def fingerprint(state: Mapping[str, Tensor]) -> str:
+    """sha256 of tensors by name."""
+    digest = sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode() + tensor.float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, base_model: str) -> None:

@@ -17,27 +17,27 @@ from rocm_ext.hardware.device import Profile, check_locked
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
 from rocm_ext.model.norm import use_fused_norms
-from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+from rocm_ext.objectives import Objective
 from rocm_ext.ranks import Ranks
 
 
 class CausalLM(nn.Module):
-    """Decoder and loss as one module, so that FSDP2 gathers the output weights for both at once.
+    """Decoder and objective as one module, so that FSDP2 gathers the output weights for both at once.
 
     Args:
         decoder: torchtune decoder.
-        loss: from hidden states.
+        objective: of the labels that its hidden states predict.
     """
 
-    def __init__(self, decoder: TransformerDecoder, loss: LinearCrossEntropyLoss) -> None:
+    def __init__(self, decoder: TransformerDecoder, objective: Objective) -> None:
         super().__init__()
         self.decoder = decoder
-        self.loss = loss
+        self.objective = objective
 
     def forward(self, batch: Batch) -> Tensor:
-        """The loss of ``batch.targets``, summed: a scalar in fp32."""
-        hidden = hidden_states(self.decoder, batch)
-        return self.loss(self.decoder.output, hidden.flatten(0, 1)[batch.index], batch.targets, batch.logprobs)
+        """The objective summed over ``batch.targets``: a scalar in fp32."""
+        hidden = hidden_states(self.decoder, batch).flatten(0, 1)[batch.index]
+        return self.objective(self.decoder.output, hidden, batch.targets, batch.columns, batch.sequence)
 
 
 def hidden_states(decoder: TransformerDecoder, batch: Batch) -> Tensor:

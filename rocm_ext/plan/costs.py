@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from rocm_ext.model.attention import Lengths, PackedAttention
 from rocm_ext.model.lora import adapters
 from rocm_ext.model.norm import FusedRMSNorm
-from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+from rocm_ext.objectives import Objective
 
 _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
@@ -183,7 +183,7 @@ def simulate_loss(
     norm: nn.Module,
     width: int,
     vocabulary: int,
-    loss: LinearCrossEntropyLoss,
+    objective: Objective,
     lengths: Sequence[int],
     targets: int,
     dtype: torch.dtype,
@@ -195,7 +195,7 @@ def simulate_loss(
         norm: of a torchtune decoder, without weights.
         width: of hidden states.
         vocabulary: rows of the output layer.
-        loss: from hidden states; with ``chunk_tokens`` set.
+        objective: with ``chunk_tokens`` set.
         lengths: tokens of each sequence in the micro-batch.
         targets: those of its tokens that have a label.
         dtype: of weights and activations.
@@ -204,11 +204,11 @@ def simulate_loss(
     output = nn.Linear(width, vocabulary, bias=False, device="meta", dtype=dtype).requires_grad_(False)
     with _fake(nn.ModuleList([norm, output]), kernels) as ((fake_norm, fake_output), tally):
         x = torch.empty(1, sum(lengths), width, dtype=dtype, requires_grad=True)
-        index, labels = (torch.zeros(targets, dtype=torch.long) for _ in range(2))
+        index, labels, sequence = (torch.zeros(targets, dtype=torch.long) for _ in range(3))
+        columns = {name: torch.zeros(targets) for name in objective.columns}
         held = tally.now
         tally.restart()
-        sampled = torch.zeros(targets)  # log-probs, which some losses compare with
-        loss(fake_output, fake_norm(x).flatten(0, 1)[index], labels, sampled).backward()
+        objective(fake_output, fake_norm(x).flatten(0, 1)[index], labels, columns, sequence).backward()
     return LossCosts(tally.peak - held, tally.operations)
 
 

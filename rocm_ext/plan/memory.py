@@ -11,7 +11,7 @@ from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
 from rocm_ext.model.lora import adapter_parameters, adapters
-from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+from rocm_ext.objectives import Objective
 from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, simulate_layer, simulate_loss
 
 # QLoRA's NF4: 4 bits, an 8-bit scale for 64 of them, an fp32 scale for 256 of those
@@ -79,7 +79,7 @@ def spread(count: int, layers: int) -> list[int]:
 
 def plan_memory(
     decoder: TransformerDecoder,
-    loss: LinearCrossEntropyLoss,
+    objective: Objective,
     lengths: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
@@ -93,7 +93,7 @@ def plan_memory(
 
     Args:
         decoder: with adapters; frozen weights on the meta device.
-        loss: from hidden states.
+        objective: what the step minimises.
         lengths: tokens of each row of the largest micro-batch.
         dtype: of weights and activations.
         device: where it will run.
@@ -104,8 +104,8 @@ def plan_memory(
     """
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
     vocabulary, width = decoder.tok_embeddings.weight.shape
-    chunked = copy.copy(loss)
-    chunked.chunk_tokens = loss.chunk_for(device)
+    chunked = copy.copy(objective)
+    chunked.chunk_tokens = objective.chunk_for(device)
     return MemoryPlan(
         weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())),
         gathered=0 if ranks == 1 else _gathered(decoder),

@@ -20,7 +20,7 @@ from rocm_ext.generation.decoder import MIN_ROWS, Decoder, tensors_of
 from rocm_ext.generation.local import SHARE, most_slots, slot_memory, span_for
 from rocm_ext.hardware.numerics import DTYPES
 from rocm_ext.model.attention import PackedAttention
-from rocm_ext.objectives.loss import LinearCrossEntropyLoss
+from rocm_ext.objectives import Objective
 from rocm_ext.plan.costs import Kernels, Operation
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
 from rocm_ext.plan.speeds import Figures
@@ -80,7 +80,7 @@ class TrainingPlanner:
     Args:
         cfg: of either recipe.
         decoder: with adapters, without weights.
-        loss: from hidden states.
+        objective: what the step minimises.
         dtype: of weights and activations.
         device: where it will run; the planner itself computes nothing there.
         rows: what is trained on.
@@ -93,7 +93,7 @@ class TrainingPlanner:
         self,
         cfg: DictConfig,
         decoder: TransformerDecoder,
-        loss: LinearCrossEntropyLoss,
+        objective: Objective,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -102,7 +102,7 @@ class TrainingPlanner:
         figures: Callable[[], Figures],
         kernels: Kernels,
     ) -> None:
-        self.cfg, self.decoder, self.loss, self.dtype, self.device = cfg, decoder, loss, dtype, device
+        self.cfg, self.decoder, self.objective, self.dtype, self.device = cfg, decoder, objective, dtype, device
         self.rows, self.ranks, self._ask, self.kernels = rows, ranks, figures, kernels
         self._plans: dict[tuple[tuple[int, ...], int], MemoryPlan] = {}
 
@@ -148,7 +148,7 @@ class TrainingPlanner:
         if key not in self._plans:
             self._plans[key] = plan_memory(
                 self.decoder,
-                self.loss,
+                self.objective,
                 lengths,
                 self.dtype,
                 self.device,

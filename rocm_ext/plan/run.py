@@ -19,7 +19,7 @@ from rocm_ext.hardware.numerics import DTYPES, pick_dtype
 from rocm_ext.model import adapter_files
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import build_model, check_quantized
-from rocm_ext.objectives.loss import from_config
+from rocm_ext.objectives import objective_of
 from rocm_ext.plan.checkpointing import checkpointed_layers
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner, dtype_name
@@ -123,7 +123,7 @@ def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: in
     planner = TrainingPlanner(
         cfg,
         decoder,
-        from_config(config.instantiate(cfg.loss, key="loss")),
+        objective_of(config.instantiate(cfg.loss, key="loss")),
         dtype,
         target,
         rows=kept_rows(cfg, asked) if asked else sft_rows(cfg, known),

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Subset
 
 from rocm_ext import config
-from rocm_ext.data.batches import count_targets
+from rocm_ext.data.batches import count_labels
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 
@@ -98,7 +98,7 @@ def sft_rows(cfg: DictConfig, known: Known) -> Workload:
 def describe(rows: Rows, count: int, source: str) -> Workload:
     """What tokenised ``rows``, of ``count`` that there are, look like."""
     lengths = [sum(each) for each in rows.lengths]
-    targets = [count_targets(*row) for row in zip(rows.labels, rows.lengths, strict=True)]
+    targets = [count_labels(*row)[0] for row in zip(rows.labels, rows.lengths, strict=True)]
     each = tuple(zip(lengths, targets, strict=True))
     return Workload(max(lengths), fmean(lengths), sum(targets) / sum(lengths), count, source, each)
 

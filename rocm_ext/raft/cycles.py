@@ -16,31 +16,40 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_text
 from rocm_ext.hardware.counters import HARDWARE_LOG
-from rocm_ext.raft.rollouts import Key, Sample, entropy, read_results, read_samples
-from rocm_ext.train.metrics import Metrics, read_metrics
+from rocm_ext.raft.rollouts import Sample, SampleKey, entropy, read_results, read_samples
+from rocm_ext.train.checkpoint import FREE_KEYS
+from rocm_ext.train.metrics import read_metrics
 from rocm_ext.verifiers import Result
 
-PHASES = ("sample", "train", "eval")
-Filter = Callable[[Mapping[Key, Sample], Mapping[Key, Result]], tuple[list[Sample], dict[str, int]]]
+Filter = Callable[[Mapping[SampleKey, Sample], Mapping[SampleKey, Result]], tuple[list[Sample], dict[str, int]]]
 
 
-class Run:
-    """The folder of a run, and what it was begun with (``run.json``)."""
+# Keys that a resumed run may change, beside those that an SFT run may
+RAFT_FREE_KEYS = FREE_KEYS | frozenset(
+    """
+    cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
+    engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.retries engine.api_key_env
+    """.split()  # noqa: SIM905
+)
+
+
+class RunRecord:
+    """``run.json``: the config and identity that a run in this folder was begun with."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self._path = out, out / "run.json"
+        self.out, self.path = out, out / "run.json"
 
     def begun(self, resume: bool, overwrite: bool) -> dict[str, Any] | None:
-        """``config`` and ``identity`` of the run that is there, if this one is to go on with it.
+        """``config`` and ``identity`` of the run that is there, if this one is to continue it.
 
         Raises:
             UserError: another run is there, or this one cannot be read.
         """
-        if resume and self._path.exists():
+        if resume and self.path.exists():
             try:
-                return json.loads(self._path.read_text())
+                return json.loads(self.path.read_text())
             except (OSError, ValueError) as error:
-                raise UserError(f"cannot read {self._path}: {error}; take another output_dir") from error
+                raise UserError(f"cannot read {self.path}: {error}; take another output_dir") from error
         names = ("run.json", "cycle_0", "cycle_1", "adapter", "checkpoints")
         earlier = [name for name in names if (self.out / name).exists()]
         if earlier and not overwrite:
@@ -50,21 +59,20 @@ class Run:
             )
         return None
 
-    def take(self, cfg: DictConfig, identity: Mapping[str, Any], fresh: bool) -> Metrics:
+    def take(self, cfg: DictConfig, identity: Mapping[str, Any], fresh: bool) -> None:
         """Make the folder this run's; a fresh one begins with nothing in it."""
         with disk_errors(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
         if fresh:
-            self._path.unlink(missing_ok=True)  # first: without it nothing below would be gone on with
+            self.path.unlink(missing_ok=True)  # first: a run without it cannot be resumed by mistake
             for pattern in ("cycle_*", "adapter", "merged", "checkpoints"):
                 for folder in self.out.glob(pattern):
                     shutil.rmtree(folder, ignore_errors=True)
             for name in ("metrics.jsonl", HARDWARE_LOG, "summary.json"):
                 (self.out / name).unlink(missing_ok=True)
         content = {"config": OmegaConf.to_container(cfg, resolve=True), "identity": identity}
-        replace_text(self._path, json.dumps(content, indent=2) + "\n")
+        replace_text(self.path, json.dumps(content, indent=2) + "\n")
         replace_text(self.out / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        return Metrics(self.out / "metrics.jsonl")
 
 
 class Cycle:
@@ -91,7 +99,7 @@ class Cycle:
         """Where the samples and verdicts of a phase are."""
         return self.folder if what == "sample" else self.folder / what
 
-    def results(self) -> dict[Key, Result]:
+    def results(self) -> dict[SampleKey, Result]:
         """The verdicts on the cycle's answers."""
         return read_results(self.folder / "verdicts.jsonl")
 
@@ -104,7 +112,7 @@ class Cycle:
         return json.loads((self.folder / "summary.json").read_text())
 
     def row(self, threshold: float, filter_: Filter) -> dict[str, Any]:
-        """The cycle's entry in ``summary.json``."""
+        """What the cycle's files say of it: its entry in ``summary.json``, without the seconds."""
         row: dict[str, Any] = {"cycle": self.number}
         if self.number:
             samples = {sample.key: sample for sample in read_samples(self.folder / "samples.jsonl")}
@@ -125,11 +133,10 @@ class Cycle:
             }
         if scores := self.scores():
             row["held_out"] = scores
-        times = [line for line in read_metrics(self.out / "metrics.jsonl") if line["cycle"] == self.number]
-        return row | {"seconds": {each: sum(t["seconds"] for t in times if t["phase"] == each) for each in PHASES}}
+        return row
 
 
-def pass_rates(results: Mapping[Key, Result], threshold: float) -> dict[str, float]:
+def pass_rates(results: Mapping[SampleKey, Result], threshold: float) -> dict[str, float]:
     """The share of each prompt's answers whose reward reached ``threshold``; a verifier's failure says nothing
     about a prompt."""
     passed: dict[str, list[bool]] = {}
@@ -143,6 +150,12 @@ def best(rows: Sequence[Mapping[str, Any]]) -> int:
     """The cycle that did best on held-out prompts, of equals the last; without any the last one."""
     trained = [row for row in rows if row["cycle"]]
     return max(trained, key=lambda row: (row["held_out"]["correct"] if "held_out" in row else 0, row["cycle"]))["cycle"]
+
+
+def gained(rows: Sequence[Mapping[str, Any]], number: int) -> bool:
+    """Whether a cycle does better on held-out prompts than the model that the run began with."""
+    correct = {row["cycle"]: row["held_out"]["correct"] for row in rows}
+    return correct[number] > correct[0]
 
 
 def stop_reason(rows: Sequence[Mapping[str, Any]], min_entropy: float | None, stop_after: int | None) -> str | None:

@@ -11,21 +11,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from statistics import fmean
 from typing import Any
 
+from rocm_ext.data.prompts import Prompt
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_text
-from rocm_ext.generation import Completion, Request, Sampling, Session
+from rocm_ext.generation import Completion, Request, Sampling, Session, sample_seed
 from rocm_ext.log import Progress
 from rocm_ext.ranks import Ranks
-from rocm_ext.train.interrupt import Interrupt
+from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.verifiers import Pool, Result, Verdict
 
-Key = tuple[str, int]  # prompt id, index of the sample
+SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Sample:
         )
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SampleKey:
         return self.prompt_id, self.sample
 
     def record(self) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class Journal:
         if self._ranks.is_main:
             self._merge()
         self._ranks.barrier()
-        self.records: dict[Key, dict[str, Any]] = {
+        self.records: dict[SampleKey, dict[str, Any]] = {
             (record["prompt_id"], record["sample"]): record for record in read_records(self._path)
         }
 
@@ -155,6 +157,23 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def sampling_requests(
+    prompts: Sequence[Prompt], tokens: Mapping[str, Sequence[int]], samples: int, seed: int, cycle: int
+) -> list[Request]:
+    """``samples`` answers to each of ``prompts``, with the seeds of a cycle."""
+    return [
+        Request(
+            prompt.id,
+            sample,
+            sample_seed(seed, cycle, prompt.id, sample),
+            tuple(tokens[prompt.id]),
+            prompt.messages,
+        )
+        for prompt in prompts
+        for sample in range(samples)
+    ]
+
+
 @dataclass
 class Phase:
     """Samples of one phase with their verdicts, and what making them took.
@@ -166,21 +185,13 @@ class Phase:
             them spent on verdicts after the last sample.
     """
 
-    samples: dict[Key, Sample]
-    results: dict[Key, Result]
+    samples: dict[SampleKey, Sample]
+    results: dict[SampleKey, Result]
     stats: dict[str, float]
 
     def verdicts(self) -> Counter[str]:
         """How many samples have which verdict."""
         return Counter(result.verdict.value for result in self.results.values())
-
-
-class Interrupted(Exception):
-    """The user asked to stop, by signal ``signum``; everything done so far is recorded."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
 
 
 class Rollouts:
@@ -203,7 +214,7 @@ class Rollouts:
         what: str,
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, Mapping[str, Any]],
-        session: Callable[[], Session],
+        session: Callable[[], AbstractContextManager[Session]],
     ) -> Phase:
         """The phase recorded in ``samples.jsonl`` and ``verdicts.jsonl``, completed.
 
@@ -246,8 +257,8 @@ class Rollouts:
         sampled = time.perf_counter()
         judge.finish()
         progress.close()
-        if signum := max(signum or 0 for signum in self._ranks.gather(self._interrupt.signum)):
-            raise Interrupted(signum)
+        if signum := self._interrupt.agree(self._ranks):
+            raise Interrupted(f"in {what}", signum)
         samples.collect()
         verdicts.collect()
         self._check_errors(verdicts, len(requests))
@@ -271,7 +282,9 @@ class Rollouts:
             )
 
 
-def _generate(wanted: Sequence[tuple[Request, Sampling]], session: Callable[[], Any]) -> Iterable:
+def _generate(
+    wanted: Sequence[tuple[Request, Sampling]], session: Callable[[], AbstractContextManager[Session]]
+) -> Iterable[tuple[Completion, Session]]:
     """Completions of ``wanted``, with the engine that made them; requests of one Sampling go together."""
     with session() as engine:
         for sampling in dict.fromkeys(sampling for _, sampling in wanted):
@@ -284,11 +297,11 @@ class _Judge:
 
     def __init__(self, pool: Pool, journal: Journal, interrupt: Interrupt) -> None:
         self._pool, self._journal, self._interrupt = pool, journal, interrupt
-        self._pending: dict[Future, Key] = {}
+        self._pending: dict[Future, SampleKey] = {}
         self._done: SimpleQueue[Future] = SimpleQueue()
         self.counts: Counter[str] = Counter(record["verdict"] for record in journal.records.values())
 
-    def submit(self, key: Key, text: str, row: Mapping[str, Any]) -> None:
+    def submit(self, key: SampleKey, text: str, row: Mapping[str, Any]) -> None:
         future = self._pool.submit(text, row)
         self._pending[future] = key
         future.add_done_callback(self._done.put)
@@ -326,7 +339,7 @@ def read_samples(path: Path) -> list[Sample]:
     return [Sample(**record) for record in read_records(path)]
 
 
-def read_results(path: Path) -> dict[Key, Result]:
+def read_results(path: Path) -> dict[SampleKey, Result]:
     """The verdicts of a phase, by sample."""
     return {(record["prompt_id"], record["sample"]): _result(record) for record in read_records(path)}
 

@@ -3,22 +3,25 @@
 Neither depends on the order of files: ties are broken by a hash of the seed.
 """
 
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
+from rocm_ext.files import replace_text
 from rocm_ext.generation import sample_seed
-from rocm_ext.raft.rollouts import Key, Sample
+from rocm_ext.raft.rollouts import Sample, SampleKey
 from rocm_ext.verifiers import Result
 
 
 def filter_samples(
-    samples: Mapping[Key, Sample],
-    results: Mapping[Key, Result],
+    samples: Mapping[SampleKey, Sample],
+    results: Mapping[SampleKey, Result],
     *,
     threshold: float,
     per_prompt: int | None,
@@ -77,15 +80,17 @@ def filter_samples(
     return kept, {**{rule: count for rule, count in dropped.items() if count}, "kept": len(kept)}
 
 
-def to_rows(kept: Sequence[Sample], prompts: Mapping[str, Sequence[int]], with_logprobs: bool) -> Rows:
+def to_rows(kept: Sequence[Sample], prompts: Mapping[str, Sequence[int]], columns: Collection[str]) -> Rows:
     """Rows to train on: prompt and answer as they were sampled, the loss on the answer alone.
 
     Args:
         kept: samples.
         prompts: token ids of each prompt, by id.
-        with_logprobs: the objective needs the log-probs of sampling.
+        columns: that the objective needs; of those there is ``old_logprobs`` here, the log-probs of sampling.
     """
-    rows = Rows([], [], [], {"rows": len(kept)}, [] if with_logprobs else None)
+    old_logprobs: list[np.ndarray] = []
+    wanted = {"old_logprobs": old_logprobs} if "old_logprobs" in columns else {}
+    rows = Rows([], [], [], {"rows": len(kept)}, wanted)
     for sample in kept:
         prompt = prompts[sample.prompt_id]
         tokens = np.array([*prompt, *sample.tokens], dtype=np.int32)
@@ -94,25 +99,46 @@ def to_rows(kept: Sequence[Sample], prompts: Mapping[str, Sequence[int]], with_l
         rows.tokens.append(tokens)
         rows.labels.append(labels)
         rows.lengths.append((len(tokens),))
-        if rows.logprobs is not None:
-            rows.logprobs.append(np.array([*[0.0] * len(prompt), *sample.logprobs], dtype=np.float32))
+        if wanted:
+            old_logprobs.append(np.array([*[0.0] * len(prompt), *sample.logprobs], dtype=np.float32))
     return rows
+
+
+def write_kept(
+    path: Path,
+    kept: Sequence[Sample],
+    results: Mapping[SampleKey, Result],
+    prompts: Mapping[str, Sequence[int]],
+) -> None:
+    """``kept.jsonl``: the samples with their rewards and the token ids of their prompts.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    lines = []
+    for sample in kept:
+        more = {"reward": results[sample.key].reward, "prompt_tokens": prompts[sample.prompt_id]}
+        lines.append(json.dumps({**sample.record(), **more}) + "\n")
+    replace_text(path, "".join(lines))
 
 
 def choose_prompts(
     prompts: Sequence[str],
-    pass_rates: Sequence[Mapping[str, float]],
+    last_asked: Mapping[str, tuple[int, float]],
+    cycle: int,
     *,
     count: int | None,
     skip_solved: bool,
     retry_unsolved_after: int | None,
     seed: int,
 ) -> list[str]:
-    """The prompts of the next cycle, by how often their answers passed when they were last asked.
+    """The prompts of a cycle, by how often their answers passed when they were last asked.
 
     Args:
         prompts: all ids.
-        pass_rates: of each earlier cycle, the prompts it asked and the share of their answers that passed.
+        last_asked: of each prompt that was asked before, the cycle that asked it last and the share of its answers
+            that passed.
+        cycle: the number of this cycle, from 1.
         count: how many are wanted; None: all that qualify.
         skip_solved: leave out prompts whose answers all passed: nothing is left to learn from them.
         retry_unsolved_after: cycles until a prompt none of whose answers passed is asked again (1: the next);
@@ -122,18 +148,17 @@ def choose_prompts(
     Returns:
         ids, those not asked for longest first; fewer than ``count`` where fewer qualify.
     """
-    last: dict[str, int] = {}
-    for cycle, asked in enumerate(pass_rates):
-        last.update(dict.fromkeys(asked, cycle))
 
     def qualifies(prompt: str) -> bool:
-        if prompt not in last:
+        if prompt not in last_asked:
             return True
-        rate, ago = pass_rates[last[prompt]][prompt], len(pass_rates) - last[prompt]
+        asked, rate = last_asked[prompt]
         if rate == 0:
-            return retry_unsolved_after is not None and ago >= retry_unsolved_after
+            return retry_unsolved_after is not None and cycle - asked >= retry_unsolved_after
         return rate < 1 or not skip_solved
 
-    chosen = [prompt for prompt in prompts if qualifies(prompt)]
-    chosen.sort(key=lambda prompt: (last.get(prompt, -1), sample_seed(seed, "prompts", prompt, len(pass_rates))))
-    return chosen[:count]
+    def order(prompt: str) -> tuple[int, int]:
+        asked, _ = last_asked.get(prompt, (0, 0.0))
+        return asked, sample_seed(seed, "prompts", prompt, cycle - 1)
+
+    return sorted(filter(qualifies, prompts), key=order)[:count]

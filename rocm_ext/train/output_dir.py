@@ -2,12 +2,18 @@
 
 import errno
 import os
+import random
 import shutil
 from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from torchtune import training
 
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_text
 from rocm_ext.hardware.counters import HARDWARE_LOG
+from rocm_ext.ranks import Ranks
 from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.metrics import Metrics
 
@@ -18,20 +24,46 @@ class OutputDir:
     Args:
         path: the folder; it need not exist.
         keep: checkpoints to keep.
-        resume: this run goes on with what is there.
+        resume: this run continues what is there.
         overwrite: this run replaces what is there.
+
+    Attributes:
+        checkpoints: of the run.
+        resumed: the checkpoint to resume from and its state, or None.
+
+    Raises:
+        UserError: the folder holds another run.
     """
 
     def __init__(self, path: Path, *, keep: int, resume: bool, overwrite: bool) -> None:
         self.path, self.resume, self.overwrite = path, resume, overwrite
         self.checkpoints = Checkpoints(path / "checkpoints", keep)
+        self._check()
+        self.resumed: tuple[Path, dict[str, Any]] | None = self.checkpoints.newest() if resume else None
 
-    def check(self) -> None:
-        """Refuse a folder that holds another run, before any work is done.
+    @classmethod
+    def open(cls, cfg: DictConfig, ranks: Ranks) -> "OutputDir":
+        """The folder of a config's run, made and found to be writable.
+
+        Every generator is seeded, and ``cfg.seed`` is set where it is null: to the seed that the run began with,
+        else to a new one.
 
         Raises:
-            UserError: saying how to go on with that run or replace it.
+            UserError: the folder holds another run, or cannot be written to.
         """
+        folder = cls(
+            Path(cfg.output_dir),
+            keep=cfg.keep_last_n_checkpoints,
+            resume=cfg.resume_from_checkpoint,
+            overwrite=cfg.overwrite_output_dir,
+        )
+        cfg.seed = pick_seed(cfg.seed, folder.resumed[1]["config"]["seed"] if folder.resumed else None, ranks)
+        training.set_seed(seed=cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
+        if ranks.is_main:
+            folder.create()
+        return folder
+
+    def _check(self) -> None:
         earlier = [name for name in ("checkpoints", "adapter", "metrics.jsonl") if (self.path / name).exists()]
         if earlier and not self.resume and not self.overwrite:
             raise UserError(
@@ -68,3 +100,9 @@ class OutputDir:
                 (self.path / HARDWARE_LOG).unlink(missing_ok=True)
         replace_text(self.path / "config.yaml", config)
         return Metrics(self.path / "metrics.jsonl", lambda line: line["step"] <= step)
+
+
+def pick_seed(requested: int | None, recorded: int | None, ranks: Ranks) -> int:
+    """A run's seed, the same on all ranks: the one requested, else the one it began with, else a new one."""
+    drawn = random.SystemRandom().randrange(2**31)
+    return ranks.agree(next(seed for seed in (requested, recorded, drawn) if seed is not None))

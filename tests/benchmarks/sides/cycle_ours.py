@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rocm_ext.recipes import raft_rocm
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext.generation.local import LocalSession
+from rocm_ext.train.trainer import Trainer
 from tests.benchmarks.sides.talk import hear, pipe
 
 SECONDS = {"generation": 0.0, "training": 0.0, "cycles": 0.0}
@@ -43,7 +43,7 @@ def timed_iterator(what: str, function: Callable) -> Callable:
 
 if __name__ == "__main__":
     LocalSession.generate = timed_iterator("generation", LocalSession.generate)  # type: ignore[method-assign]
-    LoRAFinetune.train_step = timed("training", LoRAFinetune.train_step)  # type: ignore[method-assign]
+    Trainer.train_step = timed("training", Trainer.train_step)  # type: ignore[method-assign]
     raft_rocm.RAFT.cycle = timed("cycles", raft_rocm.RAFT.cycle)  # type: ignore[method-assign]
     try:
         raft_rocm.main()

@@ -1,0 +1,36 @@
+"""RAFT++: the clipped importance ratio of accepted answers."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rocm_ext.errors import UserError
+from rocm_ext.objectives.objective import Objective, Terms
+
+
+class ClippedRatio(Objective):
+    """RAFT++ (arXiv:2504.11343): ``-min(r, 1 + clip_high)`` per token of an accepted answer, where r is its
+    probability now over that when it was sampled.
+
+    An accepted answer's advantage is 1, so PPO's lower bound never binds. An upper bound above 0.2 leaves rare
+    tokens room to grow ("clip-higher", DAPO, arXiv:2503.14476).
+
+    Args:
+        clip_high: how far above 1 the ratio still earns anything.
+        normalize, chunk_tokens: as in :class:`Objective`.
+    """
+
+    columns = ("old_logprobs",)
+
+    def __init__(self, clip_high: float, normalize: str | float = "tokens", chunk_tokens: int | None = None) -> None:
+        super().__init__(normalize, chunk_tokens)
+        if not clip_high > 0:
+            raise UserError(f"clip_high is {clip_high}; it must be above 0")
+        self.clip_high = clip_high
+
+    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+        """See :meth:`Objective.terms`; the derivative is r, and 0 where r is clipped."""
+        ratio = (-nll - columns["old_logprobs"]).exp()
+        highest = 1 + self.clip_high
+        return -ratio.clamp(max=highest), torch.where(ratio < highest, ratio, 0.0)

@@ -1,0 +1,65 @@
+"""What samples: the config's engine, with what it needs of the learner, and the processes that verify beside it."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from omegaconf import DictConfig
+
+from rocm_ext import config
+from rocm_ext.errors import UserError
+from rocm_ext.generation.base import Engine
+from rocm_ext.hardware.machine import host_memory
+from rocm_ext.ranks import local_world_size
+from rocm_ext.train.learner import Learner
+
+
+def open_engine(cfg: DictConfig, learner: Learner) -> Engine:
+    """The engine of a config, checked.
+
+    Raises:
+        UserError: it cannot run, or gives less than the objective needs.
+    """
+    offered = {
+        "decoder": learner.decoder,
+        "tokenizer": learner.tokenizer,
+        "free_memory": partial(free_memory, cfg, learner),
+    }
+    wanted = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
+    engine = config.instantiate(cfg.engine, key="engine", **wanted)
+    engine.check()
+    known = engine.exact_tokens and engine.has_logprobs
+    if not known and ("old_logprobs" in learner.objective.columns or cfg.min_entropy is not None):
+        raise UserError(
+            "raft++ and min_entropy need the token ids and log-probs of sampling, which this engine does not give"
+        )
+    return engine
+
+
+def free_memory(cfg: DictConfig, learner: Learner) -> int:
+    """Bytes that sampling may still take on the device."""
+    runtime: Any = learner.runtime
+    if runtime.device.type == "cpu":
+        return host_memory(Path("/"), "MemAvailable") // local_world_size()
+    torch.cuda.empty_cache()
+    taken = torch.cuda.memory_allocated(runtime.device)
+    free = runtime.budget()
+    if not runtime.machine.unified:  # there MemAvailable, in the budget, is without what is taken already
+        free -= taken
+    if cfg.memory_fraction is not None:
+        free = min(free, int(cfg.memory_fraction * runtime.machine.total_memory) - taken)
+    return free
+
+
+def verify_workers(cfg: DictConfig) -> int:
+    """Processes that verify while the model samples."""
+    if cfg.verify_workers is not None:
+        return cfg.verify_workers
+    # one core of each rank's share drives the sampler, and loading needs none meanwhile
+    cores = psutil.cpu_count(logical=False) or 1
+    if hasattr(os, "sched_getaffinity"):  # a container may have fewer
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    return min(16, max(1, cores // local_world_size() - 1))

@@ -1,0 +1,27 @@
+"""Components that every recipe makes from its config."""
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rocm_ext import config
+from rocm_ext.config.checks import check_max_seq_len
+from rocm_ext.train.runtime import Runtime
+
+
+def setup_tokenizer(cfg: DictConfig) -> Any:
+    """The config's tokenizer.
+
+    Raises:
+        UserError: it cannot be made, or its ``max_seq_len`` is not a length.
+    """
+    tokenizer = config.instantiate(cfg.tokenizer, key="tokenizer")
+    check_max_seq_len(getattr(tokenizer, "max_seq_len", None))
+    return tokenizer
+
+
+def setup_metric_logger(cfg: DictConfig, runtime: Runtime) -> Any:
+    """The config's metric logger on the main rank; None on other ranks, and where the config names none."""
+    if cfg.metric_logger is None or not runtime.ranks.is_main:
+        return None
+    return config.instantiate(cfg.metric_logger, key="metric_logger")

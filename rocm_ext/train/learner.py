@@ -1,0 +1,191 @@
+"""The model that learns, built once: every run over it is a :class:`~rocm_ext.train.trainer.Trainer`."""
+
+import contextlib
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torchtune import training
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext import config
+from rocm_ext.data.batches import micro_batch_budget
+from rocm_ext.data.rows import Rows
+from rocm_ext.errors import UserError
+from rocm_ext.hardware import numerics
+from rocm_ext.log import log, warn
+from rocm_ext.model import adapter_files
+from rocm_ext.model.attention import use_packed_attention
+from rocm_ext.model.build import (
+    CausalLM,
+    Weights,
+    build_model,
+    check_quantized,
+    load_adapter,
+    load_weights,
+    read_weights,
+)
+from rocm_ext.model.lora import adapter_parameters
+from rocm_ext.objectives import Objective, objective_of
+from rocm_ext.plan.checkpointing import apply_checkpointing, checkpointed_layers
+from rocm_ext.plan.costs import Kernels
+from rocm_ext.plan.memory import MemoryPlan
+from rocm_ext.plan.planner import TrainingPlanner
+from rocm_ext.plan.speeds import figures_for
+from rocm_ext.plan.workload import Workload
+from rocm_ext.train.runtime import Runtime
+
+
+class Learner:
+    """Decoder, adapter and objective on this rank's device.
+
+    The constructor builds the model without its weights and checks what can be checked that cheaply. :meth:`setup`
+    plans memory, shards the model and reads the weights, which takes minutes for a large one.
+
+    To change a part, subclass and override :meth:`setup_model`, :meth:`setup_loss` or :meth:`read_weights`.
+
+    Args:
+        cfg: of the SFT recipe or one that extends it.
+        runtime: what to compute on.
+        tokenizer: of the model; None where rows come without one.
+
+    Attributes:
+        decoder: the torchtune model, with packed attention where it can have it.
+        adapter: the trainable parameters, by torchtune's names.
+        objective: what a step minimises.
+        model: decoder and objective as one module.
+        packed: whether rows lie end to end in a micro-batch.
+
+    Raises:
+        UserError: the config's model, loss or machine cannot train.
+    """
+
+    def __init__(self, cfg: DictConfig, runtime: Runtime, tokenizer: Any) -> None:
+        self.cfg, self.runtime, self.tokenizer = cfg, runtime, tokenizer
+        adapter_files.check_model_type(cfg.checkpointer.model_type)
+        self.decoder = self.setup_model()
+        self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
+        overrides, ranks = list(cfg.hardware_overrides), runtime.ranks.world
+        warn(check_quantized(self.decoder, runtime.profile, overrides, ranks))
+        if cfg.startup_checks:
+            shape = self.decoder.head_dim, self.decoder.num_heads
+            checks = numerics.canaries(runtime.machine, runtime.device, runtime.dtype, *shape)
+            warn(numerics.require(checks))
+        self.packed = use_packed_attention(self.decoder)
+        self.objective = self.setup_loss()
+        self.model = CausalLM(self.decoder, self.objective)
+
+    def setup_model(self) -> TransformerDecoder:
+        """The decoder: frozen parameters on the meta device, fresh adapters on the runtime's."""
+        return build_model(self.cfg.model, self.runtime.dtype, self.cfg.seed, self.runtime.device)
+
+    def setup_loss(self) -> Objective:
+        """What the config's ``loss`` names."""
+        return objective_of(config.instantiate(self.cfg.loss, key="loss"))
+
+    def read_weights(self) -> Weights:
+        """Base weights, by the config's checkpointer."""
+        return read_weights(self.cfg.checkpointer)
+
+    def check_rows(self, rows: Rows) -> None:
+        """Refuse rows that this model cannot be trained on.
+
+        Raises:
+            UserError: token ids outside of the vocabulary, or columns missing that the objective needs.
+        """
+        rows.check_vocabulary(self.decoder.tok_embeddings.num_embeddings)
+        if missing := [name for name in self.objective.columns if name not in rows.columns]:
+            loss = type(self.objective).__name__
+            raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which these rows do not carry")
+
+    def setup(self, work: Workload) -> None:
+        """Make the model ready to train.
+
+        Args:
+            work: what rows it will see, which decides micro-batches and checkpointed layers.
+
+        Attributes born here: ``tokens_per_micro_batch``; ``planned_peak``, in bytes; ``offloading``, the context of
+        a forward pass; ``base_fingerprint``, which tells one base model from another.
+
+        Raises:
+            UserError: the weights are missing, damaged or of another model, or the plan is impossible.
+        """
+        self.tokens_per_micro_batch, self.planned_peak = self._plan(work)
+        self.offloading = self._offloading()
+        if self.cfg.compile:
+            for layer in self.decoder.layers:
+                layer.compile(dynamic=True)
+        weights = self.read_weights()
+        self.base_fingerprint = weights.fingerprint()
+        self.runtime.ranks.shard(self.decoder.layers, self.model, set(self.adapter.values()))
+        load_weights(self.decoder, weights, self.runtime.ranks)
+        if source := self.cfg.checkpointer.get("adapter_checkpoint"):
+            self.load_adapter(adapter_files.read_adapter(Path(source), self.decoder, weights.model_type), source)
+        trainable = sum(p.numel() for p in self.adapter.values())
+        total = sum(p.numel() for p in self.decoder.parameters())
+        log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
+
+    def _plan(self, work: Workload) -> tuple[int, int]:
+        """Tokens of a micro-batch, and bytes at the peak; checkpoints the layers that have to be."""
+        cfg, runtime = self.cfg, self.runtime
+        budget = runtime.budget()
+        planner = TrainingPlanner(
+            cfg,
+            self.decoder,
+            self.objective,
+            runtime.dtype,
+            runtime.device,
+            rows=work,
+            ranks=runtime.ranks.world,
+            figures=partial(figures_for, runtime.profile, runtime.machine),
+            kernels=Kernels.on(runtime.device, runtime.machine.bf16),
+        )
+        if cfg.tokens_per_micro_batch == "auto":
+            tokens = runtime.ranks.agree(planner.fit(budget).micro_batch)
+            log.info("micro-batches: %s tokens, by the plan", f"{tokens:,}")
+        else:
+            tokens = micro_batch_budget(work.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
+        return tokens, self._checkpoint(planner.memory(tokens), budget)
+
+    def _checkpoint(self, plan: MemoryPlan, budget: int) -> int:
+        chosen = checkpointed_layers(self.cfg.enable_activation_checkpointing, plan, budget)
+        layers, why = self.runtime.ranks.agree(chosen)  # free host memory may differ
+        apply_checkpointing(self.decoder, layers)
+        log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
+        return plan.peak(layers)
+
+    def _offloading(self) -> contextlib.AbstractContextManager:
+        if not self.cfg.enable_activation_offloading:
+            return contextlib.nullcontext()
+        if self.runtime.device.type != "cuda":
+            raise UserError("enable_activation_offloading needs a GPU; activations are in host memory already")
+        return training.get_act_offloading_ctx_manager(self.decoder, True)
+
+    def adapter_state(self) -> dict[str, Tensor]:
+        """A copy of the adapter on the CPU, by torchtune's names."""
+        return adapter_files.adapter_state(self.decoder)
+
+    def load_adapter(self, state: Mapping[str, Tensor], source: str) -> None:
+        """Copy adapter weights in.
+
+        Args:
+            state: by torchtune's names.
+            source: where they are from, for messages.
+
+        Raises:
+            UserError: naming what does not fit.
+        """
+        load_adapter(self.decoder, state, source)
+
+    def read_adapter(self, folder: Path) -> dict[str, Tensor]:
+        """The weights of a PEFT folder, by torchtune's names."""
+        return adapter_files.read_adapter(folder, self.decoder, self.cfg.checkpointer.model_type)
+
+    def write_adapter(self, folder: Path) -> None:
+        """Write the adapter as PEFT reads it."""
+        checkpointer = self.cfg.checkpointer
+        base = adapter_files.base_model_name(Path(checkpointer.checkpoint_dir))
+        adapter_files.write_adapter(folder, self.decoder, checkpointer.model_type, base)

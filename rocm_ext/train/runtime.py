@@ -1,0 +1,54 @@
+"""This process: its machine, device, dtype and place among the ranks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext.hardware import device, numerics
+from rocm_ext.hardware.machine import Machine, detect
+from rocm_ext.log import log, warn
+from rocm_ext.ranks import Ranks, local_rank, local_world_size
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a run computes on.
+
+    Attributes:
+        profile: of the hardware that the config names.
+        machine: that was found.
+        device: of this rank, opened and, on unified memory, capped.
+        dtype: of weights and activations.
+        ranks: this process among all of them.
+    """
+
+    profile: device.Profile
+    machine: Machine
+    device: torch.device
+    dtype: torch.dtype
+    ranks: Ranks
+
+    @classmethod
+    def open(cls, cfg: DictConfig) -> "Runtime":
+        """Check the machine against its profile, open the device and join the other ranks.
+
+        Raises:
+            UserError: the machine is not the profile's, a setting is locked, or the device is not here.
+        """
+        profile, machine = device.load_profile(cfg.hardware), detect()
+        warnings = device.check_profile(profile, machine, local_world_size())
+        settings: Any = OmegaConf.to_container(cfg)
+        warnings += device.check_locked(profile, settings, list(cfg.hardware_overrides))
+        dtype, why = numerics.pick_dtype(cfg.dtype, machine)
+        opened = device.open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
+        ranks = Ranks.from_env(opened)
+        warn(warnings)
+        log.info("hardware %s: %s", profile.name, machine)
+        log.info("dtype %s (%s)", dtype, why)
+        return cls(profile, machine, opened, dtype, ranks)
+
+    def budget(self) -> int:
+        """Bytes that this process may take on its device."""
+        return device.memory_budget(self.profile, self.machine)[0]

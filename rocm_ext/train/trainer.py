@@ -1,0 +1,375 @@
+"""One training run: the loop, the step, validation and what a run leaves behind."""
+
+import contextlib
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext import config
+from rocm_ext.data.batches import Batch, StepLoader, Steps, rows_per_step, width_multiple
+from rocm_ext.data.rows import Rows
+from rocm_ext.errors import UserError
+from rocm_ext.files import replace_folder, replace_text
+from rocm_ext.hardware import numerics
+from rocm_ext.log import Progress, log
+from rocm_ext.model import adapter_files
+from rocm_ext.train.checkpoint import check_same_run, rng_state, set_rng_state
+from rocm_ext.train.interrupt import Interrupt, Interrupted
+from rocm_ext.train.learner import Learner
+from rocm_ext.train.metrics import peak_memory, summarize
+from rocm_ext.train.output_dir import OutputDir
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimiser step did, over all ranks.
+
+    Attributes:
+        loss: the objective, normalised; for cross-entropy the mean NLL of the step's labels.
+        grad_norm: of the adapters, before clipping.
+        lr: that the step used.
+        tokens: real ones, computed.
+        padding: share of computed tokens that were not real.
+        interrupted: whether some rank was asked to stop.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    padding: float
+    interrupted: bool
+
+
+class Trainer:
+    """One run of ``cfg.epochs`` epochs over ``rows``, fresh or resumed.
+
+    To change a part, subclass and override :meth:`setup_optimizer`, :meth:`setup_scheduler` or :meth:`train_step`.
+
+    Args:
+        learner: set up.
+        rows: to train on.
+        cfg: of the SFT recipe or one that extends it.
+        folder: of the run, from :meth:`OutputDir.open`; the run resumes the checkpoint that it found.
+        validation_rows: None: the run does not validate.
+        metric_logger: a torchtune metric logger beside ``metrics.jsonl``; the caller closes it.
+        interrupt: says when the user asks to stop.
+        steps_before: steps of earlier runs of this learner, which the metric logger counts too.
+
+    Attributes:
+        step: optimiser steps done; everything about progress derives from it.
+        total_steps: of all epochs.
+        best: loss, step and adapter of the best validation so far.
+
+    Raises:
+        UserError: the rows do not fit the model, a component cannot be made, or the checkpoint is another run's.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        rows: Rows,
+        cfg: DictConfig,
+        folder: OutputDir,
+        *,
+        validation_rows: Rows | None = None,
+        metric_logger: Any = None,
+        interrupt: Interrupt | None = None,
+        steps_before: int = 0,
+    ) -> None:
+        self.learner, self.runtime, self.ranks = learner, learner.runtime, learner.runtime.ranks
+        self.rows, self.validation_rows, self.cfg, self.folder = rows, validation_rows, cfg, folder
+        self.metric_logger, self.steps_before = metric_logger, steps_before
+        self.interrupt = interrupt or Interrupt()
+        learner.check_rows(rows)
+        per_step = rows_per_step(cfg, self.ranks.world)
+        self.loader = self._loader(
+            rows, Steps(len(rows), per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
+        )
+        self.total_steps = self.loader.steps.per_epoch * cfg.epochs
+        self.validation_loader = None
+        if validation_rows is not None:
+            self.validation_loader = self._loader(validation_rows, Steps(len(validation_rows), per_step, shuffle=False))
+        log.info("%s rows, %d a step, %d steps an epoch", f"{len(rows):,}", per_step, self.loader.steps.per_epoch)
+        self.optimizer = self.setup_optimizer()
+        self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
+        self.scheduler = self.setup_scheduler()
+        self.profiler = self._profiler()
+        self.step, self.worse = 0, 0  # worse: validations since the best
+        self.best: dict[str, Any] | None = None
+        self.identity = self._identity()
+        self._resume()
+        self.ranks.barrier()  # every rank has read the checkpoint
+        yaml = OmegaConf.to_yaml(cfg, resolve=True)
+        self.metrics = folder.take(yaml, self.step) if self.ranks.is_main else None
+
+    def setup_optimizer(self) -> torch.optim.Optimizer:
+        """The config's optimiser over ``learner.adapter``, a mapping of names to parameters."""
+        return config.instantiate(self.cfg.optimizer, list(self.learner.adapter.values()), key="optimizer")
+
+    def setup_scheduler(self) -> Any:
+        """The config's schedule of ``self.optimizer`` over ``self.total_steps``, stepped once a step; or None."""
+        node = self.cfg.lr_scheduler
+        if node is None:
+            return None
+        length = {"num_training_steps": self.total_steps}  # torchtune's want it, torch's do not know it
+        wanted = length if config.takes(node, "num_training_steps", key="lr_scheduler") else {}
+        return config.instantiate(node, self.optimizer, key="lr_scheduler", **wanted)
+
+    def _loader(self, rows: Rows, steps: Steps) -> StepLoader:
+        learner, cfg = self.learner, self.cfg
+        return StepLoader(
+            rows,
+            steps,
+            rank=self.ranks.rank,
+            ranks=self.ranks.world,
+            tokens_per_micro_batch=learner.tokens_per_micro_batch,
+            packed=learner.packed,
+            pad_id=getattr(learner.tokenizer, "pad_id", 0) or 0,
+            multiple=width_multiple(cfg.compile, self.runtime.device, self.runtime.dtype),
+            num_workers=cfg.num_workers,
+            pin_memory=cfg.pin_memory,
+        )
+
+    def _profiler(self) -> Any:
+        node = OmegaConf.create({config.COMPONENT: "torchtune.training.setup_torch_profiler", "enabled": False})
+        node.update(self.cfg.profiler or {})
+        profiler, _ = config.instantiate(node, key="profiler")
+        return profiler
+
+    def _identity(self) -> dict[str, Any]:
+        """What a run must have in common with the one it resumes, beside its config."""
+        return {
+            "base model": self.learner.base_fingerprint,
+            "data": self.rows.fingerprint(),
+            "validation data": self.validation_rows.fingerprint() if self.validation_rows else None,
+            "rows per step": self.loader.steps.per_step,
+            "dtype": str(self.runtime.dtype),
+            "seed": self.cfg.seed,
+        }
+
+    def _resume(self) -> None:
+        """Continue from the checkpoint that the folder found, if there is one."""
+        if self.folder.resumed is None:
+            if self.cfg.resume_from_checkpoint:
+                log.info("no checkpoint in %s: starting from the beginning", self.folder.checkpoints.folder)
+            return
+        path, state = self.folder.resumed
+        check_same_run(path, state, self.cfg, self.identity)
+        self.learner.load_adapter(state["adapter"], str(path))
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
+        if len(state["rng"]) == self.ranks.world:
+            set_rng_state(state["rng"][self.ranks.rank], self.runtime.device)
+        else:
+            log.warning("the run had %d ranks, now %d: dropout differs", len(state["rng"]), self.ranks.world)
+        log.info("resumed from %s", path)
+        self.folder.resumed = None  # frees its tensors
+
+    # ---- the run
+
+    def train(self) -> None:
+        """Train to the last step, then write the outputs.
+
+        Raises:
+            Interrupted: the user asked to stop; the last step is saved.
+            UserError: a loss is not finite, or the disk is full.
+        """
+        per_epoch = self.loader.steps.per_epoch
+        progress = Progress(self.total_steps, self.step, self.ranks.is_main)
+        self.learner.model.train()
+        with contextlib.closing(progress), self.interrupt, self.profiler as profiler:
+            while self.step < self.total_steps and not self.stopped_early:
+                end = (self.step // per_epoch + 1) * per_epoch
+                began = time.perf_counter()
+                for batches in self.loader.range(self.step, end):
+                    stats = self.train_step(batches)
+                    self.step += 1
+                    seconds = time.perf_counter() - began
+                    self._log_step(stats, seconds)
+                    progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
+                    profiler.step()
+                    if self._due(self.cfg.run_val_every_n_steps, self.step == end):
+                        self.validate()
+                    leaving = self.step == end or stats.interrupted or self.stopped_early
+                    if self._due(self.cfg.save_every_n_steps, False) or leaving:
+                        self.save_checkpoint()
+                    if stats.interrupted:
+                        raise Interrupted(f"at step {self.step}", self.interrupt.agree(self.ranks))
+                    if self.stopped_early:
+                        break
+                    began = time.perf_counter()
+        self.write_outputs()
+
+    def _due(self, every: int | None, epoch_end: bool) -> bool:
+        return self.step % every == 0 if every else epoch_end
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether ``early_stopping_patience`` validations brought nothing better."""
+        patience = self.cfg.early_stopping_patience
+        return bool(patience) and self.worse >= patience
+
+    def train_step(self, batches: list[Batch]) -> StepStats:
+        """One optimiser step over this rank's micro-batches of step ``self.step``."""
+        learner, device = self.learner, self.runtime.device
+        parameters = list(learner.adapter.values())
+        # counted over all ranks before the first forward pass: never a mean of means
+        denominator = learner.objective.denominator(*self.loader.count(self.step))
+        summed = torch.zeros((), dtype=torch.float32, device=device)
+        with self._first_step_checks():
+            for batch in batches:
+                with learner.offloading:
+                    value = learner.model(batch.to(device))
+                self.scaler.scale(value / denominator).backward()
+                summed += value.detach()
+        self.ranks.sum_gradients(parameters)
+        self.scaler.unscale_(self.optimizer)
+        limit = self.cfg.clip_grad_norm
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else float(limit))
+        total, real, computed, interrupted = self.ranks.sum(
+            [
+                summed.item(),
+                sum(batch.real_tokens for batch in batches),
+                sum(batch.tokens.numel() for batch in batches),
+                float(self.interrupt.signum is not None),
+            ]
+        )
+        loss, norm = total / denominator, float(grad_norm)
+        self._check_finite(loss, norm)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return StepStats(loss, norm, lr, int(real), 1 - real / computed, bool(interrupted))
+
+    @contextlib.contextmanager
+    def _first_step_checks(self):
+        if self.step or self.runtime.dtype == torch.float32:
+            yield
+            return
+        # only the decoder: the objective computes in fp32 on purpose
+        with numerics.dtype_leaks(self.learner.decoder, self.runtime.dtype) as leaks:
+            yield
+        if leaks:
+            log.warning("modules that left %s: %s", self.runtime.dtype, ", ".join(leaks[:5]))
+
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
+        scaled = self.scaler.is_enabled()  # fp16 gradients overflow now and then: the scaler skips such a step
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or (scaled and self.scaler.get_scale() >= 1)):
+            return
+        rows = self.loader.steps[self.step]
+        last = self.folder.checkpoints.steps()
+        raise UserError(
+            f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; nothing was updated. Rows of this step: "
+            f"{', '.join(map(str, rows[:32]))}{' …' if len(rows) > 32 else ''}. Lower the learning rate, set "
+            "clip_grad_norm, or look at these rows. "
+            + (f"The last good checkpoint is {last[-1]}" if last else "There is no checkpoint yet")
+        )
+
+    @torch.no_grad()
+    def validate(self) -> float | None:
+        """The objective on the validation rows, remembered and logged; None where there are none."""
+        loader, learner = self.validation_loader, self.learner
+        if loader is None:
+            return None
+        learner.model.eval()
+        summed = labels = sequences = 0.0
+        for batches in loader.range(0, loader.steps.per_epoch):
+            for batch in batches:
+                summed += learner.model(batch.to(self.runtime.device)).item()
+                labels, sequences = labels + len(batch.targets), sequences + batch.sequences
+        learner.model.train()
+        summed, labels, sequences = self.ranks.sum([summed, labels, sequences])
+        loss = summed / learner.objective.denominator(labels, sequences)
+        if not math.isfinite(loss):
+            raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
+        if self.best is None or loss < self.best["loss"]:
+            self.best = {"loss": loss, "step": self.step, "adapter": learner.adapter_state()}
+            self.worse = 0
+        else:
+            self.worse += 1
+        best = f"best {self.best['loss']:.4f} at step {self.best['step']}"
+        log.info("step %d: validation loss %.4f (%s)", self.step, loss, best)
+        self._write_metrics(val_loss=loss, val_tokens=int(labels))
+        return loss
+
+    def _log_step(self, stats: StepStats, seconds: float) -> None:
+        values: dict[str, Any] = {
+            "loss": stats.loss,
+            "lr": stats.lr,
+            "grad_norm": stats.grad_norm,
+            "tokens": stats.tokens,
+            "tokens_per_second": stats.tokens / seconds,
+            "padding": stats.padding,
+            "seconds": seconds,
+        }
+        if self.cfg.log_peak_memory_stats:
+            values["peak_memory"] = peak_memory(self.runtime.device)
+        self._write_metrics(**values)
+
+    def _write_metrics(self, **values: Any) -> None:
+        if self.metrics is not None:
+            epoch = (self.step - 1) // self.loader.steps.per_epoch + 1
+            self.metrics.write(step=self.step, epoch=epoch, **values)
+        if self.metric_logger is not None and self.step % self.cfg.log_every_n_steps == 0:
+            self.metric_logger.log_dict(values, step=self.steps_before + self.step)
+
+    # ---- what it leaves behind
+
+    def save_checkpoint(self) -> None:
+        """Write everything that a resumed run needs, and the adapter as PEFT reads it."""
+        rng = self.ranks.gather(rng_state(self.runtime.device))
+        if self.ranks.is_main:
+            state = {
+                "step": self.step,
+                "adapter": self.learner.adapter_state(),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                "scaler": self.scaler.state_dict(),
+                "rng": rng,
+                "best": self.best,
+                "worse": self.worse,
+                "config": OmegaConf.to_container(self.cfg, resolve=True),
+                "identity": self.identity,
+            }
+            self.folder.checkpoints.save(self.step, state, self.learner.write_adapter)
+        self.ranks.barrier()
+
+    def write_outputs(self) -> None:
+        """Write ``adapter/``, ``merged/`` if asked for, and ``summary.json``."""
+        cfg, out = self.cfg, self.folder.path
+        early = cfg.early_stopping_patience and self.best is not None
+        if early:
+            self.learner.load_adapter(self.best["adapter"], "best")  # type: ignore[index]
+        if self.ranks.is_main:
+            with replace_folder(out / "adapter") as folder:
+                self.learner.write_adapter(folder)
+            log.info("adapter: %s", out / "adapter")
+            if not cfg.save_adapter_weights_only:
+                adapter_files.merge(cfg.checkpointer, out / "adapter", out / "merged")
+            replace_text(out / "summary.json", json.dumps(self._summary(bool(early)), indent=2) + "\n")
+        self.ranks.barrier()
+
+    def _summary(self, early: bool) -> dict[str, Any]:
+        return {
+            **summarize(self.folder.path / "metrics.jsonl"),
+            "rows": self.rows.counts,
+            "best_validation": {k: self.best[k] for k in ("loss", "step")} if self.best else None,
+            "adapter_is": "best by validation loss" if early else "last",
+            "peak_memory": peak_memory(self.runtime.device),
+            "planned_memory": self.learner.planned_peak,
+            "machine": str(self.runtime.machine),
+            "dtype": str(self.runtime.dtype).removeprefix("torch."),
+            "ranks": self.ranks.world,
+        }
