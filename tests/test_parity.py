@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 from rocm_ext import config
 from rocm_ext.data.batches import Batch, collate
 from rocm_ext.data.rows import Rows
+from rocm_ext.errors import UserError
 from rocm_ext.model import adapter_files
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import hidden_states
@@ -609,5 +610,5 @@ def test_adapter_of_another_shape_is_refused(folders, tmp_path):
         ({"apply_lora_to_output": True}, r"missing output\.lora_a"),
     ]:
         other = {**cfg, "model": cfg["model"] | changes, "output_dir": str(tmp_path / "other")}
-        with pytest.raises(config.UserError, match=problem):
+        with pytest.raises(UserError, match=problem):
             prepare(other)
