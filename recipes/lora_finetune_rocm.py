@@ -27,9 +27,11 @@ from rocm_ext.data.batches import Batch, StepLoader, Steps, micro_batch_budget, 
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder, replace_text
-from rocm_ext.hardware import device, numerics
+from rocm_ext.hardware import numerics
+from rocm_ext.hardware.budget import memory_budget, open_device
 from rocm_ext.hardware.counter_log import recording
 from rocm_ext.hardware.machine import detect
+from rocm_ext.hardware.profile import check_locked, check_profile, load_profile
 from rocm_ext.log import Progress, duration, log
 from rocm_ext.model import adapter_files
 from rocm_ext.model.attention import use_packed_attention
@@ -129,12 +131,12 @@ class LoRAFinetune:
 
     def _setup_machine(self) -> None:
         cfg = self.cfg
-        self.profile, self.machine = device.load_profile(cfg.hardware), detect()
-        warnings = device.check_profile(self.profile, self.machine, local_world_size())
+        self.profile, self.machine = load_profile(cfg.hardware), detect()
+        warnings = check_profile(self.profile, self.machine, local_world_size())
         settings = OmegaConf.to_container(cfg)
-        warnings += device.check_locked(self.profile, settings, list(cfg.hardware_overrides))  # type: ignore[arg-type]
+        warnings += check_locked(self.profile, settings, list(cfg.hardware_overrides))  # type: ignore[arg-type]
         self.dtype, why = numerics.pick_dtype(cfg.dtype, self.machine)
-        self.device = device.open_device(self.profile, self.machine, local_rank(), cfg.memory_fraction, cfg.device)
+        self.device = open_device(self.profile, self.machine, local_rank(), cfg.memory_fraction, cfg.device)
         self.ranks = Ranks.from_env(self.device)
         self._warn(warnings)
         log.info("hardware %s: %s", self.profile.name, self.machine)
@@ -203,7 +205,7 @@ class LoRAFinetune:
 
     def _setup_activations(self, rows: workload.Workload) -> None:
         cfg = self.cfg
-        budget, _ = device.memory_budget(self.profile, self.machine)
+        budget, _ = memory_budget(self.profile, self.machine)
         planner = TrainingPlanner(
             cfg,
             self.decoder,

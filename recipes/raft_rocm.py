@@ -33,7 +33,7 @@ from rocm_ext.data.rows import check_vocabulary
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.generation import Request, Sampling, sample_seed
-from rocm_ext.hardware import device
+from rocm_ext.hardware.budget import memory_budget
 from rocm_ext.hardware.machine import host_memory
 from rocm_ext.log import log
 from rocm_ext.model import adapter_files
@@ -198,7 +198,7 @@ class RAFT:
             return host_memory(Path("/"), "MemAvailable") // local_world_size()
         torch.cuda.empty_cache()
         taken = torch.cuda.memory_allocated(trainer.device)
-        free = device.memory_budget(trainer.profile, trainer.machine)[0]
+        free = memory_budget(trainer.profile, trainer.machine)[0]
         if not trainer.machine.unified:  # there MemAvailable, in the budget, is without what is taken already
             free -= taken
         if self.cfg.memory_fraction is not None:
