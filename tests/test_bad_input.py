@@ -13,7 +13,6 @@ import torch
 from rocm_ext.recipes import lora_finetune_rocm as recipe
 from safetensors.torch import load_file, save_file
 
-from rocm_ext.hardware import device
 from rocm_ext.hardware.machine import detect
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
@@ -304,7 +303,7 @@ def test_more_ranks_than_gpus(fails, monkeypatch):
     machine = replace(detect(), backend="cuda", torch_build="cuda", arch="sm_90", name="H200", gpu_count=1, bf16=True)
     monkeypatch.setattr(recipe, "detect", lambda: machine)
     monkeypatch.setattr(recipe, "local_world_size", lambda: 4)
-    monkeypatch.setattr(device, "start", lambda profile, machine: [])
+    monkeypatch.setattr("rocm_ext.config.layers.ensure_environment", lambda profile, machine: [])
     line = fails(hardware="cuda")
     assert "4 processes need 4 GPUs" in line
     assert "Use --nproc_per_node 1" in line

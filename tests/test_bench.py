@@ -17,8 +17,8 @@ from rocm_ext.bench.runner import Row
 from rocm_ext.bench.spec import Item, Spec
 from rocm_ext.cli import main
 from rocm_ext.hardware import bench_file
-from rocm_ext.hardware.device import load_profile
 from rocm_ext.hardware.machine import detect
+from rocm_ext.hardware.profile import load_profile
 from rocm_ext.plan.speeds import figures_for
 
 GIB = 2**30
@@ -143,7 +143,8 @@ def test_auto_takes_measured_settings(tmp_path, monkeypatch, messages, capsys):
     figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
     content = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": settings}
     path.write_text(json.dumps(content))
-    monkeypatch.setattr("rocm_ext.hardware.device.choose_profile", lambda machine: ("cpu", "chosen by the test"))
+    for module in ("rocm_ext.hardware.profile", "rocm_ext.config.layers"):
+        monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
     monkeypatch.setattr("rocm_ext.config.layers.log.isEnabledFor", lambda level: True)
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"])
     assert (cfg.num_workers, cfg.compile, cfg.batch_size) == (2, True, 8)  # sizes are another config's
@@ -169,7 +170,8 @@ def test_a_damaged_file_is_told_and_not_used(damaged, tmp_path, monkeypatch, mes
     machine = bench_file.machine_key(detect())
     whole = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {"num_workers": 2}}
     path.write_text(damaged if isinstance(damaged, str) else json.dumps({**whole, **damaged}))
-    monkeypatch.setattr("rocm_ext.hardware.device.choose_profile", lambda machine: ("cpu", "chosen by the test"))
+    for module in ("rocm_ext.hardware.profile", "rocm_ext.config.layers"):
+        monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
     assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).num_workers == 0
     assert any("measure again: rocm-ext bench" in line for line in messages)
     assert main(["plan", "--config", "cpu_pocket", "--bench", str(path)]) == 1

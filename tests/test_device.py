@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rocm_ext.errors import UserError
-from rocm_ext.hardware import device
+from rocm_ext.hardware.budget import memory_budget, open_device
+from rocm_ext.hardware.environment import (
+    ALLOCATOR_VARIABLES,
+    apply_environment,
+    check_environment,
+    environment_for,
+)
 from rocm_ext.hardware.machine import Machine, detect, gfx_name
+from rocm_ext.hardware.profile import check_locked, check_profile, choose_profile, load_profile, profile_names
 
 REPO = Path(__file__).parents[1]
 GIB = 2**30
@@ -85,10 +92,10 @@ def test_amd_gpus_are_found_and_get_their_profile(fake_torch, tmp_path, gcn, nod
     machine = detect(record(tmp_path, [(node, 80)]))
     assert machine.arch == gcn.split(":")[0] == machine.amd_archs[0]
     assert (machine.backend, machine.unified, machine.bf16, machine.rocm) == ("rocm", unified, bf16, "7.2")
-    name, reason = device.choose_profile(machine)
+    name, reason = choose_profile(machine)
     assert name == profile
     assert machine.arch in reason
-    device.check_profile(device.load_profile(name), machine)
+    check_profile(load_profile(name), machine)
 
 
 def test_sysfs_says_the_arch_where_torch_does_not_or_is_overridden(fake_torch, tmp_path, monkeypatch):
@@ -106,35 +113,35 @@ def test_the_wrong_torch_on_an_amd_machine_is_named_with_the_cure(fake_torch, tm
     machine = detect(record(tmp_path, [(90006, 240)]))
     wanted = rf"gfx906.*{kind} build; install .*rocm6\.3"
     with pytest.raises(UserError, match=wanted):
-        device.choose_profile(machine)
+        choose_profile(machine)
     with pytest.raises(UserError, match=wanted):
-        device.check_profile(device.load_profile("mi50"), machine)
-    assert device.check_profile(device.load_profile("cpu"), machine) == []
+        check_profile(load_profile("mi50"), machine)
+    assert check_profile(load_profile("cpu"), machine) == []
 
 
 def test_a_rocm_torch_without_access_to_the_gpu(fake_torch, tmp_path, monkeypatch):
     fake_torch(count=0)
     root = record(tmp_path, [(110501, 80)])
     with pytest.raises(UserError, match="/dev/kfd"):
-        device.choose_profile(detect(root))
+        choose_profile(detect(root))
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")  # hidden on purpose
-    assert device.choose_profile(detect(root)) == ("cpu", "HIP_VISIBLE_DEVICES hides all GPUs")
+    assert choose_profile(detect(root)) == ("cpu", "HIP_VISIBLE_DEVICES hides all GPUs")
 
 
 def test_machines_without_a_gpu_to_train_on_use_the_cpu(fake_torch, tmp_path):
     fake_torch(version="2.13.0+cpu", hip=None, count=0)
-    assert device.choose_profile(detect(record(tmp_path / "none", []))) == ("cpu", "no GPU found")
-    name, reason = device.choose_profile(detect(record(tmp_path / "small", [(100306, 4)])))
+    assert choose_profile(detect(record(tmp_path / "none", []))) == ("cpu", "no GPU found")
+    name, reason = choose_profile(detect(record(tmp_path / "small", [(100306, 4)])))
     assert name == "cpu"
     assert "gfx1036" in reason
-    assert device.choose_profile(H200)[0] == "cuda"
+    assert choose_profile(H200)[0] == "cuda"
 
 
 def test_wsl_is_recognised_and_its_kernel_not_judged(fake_torch, tmp_path):
     fake_torch(gcnArchName="gfx1151", name="a GPU", total_memory=GIB)
     machine = detect(record(tmp_path, [], kernel="6.6.87.2-microsoft-standard-WSL2"))
     assert machine.wsl
-    assert device.check_profile(device.load_profile("strix_halo"), machine) == []
+    assert check_profile(load_profile("strix_halo"), machine) == []
 
 
 @given(st.sampled_from([9, 10, 11, 12]), st.integers(0, 9), st.integers(0, 15))
@@ -143,10 +150,10 @@ def test_target_versions_decode(major, minor, stepping):
 
 
 # --------------------------------------------------------------------------------------------------- profiles
-@pytest.mark.parametrize("name", device.profile_names())
+@pytest.mark.parametrize("name", profile_names())
 def test_profiles_are_whole(name):
     defaults = OmegaConf.load(REPO / "recipe_configs/defaults/lora_finetune_rocm.yaml")
-    profile = device.load_profile(name)
+    profile = load_profile(name)
     assert set(profile.settings) <= set(defaults), "a profile may only set keys that the recipe reads"
     assert {"device", "dtype", "num_workers", "pin_memory"} <= set(profile.settings)
     assert all(lock.reason for lock in profile.locked.values())
@@ -155,31 +162,31 @@ def test_profiles_are_whole(name):
         assert isinstance(variable.value, str)
     assert all(limits["fix"] for limits in profile.floor.values())
     assert bool(profile.install) == (profile.match["backend"] == "rocm")
-    assert device.check_locked(profile, profile.settings, []) == []
+    assert check_locked(profile, profile.settings, []) == []
     for user in ({}, {"WORLD_SIZE": "8"}):
-        ours = {key: value for key, (value, _) in device.environment(profile, STRIX, user).items()}
-        device.check_environment(profile, STRIX, ours)  # does not contradict itself
+        ours = {key: value for key, (value, _) in environment_for(profile, STRIX, user).items()}
+        check_environment(profile, STRIX, ours)  # does not contradict itself
 
 
 def test_unknown_names_and_broken_files(tmp_path):
     with pytest.raises(UserError, match="did you mean strix_halo"):
-        device.load_profile("strix_hallo")
+        load_profile("strix_hallo")
     own = tmp_path / "own.yaml"
     own.write_text("title: mine\nmemory: {of: host}\nsettings: {device: cpu}\n")
-    assert device.load_profile(str(own)).title == "mine"
+    assert load_profile(str(own)).title == "mine"
     host = "memory: {of: host}\n"
     never = host + "environment: {A: {value: '1', reason: r, when: never}}"
     for broken in ("", "memory: {of: moon}", host + "typo: 1", never):
         own.write_text("title: mine\n" + broken)
         with pytest.raises(UserError, match="hardware profile own"):
-            device.load_profile(str(own))
+            load_profile(str(own))
 
 
 def test_an_arch_without_profile_is_named_and_may_borrow_one():
     strix_point = replace(STRIX, arch="gfx1150", name="Radeon 890M")
     with pytest.raises(UserError, match=r"gfx1150.*hardware=strix_halo"):
-        device.choose_profile(strix_point)
-    (line, *_) = device.check_profile(device.load_profile("strix_halo"), strix_point)
+        choose_profile(strix_point)
+    (line, *_) = check_profile(load_profile("strix_halo"), strix_point)
     assert "gfx1150" in line
 
 
@@ -196,103 +203,104 @@ def test_an_arch_without_profile_is_named_and_may_borrow_one():
 )
 def test_profiles_that_do_not_describe_this_machine(profile, machine, world, message):
     with pytest.raises(UserError, match=message):
-        device.check_profile(device.load_profile(profile), machine, world)
+        check_profile(load_profile(profile), machine, world)
 
 
 def test_ranks_and_floors():
-    assert device.check_profile(device.load_profile("mi300x"), MI300X, 8) == []
-    assert device.check_profile(device.load_profile("cpu"), CPU, 4) == []
+    assert check_profile(load_profile("mi300x"), MI300X, 8) == []
+    assert check_profile(load_profile("cpu"), CPU, 4) == []
     old = replace(STRIX, kernel="6.14.0-37-generic", rocm="6.4")
-    kernel, rocm = device.check_profile(device.load_profile("strix_halo"), old)
+    kernel, rocm = check_profile(load_profile("strix_halo"), old)
     assert kernel.startswith("kernel 6.14.0-37-generic is older than 6.18.4: ")
     for patched in ("6.14.0-1018-oem", "6.17.0-1012-oem", "6.17.0-19-generic"):
-        assert device.check_profile(device.load_profile("strix_halo"), replace(STRIX, kernel=patched)) == []
+        assert check_profile(load_profile("strix_halo"), replace(STRIX, kernel=patched)) == []
     for older in ("6.14.0-1017-oem", "6.17.0-18-generic", "6.17.0-19-lowlatency", "6.17.9"):
-        assert len(device.check_profile(device.load_profile("strix_halo"), replace(STRIX, kernel=older))) == 1
+        assert len(check_profile(load_profile("strix_halo"), replace(STRIX, kernel=older))) == 1
     assert rocm.startswith("rocm 6.4 is older than 7.0: ")
-    (line,) = device.check_profile(device.load_profile("mi50"), replace(MI50, torch="2.10.0+rocm7.0"))
+    (line,) = check_profile(load_profile("mi50"), replace(MI50, torch="2.10.0+rocm7.0"))
     assert "not below 2.10" in line
-    (line,) = device.check_profile(device.load_profile("mi50"), replace(MI50, native_archs=("gfx942",)))
+    (line,) = check_profile(load_profile("mi50"), replace(MI50, native_archs=("gfx942",)))
     assert "no kernels for gfx906; install" in line
 
 
 def test_locked_settings():
-    profile = device.load_profile("strix_halo")
+    profile = load_profile("strix_halo")
     settings = {**profile.settings, "num_workers": 4, "pin_memory": True, "quantize_base": True}
     with pytest.raises(UserError, match=r"num_workers=4.*wants 0: .*pin_memory=True.*NF4.*_overrides: \[num"):
-        device.check_locked(profile, settings, [])
-    lines = device.check_locked(profile, settings, ["num_workers", "pin_memory", "quantize_base"])
+        check_locked(profile, settings, [])
+    lines = check_locked(profile, settings, ["num_workers", "pin_memory", "quantize_base"])
     assert [line.split("=")[0] for line in lines] == ["num_workers", "pin_memory", "quantize_base"]
-    mi50 = device.load_profile("mi50")
+    mi50 = load_profile("mi50")
     assert mi50.settings["dtype"] == "fp32"
     for allowed in ("fp32", "fp16", "auto"):
-        assert device.check_locked(mi50, {"dtype": allowed}, []) == []
+        assert check_locked(mi50, {"dtype": allowed}, []) == []
     with pytest.raises(UserError, match="dtype=bf16 on mi50, which wants fp32 or fp16 or auto: gfx906"):
-        device.check_locked(mi50, {"dtype": "bf16"}, [])
-    (line,) = device.check_locked(mi50, {}, ["num_workers"])
+        check_locked(mi50, {"dtype": "bf16"}, [])
+    (line,) = check_locked(mi50, {}, ["num_workers"])
     assert "does not lock num_workers" in line
 
 
 # ------------------------------------------------------------------------------------------------ environment
 def test_the_user_s_environment_comes_first():
-    profile = device.load_profile("strix_halo")
-    ours = device.environment(profile, STRIX, {})
+    profile = load_profile("strix_halo")
+    ours = environment_for(profile, STRIX, {})
     assert ours["HSA_ENABLE_SDMA"][0] == "0"
     assert "unproven" in ours["HSA_ENABLE_SDMA"][1]
     assert "HSA_OVERRIDE_GFX_VERSION" not in ours, "harmful where torch has kernels"
     foreign = replace(STRIX, native_archs=("gfx942",))
-    assert "HSA_OVERRIDE_GFX_VERSION" in device.environment(profile, foreign, {})
+    assert "HSA_OVERRIDE_GFX_VERSION" in environment_for(profile, foreign, {})
     other = replace(foreign, arch="gfx1150")
-    assert "HSA_OVERRIDE_GFX_VERSION" not in device.environment(profile, other, {}), "it is no gfx1151"
-    assert "HSA_ENABLE_SDMA" not in device.environment(profile, STRIX, {"HSA_ENABLE_SDMA": "1"})
-    several = device.environment(device.load_profile("mi300x"), MI300X, {"WORLD_SIZE": "8"})
+    assert "HSA_OVERRIDE_GFX_VERSION" not in environment_for(profile, other, {}), "it is no gfx1151"
+    assert "HSA_ENABLE_SDMA" not in environment_for(profile, STRIX, {"HSA_ENABLE_SDMA": "1"})
+    several = environment_for(load_profile("mi300x"), MI300X, {"WORLD_SIZE": "8"})
     assert several["GPU_MAX_HW_QUEUES"][0] == "2"
-    assert device.environment(device.load_profile("mi300x"), MI300X, {}) == {}
+    assert environment_for(load_profile("mi300x"), MI300X, {}) == {}
     cpu = {"GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
-    assert set(device.environment(device.load_profile("cpu"), CPU, {})) == cpu
+    assert set(environment_for(load_profile("cpu"), CPU, {})) == cpu
 
 
-@pytest.mark.parametrize("name", device.ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 def test_the_user_s_allocator_settings_are_never_mixed_with_ours(name):
-    profile = device.load_profile("strix_halo")
-    ours = device.environment(profile, STRIX, {name: "expandable_segments:True"})
-    assert not set(ours) & set(device.ALLOCATOR_VARIABLES)
+    profile = load_profile("strix_halo")
+    ours = environment_for(profile, STRIX, {name: "expandable_segments:True"})
+    assert not set(ours) & set(ALLOCATOR_VARIABLES)
 
 
-@pytest.mark.parametrize("name", device.ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 @pytest.mark.parametrize("profile", ["strix_halo", "mi300x"])
 def test_the_combination_that_zeroes_buffers_is_refused(name, profile):
     user = {name: "max_split_size_mb:512,expandable_segments: true"}
     with pytest.raises(UserError, match="zeroes live buffers"):
-        device.environment(device.load_profile(profile), MI300X, user)
+        environment_for(load_profile(profile), MI300X, user)
     safe = {name: "max_split_size_mb:512,expandable_segments:False"}
-    device.environment(device.load_profile(profile), MI300X, safe)
-    assert device.environment(device.load_profile("cuda"), H200, user) == {}, "NVIDIA is not affected"
+    environment_for(load_profile(profile), MI300X, safe)
+    assert environment_for(load_profile("cuda"), H200, user) == {}, "NVIDIA is not affected"
 
 
 def test_other_contradictions_and_warnings():
-    profile = device.load_profile("mi300x")
+    profile = load_profile("mi300x")
     two = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:1", "PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:2"}
     with pytest.raises(UserError, match=r"differ.*Keep one"):
-        device.environment(profile, MI300X, two)
+        environment_for(profile, MI300X, two)
     user = {"HSA_OVERRIDE_GFX_VERSION": "9.4.2", "ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0",
             "PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # fmt: skip
     old = replace(MI300X, torch="2.9.1+rocm7.0")
-    segments, override, visible = device.check_environment(profile, old, user)
+    segments, override, visible = check_environment(profile, old, user)
     assert "before torch 2.11" in segments
     assert "torch has kernels for gfx942" in override
     assert "Set ROCR_VISIBLE_DEVICES only" in visible
-    assert device.check_environment(profile, MI300X, {}) == []
+    assert check_environment(profile, MI300X, {}) == []
 
 
 SCRIPT = """
 import os, sys
-from rocm_ext.hardware import device
+from rocm_ext.hardware.environment import ensure_environment
 from rocm_ext.hardware.machine import Machine
+from rocm_ext.hardware.profile import load_profile
 print("start", os.getpid(), flush=True)
-profile = device.load_profile(sys.argv[1])
+profile = load_profile(sys.argv[1])
 machine = Machine("cpu", "Linux", "2.13", "cpu", 0, False)
-lines = device.start(profile, machine)
+lines = ensure_environment(profile, machine)
 print("ran", os.getpid(), os.environ["FAKE_HIP"], sys.argv[2:], lines, flush=True)
 """
 
@@ -323,7 +331,7 @@ def test_programs_that_must_not_be_replaced_are_told_what_came_too_late(monkeypa
         monkeypatch.delenv(name)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    reason, late = device.apply_environment(device.load_profile("mi300x"), MI300X)
+    reason, late = apply_environment(load_profile("mi300x"), MI300X)
     assert os.environ["GPU_MAX_HW_QUEUES"] == "2"
     assert reason.startswith("GPU_MAX_HW_QUEUES=2 (")
     assert late.endswith("export GPU_MAX_HW_QUEUES=2")
@@ -341,7 +349,7 @@ def test_programs_that_must_not_be_replaced_are_told_what_came_too_late(monkeypa
 def test_unified_memory_budget(tmp_path, total, gtt, budget, reason):
     root = record(tmp_path, [(110501, 80)], gtt=gtt)
     machine = replace(STRIX, total_memory=total)
-    found, why = device.memory_budget(device.load_profile("strix_halo"), machine, root)
+    found, why = memory_budget(load_profile("strix_halo"), machine, root)
     assert found == pytest.approx(budget, abs=2)
     assert reason in why
 
@@ -349,24 +357,24 @@ def test_unified_memory_budget(tmp_path, total, gtt, budget, reason):
 def test_a_carve_out_larger_than_gtt_is_the_budget(tmp_path):
     root = record(tmp_path, [(110501, 80)], gtt=15 * GIB)
     (root / "sys/class/drm/card1/device/mem_info_vram_total").write_text(f"{96 * GIB}\n")
-    machine, profile = replace(STRIX, total_memory=96 * GIB), device.load_profile("strix_halo")
-    assert device.memory_budget(profile, machine, root) == (int(96 * GIB * 0.95), "95% of the carve-out's 96.0 GiB")
+    machine, profile = replace(STRIX, total_memory=96 * GIB), load_profile("strix_halo")
+    assert memory_budget(profile, machine, root) == (int(96 * GIB * 0.95), "95% of the carve-out's 96.0 GiB")
     discrete = root / "sys/class/drm/card2/device"  # beside an integrated GPU that maps host memory
     discrete.mkdir(parents=True)
     (discrete / "mem_info_vram_total").write_text(f"{96 * GIB}\n")
     (root / "sys/class/drm/card1/device/mem_info_vram_total").write_text(f"{GIB}\n")
     (root / "sys/class/drm/card1/device/device").write_text("0x1586\n")
     with pytest.raises(UserError, match=r"GTT is 15\.0 GiB.*ttm\.pages_limit=33554432"):
-        device.memory_budget(profile, machine, root)
+        memory_budget(profile, machine, root)
 
 
 def test_other_memory_budgets(tmp_path):
     root = record(tmp_path, [], gtt=128 * GIB)
     old_kernel = replace(STRIX, total_memory=int(15.5 * GIB))
     with pytest.raises(UserError, match=r"15\.5 GiB.*ttm\.pages_limit"):
-        device.memory_budget(device.load_profile("strix_halo"), old_kernel, root)
-    assert device.memory_budget(device.load_profile("mi50"), MI50, root)[0] == int(32 * GIB * 0.9)
-    assert device.memory_budget(device.load_profile("cpu"), CPU, root)[0] == 118 * GIB
+        memory_budget(load_profile("strix_halo"), old_kernel, root)
+    assert memory_budget(load_profile("mi50"), MI50, root)[0] == int(32 * GIB * 0.9)
+    assert memory_budget(load_profile("cpu"), CPU, root)[0] == 118 * GIB
 
 
 def test_open_device_caps_unified_memory_and_what_the_user_says(monkeypatch):
@@ -374,17 +382,17 @@ def test_open_device_caps_unified_memory_and_what_the_user_says(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: calls.append(args))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 240 * GIB))
-    monkeypatch.setattr(device, "memory_budget", lambda *args: (60 * GIB, ""))
-    strix, mi300x = device.load_profile("strix_halo"), device.load_profile("mi300x")
-    assert device.open_device(strix, STRIX) == torch.device("cuda", 0)
-    device.open_device(strix, replace(STRIX, torch="2.9.1+rocm7.0"))
-    device.open_device(mi300x, MI300X, local_rank=3)
-    device.open_device(mi300x, MI300X, local_rank=3, memory_fraction=0.5)
+    monkeypatch.setattr("rocm_ext.hardware.budget.memory_budget", lambda *args: (60 * GIB, ""))
+    strix, mi300x = load_profile("strix_halo"), load_profile("mi300x")
+    assert open_device(strix, STRIX) == torch.device("cuda", 0)
+    open_device(strix, replace(STRIX, torch="2.9.1+rocm7.0"))
+    open_device(mi300x, MI300X, local_rank=3)
+    open_device(mi300x, MI300X, local_rank=3, memory_fraction=0.5)
     assert calls == [0, (0.5, 0), 0, (0.25, 0), 3, 3, (0.5, 3)]
-    assert device.open_device(strix, STRIX, device="cpu") == torch.device("cpu")
+    assert open_device(strix, STRIX, device="cpu") == torch.device("cpu")
     with pytest.raises(UserError, match="local rank 8"):
-        device.open_device(mi300x, MI300X, local_rank=8)
+        open_device(mi300x, MI300X, local_rank=8)
     with pytest.raises(UserError, match="memory_fraction"):
-        device.open_device(device.load_profile("cpu"), CPU, memory_fraction=0.5)
+        open_device(load_profile("cpu"), CPU, memory_fraction=0.5)
     with pytest.raises(UserError, match="not a share"):
-        device.open_device(strix, STRIX, memory_fraction=90)
+        open_device(strix, STRIX, memory_fraction=90)

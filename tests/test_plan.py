@@ -16,8 +16,8 @@ from rocm_ext.generation import Request, Sampling
 from rocm_ext.generation.decoder import merged
 from rocm_ext.generation.local import LocalSession
 from rocm_ext.hardware.bench_file import machine_key
-from rocm_ext.hardware.device import profile_names
 from rocm_ext.hardware.machine import detect
+from rocm_ext.hardware.profile import profile_names
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.objectives import CrossEntropy
 from rocm_ext.plan import memory

@@ -9,7 +9,7 @@ from rocm_ext.recipes.raft_rocm import RAFT
 from torchtune import config as torchtune_config
 
 from rocm_ext import config, registry, verifiers
-from rocm_ext.hardware import device
+from rocm_ext.hardware.profile import check_locked, load_profile
 from tests.test_run_configs import CONFIGS, head, text
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*raft*.yaml"))
@@ -44,8 +44,8 @@ def test_runs_on_any_machine_with_hardware_cpu(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_its_own_hardware_profile_takes_it(name):
     cfg = config.load("raft_rocm", name)
-    profile = device.load_profile(cfg.hardware)
-    assert device.check_locked(profile, OmegaConf.to_container(cfg), []) == []
+    profile = load_profile(cfg.hardware)
+    assert check_locked(profile, OmegaConf.to_container(cfg), []) == []
     assert cfg.dtype == profile.settings["dtype"]
 
 

@@ -14,7 +14,7 @@ from torchtune import config as torchtune_config
 
 from rocm_ext import config, registry
 from rocm_ext.errors import UserError
-from rocm_ext.hardware import device
+from rocm_ext.hardware.profile import check_locked, load_profile
 from tests.test_device import CPU, STRIX
 from tests.tiny import tune
 
@@ -71,8 +71,8 @@ def test_runs_on_any_machine_with_hardware_cpu(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_its_own_hardware_profile_takes_it(name):
     cfg = config.load(RECIPE, name)
-    profile = device.load_profile(cfg.hardware)
-    assert device.check_locked(profile, OmegaConf.to_container(cfg), []) == []
+    profile = load_profile(cfg.hardware)
+    assert check_locked(profile, OmegaConf.to_container(cfg), []) == []
     assert cfg.dtype == profile.settings["dtype"]
     assert cfg.num_workers == profile.settings["num_workers"]
 
@@ -159,7 +159,7 @@ def test_the_download_line_is_torchtune_s(name):
 def test_no_line_repeats_a_default(name):
     run = OmegaConf.load(CONFIGS / f"{name}.yaml")
     below = OmegaConf.load(CONFIGS / f"defaults/{RECIPE}.yaml")
-    below.update(device.load_profile(run.hardware).settings)
+    below.update(load_profile(run.hardware).settings)
     repeated = {key for key in run if key in below and not OmegaConf.is_missing(below, key) and run[key] == below[key]}
     assert repeated <= EDITED
 
@@ -410,12 +410,12 @@ def test_lists_of_components(run):
 @pytest.mark.parametrize("override", ["num_workers=4", "pin_memory=True"])
 def test_hardware_locks_hold_against_every_layer(run, override):
     key, value = override.split("=")
-    profile = device.load_profile("strix_halo")
+    profile = load_profile("strix_halo")
     for cfg in (run("", override), run(f"{key}: {value}")):
         with pytest.raises(UserError, match=f"{override} on strix_halo.*To insist: hardware_overrides: .{key}"):
-            device.check_locked(profile, OmegaConf.to_container(cfg), list(cfg.hardware_overrides))
+            check_locked(profile, OmegaConf.to_container(cfg), list(cfg.hardware_overrides))
     cfg = run("", override, f"hardware_overrides=[{key}]")
-    (line,) = device.check_locked(profile, OmegaConf.to_container(cfg), list(cfg.hardware_overrides))
+    (line,) = check_locked(profile, OmegaConf.to_container(cfg), list(cfg.hardware_overrides))
     assert line.startswith(override)
 
 

@@ -8,8 +8,10 @@ from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
 from rocm_ext.bench.spec import Spec
-from rocm_ext.hardware import device, numerics
+from rocm_ext.hardware import numerics
+from rocm_ext.hardware.budget import open_device
 from rocm_ext.hardware.machine import detect
+from rocm_ext.hardware.profile import load_profile
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import build_model
 
@@ -29,8 +31,8 @@ class Bench:
         self.spec = spec
         self.machine = detect()
         self.cfg = OmegaConf.create(config.trainer_config(config.load(spec.recipe, spec.config, list(spec.overrides))))
-        self.profile = device.load_profile(self.cfg.hardware)
-        self.device = device.open_device(self.profile, self.machine, 0, self._fraction(), self.cfg.device)
+        self.profile = load_profile(self.cfg.hardware)
+        self.device = open_device(self.profile, self.machine, 0, self._fraction(), self.cfg.device)
         self.dtype, _ = numerics.pick_dtype(self.cfg.dtype, self.machine)
 
     def _fraction(self) -> float | None:

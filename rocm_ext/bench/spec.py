@@ -6,8 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.hardware import device
 from rocm_ext.hardware.machine import Machine
+from rocm_ext.hardware.profile import Lock, Profile
 
 # Order of the table. Each is a module of this package with ``measure(bench, item)``.
 PROBES = ("gemm", "bandwidth", "attention", "loader", "training", "decoding")
@@ -55,7 +55,7 @@ class Item:
         return asdict(self)
 
 
-def items(cfg: DictConfig, machine: Machine, profile: device.Profile, quick: bool, risky: bool) -> list[Item]:
+def items(cfg: DictConfig, machine: Machine, profile: Profile, quick: bool, risky: bool) -> list[Item]:
     """Everything that is worth measuring on ``machine``.
 
     Args:
@@ -103,7 +103,7 @@ def _attention(machine: Machine, quick: bool) -> Iterator[Item]:
             yield Item("attention", {"backend": backend, "tokens": tokens})
 
 
-def _loader(machine: Machine, locked: dict[str, device.Lock], quick: bool) -> Iterator[Item]:
+def _loader(machine: Machine, locked: dict[str, Lock], quick: bool) -> Iterator[Item]:
     pins = (False,) if machine.backend == "cpu" else (False, True)
     for workers in (0, 2) if quick else (0, 2, 4, 8):
         for pinned in pins:
@@ -111,7 +111,7 @@ def _loader(machine: Machine, locked: dict[str, device.Lock], quick: bool) -> It
             yield Item("loader", wanted, skip=_refused(wanted, locked))
 
 
-def _training(cfg: DictConfig, machine: Machine, locked: dict[str, device.Lock], quick: bool) -> Iterator[Item]:
+def _training(cfg: DictConfig, machine: Machine, locked: dict[str, Lock], quick: bool) -> Iterator[Item]:
     sizes = (1, 4) if quick else (1, 2, 4, 8, 16)
     for rows in sizes:
         yield Item("training", {"rows": rows, "compile": False, "base": "as configured"})
@@ -126,7 +126,7 @@ def _decoding(quick: bool) -> Iterator[Item]:
         yield Item("decoding", {"slots": slots})
 
 
-def _refused(wanted: dict[str, Any], locked: dict[str, device.Lock]) -> str:
+def _refused(wanted: dict[str, Any], locked: dict[str, Lock]) -> str:
     for key, value in wanted.items():
         if (lock := locked.get(key)) and value not in (lock.value, *lock.also):
             return f"locked here: {lock.reason} (--risky measures it)"

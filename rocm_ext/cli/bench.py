@@ -59,16 +59,18 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.bench import runner, spec
     from rocm_ext.bench.busy import OtherPrograms
     from rocm_ext.config.checks import check_values
-    from rocm_ext.hardware import device
     from rocm_ext.hardware.bench_file import bench_path
+    from rocm_ext.hardware.budget import memory_budget
+    from rocm_ext.hardware.environment import environment_for
     from rocm_ext.hardware.machine import detect
+    from rocm_ext.hardware.profile import choose_profile, load_profile
 
     machine = detect()
     args.overrides += [word for word in args.only or () if "=" in word]  # argparse gives them to the option before
     only = [word for word in args.only or () if "=" not in word]
     if strange := [name for name in only if name not in spec.PROBES]:
         raise UserError(f"there is no probe {strange[0]}; there are {', '.join(spec.PROBES)}", code=2)
-    profile = device.load_profile(device.choose_profile(machine)[0])
+    profile = load_profile(choose_profile(machine)[0])
     name = args.config or profile.bench_config
     # the machine's profile, also over a config that was made for another
     overrides = [f"hardware={profile.name}", *args.overrides]
@@ -79,8 +81,8 @@ def run(args: argparse.Namespace) -> None:
         if machine.backend != "cpu" and not args.output:
             raise UserError("hardware=cpu on a machine with a GPU: say --output FILE, the GPU's figures are elsewhere")
         machine = replace(machine, backend="cpu", arch=None, name=None, unified=False)
-    profile = device.load_profile(cfg.hardware)
-    budget, why = device.memory_budget(profile, machine)
+    profile = load_profile(cfg.hardware)
+    budget, why = memory_budget(profile, machine)
     seconds = 0.3 if args.quick else 1.0
     job = spec.Spec(recipe, name, tuple(overrides), budget, args.quick, seconds)
     items = [item for item in spec.items(cfg, machine, profile, args.quick, args.risky)
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("this user has no home folder; say --output FILE, and ROCM_EXT_BENCH=FILE for plan and recipes")
     progress = _Progress(len(items), quiet=args.json)
     progress.say(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})")
-    environ = {key: value for key, (value, _) in device.environment(profile, machine, os.environ).items()}
+    environ = {key: value for key, (value, _) in environment_for(profile, machine, os.environ).items()}
     others = OtherPrograms()
     rows = runner.run(job, items, args.timeout, progress.tell, environ)
     busy = others.cores()

@@ -28,15 +28,16 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from rocm_ext import config
-    from rocm_ext.hardware import device
+    from rocm_ext.hardware.environment import ensure_environment
     from rocm_ext.hardware.machine import detect
+    from rocm_ext.hardware.profile import load_profile
     from rocm_ext.log import setup_logging
     from rocm_ext.recipes.raft_rocm import evaluate_adapter
     from rocm_ext.runs.scores import Score
 
     cfg = config.load("raft_rocm", args.config, [*args.overrides, "output_dir=eval"])
     setup_logging()
-    for line in device.start(device.load_profile(cfg.hardware), detect()):
+    for line in ensure_environment(load_profile(cfg.hardware), detect()):
         print(line, file=sys.stderr)
     if args.data:
         cfg.eval_prompts = {config.COMPONENT: "rocm_ext.data.prompt_dataset", "source": args.data}

@@ -26,9 +26,10 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from rocm_ext.errors import UserError, nearest, one_line
-from rocm_ext.hardware import device
 from rocm_ext.hardware.bench_file import of_this_machine
+from rocm_ext.hardware.environment import ensure_environment
 from rocm_ext.hardware.machine import detect
+from rocm_ext.hardware.profile import choose_profile, load_profile
 from rocm_ext.log import log, setup_logging
 
 COMPONENT = "_component_"
@@ -52,7 +53,7 @@ def recipe_main(recipe: str) -> Callable[[Callable[[DictConfig], None]], Callabl
         def action() -> None:
             setup_logging()
             cfg = load(recipe, *command_line(sys.argv[1:], main.__doc__ or ""))
-            for line in device.start(device.load_profile(cfg.hardware), detect()):
+            for line in ensure_environment(load_profile(cfg.hardware), detect()):
                 log.info("%s", line)
             main(cfg)
 
@@ -264,9 +265,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
     """The profile's name and its settings; ``auto`` adds what was measured on this machine."""
     if requested != "auto":
-        return str(requested), device.load_profile(str(requested)).settings
+        return str(requested), load_profile(str(requested)).settings
     machine = detect()
-    profile = device.load_profile(device.choose_profile(machine)[0])
+    profile = load_profile(choose_profile(machine)[0])
     bench = of_this_machine(machine)
     measured = {key: value for key, value in bench.settings.items() if key not in profile.locked} if bench else {}
     if bench and measured:

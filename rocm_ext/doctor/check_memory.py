@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rocm_ext.doctor.facts import ENOUGH, Facts
 from rocm_ext.doctor.rows import Row, gib, unrecorded
 from rocm_ext.errors import UserError
-from rocm_ext.hardware import device
+from rocm_ext.hardware.budget import budget_from
 
 SMALL_CARVE_OUT = 4 * 2**30  # the smallest setting of some machines
 
@@ -90,7 +90,7 @@ def budget(facts: Facts) -> Iterator[Row]:
         yield unrecorded(name)
     elif here:
         try:
-            size, why = device.budget(profile, facts.machine, facts.available, facts.gtt, facts.carve_out,
+            size, why = budget_from(profile, facts.machine, facts.available, facts.gtt, facts.carve_out,
                                       facts.memory_parameters)  # fmt: skip
         except UserError as error:
             what, _, fix = str(error).partition(". ")

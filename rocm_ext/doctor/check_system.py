@@ -7,8 +7,9 @@ from rocm_ext.doctor.recorded import DeviceNode
 from rocm_ext.doctor.rows import Row, gib, unrecorded
 from rocm_ext.doctor.system import AMD, NVIDIA, Card
 from rocm_ext.errors import UserError
-from rocm_ext.hardware import device
+from rocm_ext.hardware.budget import before_6_16
 from rocm_ext.hardware.machine import STRIX_HALO
+from rocm_ext.hardware.profile import below_floor, choose_profile, has_profile, nearest_profile
 
 # linux-firmware 20251125 brought it, 20260110 has an older one again (ROCm#5724)
 BAD_MES = 0x83
@@ -56,16 +57,16 @@ def hardware_profile(facts: Facts) -> Iterator[Row]:
                   facts.unset(machine.hidden_by))  # fmt: skip
     elif facts.profile is None:
         try:
-            device.choose_profile(machine)
+            choose_profile(machine)
         except UserError as error:
-            fix = f"hardware={device.nearest_profile(machine)}"
+            fix = f"hardware={nearest_profile(machine)}"
             gpus = facts.said.torch.gpus if facts.said.torch else ()
-            if better := next((gpu.kind for gpu in gpus if device.has_profile(machine, gpu.kind)), None):
+            if better := next((gpu.kind for gpu in gpus if has_profile(machine, gpu.kind)), None):
                 fix = facts.choose_gpus(better)
             yield Row(name, "error", f"none for {machine.arch}", str(error), fix)
     else:
         known = facts.fit.name or facts.fit.arch
-        gpu = known or ("an NVIDIA GPU" if facts.fit.backend == "cuda" else device.choose_profile(machine)[1])
+        gpu = known or ("an NVIDIA GPU" if facts.fit.backend == "cuda" else choose_profile(machine)[1])
         yield Row(name, "ok", f"{facts.profile.name}: {gpu}")
 
 
@@ -206,7 +207,7 @@ def kernel(facts: Facts) -> Iterator[Row]:
         return
     if not facts.machine.kernel:
         yield unrecorded(name)
-    elif outside := device.below_floor(facts.profile, facts.machine).get(name):
+    elif outside := below_floor(facts.profile, facts.machine).get(name):
         yield Row(name, "warning", facts.machine.kernel, f"{outside[0]}: {outside[1]}", facts.upgrade)
     else:
         yield Row(name, "ok", facts.machine.kernel)
@@ -222,7 +223,7 @@ def kernel_parameters(facts: Facts) -> Iterator[Row]:
     told = [f"{key}={given[key]}" for key in ours if key in given]
     if files.pages_limit is not None:
         told.append(f"{files.ttm}.pages_limit in effect: {files.pages_limit} ({gib(files.pages_limit * 4096)})")
-    by_hand, old = facts.pages_by_hand, device.before_6_16(facts.machine.kernel)
+    by_hand, old = facts.pages_by_hand, before_6_16(facts.machine.kernel)
     problems = list(filter(None, [facts.too_little]))
     if "amdgpu.gttsize" in given and (not old or files.pages_limit is None is by_hand):
         problems.append("amdgpu.gttsize is deprecated and does not raise the limit that counts, ttm.pages_limit")

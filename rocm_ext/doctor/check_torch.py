@@ -6,9 +6,9 @@ from rocm_ext import registry
 from rocm_ext.doctor.facts import Facts
 from rocm_ext.doctor.rows import Row, unrecorded
 from rocm_ext.doctor.system import AMD, NVIDIA
-from rocm_ext.hardware import device
-from rocm_ext.hardware.device import ALLOCATOR_VARIABLES
+from rocm_ext.hardware.environment import ALLOCATOR_VARIABLES, environment_conflicts, environment_for
 from rocm_ext.hardware.machine import VISIBLE_VARIABLES, Torch
+from rocm_ext.hardware.profile import below_floor, reinstall_command
 
 # What is good for finding errors and bad for speed
 DEBUGGING = {
@@ -25,7 +25,7 @@ def torch_build(facts: Facts) -> Iterator[Row]:
     """The commonest install error is pip's CUDA or CPU wheel on an AMD machine."""
     name, torch, profile = "torch", facts.said.torch, facts.profile
     if facts.said.torch_error:
-        install = device.reinstall(profile, facts.machine) if profile and profile.install else "pip install torch"
+        install = reinstall_command(profile, facts.machine) if profile and profile.install else "pip install torch"
         yield Row(name, "error", "import torch fails", facts.said.torch_error, install)
         return
     if torch is None:
@@ -47,7 +47,7 @@ def _without_gpu(facts: Facts, torch: Torch, found: str) -> Row:
     name, found_none = "torch", f"{found}, sees no GPU"
     if facts.amd and facts.profile and torch.build != "rocm":
         why = f"the GPU is an AMD {facts.fit.arch}: torch computes on the CPU"
-        return Row(name, "error", found, why, device.reinstall(facts.profile, facts.machine))
+        return Row(name, "error", found, why, reinstall_command(facts.profile, facts.machine))
     if torch.build == "rocm" and (facts.machine.wsl or facts.machine.system == "Windows"):
         fix = "install the current Adrenalin driver on Windows; in WSL2 also ROCm for WSL (rocm.docs.amd.com)"
         return Row(name, "error", found_none, "it reaches the GPU through Windows' driver", fix)
@@ -82,7 +82,9 @@ def torch_kernels(facts: Facts) -> Iterator[Row]:
         yield Row(name, "ok", f"for {machine.arch}")
     else:
         works = facts.said.canaries and all(row.level == "ok" for row in facts.said.canaries)
-        fix = device.reinstall(facts.profile, machine) if facts.profile else f"install a torch built for {machine.arch}"
+        fix = (
+            reinstall_command(facts.profile, machine) if facts.profile else f"install a torch built for {machine.arch}"
+        )
         yield Row(name, "warning" if works else "error", f"only for {', '.join(torch.kernels)}",
                   f"none for {machine.arch}", fix)  # fmt: skip
 
@@ -92,14 +94,14 @@ def limits(facts: Facts) -> Iterator[Row]:
     machine, profile = facts.machine, facts.profile
     if profile is None or facts.said.torch is None or machine.torch_build != "rocm":
         return
-    outside = device.below_floor(profile, machine)
+    outside = below_floor(profile, machine)
     for what, found, name in (("rocm", machine.rocm, "ROCm"), ("torch", machine.torch, "torch version")):
         if what not in profile.floor:
             continue
         if not found:
             yield unrecorded(name)
         elif what in outside:
-            yield Row(name, "warning", found, ": ".join(outside[what]), device.reinstall(profile, machine))
+            yield Row(name, "warning", found, ": ".join(outside[what]), reinstall_command(profile, machine))
         else:
             yield Row(name, "ok", found)
 
@@ -146,12 +148,12 @@ def environment(facts: Facts) -> Iterator[Row]:
     if facts.said.environment is None or profile is None:
         yield unrecorded("environment")
         return
-    conflicts = device.environment_conflicts(profile, facts.fit, environ)
+    conflicts = environment_conflicts(profile, facts.fit, environ)
     named = {name for conflict in conflicts for name in conflict.variables}
     for conflict in conflicts:
         yield Row(" ".join(conflict.variables), "error" if conflict.fatal else "warning", conflict.found,
                   conflict.why, facts.unset(*conflict.variables))  # fmt: skip
-    alone = device.environment(profile, facts.fit, {"WORLD_SIZE": str(facts.gpu_count)})  # nothing set by the user
+    alone = environment_for(profile, facts.fit, {"WORLD_SIZE": str(facts.gpu_count)})  # nothing set by the user
     taken = {*environ, *(ALLOCATOR_VARIABLES if environ.keys() & set(ALLOCATOR_VARIABLES) else ())}
     for name, (value, why) in alone.items():
         if name not in taken:

@@ -10,9 +10,9 @@ from rocm_ext.doctor.recorded import NAME, DeviceNode, Recorded, read_recorded
 from rocm_ext.doctor.rows import gib
 from rocm_ext.doctor.system import NVIDIA, Card, System, read_system
 from rocm_ext.errors import UserError
-from rocm_ext.hardware import device
-from rocm_ext.hardware.device import Profile
+from rocm_ext.hardware.budget import memory_parameters, uses_carve_out
 from rocm_ext.hardware.machine import STRIX_HALO, Machine, Torch, describe, installed_gib
+from rocm_ext.hardware.profile import Profile, intended_machine, load_profile
 from rocm_ext.hardware.sysfs import to_number
 
 # What installs packages and what brings the whole system up to date, by the words of ID and ID_LIKE in os-release
@@ -111,7 +111,7 @@ class Facts:
     @property
     def in_carve_out(self) -> bool:
         """The GPU computes in its carve-out, not in the host's memory."""
-        return device.uses_carve_out(self.gtt, self.carve_out)
+        return uses_carve_out(self.gtt, self.carve_out)
 
     @property
     def carve_out(self) -> int | None:
@@ -150,7 +150,7 @@ class Facts:
     @property
     def memory_parameters(self) -> str:
         """The kernel parameters that let the GPU map all of the memory."""
-        return device.memory_parameters(self.machine.kernel, self.installed_gib or 128, self.files.ttm)
+        return memory_parameters(self.machine.kernel, self.installed_gib or 128, self.files.ttm)
 
     def access(self, node: DeviceNode) -> bool | None:
         """Whether the user can read and write a device; None where nobody can tell."""
@@ -227,7 +227,7 @@ def combine(said: Recorded, files: System, root: Path) -> Facts:
     machine = describe(said.torch or Torch(""), said.system or "Linux", said.environment or {}, total, root)
     if not machine.amd_archs and re.search("Ryzen AI Max", files.cpu or said.cpu, re.IGNORECASE):
         machine = replace(machine, amd_archs=("gfx1151",))  # sold with this GPU only; Windows has no KFD
-    fit, profile = device.intended(machine)
+    fit, profile = intended_machine(machine)
     if said.torch is None and fit.backend == "cpu" and (files.nvidia or NVIDIA in files.displays.values()):
-        fit, profile = replace(machine, backend="cuda"), device.load_profile("cuda")
+        fit, profile = replace(machine, backend="cuda"), load_profile("cuda")
     return Facts(said, files, machine, fit, profile)

@@ -23,8 +23,9 @@ from rocm_ext.doctor.recorded import DeviceNode, Memory, Process, Recorded, Sand
 from rocm_ext.doctor.rows import Row
 from rocm_ext.doctor.system import read_system
 from rocm_ext.errors import UserError
-from rocm_ext.hardware.device import ALLOCATOR_VARIABLES, load_profile, profile_names
+from rocm_ext.hardware.environment import ALLOCATOR_VARIABLES
 from rocm_ext.hardware.machine import VISIBLE_VARIABLES
+from rocm_ext.hardware.profile import load_profile, profile_names
 from rocm_ext.hardware.sysfs import listing, read_number, read_text
 
 ROOT = Path("/")

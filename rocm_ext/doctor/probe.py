@@ -13,9 +13,9 @@ from typing import Any
 
 from rocm_ext.doctor.rows import Row
 from rocm_ext.errors import UserError, one_line
-from rocm_ext.hardware import device
-from rocm_ext.hardware.device import Profile
+from rocm_ext.hardware.environment import ensure_environment
 from rocm_ext.hardware.machine import Machine, ask_torch, describe, host_memory
+from rocm_ext.hardware.profile import Profile, choose_profile, intended_machine, load_profile
 
 ROOT = Path("/")
 MARK = "rocm-ext: "  # before our lines; libraries print others
@@ -47,11 +47,11 @@ def _tell(**parts: Any) -> None:
 def _enter_environment(machine: Machine) -> Profile | None:
     """The profile; its environment is in place once this returns, as in a recipe."""
     try:
-        profile = device.load_profile(device.choose_profile(machine)[0])
+        profile = load_profile(choose_profile(machine)[0])
         if machine.backend != "cpu":  # there it would be for other programs' good
-            device.start(profile, machine)
+            ensure_environment(profile, machine)
     except UserError:  # a row of its own says so; what torch computes is worth knowing in any case
-        return device.intended(machine)[1] if machine.backend != "cpu" else None
+        return intended_machine(machine)[1] if machine.backend != "cpu" else None
     return profile
 
 

@@ -169,6 +169,12 @@ def kernel_release(root: Path) -> str:
     return text if re.fullmatch(r"[!-~]{1,64}", text) else ""
 
 
+def parse_version(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: ``6.18.4-arch1-1`` -> (6, 18, 4); () where it begins with none."""
+    match = re.match(r"[0-9]{1,9}(\.[0-9]{1,9})*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
 def is_unified(arch: str | None) -> bool:
     """Whether an AMD GPU of this architecture shares the host's memory."""
     return arch in _UNIFIED

@@ -13,7 +13,7 @@ from torchtune.training import MODEL_KEY, set_default_dtype
 from rocm_ext import config
 from rocm_ext.data.batches import Batch
 from rocm_ext.errors import UserError
-from rocm_ext.hardware.device import Profile, check_locked
+from rocm_ext.hardware.profile import Profile, check_locked
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
 from rocm_ext.model.norm import use_fused_norms

@@ -13,9 +13,10 @@ from rocm_ext import config
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.errors import UserError
-from rocm_ext.hardware import device
+from rocm_ext.hardware.budget import memory_budget, nominal_budget
 from rocm_ext.hardware.machine import Machine
 from rocm_ext.hardware.numerics import DTYPES, pick_dtype
+from rocm_ext.hardware.profile import Profile, check_locked, load_profile
 from rocm_ext.model import adapter_files
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import build_model, check_quantized
@@ -110,10 +111,10 @@ def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: in
     Raises:
         UserError: the model cannot be built, or nothing is known of the machine.
     """
-    profile = device.load_profile(cfg.hardware)
+    profile = load_profile(cfg.hardware)
     here = profile.memory["of"] == "host" or profile.fits(machine)
     figures = figures_for(profile, machine, bench)
-    budget = device.memory_budget(profile, machine) if here else device.nominal_budget(profile, figures.memory or 0)
+    budget = memory_budget(profile, machine) if here else nominal_budget(profile, figures.memory or 0)
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     dtype = pick_dtype(cfg.dtype, machine)[0] if here else DTYPES[_nominal_dtype(cfg.dtype, figures)]
     decoder = build_model(cfg.model, dtype, 0, torch.device("meta"))
@@ -151,7 +152,7 @@ def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: in
 
 
 def _check(
-    cfg: DictConfig, profile: device.Profile, machine: Machine, decoder: TransformerDecoder, ranks: int, here: bool
+    cfg: DictConfig, profile: Profile, machine: Machine, decoder: TransformerDecoder, ranks: int, here: bool
 ) -> None:
     """Refuse what the recipe would refuse: there is nothing to plan.
 
@@ -160,7 +161,7 @@ def _check(
     """
     settings: Any = OmegaConf.to_container(cfg)
     overrides = list(cfg.hardware_overrides)
-    device.check_locked(profile, settings, overrides)
+    check_locked(profile, settings, overrides)
     check_quantized(decoder, profile, overrides, ranks)
     adapter_files.check_model_type(cfg.checkpointer.model_type)
     check_max_seq_len(cfg.tokenizer.get("max_seq_len"))

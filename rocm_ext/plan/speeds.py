@@ -10,8 +10,9 @@ import torch
 
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.bench_file import BenchFile, of_this_machine
-from rocm_ext.hardware.device import GIB, Profile
+from rocm_ext.hardware.budget import GIB
 from rocm_ext.hardware.machine import Machine
+from rocm_ext.hardware.profile import Profile
 from rocm_ext.plan.costs import Operation
 
 

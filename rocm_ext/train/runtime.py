@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.hardware import device, numerics
+from rocm_ext.hardware import numerics
+from rocm_ext.hardware.budget import memory_budget, open_device
 from rocm_ext.hardware.machine import Machine, detect
+from rocm_ext.hardware.profile import Profile, check_locked, check_profile, load_profile
 from rocm_ext.log import log, warn
 from rocm_ext.ranks import Ranks, local_rank, local_world_size
 
@@ -24,7 +26,7 @@ class Runtime:
         ranks: this process among all of them.
     """
 
-    profile: device.Profile
+    profile: Profile
     machine: Machine
     device: torch.device
     dtype: torch.dtype
@@ -37,12 +39,12 @@ class Runtime:
         Raises:
             UserError: the machine is not the profile's, a setting is locked, or the device is not here.
         """
-        profile, machine = device.load_profile(cfg.hardware), detect()
-        warnings = device.check_profile(profile, machine, local_world_size())
+        profile, machine = load_profile(cfg.hardware), detect()
+        warnings = check_profile(profile, machine, local_world_size())
         settings: Any = OmegaConf.to_container(cfg)
-        warnings += device.check_locked(profile, settings, list(cfg.hardware_overrides))
+        warnings += check_locked(profile, settings, list(cfg.hardware_overrides))
         dtype, why = numerics.pick_dtype(cfg.dtype, machine)
-        opened = device.open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
+        opened = open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
         ranks = Ranks.from_env(opened)
         warn(warnings)
         log.info("hardware %s: %s", profile.name, machine)
@@ -51,4 +53,4 @@ class Runtime:
 
     def budget(self) -> int:
         """Bytes that this process may take on its device."""
-        return device.memory_budget(self.profile, self.machine)[0]
+        return memory_budget(self.profile, self.machine)[0]

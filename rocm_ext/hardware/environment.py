@@ -1,0 +1,163 @@
+"""The environment variables that a profile sets, and those that contradict it or do harm."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rocm_ext.errors import UserError
+from rocm_ext.hardware.machine import Machine, parse_version
+from rocm_ext.hardware.profile import Profile
+
+# One setting under three names: HIP builds of torch read each of them
+ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_SET_BY_US = "ROCM_EXT_ENVIRONMENT"  # names we have set, comma separated: what `ensure_environment` must not repeat
+
+_CONDITIONS = {
+    "always": lambda profile, machine, environ: True,
+    # HSA_OVERRIDE_GFX_VERSION would make another chip that borrows the profile run the wrong kernels
+    "arch_missing": lambda profile, machine, environ: not machine.has_kernels and profile.is_for(machine.arch),
+    "several_ranks": lambda profile, machine, environ: int(environ.get("WORLD_SIZE", 1)) > 1,
+}
+
+
+def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The variables to add to ``environ``: {name: (value, reason)}. What the user has set stays.
+
+    Raises :class:`UserError` where the allocator's variables contradict each other."""
+    check_environment(profile, machine, environ)
+    taken = set(environ)
+    if taken & set(ALLOCATOR_VARIABLES):  # the user configures the allocator, under whichever name
+        taken.update(ALLOCATOR_VARIABLES)
+    return {
+        name: (variable.value, variable.reason)
+        for name, variable in profile.environment.items()
+        if name not in taken and _CONDITIONS[variable.when](profile, machine, environ)
+    }
+
+
+def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[str]:
+    """Lines about variables in ``environ`` that do no good on an AMD machine.
+
+    Raises :class:`UserError` where the allocator's variables contradict each other."""
+    found = environment_conflicts(profile, machine, environ)
+    if fatal := next((conflict for conflict in found if conflict.fatal), None):
+        raise UserError(str(fatal))
+    return [str(conflict) for conflict in found]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Environment variables that do no good here."""
+
+    variables: tuple[str, ...]  # the ones to unset
+    found: str
+    why: str
+    fatal: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.why}. Fix: unset {' '.join(self.variables)}"
+
+
+def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[Conflict]:
+    """What in ``environ`` is contradictory, dangerous or useless on an AMD machine."""
+    if machine.torch_build != "rocm" and profile.match.get("backend") != "rocm":
+        return []
+    found = _allocator_conflicts(machine, environ)
+    override = environ.get("HSA_OVERRIDE_GFX_VERSION")
+    if override and machine.native_archs and machine.has_kernels:
+        found.append(
+            Conflict(
+                ("HSA_OVERRIDE_GFX_VERSION",),
+                f"HSA_OVERRIDE_GFX_VERSION={override}",
+                f"useless at best, as torch has kernels for {machine.arch}",
+            )
+        )
+    if environ.get("ROCR_VISIBLE_DEVICES") and environ.get("HIP_VISIBLE_DEVICES"):
+        wanted, other = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+        if machine.system == "Windows":
+            wanted, other = other, wanted
+        found.append(
+            Conflict(
+                (other,),
+                "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set",
+                f"HIP's numbers count what ROCR left. Set {wanted} only",
+            )
+        )
+    return found
+
+
+def _allocator_conflicts(machine: Machine, environ: Mapping[str, str]) -> list[Conflict]:
+    allocator = {name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)}
+    found = []
+    if len(set(allocator.values())) > 1:
+        what = ", ".join(f"{name}={value}" for name, value in allocator.items())
+        why = "they configure the same allocator and differ. Keep one"
+        found.append(Conflict(tuple(allocator)[1:], what, why, fatal=True))
+    for name, value in allocator.items():
+        if not re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
+            continue
+        if "max_split_size_mb" in value:
+            found.append(
+                Conflict(
+                    (name,),
+                    f"{name}={value}",
+                    "expandable_segments together with max_split_size_mb zeroes live buffers on ROCm (ROCm#6603)",
+                    fatal=True,
+                )
+            )
+        elif parse_version(machine.torch) < (2, 11):
+            found.append(
+                Conflict((name,), f"{name}={value}", "expandable_segments has no effect on ROCm before torch 2.11")
+            )
+    return found
+
+
+def ensure_environment(profile: Profile, machine: Machine) -> list[str]:
+    """Call this first in a program: put the profile's environment in place before HIP and torch read theirs.
+
+    They have read it by now, so where a variable has to be added this process is replaced by the very same
+    command, once; under torchrun its process id stays. Returns what was set and why, and warnings.
+    Raises what :func:`environment_for` raises."""
+    return apply_environment(profile, machine, reexec=True)
+
+
+def apply_environment(profile: Profile, machine: Machine, reexec: bool = False) -> list[str]:
+    """:func:`ensure_environment` for programs that must not be replaced, such as notebooks.
+
+    Where HIP has already started (:func:`detect` starts it), the returned lines end with the export to run
+    before Python. Processes started from here on inherit the variables in any case."""
+    before = {name for name in os.environ.get(_SET_BY_US, "").split(",") if name}
+    added = environment_for(profile, machine, os.environ)
+    os.environ.update({name: value for name, (value, _) in added.items()})
+    ours = before | set(added)
+    if added:
+        os.environ[_SET_BY_US] = ",".join(sorted(ours))
+    if reexec and added.keys() - before and _can_repeat():
+        _repeat_command()
+    lines = check_environment(profile, machine, os.environ)
+    lines += [
+        f"{name}={os.environ[name]} ({variable.reason})"
+        for name, variable in profile.environment.items()
+        if name in ours & set(os.environ)
+    ]
+    if added and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        exports = " ".join(f"{name}={value}" for name, (value, _) in added.items())
+        lines.append(f"HIP has already started without these; before starting Python: export {exports}")
+    return lines
+
+
+def _can_repeat() -> bool:
+    # an interactive session, or a script that came through stdin and is used up, cannot run again
+    return sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
+
+
+def _repeat_command() -> None:
+    command = [sys.executable, *sys.orig_argv[1:]]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "nt":  # there, exec starts a second process and the shell goes on without waiting
+        sys.exit(subprocess.call(command))
+    os.execve(sys.executable, command, os.environ)
