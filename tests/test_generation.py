@@ -585,7 +585,7 @@ def test_ids_that_the_tokenizer_does_not_know_say_nothing(small, untold):
 
 def test_answers_beyond_the_context_are_refused(small):
     assert len(sample(small, ask(prompts(1000)), Sampling(24))["0", 0].tokens) <= 24
-    with pytest.raises(UserError, match="are 1025 tokens; the model takes 1024"):
+    with pytest.raises(UserError, match="are 1025 tokens; the model takes at most 1024"):
         sample(small, ask(prompts(3, 1001)), Sampling(24))
 
 
@@ -720,7 +720,7 @@ def test_slots_fit_into_memory(shape, lengths, sampling, memory, caches):
         ((slots, length),) = caches.shapes
         assert 16 <= slots < len(requests)
         assert length >= max(lengths) + sampling.max_new_tokens
-        with pytest.raises(UserError, match="are left for sampling; 16 answers of"):
+        with pytest.raises(UserError, match="are free for sampling; 16 answers of"):
             next(LocalSession(decoder, Words([]), lambda: int(memory / 5)).generate(requests, sampling))
 
 
