@@ -378,7 +378,7 @@ def test_bad_files(qwen, write, text, name, pieces):
 
 def test_file_that_is_not_utf8(qwen, tmp_path):
     (tmp_path / "train.jsonl").write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(UserError, match=r"train.jsonl: cannot be read as UTF-8"):
+    with pytest.raises(UserError, match=r"train.jsonl: cannot read it as UTF-8"):
         sft_dataset(qwen, source=str(tmp_path / "train.jsonl"))
 
 
