@@ -150,7 +150,7 @@ def test_the_seed_decides(pocket_dir, tmp_path):
 def test_an_earlier_pocket_model_is_kept(pocket_dir, capsys):
     before = (pocket_dir / "model.safetensors").stat().st_mtime_ns
     assert cli.main(["pocket", str(pocket_dir), "--seed", "7", "--accuracy", "0.01"]) == 0
-    assert "exists already" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out
     assert (pocket_dir / "model.safetensors").stat().st_mtime_ns == before
     assert cli.main(["pocket", str(pocket_dir), "--seed", "8", "--accuracy", "0.01"]) == 1
     assert "seed 7" in capsys.readouterr().err
