@@ -46,7 +46,7 @@ def load(name: str = "strix_halo_qwen7b", *overrides: str):
 
 def stock_config(name: str):
     """torchtune's own config for the same model, which the head names; None for the pocket model."""
-    match = re.search(r"differ from torchtune's (\S+) say so", head(name))
+    match = re.search(r"differ from torchtune's (\S+)\.\n", head(name))
     return OmegaConf.load(STOCK / f"{match[1]}.yaml") if match else None
 
 
@@ -147,7 +147,7 @@ def test_departures_from_torchtune_say_so(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_pocket"])
 def test_the_download_line_is_torchtune_s(name):
-    stock_name = re.search(r"differ from torchtune's (\S+) say so", head(name))[1]
+    stock_name = re.search(r"differ from torchtune's (\S+)\.\n", head(name))[1]
     theirs = re.search(r"tune download .*", (STOCK / f"{stock_name}.yaml").read_text())[0]
     ours = re.search(r"tune download .*", head(name))[0].replace("Qwen2.5-Coder-7B", "Qwen2.5-7B")
     if "--output-dir" not in theirs:  # two of torchtune's rely on the default, which is /tmp
