@@ -24,7 +24,7 @@ from rocm_ext.plan import memory
 from rocm_ext.plan.costs import Kernels, Operation, Tally, simulate_layer
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.speeds import Figures
-from rocm_ext.plan.workload import Questions, Rows
+from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.ranks import Ranks
 from tests.tiny import run_config, write_model, write_yaml
 
