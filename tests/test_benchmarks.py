@@ -155,8 +155,8 @@ def test_losses_that_differ_close_the_gate(found, passes, tmp_path, monkeypatch)
         ({}, None),
         ({"greedy": [[1, 2]]}, "greedy answers of peer differ"),
         ({"behind": 0.5}, "less probable than the best"),
-        ({"bias": 1.0}, "sampled tokens of ours are off"),
-        ({"said": 0.5}, "our log-probabilities have the mean"),
+        ({"bias": 1.0}, "tokens sampled by ours are off"),
+        ({"said": 0.5}, "our log-probabilities have mean"),
     ],
 )
 def test_other_answers_close_the_gate(change, message):
@@ -228,9 +228,9 @@ def test_a_choice_replaces_the_set():
         (["--vocab", "512"], "add --shape"),
         (["--dtype", "bf16"], "add --shape"),
         (["--peers", "TRL + PEFT"], "add --shape"),
-        (["--shape", "tiny", "--all"], "leave one of them out"),
-        (["--rounds", "0"], "at least 1"),
-        (["--shape", "tiny", "--work", "sft", "--peers", "transformers generate"], "no peer"),
+        (["--shape", "tiny", "--all"], "drop one of them"),
+        (["--rounds", "0"], "must be at least 1"),
+        (["--shape", "tiny", "--work", "sft", "--peers", "transformers generate"], "none of --peers"),
     ],
 )
 def test_no_option_is_ignored(options, told, monkeypatch, capsys):

@@ -1,8 +1,8 @@
 """torchtune: ``… sample_torchtune MODEL DTYPE MOST [lean]``: ``generation.generate`` with a local cache, left-padded.
 
-As its PPO recipe calls it. It decodes all rows until the last has ended, so it is told to make that many tokens, which
-spares it looking for stop tokens. It gathers the logits of all steps; ``lean`` keeps it from that, by its own hook.
-Rows whose logits do not fit into half of the memory come in several batches.
+The call is that of torchtune's PPO recipe. torchtune decodes all rows until the last one has ended. So this side asks
+for that many tokens, which saves the search for stop tokens. torchtune gathers the logits of all steps; ``lean`` drops
+them through torchtune's own hook. If the logits do not fit into half of the memory, the rows run in several batches.
 """
 
 import os
@@ -51,7 +51,7 @@ def batch(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
 
 
 def memory() -> int:
-    """The device's, in bytes."""
+    """Bytes of the device's memory."""
     if DEVICE.type == "cuda":
         return torch.cuda.mem_get_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
