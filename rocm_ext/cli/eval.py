@@ -10,6 +10,7 @@ from rocm_ext.cli._options import add_format, add_overrides
 
 
 def add(commands) -> None:
+    """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "eval",
         help="measure how often a model's answers are right, with or without an adapter",
@@ -32,6 +33,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Measure the adapter and print its scores."""
     from rocm_ext import config
     from rocm_ext.hardware import device
     from rocm_ext.hardware.machine import detect

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def add(commands) -> None:
+    """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "plan",
         help="estimate a run's memory, work and time before anything is downloaded",
@@ -39,6 +40,11 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Plan the run and print the plan.
+
+    Returns:
+        Exit code: 0 if the config fits, else 1.
+    """
     from omegaconf import OmegaConf
 
     from rocm_ext import config

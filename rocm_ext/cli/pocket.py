@@ -6,6 +6,7 @@ from pathlib import Path
 
 
 def add(commands) -> None:
+    """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "pocket",
         help="make a small model and its data to try the recipes offline, on any machine",
@@ -24,6 +25,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Make the pocket model and print its accuracy."""
     import logging
 
     from rocm_ext.pocket import make

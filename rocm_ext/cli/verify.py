@@ -8,6 +8,7 @@ from rocm_ext.errors import UserError
 
 
 def add(commands) -> None:
+    """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "verify",
         help="check a verifier on a data set's right answers",
@@ -35,6 +36,11 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Verify the right answers and print the verdicts.
+
+    Raises:
+        UserError: an answer fails, or an argument is invalid.
+    """
     import psutil
     import yaml
 

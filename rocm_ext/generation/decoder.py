@@ -176,7 +176,7 @@ class Decoder:
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes that a pass holds at once for one token, beside the cache.
+        """Bytes that a pass holds at once for one token, in addition to the cache.
 
         It is the larger of two parts. Attention holds q, k and v and rotates them in fp32. The MLP holds gate, up,
         their activation and their product.
@@ -320,7 +320,7 @@ def _fuse(parts: list[Matrix]) -> Matrix:
 
 
 def copied_bytes(decoder: TransformerDecoder) -> int:
-    """Bytes that a :class:`Decoder` takes at most beside ``decoder``; sharded embeddings count too."""
+    """Upper bound on the bytes that a :class:`Decoder` adds to ``decoder``'s; it includes sharded embeddings."""
     layers = sum(p.numel() for layer in decoder.layers for p in layer.parameters() if not p.requires_grad)
     whole = sum(p.numel() for p in decoder.parameters() if hasattr(p, "full_tensor"))
     return max(layers, whole) * decoder.norm.scale.dtype.itemsize

@@ -11,7 +11,7 @@ from torch import Tensor
 from rocm_ext.generation.base import Sampling
 
 _BLOCK = 512  # tokens per block of the two-stage search
-_NUCLEUS = 1024  # so many most probable tokens nearly always hold top_p
+_NUCLEUS = 1024  # number of most probable tokens that nearly always hold top_p
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
         vocabulary: logits per row.
     """
     logits = itemsize if itemsize == 4 else itemsize + 4
-    more = [4 if vocabulary % _BLOCK else 0]  # beside one fp32 copy, the weights
+    more = [4 if vocabulary % _BLOCK else 0]  # in addition to one fp32 copy, the weights
     if sampling.temperature not in (0, 1):
         more.append(8)
     if sampling.top_k is not None or sampling.min_p is not None:

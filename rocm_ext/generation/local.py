@@ -26,7 +26,7 @@ from rocm_ext.generation.decoder import MIN_ROWS, Cache, Decoder, check_family, 
 from rocm_ext.generation.draw import draw, draw_bytes, uniforms
 from rocm_ext.log import log
 
-# With so many slots a step is bound by compute, so more gain nothing (measured on a CPU; computed for GPUs).
+# Slots at which a step becomes compute-bound; more slots gain nothing (measured on a CPU; computed for GPUs).
 _MOST_SLOTS = {"cpu": 128, "cuda": 256}
 # Attention reads a multiple of this many cache positions. CPU: other numbers change the rounding of attention's sums
 # (see `span_for`). GPU: few distinct shapes need few graphs.
@@ -264,7 +264,7 @@ class LocalSession:
 
 @dataclass(frozen=True)
 class SlotMemory:
-    """Bytes that sampling takes beside the weights.
+    """Bytes that sampling takes in addition to the weights.
 
     Attributes:
         cache: per slot, including its logits if steps run as graphs.

@@ -2,7 +2,7 @@
 
 Each sequence gets its own call of torch's SDPA with ``is_causal``. The fast kernel of every backend
 (flash on CUDA, AOTriton on ROCm, the CPU's own) takes that call; none takes a block-diagonal mask. A few
-dozen launches per layer cost little beside the matrix products of thousands of tokens.
+dozen launches per layer cost little compared with the matrix products of thousands of tokens.
 """
 
 import torch

@@ -135,7 +135,7 @@ class LossCosts:
     """Costs of the final norm, output layer and loss for one micro-batch, forward and backward.
 
     Attributes:
-        working: bytes at the peak, beside the incoming hidden states.
+        working: bytes at the peak, in addition to the incoming hidden states.
         operations: kernels.
     """
 

@@ -142,7 +142,7 @@ def _gathered(decoder: TransformerDecoder) -> int:
 def _state_per_byte(node: Any) -> float:
     """Bytes of optimiser state per byte of parameters: 2 for AdamW.
 
-    An optimiser that cannot step on the CPU (bitsandbytes') counts as 2, too.
+    The same number is assumed for an optimiser that cannot step on the CPU (bitsandbytes').
     """
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)

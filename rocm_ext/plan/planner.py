@@ -243,7 +243,7 @@ class SamplingPlan:
 
     @property
     def peak(self) -> int:
-        """Peak bytes of sampling, beside the model and what training keeps allocated."""
+        """Peak bytes of sampling, in addition to the model and what training keeps allocated."""
         return self.layout + self.cache + self.working
 
 

@@ -46,6 +46,7 @@ COMPARE = {"sft": sft.compare, "sampling": sampling.compare}
 
 
 def main() -> None:
+    """Run the comparisons, print the table, and exit with 1 if one failed."""
     args = parse()
     others, rows, failures = OtherPrograms(), [], 0
     try:
@@ -83,6 +84,7 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
 
 
 def parse() -> argparse.Namespace:
+    """Parse the command line; exit with 2 if an option would have no effect."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     option = parser.add_argument
     option("--work", nargs="+", choices=[*PEERS, "cycle"], default=[*PEERS, "cycle"])

@@ -28,6 +28,7 @@ from tests import sysfs
 
 
 def main() -> None:
+    """Measure the recorder at two intervals and the command, and print their shares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--tree", choices=("strix_halo", "mi300x", "mi50"), help="measure on this copy instead of this machine"

@@ -36,6 +36,7 @@ class Traced(LocalSession):
 
 
 def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
+    """Sample with our session and keep the log-probabilities."""
     samples, temperature = len(trace) // len(prompts), 0.0 if greedy else 1.0
     requests = [
         Request(str(i), k, sample_seed(0, 0, str(i), k), tuple(prompt))

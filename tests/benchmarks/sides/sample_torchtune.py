@@ -22,6 +22,7 @@ LEAN = "lean" in sys.argv[4:]
 
 
 def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
+    """Sample in batches whose logits fit into half of the memory."""
     samples, longest = len(trace) // len(prompts), max(map(len, prompts))
     per_row = 4 * MODEL.tok_embeddings.num_embeddings * (longest + (0 if LEAN else 2 * max(trace)))
     at_once = max(1, min(len(prompts), memory() // 2 // per_row // samples))
@@ -34,6 +35,7 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
 
 
 def batch(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
+    """Sample one batch with torchtune's ``generate``."""
     tokens = padded(prompts).repeat_interleave(len(trace) // len(prompts), 0)
     rows, width = tokens.shape
     length = width + max(trace)

@@ -48,6 +48,7 @@ def how(greedy: bool) -> dict:
 
 
 def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
+    """Sample with ``model.generate``."""
     tokens = padded(prompts)
     width = tokens.shape[1]
     out = MODEL.generate(
@@ -59,6 +60,7 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
 
 
 def continuous(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
+    """Sample with continuous batching; it keeps one manager per setting."""
     samples = len(trace) // len(prompts)
     if (greedy, samples) not in MANAGERS:
         while MANAGERS:
@@ -90,6 +92,7 @@ class Manager:
         self._manager.stop(block=True)
 
     def generate(self, prompts: list[list[int]], trace: list[int]) -> Answers:
+        """Add all requests, wait for their answers, and return them in order."""
         self._run += 1
         names = []
         for i, prompt in enumerate(prompts):
