@@ -59,7 +59,7 @@ def write_config(root, name: str, out, lora: dict | None = None, **changes):
 
 
 def measured_peak(path) -> tuple[int, LoRAFinetune]:
-    """Bytes of tensors that two real steps need at once, model included."""
+    """Run two real steps; return the peak bytes of tensors, including the model."""
     recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
     recipe.setup()
     recipe.trainer.write_outputs = recipe.trainer.save_checkpoint = lambda: None
@@ -203,7 +203,7 @@ def planner(folders, tmp_path, **changes) -> TrainingPlanner:
     figures = Figures("", True, {"fp32": 1e12}, 1e10)
     return TrainingPlanner(
         cfg, decoder, CrossEntropy(), torch.float32, torch.device("cpu"),
-        rows=Rows(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures, kernels=Kernels(True, False),
+        rows=Workload(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures, kernels=Kernels(True, False),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def adapter_state(decoder: TransformerDecoder) -> dict[str, Tensor]:
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """sha256 of tensors by name."""
+    """Return the SHA-256 of tensors by name, in hex."""
     digest = sha256()
     for name, tensor in sorted(state.items()):
         digest.update(name.encode() + tensor.float().numpy().tobytes())

@@ -22,11 +22,11 @@ from rocm_ext.ranks import Ranks
 
 
 class CausalLM(nn.Module):
-    """Decoder and objective as one module, so that FSDP2 gathers the output weights for both at once.
+    """Decoder and objective in one module, so that FSDP2 gathers the output weights once for both.
 
     Args:
         decoder: torchtune decoder.
-        objective: of the labels that its hidden states predict.
+        objective: computes the loss from hidden states and labels.
     """
 
     def __init__(self, decoder: TransformerDecoder, objective: Objective) -> None:
@@ -35,7 +35,7 @@ class CausalLM(nn.Module):
         self.objective = objective
 
     def forward(self, batch: Batch) -> Tensor:
-        """The objective summed over ``batch.targets``: a scalar in fp32."""
+        """Return the objective summed over ``batch.targets``: a scalar in fp32."""
         hidden = hidden_states(self.decoder, batch).flatten(0, 1)[batch.index]
         return self.objective(self.decoder.output, hidden, batch.targets, batch.columns, batch.sequence)
 

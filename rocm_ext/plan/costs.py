@@ -205,13 +205,13 @@ def simulate_loss(
     dtype: torch.dtype,
     kernels: Kernels,
 ) -> LossCosts:
-    """Run the final norm, a frozen output layer and the loss, forward and backward, on fake tensors.
+    """Run the final norm, a frozen output layer and the objective, forward and backward, on fake tensors.
 
     Args:
         norm: of a torchtune decoder, without weights.
         width: of hidden states.
         vocabulary: rows of the output layer.
-        objective: with ``chunk_tokens`` set.
+        objective: computes the loss from hidden states; ``chunk_tokens`` must be set.
         lengths: tokens of each sequence in the micro-batch.
         targets: number of its tokens with a label.
         dtype: of weights and activations.

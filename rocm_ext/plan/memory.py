@@ -96,8 +96,8 @@ def plan_memory(
     """Plan the memory of training. Call it before the model is sharded, wrapped or loaded.
 
     Args:
-        decoder: with adapters; frozen weights on the meta device.
-        objective: what the step minimises.
+        decoder: model with adapters; frozen weights are on the meta device.
+        objective: computes the loss from hidden states.
         lengths: tokens of each row of the largest micro-batch.
         dtype: of weights and activations.
         device: the target.

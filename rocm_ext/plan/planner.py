@@ -78,9 +78,9 @@ class TrainingPlanner:
     """Plans the training of one model with one config on one machine.
 
     Args:
-        cfg: of either recipe.
-        decoder: with adapters, without weights.
-        objective: what the step minimises.
+        cfg: config of either recipe.
+        decoder: model with adapters, without weights.
+        objective: computes the loss from hidden states.
         dtype: of weights and activations.
         device: the target; the planner computes nothing there.
         rows: the training data.
