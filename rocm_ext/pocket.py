@@ -1,9 +1,9 @@
-"""A pocket model: a Qwen2.5 of a million parameters, made on the spot, that half knows how to add.
+"""The pocket model: a Qwen2.5 with a million parameters that is trained on this machine to add and subtract.
 
-It opens in transformers, PEFT and torchtune as any Qwen2.5 does, so that every recipe runs end to end on a
-laptop's CPU in minutes and offline. It is trained on additions and subtractions of two-digit numbers, worked
-in columns, and stopped as soon as it gets a third of the held-out ones right: it knows the form of an answer
-and errs in single steps, which leaves fine-tuning something to teach and sampling something to select from.
+transformers, PEFT and torchtune open it like any Qwen2.5, so every recipe runs end to end on a laptop's CPU
+in minutes, offline. Its training data are additions and subtractions of two-digit numbers, worked in columns.
+Training stops once it answers a third of the held-out problems correctly. It then knows the form of an answer
+but makes mistakes in single steps, so fine-tuning can teach it and sampling gives a choice of answers.
 """
 
 import json
@@ -41,7 +41,7 @@ from rocm_ext.runs.scores import Score
 log = logging.getLogger(__name__)
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 320,  # all of it tokens: a sample may draw any id, and torchtune cannot decode an unused one
+    "vocab_size": 320,  # every id is a token: a sample may draw any id, and torchtune cannot decode an unused one
     "num_layers": 4,
     "num_heads": 4,
     "num_kv_heads": 2,
@@ -52,9 +52,9 @@ SHAPE: dict[str, Any] = {
     "rope_base": 1e6,
     "tie_word_embeddings": True,
 }
-HELD_OUT, TRAIN = 400, 3000  # rows; the model is made from the problems in neither
+HELD_OUT, TRAIN = 400, 3000  # rows; the model is trained on the other problems
 MAX_NEW_TOKENS = 32  # the longest answer has 20
-FREE_MEMORY = 2**30  # far more than sampling from so small a model takes
+FREE_MEMORY = 2**30  # far more than sampling from this small model needs
 BATCH, LEARNING_RATE, WARMUP = 32, 3e-3, 50
 MAX_STEPS = 3000
 
@@ -82,7 +82,7 @@ def lora_pocket(
     use_dora: bool = False,
     quantize_base: bool = False,
 ) -> TransformerDecoder:
-    """The pocket model with LoRA, for a config's ``model:``; arguments as in torchtune's LoRA builders."""
+    """Build the pocket model with LoRA, for a config's ``model:``; arguments as in torchtune's LoRA builders."""
     return lora_qwen2(
         lora_attn_modules,
         apply_lora_to_mlp,
@@ -96,16 +96,17 @@ def lora_pocket(
 
 
 def make(folder: Path, seed: int = 0, target: float = 0.33, force: bool = False) -> tuple[dict[str, Any], bool]:
-    """Make a pocket model in ``folder``, or find the one that is there.
+    """Make a pocket model in ``folder``, or keep the one that is already there.
 
-    The result depends on the seed, the number of threads, torch's version and the processor.
+    The folder holds the model in Hugging Face's format, ``train.jsonl`` and ``heldout.jsonl`` (rows of
+    ``messages``, ``prompt`` and ``answer``), and the card ``pocket.json``. No problem is in both files, and the
+    model was trained on neither. The result depends on the seed, the number of threads, torch's version and the
+    processor.
 
     Args:
-        folder: appears when it is whole: the model in Hugging Face's format, ``train.jsonl`` and
-            ``heldout.jsonl`` (rows of ``messages``, ``prompt`` and ``answer``; no problem is in both, and
-            the model was made from neither), and the card ``pocket.json``.
+        folder: where to write; it appears once it is complete.
         seed: of the problems and the weights.
-        target: training stops at the first measured held-out accuracy of at least this, in (0, 1).
+        target: held-out accuracy in (0, 1); training stops at the first measured accuracy that reaches it.
         force: replace an earlier pocket model.
 
     Returns:
@@ -113,17 +114,17 @@ def make(folder: Path, seed: int = 0, target: float = 0.33, force: bool = False)
         the model is new.
 
     Raises:
-        UserError: ``folder`` holds something else, or the target is out of reach.
+        UserError: ``folder`` contains something else or another pocket model, or training misses the target.
     """
     if not 0 < target < 1:
-        raise UserError(f"accuracy {target} is not between 0 and 1")
+        raise UserError(f"accuracy is {target}; expected a number between 0 and 1")
     folder = folder.resolve()
     if (earlier := _earlier(folder)) and not force:
         if (earlier["seed"], earlier["target"]) == (seed, target):
             return earlier, False
         raise UserError(
-            f"{folder} holds a pocket model of seed {earlier['seed']} and accuracy {earlier['target']}, "
-            f"not of seed {seed} and accuracy {target}. --force replaces it"
+            f"{folder} already has a pocket model with seed {earlier['seed']} and accuracy {earlier['target']} "
+            f"instead of seed {seed} and accuracy {target}. --force replaces it"
         )
     held_out, train, pool = split_problems(seed)
     phrasing = random.Random(f"phrasing {seed}")
@@ -152,11 +153,15 @@ def make(folder: Path, seed: int = 0, target: float = 0.33, force: bool = False)
 
 
 def _earlier(folder: Path) -> dict[str, Any] | None:
-    """The card of the pocket model in ``folder``, None if the folder is absent or empty."""
+    """Return the card of the pocket model in ``folder``; None if the folder is absent or empty.
+
+    Raises:
+        UserError: ``folder`` contains something else.
+    """
     if folder.is_dir() and (folder / CARD).is_file():
         return json.loads((folder / CARD).read_text())
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is no pocket model; choose another folder")
+        raise UserError(f"{folder} exists and is not a pocket model; choose another folder")
     return None
 
 
@@ -176,7 +181,7 @@ class Problem:
         return self.a + self.b if self.op == "+" else self.a - self.b
 
     def worked(self) -> str:
-        """Units, tens and result, a line each: ``7+8=15 1+4+3=8 85`` or ``13-8=5 4-2=2 25``."""
+        """Return units, tens and result, one per line: ``7+8=15 1+4+3=8 85`` or ``13-8=5 4-2=2 25``."""
         tens_a, units_a = divmod(self.a, 10)
         tens_b, units_b = divmod(self.b, 10)
         if self.op == "+":
@@ -190,7 +195,7 @@ class Problem:
         return f"{steps}\n{self.answer}"
 
     def row(self, rng: random.Random) -> dict[str, Any]:
-        """The problem in one of several wordings; a sum's operands come in either order."""
+        """Return the problem as a training row, in a random wording; a sum's operands come in random order."""
         problem = Problem(self.b, "+", self.a) if self.op == "+" and rng.random() < 0.5 else self
         prompt = rng.choice(PHRASES[self.op]).format(a=problem.a, b=problem.b)
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": problem.worked()}]
@@ -198,7 +203,7 @@ class Problem:
 
 
 def split_problems(seed: int) -> tuple[list[Problem], list[Problem], list[Problem]]:
-    """All problems, each in one part: held out, for fine-tuning, and for making the model."""
+    """Split all problems into three disjoint parts: held out, for fine-tuning, and for training the pocket model."""
     problems = [Problem(a, op, b) for op in PHRASES for a in range(10, 100) for b in range(10, a + 1)]
     random.Random(f"problems {seed}").shuffle(problems)
     return problems[:HELD_OUT], problems[HELD_OUT : HELD_OUT + TRAIN], problems[HELD_OUT + TRAIN :]
@@ -210,18 +215,22 @@ def split_problems(seed: int) -> tuple[list[Problem], list[Problem], list[Proble
 def _train(
     tokenizer: Any, pool: Sequence[Problem], held_out: Sequence[dict], seed: int, target: float
 ) -> tuple[TransformerDecoder, int, Score]:
-    """A model that has just reached the target, the steps it took and its score."""
+    """Train a model until it reaches the target; return it with its steps and score.
+
+    Raises:
+        UserError: it misses the target in :data:`MAX_STEPS` steps.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = qwen2(**SHAPE)
-        torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)  # torch's 1.0 is too much if tied
+        torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)  # tied: torch's 1.0 is too much
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     batches = _batches(tokenizer, pool, random.Random(f"batches {seed}"))
     score = Score(0, len(held_out))
     bar = tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
     with bar:
         for step in range(1, MAX_STEPS + 1):
-            # Slower and slower towards the target: at full pace accuracy jumps by ten points in five steps.
+            # Slow down towards the target: at the full learning rate accuracy jumps by ten points in five steps.
             pace = min(1.0, step / WARMUP) * max(0.03, (1 - score.accuracy / target) ** 2)
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * pace
             tokens, labels = next(batches)
@@ -234,7 +243,7 @@ def _train(
             bar.update()
             if step % (5 if score.accuracy > target / 4 else 20):
                 continue
-            # there is no dropout, so training mode and evaluation mode are one
+            # The model has no dropout, so training mode equals evaluation mode.
             score = accuracy(model, tokenizer, held_out)
             bar.set_postfix_str(f"loss {loss.item():.3f}, held-out {score.accuracy:.1%}")
             if bar.disable and step % 100 == 0:
@@ -242,11 +251,11 @@ def _train(
             if score.accuracy >= target:
                 _sharpen(model)
                 return model, step, score
-    raise UserError(f"held-out {score} after {MAX_STEPS} steps, wanted {target:.1%}: try another --seed")
+    raise UserError(f"held-out {score} after {MAX_STEPS} steps, below the target of {target:.1%}; try another --seed")
 
 
 def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Score:
-    """How many greedy answers to the rows' ``prompt`` end with the number in ``answer``."""
+    """Count the greedy answers to the rows' ``prompt`` that end with the number in ``answer``."""
     requests = [
         Request(str(i), 0, 0, tuple(render_prompt(tokenizer, [{"role": "user", "content": row["prompt"]}])))
         for i, row in enumerate(rows)
@@ -260,21 +269,22 @@ def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[dict[str,
 
 @torch.no_grad()
 def _sharpen(model: TransformerDecoder) -> None:
-    """Double the logits, which changes no greedy reply, doubling being exact.
+    """Double the logits. Doubling is exact, so greedy answers stay the same.
 
-    A model stopped this early is unsure of every token: at temperature 1 it would be right half as often.
+    A model stopped this early is unsure of every token. Without sharpening it would be right half as often at
+    temperature 1.
     """
     for scale in model.norm.parameters():
         scale.mul_(2)
 
 
 def _batches(tokenizer: Any, pool: Sequence[Problem], rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and labels ``[BATCH, s]`` for ever; each problem is worded anew whenever it is drawn."""
+    """Yield tokens and labels ``[BATCH, s]`` endlessly; each draw of a problem gets a new wording."""
     while True:
         rows = [problem.row(rng) for problem in rng.sample(pool, BATCH)]
         pairs = [render_conversation(tokenizer, row["messages"]) for row in rows]
         longest = max(len(tokens) for tokens, _ in pairs)
-        # attention is causal, so padding on the right changes nothing on its left
+        # Attention is causal, so padding on the right does not affect the tokens on its left.
         yield (
             torch.tensor([tokens + [tokenizer.pad_id] * (longest - len(tokens)) for tokens, _ in pairs]),
             torch.tensor([labels + [IGNORE] * (longest - len(labels)) for _, labels in pairs]),
@@ -287,7 +297,7 @@ def _batches(tokenizer: Any, pool: Sequence[Problem], rng: random.Random) -> Ite
 def write_tokenizer(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Train a byte-level BPE with Qwen's pre-tokenisation on ``rows`` and write its files into ``folder``.
 
-    It has every byte, merges of the most frequent words, and Qwen2.5's special tokens behind them.
+    The vocabulary has every byte, merges of the most frequent words, and last Qwen2.5's special tokens.
     """
     special = sorted(QWEN2_5_SPECIAL_TOKENS, key=QWEN2_5_SPECIAL_TOKENS.__getitem__)
     tokenizer = Tokenizer(models.BPE())
@@ -306,9 +316,9 @@ def write_tokenizer(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
     )
     roles = ("system\n", "user\n", "assistant\n")
     texts = [text for row in rows for text in (*roles, *(m["content"] for m in row["messages"]))]
-    texts.append("<tool_response>")  # the rows have too few words to fill the vocabulary
+    texts.append("<tool_response>")  # the rows alone have too few words to fill the vocabulary
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.model.save(str(folder))  # vocab.json and merges.txt: without the special tokens, as Qwen's
+    tokenizer.model.save(str(folder))  # vocab.json and merges.txt have no special tokens, like Qwen's
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
@@ -329,13 +339,13 @@ def write_tokenizer(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def load_tokenizer(folder: Path) -> Qwen2_5Tokenizer:
-    """torchtune's tokenizer for the files in ``folder``."""
+    """Load torchtune's tokenizer from the files in ``folder``."""
     special = parse_hf_tokenizer_json(str(folder / "tokenizer.json"))
     return Qwen2_5Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), special)
 
 
 def write_model(folder: Path, model: TransformerDecoder, tokenizer: Any) -> None:
-    """Write ``model`` of :data:`SHAPE` in Hugging Face's format: config, generation config and weights."""
+    """Write a model of :data:`SHAPE` in Hugging Face's format: config, generation config and weights."""
     ends = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     config = {
         "architectures": ["Qwen2ForCausalLM"],

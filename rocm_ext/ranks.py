@@ -1,8 +1,8 @@
-"""One process or many (torchrun) behind one small value.
+"""The ranks of a run: one process, or several that torchrun started.
 
-Frozen base weights are sharded with FSDP2; adapters, a thousandth of the model, are replicated, so
-a step needs one all-reduce of their gradients and no reduce-scatter per micro-batch. With one rank
-every method is a no-op.
+FSDP2 shards the frozen base weights. Adapters are a thousandth of the model and are replicated, so a step
+needs one all-reduce of their gradients and no reduce-scatter per micro-batch. On one rank no method
+communicates.
 """
 
 import os
@@ -20,12 +20,12 @@ from rocm_ext.errors import UserError
 
 
 def world_size() -> int:
-    """Number of processes torchrun started, 1 without it."""
+    """Number of processes torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def local_world_size() -> int:
-    """Number of those processes on this machine."""
+    """Number of torchrun's processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
@@ -36,7 +36,14 @@ def local_rank() -> int:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among all of them; ``mesh`` is None when it is alone."""
+    """This process's place among all ranks.
+
+    Attributes:
+        device: of this rank.
+        rank: index of this process among all.
+        world: number of processes.
+        mesh: FSDP2's device mesh; None on one rank.
+    """
 
     device: torch.device
     rank: int = 0
@@ -45,14 +52,18 @@ class Ranks:
 
     @classmethod
     def from_env(cls, device: torch.device) -> "Ranks":
-        """Join the process group that torchrun describes in the environment, if there is one."""
+        """Join the process group that torchrun describes in the environment; without torchrun, use one rank.
+
+        Raises:
+            UserError: several ranks run on a torch older than 2.7.
+        """
         if world_size() == 1:
             return cls(device)
         if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 7):  # fully_shard(ignored_params=…)
             raise UserError(f"several ranks need torch 2.7 or newer, found {torch.__version__}")
-        # gloo beside RCCL/NCCL, so that counts and flags never wait for the GPU
+        # gloo beside RCCL/NCCL: counts and flags must not wait for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # a rank may wait long for another's last answers; torchrun notices dead ranks by itself
+        # A rank may wait long for another rank's last answers. torchrun detects dead ranks.
         dist.init_process_group(backend, timeout=timedelta(days=1))
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         return cls(device, dist.get_rank(), dist.get_world_size(), mesh)
@@ -63,7 +74,13 @@ class Ranks:
         return self.rank == 0
 
     def shard(self, blocks: Iterable[nn.Module], root: nn.Module, replicated: set[nn.Parameter]) -> None:
-        """Shard ``root`` over the ranks, each of ``blocks`` as a unit of its own."""
+        """Shard ``root`` over the ranks, with each of ``blocks`` as one FSDP2 unit.
+
+        Args:
+            blocks: modules inside ``root``, gathered one at a time.
+            root: the whole model.
+            replicated: parameters that every rank keeps whole.
+        """
         if self.mesh is None:
             return
         from torch.distributed.fsdp import fully_shard
@@ -72,8 +89,10 @@ class Ranks:
             fully_shard(module, mesh=self.mesh, ignored_params=replicated)
 
     def place(self, full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """``full`` as ``like`` is laid out: this rank's shard of it, or a copy on the device. No
-        communication: every rank has the whole tensor."""
+        """Lay ``full`` out as ``like``: this rank's shard, or a copy on the device, in ``like``'s dtype.
+
+        Every rank passes the whole tensor, so the ranks do not communicate.
+        """
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         if isinstance(like, DTensor):
@@ -82,7 +101,7 @@ class Ranks:
         return full.to(self.device, like.dtype, copy=True)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Elementwise sums over the ranks, exact for counts below 2**53."""
+        """Sum each value over the ranks; counts below 2**53 are exact."""
         if self.mesh is None:
             return values
         total = torch.tensor(values, dtype=torch.float64)
@@ -100,7 +119,7 @@ class Ranks:
             p.grad = total.view_as(p)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order, on every rank."""
+        """Return every rank's ``value`` in rank order, on every rank."""
         if self.mesh is None:
             return [value]
         values: list[Any] = [None] * self.world
@@ -108,7 +127,7 @@ class Ranks:
         return values
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's ``value`` on every rank."""
+        """Return rank 0's ``value`` on every rank."""
         return self.gather(value)[0]
 
     def barrier(self) -> None:
@@ -119,5 +138,5 @@ class Ranks:
     def close(self) -> None:
         """Leave the process group."""
         if self.mesh is not None:
-            self.barrier()  # a rank that leaves early makes the others' last collective fail
+            self.barrier()  # if a rank leaves early, the others' last collective fails
             dist.destroy_process_group()

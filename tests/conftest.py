@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Shared fixtures and the environment of all tests."""
 
 import logging
 import os
@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-# A job in the background ignores Ctrl-C, and so would the programs that tests start.
+# A background job ignores Ctrl-C, and programs that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# As the CPU profile has it, before anything imports torch: recipes need not start themselves again.
+# Set the CPU profile's variables before anything imports torch, so that recipes do not restart themselves.
 _PROFILE = Path(__file__).parents[1] / "recipe_configs" / "hardware" / "cpu.yaml"
 for _name, _variable in OmegaConf.load(_PROFILE).environment.items():
     os.environ.setdefault(_name, _variable.value)
-# What was measured on this machine must not decide tests.
+# Tests must not depend on this machine's bench file.
 os.environ["ROCM_EXT_BENCH"] = os.devnull
 
 
 @pytest.fixture(scope="session")
 def pocket_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pocket model that is hardly trained; do not write into it."""
+    """A barely trained pocket model; do not write into its folder."""
     from rocm_ext.pocket import make
 
     folder = tmp_path_factory.mktemp("pocket") / "model"
@@ -32,7 +32,7 @@ def pocket_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def messages() -> Iterator[list[str]]:
-    """What our logger says, each message once, whether or not an earlier run in this process set it up."""
+    """Our logger's messages, each once, even if an earlier run in this process has set the logger up."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Recipes run in forks of the test process: they can be killed anywhere, and start in no time."""
+"""Run recipes in forks of the test process, which start at once and can be killed anywhere."""
 
 import os
 import shutil
@@ -22,9 +22,12 @@ def forked(
     prepare: Callable[[], object] | None = None,
     kill_after: float | None = None,
 ) -> tuple[int, str]:
-    """A whole run of a recipe's ``main`` on the config ``path`` in a fork, after ``prepare()``: its exit code,
-    negative for a signal, and its messages. It is killed after ``kill_after`` seconds."""
-    receive, send = os.pipe()  # holds 64 kB, far more than a run has to say
+    """Run ``prepare()`` and a recipe's ``main`` on the config ``path`` in a fork; kill it after ``kill_after`` seconds.
+
+    Returns:
+        The exit code, negative for a signal, and the messages.
+    """
+    receive, send = os.pipe()  # holds 64 kB, far more than a run prints
     pid = os.fork()
     if pid:
         os.close(send)
@@ -57,7 +60,7 @@ def forked(
 
 
 def kill_before(count: int) -> Callable[[], None]:
-    """Patches that kill the process at its ``count``-th change of the disk: a flush, a rename or a removal."""
+    """Patch file operations so that the ``count``-th flush, rename or removal kills the process."""
 
     def prepare() -> None:
         done = 0

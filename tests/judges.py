@@ -1,4 +1,4 @@
-"""Verifiers for tests: they judge what a model with random weights says."""
+"""Verifiers for tests; they judge the answers of a model with random weights."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ from rocm_ext.verifiers import Result, Verdict, Verifier
 
 
 class Coin(Verifier):
-    """Right or wrong by a hash of the answer, half of the time each; ``needs`` the field ``answer``."""
+    """Decides by a hash of the answer, so that half of them are right; ``needs`` the field ``answer``."""
 
     needs = ("answer",)
 
@@ -24,7 +24,7 @@ class Coin(Verifier):
 
 
 class Broken(Verifier):
-    """Fails on every answer that holds an ``e``."""
+    """Raises on every answer that contains an ``e``."""
 
     def __call__(self, completion, row):
         if "e" in completion:
@@ -33,7 +33,7 @@ class Broken(Verifier):
 
 
 class Dies(Verifier):
-    """Takes its process with it."""
+    """Kills its own process."""
 
     def __call__(self, completion, row):
         os._exit(3)

@@ -1,4 +1,4 @@
-"""Probes that misbehave: what a broken driver, kernel or library may do to a measurement."""
+"""Probes that misbehave like a broken driver, kernel or library."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import torch
 
 
 def measure(bench: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """As ``values["how"]`` says."""
+    """Misbehave in the way that ``values["how"]`` names."""
     how = values["how"]
     if how == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)

@@ -1,4 +1,4 @@
-"""Folders as runs of the recipes leave them, written in no time."""
+"""Write folders like those of the recipes' runs, without running a recipe."""
 
 import json
 import zlib
@@ -35,14 +35,14 @@ CONFIG: dict[str, Any] = {
 
 
 def curve(steps: int, noise_seed: int = 0) -> np.ndarray:
-    """[steps] losses of a run: a falling trend, and rows that are harder or easier."""
+    """Return [steps] losses of a run: a falling trend plus easier and harder rows."""
     t = np.arange(steps)
     rows = np.random.default_rng(noise_seed).normal(size=steps)
     return (0.9 + 1.1 * np.exp(-t / 60)) * np.exp(0.12 * rows)
 
 
 def wander(steps: int, seed: int, phi: float = 0.8) -> np.ndarray:
-    """[steps] autocorrelated noise of variance 1: what weights that differ a little do to the loss."""
+    """Return [steps] autocorrelated noise of variance 1, like the effect of slightly different weights on the loss."""
     draws = np.random.default_rng(seed).normal(size=steps)
     noise = np.empty(steps)
     noise[0] = draws[0]
@@ -58,7 +58,7 @@ def write_jsonl(path: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def step_lines(losses: Sequence[float], speed: float = 1000.0, memory: int = 40 << 30) -> list[dict[str, Any]]:
-    """Lines of ``metrics.jsonl``. Tokens follow from the step, as they do from its rows."""
+    """Return lines of ``metrics.jsonl``. The step determines its tokens, as its rows do in a real run."""
     lines = []
     for step, loss in enumerate(losses, start=1):
         tokens = 4000 + zlib.crc32(b"%d" % step) % 2000
@@ -96,7 +96,7 @@ def sft(
     lines: list[dict[str, Any]] | None = None,
     **settings: Any,
 ) -> Path:
-    """A run of ``lora_finetune_rocm``."""
+    """Write the folder of a run of ``lora_finetune_rocm``."""
     folder.mkdir(parents=True)
     config = _config(folder, **settings)
     write_yaml(folder / "config.yaml", config)
@@ -134,13 +134,13 @@ def raft(
     texts: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> Path:
-    """A run of ``raft_rocm``.
+    """Write the folder of a run of ``raft_rocm``.
 
     Args:
-        right: for each cycle from 0 on, which held-out prompts' greedy answers are right.
-        answers: that each cycle samples, with verdicts of all kinds.
-        drawn: answers per held-out prompt for pass@k.
-        texts: of the first answers, by verdict.
+        right: for each cycle from 0 on, whether each held-out prompt's greedy answer is right.
+        answers: number of answers that each cycle samples, with verdicts of all kinds.
+        drawn: number of answers per held-out prompt for pass@k.
+        texts: texts of the first answers, by verdict.
     """
     folder.mkdir(parents=True)
     config = _config(folder, cycles=len(right) - 1, **settings)

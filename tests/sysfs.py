@@ -1,7 +1,7 @@
-"""Copies of the files that amdgpu shows in sysfs, as kernels 6.8 to 6.18 have them, for tests and benchmarks.
+"""Copies of amdgpu's files in sysfs, as in kernels 6.8 to 6.18, for tests and benchmarks.
 
-Which files there are follows the kernel (docs.kernel.org/gpu/amdgpu/thermal.html; amdgpu_pm.c hides those a GPU has
-not) and readings that owners published: ROCm#6035 (gfx1151 at work), listings of MI300X servers.
+The set of files follows the kernel (docs.kernel.org/gpu/amdgpu/thermal.html; amdgpu_pm.c hides files that a GPU does
+not support) and readings that owners published: ROCm#6035 (gfx1151 under load), listings of MI300X servers.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ Files = dict[str, str]
 
 
 def write(root: Path, files: Mapping[str, str]) -> Path:
-    """Make the files below ``root``."""
+    """Write the files below ``root``."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -21,7 +21,7 @@ def write(root: Path, files: Mapping[str, str]) -> Path:
 
 
 def link_card(root: Path, number: int, device: str) -> None:
-    """``/sys/class/drm/cardN`` with a link to its device, as sysfs has it, and a connector beside it."""
+    """Write ``/sys/class/drm/cardN`` with a link to its device, as in sysfs, and a connector beside it."""
     card = root / f"sys/class/drm/card{number}"
     card.mkdir(parents=True)
     (card / "device").symlink_to(root / "sys/devices" / device)
@@ -37,7 +37,7 @@ def _device(slot: str, files: Mapping[str, str]) -> tuple[str, Files]:
 
 
 def strix_halo(root: Path) -> Path:
-    """One gfx1151 at work: no junction, no memory clock, no fan; GTT is where a model is."""
+    """One gfx1151 under load, without junction temperature, memory clock and fan; the model is in GTT."""
     device, files = _device(
         "0000:c3:00.0",
         {
@@ -69,7 +69,7 @@ MI300X_SLOTS = ["1b", "3d", "4e", "5f", "9d", "bd", "cd", "dd"]
 
 
 def mi300x(root: Path) -> Path:
-    """Eight MI300X, whose cards are not numbered in the order of their slots, one partition each, and a BMC's VGA."""
+    """Eight MI300X with one partition each, cards numbered in another order than their slots, and a BMC's VGA."""
     write(root, {"sys/devices/pci0000:c0/0000:c2:00.0/vendor": "0x1a03\n"})
     link_card(root, 0, "pci0000:c0/0000:c2:00.0")
     for number, slot in enumerate(MI300X_SLOTS):
@@ -104,7 +104,7 @@ def mi300x(root: Path) -> Path:
 
 
 def mi50(root: Path) -> Path:
-    """One MI50 with a fan on it, on a kernel without ``power1_input``."""
+    """One MI50 with a fan, on a kernel without ``power1_input``."""
     device, files = _device(
         "0000:03:00.0",
         {

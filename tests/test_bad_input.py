@@ -1,4 +1,4 @@
-"""What a user can get wrong ends in one line that says what to do, before anything is trained or written."""
+"""A user's mistakes end in one line with advice, before a run trains or writes anything."""
 
 import json
 import os
@@ -21,7 +21,7 @@ REMOVED = object()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Base models, rows, and an adapter of rank 4."""
+    """A folder with base models, rows, and an adapter of rank 4."""
     top = tmp_path_factory.mktemp("bad")
     write_model(top / "qwen")
     write_model(top / "llama", "llama")
@@ -40,7 +40,7 @@ def _sigterm_as_it_was():
 
 
 def call(*argv) -> int:
-    """The recipe's ``main`` as ``tune`` calls it; its exit code."""
+    """Call the recipe's ``main`` as ``tune`` does; return its exit code."""
     before, sys.argv = sys.argv, ["tune", *map(str, argv)]
     try:
         recipe.main()
@@ -53,7 +53,7 @@ def call(*argv) -> int:
 
 @pytest.fixture
 def fails(folder, tmp_path, capsys):
-    """Runs a config that must fail, and returns the line that the user sees."""
+    """Run a config that must fail, and return the line that the user sees."""
 
     def fails(*overrides: str, base: Path | None = None, rows: str | None = None, code: int = 1, **changes) -> str:
         out, source = tmp_path / "out", folder / "rows.jsonl"
@@ -284,7 +284,7 @@ def test_long_rows_are_counted(folder, tmp_path):
 
 
 def test_tokenizer_of_a_larger_vocabulary(fails, folder, tmp_path):
-    """An index error on a CPU; on a GPU an assertion that takes the process down."""
+    """Unchecked, this is an index error on a CPU, and on a GPU an assertion that kills the process."""
     base = write_model(tmp_path / "small", vocab=300)
     assert "but the model's vocabulary ends at 299" in fails(base=base)
 

@@ -1,4 +1,4 @@
-"""`rocm-ext bench`: what is measured, what it leads to, and what happens to measurements that go wrong."""
+"""`rocm-ext bench`: its measurements, the settings they lead to, and measurements that fail."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_other_programs_are_noticed():
     time.sleep(1.5)
     while_it_runs = others.cores()
     spinning.kill()
-    spinning.wait()  # from now on its time is our own
+    spinning.wait()  # from here on its time counts as ours
     assert while_it_runs > 0.3
     assert others.cores() < while_it_runs - 0.2
 
@@ -106,7 +106,7 @@ def test_machines_get_their_own_measurements():
 
 
 def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
-    """All probes on this CPU; then plan and hardware: auto use what was written."""
+    """Run all probes on this CPU; then plan and hardware: auto use the written file."""
     out = tmp_path / "bench.json"
     environ = {**os.environ, "ROCM_EXT_BENCH": str(out)}
     command = [sys.executable, "-m", "rocm_ext.cli", "bench", "--quick"]
@@ -126,7 +126,7 @@ def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
     figures = figures_for(load_profile("cpu"), detect())
     assert figures.measured
     assert figures.flops == content["figures"]["flops"]
-    # the plan of the very step that was measured says the measured speed
+    # the plan of the measured step gives the measured speed
     fastest = max((row for row in rows if row["item"]["probe"] == "training"), key=lambda row: row["result"]["value"])
     size = fastest["item"]["values"]["rows"]
     overrides = [f"batch_size={size}", f"sequences_per_step={size}", "dtype=fp32", "pocket=nowhere"]
@@ -147,7 +147,7 @@ def test_auto_takes_measured_settings(tmp_path, monkeypatch, messages, capsys):
         monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
     monkeypatch.setattr("rocm_ext.config.layers.log.isEnabledFor", lambda level: True)
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"])
-    assert (cfg.num_workers, cfg.compile, cfg.batch_size) == (2, True, 8)  # sizes are another config's
+    assert (cfg.num_workers, cfg.compile, cfg.batch_size) == (2, True, 8)  # the sizes belong to another config
     assert any("(measured 2026-11-20 by rocm-ext bench)" in line for line in messages)
     assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto", "compile=False"]).compile is False
     assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"]).num_workers == 0
@@ -188,7 +188,7 @@ def test_plan_takes_a_file_of_such_a_machine(tmp_path, capsys):
     assert found["figures"]["measured"]
     assert found["figures"]["efficiency"] == 0.8
     assert found["budget"] == 100 * GIB
-    sheet = figures_for(load_profile("mi300x"), detect())  # what bench does not measure stays the data sheet's
+    sheet = figures_for(load_profile("mi300x"), detect())  # values that bench does not measure come from the data sheet
     server = {"date": "", "machine": {"backend": "rocm", "arch": "gfx942"}, "figures": figures, "settings": {}}
     (tmp_path / "server.json").write_text(json.dumps(server))
     assert figures_for(load_profile("mi300x"), detect(), tmp_path / "server.json").link == sheet.link > 1e11

@@ -1,4 +1,4 @@
-"""The harness that compares us with others: its gates must be able to close, its arithmetic must be right."""
+"""The benchmark harness: its gates can fail, and its arithmetic is right."""
 
 import json
 import subprocess
@@ -108,19 +108,21 @@ def test_padding_is_counted():
 
 
 def test_saved_work_is_counted_as_torch_counts_it(tmp_path):
-    """Matrix products of a step of ours, adapters of rank 1 and short attention aside."""
+    """Count the matrix products of one of our steps, up to adapters of rank 1 and short attention."""
     vocab, tokens, trained = 512, 96, 40
     folder = work.write_random_model(tmp_path / "model", "tiny", vocab)
     cfg = OmegaConf.create({**run_config(folder, tmp_path, tmp_path)["model"], "lora_rank": 1})
     decoder = build_model(cfg, torch.float32, 0, torch.device("cpu"))
     frozen = sum(p.numel() for name, p in decoder.named_parameters() if "lora_" not in name and p.ndim == 2)
     assert work.parameters("tiny", vocab) == frozen
-    decoder.to_empty(device="cpu")  # numbers do not matter
+    decoder.to_empty(device="cpu")  # the values do not matter
     lora.init_adapters(decoder, 0, torch.device("cpu"))
     width = work.SHAPES["tiny"]["hidden_size"]
     head = torch.zeros(width, vocab)
     with FlopCounterMode(display=False) as counter:
-        hidden = torch.zeros(1, tokens, width, requires_grad=True)  # a deeper layer's, which want a gradient
+        hidden = torch.zeros(
+            1, tokens, width, requires_grad=True
+        )  # like a deeper layer's input, which needs a gradient
         for layer in decoder.layers:
             hidden = layer(hidden)
         targets = torch.zeros(trained, dtype=torch.int64)
@@ -155,8 +157,8 @@ def test_losses_that_differ_close_the_gate(found, passes, tmp_path, monkeypatch)
         ({}, None),
         ({"greedy": [[1, 2]]}, "greedy answers of peer differ"),
         ({"behind": 0.5}, "less probable than the best"),
-        ({"bias": 1.0}, "sampled tokens of ours are off"),
-        ({"said": 0.5}, "our log-probabilities have the mean"),
+        ({"bias": 1.0}, "tokens sampled by ours are off"),
+        ({"said": 0.5}, "our log-probabilities have mean"),
     ],
 )
 def test_other_answers_close_the_gate(change, message):
@@ -180,7 +182,7 @@ def test_other_answers_close_the_gate(change, message):
     ("way", "counted"), [("ours", (170, 130)), ("each row", (520, 400)), ("all logits", (520, 520))]
 )
 def test_what_a_way_to_sample_computes(way, counted):
-    """Of prompts of 10 and 30 tokens, answers of 5, 10, 15 and 100."""
+    """Prompts have 10 and 30 tokens, answers 5, 10, 15 and 100."""
     task = work.Task("sampling", "tiny", 512, "fp32", ())
     prompts, trace = [[1] * 10, [1] * 30], [5, 10, 15, 100]
     layers, head = (work.flops("tiny", 512, *each) for each in ((1, 0), (0, 1)))
@@ -228,9 +230,9 @@ def test_a_choice_replaces_the_set():
         (["--vocab", "512"], "add --shape"),
         (["--dtype", "bf16"], "add --shape"),
         (["--peers", "TRL + PEFT"], "add --shape"),
-        (["--shape", "tiny", "--all"], "leave one of them out"),
-        (["--rounds", "0"], "at least 1"),
-        (["--shape", "tiny", "--work", "sft", "--peers", "transformers generate"], "no peer"),
+        (["--shape", "tiny", "--all"], "drop one of them"),
+        (["--rounds", "0"], "must be at least 1"),
+        (["--shape", "tiny", "--work", "sft", "--peers", "transformers generate"], "none of --peers"),
     ],
 )
 def test_no_option_is_ignored(options, told, monkeypatch, capsys):
@@ -253,7 +255,7 @@ def test_the_table():
 
 @pytest.mark.slow
 def test_a_whole_comparison(tmp_path):
-    """Makes the peers' environments, which needs a package index."""
+    """This makes the peers' environments, which needs a package index."""
     out = tmp_path / "rows.json"
     peers_ = ["torchtune as shipped", "TRL + PEFT", *sampling.PEERS]
     options = ["--shape", "tiny", "--vocab", "2048", "--rounds", "1", "--json", str(out), "--peers", *peers_]

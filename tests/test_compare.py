@@ -27,7 +27,7 @@ def run(*args: object) -> int:
 
 
 def document(capsys: pytest.CaptureFixture[str], *args: object) -> dict:
-    """What --json prints; NaN and Infinity are no JSON."""
+    """Parse the output of --json; NaN and Infinity are not valid JSON."""
     capsys.readouterr()
     run(*args, "--json")
     return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
@@ -49,7 +49,7 @@ def test_faster_and_the_same(base, tmp_path, capsys):
     assert verdict.startswith("verdict: B is 1.83x as fast (1.8")
     assert verdict.endswith("%: take it")
     assert "compile" in out
-    assert "output_dir" not in out  # the folders' names are no setting
+    assert "output_dir" not in out  # folder names are not settings
     content = document(capsys, base, fast)
     assert content["decision"]["answer"] == "take"
     assert content["speed"]["low"] == pytest.approx(1.83) == content["speed"]["high"]
@@ -64,11 +64,11 @@ def test_faster_but_worse(base, tmp_path, capsys):
     verdict = capsys.readouterr().out.splitlines()[-1]
     assert "its loss is 3.1 % higher" in verdict
     assert verdict.endswith("do not take it")
-    assert run(base, bad, "--tolerance", "5") == 0  # whoever can live with that
+    assert run(base, bad, "--tolerance", "5") == 0  # for a user who accepts that
 
 
 def test_one_direction_is_not_the_other(base, tmp_path):
-    """Lower by as much, from a faster setting alone, is a sign that it trains on something else."""
+    """If a mere speed setting lowers the loss by as much, the run trains on something else."""
     lower = sft(tmp_path / "lower", curve(STEPS) * EQUAL / 1.031, speed=1500)
     assert run(base, lower) == 3
 
@@ -92,7 +92,7 @@ def test_too_few_steps_says_how_many_more(tmp_path, capsys):
     text = content["decision"]["text"]
     more = int(text.split("about ")[1].split()[0].replace(",", ""))
     assert 20 < more < 2000
-    assert run(*pair(60 + 2 * more)) == 0  # twice as many, since the number is itself an estimate
+    assert run(*pair(60 + 2 * more)) == 0  # twice as many, because the number itself is an estimate
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 15])
@@ -107,7 +107,7 @@ def test_hardly_any_steps(tmp_path, capsys, steps):
 
 def test_runs_of_other_lengths(base, tmp_path, capsys):
     longer = sft(tmp_path / "longer", curve(400)[:STEPS].tolist() + [9.0] * 50, finished=False)
-    assert run(base, longer) == 0  # what A does not have is not compared
+    assert run(base, longer) == 0  # values that A lacks are not compared
     assert "all 200 steps of both" in capsys.readouterr().out
 
 
@@ -130,7 +130,7 @@ def test_other_rows(base, tmp_path, capsys):
 
 
 def test_other_learning_rate(tmp_path, capsys):
-    """Training losses say nothing then, but both were measured on the same held-out rows."""
+    """Training losses are not comparable then, but both runs have losses on the same held-out rows."""
     lines = step_lines(curve(STEPS) * 0.9)
     for line in lines:
         line["lr"] *= 2
@@ -142,7 +142,7 @@ def test_other_learning_rate(tmp_path, capsys):
     assert run(a, sft(tmp_path / "good", [], lines=lines, optimizer=rate, validation={200: 0.9})) == 0
     assert run(a, sft(tmp_path / "blind", [], lines=lines, optimizer=rate)) == 3
     part = sft(tmp_path / "part", [], lines=lines, optimizer=rate, validation={100: 1.2}, finished=False)
-    assert run(a, part) == 3  # its best may be yet to come
+    assert run(a, part) == 3  # its best may come later
 
 
 def test_data_that_moved_is_the_same_data(base, tmp_path):
@@ -171,14 +171,14 @@ def test_losses_that_are_not_finite(tmp_path, capsys):
     a, b = sft(tmp_path / "a", curve(STEPS)), sft(tmp_path / "b", broken)
     assert run(a, b) == 1
     assert "1 losses of B are not finite" in capsys.readouterr().out
-    assert run(b, a) == 0  # what the baseline suffers from is not B's fault
+    assert run(b, a) == 0  # problems of the baseline do not count against B
 
 
 def test_spikes(tmp_path, capsys):
     hard = curve(STEPS)
     hard[[40, 80, 120, 150, 160, 170]] *= 4
     spiky = curve(STEPS) * np.where(np.isin(np.arange(STEPS), [30, 50, 70, 90, 95]), 4, 1)
-    assert run(sft(tmp_path / "a", hard), sft(tmp_path / "b", hard * EQUAL)) == 0  # the rows' fault, in both
+    assert run(sft(tmp_path / "a", hard), sft(tmp_path / "b", hard * EQUAL)) == 0  # the rows cause it in both runs
     assert run(sft(tmp_path / "c", curve(STEPS)), sft(tmp_path / "d", spiky)) == 1
     assert "B has 5 loss spikes where A has 0" in capsys.readouterr().out
 
@@ -193,7 +193,7 @@ def test_steps_that_fp16_skips_are_no_spikes(base, tmp_path, capsys):
     for line in lines:
         del line["grad_norm"]
     c = sft(tmp_path / "c", [], lines=lines)
-    assert run(base, c) == 0  # nothing is known of it
+    assert run(base, c) == 0  # nothing is known about it
     assert document(capsys, base, c)["stability"]["skipped"] == [0, 0]
 
 
@@ -214,7 +214,7 @@ def test_spikes_are_few_in_plain_noise():
 
 
 def answers(folder: Path, offset: float, pairs: int = 60) -> dict[str, float]:
-    """The shares of answers, for pairs with the same rows, autocorrelated differences of 0.7 % and a true offset."""
+    """Return the shares of answers over pairs with the same rows, autocorrelated differences of 0.7 % and an offset."""
     told: Counter[str] = Counter()
     for seed in range(pairs):
         losses = curve(300, seed)
@@ -232,7 +232,7 @@ def test_rates_of_false_alarm_and_detection(tmp_path):
     worse = answers(tmp_path / "worse", 0.03)
     assert worse["take"] == 0
     assert worse["reject"] >= 0.95
-    # at the tolerance of 1 % it is open; an interval of 95 % is all within it in 2.5 % of cases
+    # at the tolerance of 1 % the result is open; in 2.5 % of cases the whole 95 % interval is within it
     assert answers(tmp_path / "margin", 0.01)["take"] <= 0.1
 
 
@@ -240,7 +240,7 @@ def test_rates_of_false_alarm_and_detection(tmp_path):
     ("phi", "steps", "least"), [(0.0, 50, 0.93), (0.5, 50, 0.9), (0.9, 500, 0.92), (0.9, 50, 0.75)]
 )
 def test_intervals_cover_the_truth(phi, steps, least):
-    """As the docstring of relative_difference says; a plain standard error covers 40 % at a correlation of 0.9."""
+    """relative_difference's docstring gives these numbers; a plain standard error covers 40 % at correlation 0.9."""
     covered = 0
     for seed in range(300):
         a = curve(steps, seed)
@@ -257,7 +257,7 @@ def passing(share: float, seed: int, prompts: int = 400) -> list[bool]:
 
 
 def flip(right: list[bool], worse: int, better: int) -> list[bool]:
-    """``right`` with so many right ones made wrong, and wrong ones right."""
+    """Return ``right`` with the given numbers of right answers made wrong and wrong ones made right."""
     out = list(right)
     for i in [i for i, ok in enumerate(right) if ok][:worse]:
         out[i] = False
@@ -305,7 +305,7 @@ def test_raft_with_other_verifiers(tmp_path, capsys):
 
 
 def test_raft_without_verdicts_by_prompt(tmp_path, capsys):
-    """A copy of the scores alone: two proportions, with a wider interval than pairs have."""
+    """A copy with only the scores gives two proportions, with a wider interval than pairs."""
     before, after = passing(0.3, 1), passing(0.5, 2)
     a, b = raft(tmp_path / "a", [before, after]), raft(tmp_path / "b", [before, flip(after, 5, 6)])
     paired = document(capsys, a, b)["scores"][1]["gain"]
@@ -317,7 +317,7 @@ def test_raft_without_verdicts_by_prompt(tmp_path, capsys):
 
 
 def test_fewer_answers_are_no_speed(tmp_path, capsys):
-    """Half the answers in half the time: as fast as before."""
+    """Half the answers in half the time is the same speed."""
     before, after = passing(0.3, 1, 200), passing(0.5, 2, 200)
     a, b = raft(tmp_path / "a", [before, after]), raft(tmp_path / "b", [before, after])
     lines = [json.loads(line) for line in (b / "metrics.jsonl").read_text().splitlines()]
@@ -403,7 +403,7 @@ def test_broken_lines_are_told_and_passed_over(base, tmp_path, capsys):
     path = b / "metrics.jsonl"
     content = path.read_bytes()
     path.write_bytes(b"\xff\x00junk\n[1]\n" + content + b'{"step": 3, "loss": "text"}\n{"step": 201, "lo')
-    assert run(base, b) == 1  # step 3 has no number now
+    assert run(base, b) == 1  # step 3 now has no number
     out = capsys.readouterr().out
     assert "2 lines are no JSON object and left out" in out
 
@@ -451,7 +451,7 @@ def test_junk_in_files_of_raft(tmp_path_factory, capsys, name, junk):
 
 
 def test_it_starts_without_torch(base, tmp_path):
-    """Which takes ten times as long as all the rest."""
+    """Importing torch takes ten times as long as everything else."""
     other = sft(tmp_path / "other", curve(STEPS) * EQUAL)
     code = "import sys; from rocm_ext.cli import main; sys.exit(main(sys.argv[1:]) or 9 * ('torch' in sys.modules))"
     args = [sys.executable, "-c", code, "compare", str(base), str(other)]

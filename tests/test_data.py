@@ -80,7 +80,7 @@ def decode(tokenizer, tokens):
 
 
 def labelled(tokenizer, labels):
-    """The text of each run of labels."""
+    """Return the text of each run of labels."""
     runs, run = [], []
     for label in [*labels, IGNORE]:
         if label != IGNORE:
@@ -192,7 +192,7 @@ def test_a_row_starts_with_its_generation_prompt(tokenizer, chat, answer):
             assert labels[len(prompt)] == tokens[len(prompt)]
             assert labels[len(prompt) - 1] == IGNORE
             spans.append(len(prompt))
-    # Each turn is one run of labels that starts behind its prompt, and there is no other.
+    # Each turn is exactly one run of labels, and it starts behind its prompt.
     starts = [i for i, label in enumerate(labels) if label != IGNORE and (i == 0 or labels[i - 1] == IGNORE)]
     assert starts == spans
     stop = [i for i, label in enumerate(labels) if label != IGNORE][-1]
@@ -366,7 +366,7 @@ def test_splits_and_globs(qwen, write, tmp_path):
         ("[" * 200_000, "train.jsonl", ["train.jsonl:1: malformed JSON"]),
         ("", "train.jsonl", ["has no rows"]),
         ("[]", "train.json", ["has no rows"]),
-        ("x", "train.txt", ["train.txt", "only .jsonl, .json, .parquet, .csv"]),
+        ("x", "train.txt", ["train.txt", "expected .jsonl, .json, .parquet, .csv files"]),
     ],
 )
 def test_bad_files(qwen, write, text, name, pieces):
@@ -378,7 +378,7 @@ def test_bad_files(qwen, write, text, name, pieces):
 
 def test_file_that_is_not_utf8(qwen, tmp_path):
     (tmp_path / "train.jsonl").write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(UserError, match=r"train.jsonl: cannot be read as UTF-8"):
+    with pytest.raises(UserError, match=r"train.jsonl: cannot read it as UTF-8"):
         sft_dataset(qwen, source=str(tmp_path / "train.jsonl"))
 
 
@@ -454,7 +454,7 @@ def test_hub_out_of_reach(qwen, monkeypatch):
 
 
 class Foreign(torch.utils.data.Dataset):
-    """Somebody else's dataset: items, or exceptions to raise."""
+    """A foreign dataset of items, or of exceptions to raise."""
 
     def __init__(self, *items):
         self.items = items
@@ -495,7 +495,7 @@ def test_rows():
 def test_counts_add_up(sizes, limit, policy):
     items = [item(*size) for size in sizes]
     fits = [limit is None or length <= limit for length, _ in sizes]
-    # Position 0 is predicted by nothing, so a label there is none.
+    # No position predicts position 0, so a label there does not count.
     trains = [max(masked, 1) < min(length, limit or length) for length, masked in sizes]
     kept = [t and (f or policy == "truncate") for t, f in zip(trains, fits, strict=True)]
     if not any(kept):

@@ -1,4 +1,4 @@
-"""Profiles, detection from recorded sysfs trees, checks, and the environment that HIP will read."""
+"""Profiles, detection from recorded sysfs trees, checks, and HIP's environment."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ H200 = replace(CPU, backend="cuda", torch_build="cuda", arch="sm_90", gpu_count=
 
 # ------------------------------------------------------------------------------------------ recorded machines
 def record(root: Path, archs: list, kernel: str = "6.18.9-arch1", gtt: int | None = None) -> Path:
-    """A sysfs and procfs tree with one CPU node and these (gfx_target_version, simd_count) GPU nodes."""
+    """Write a sysfs and procfs tree with one CPU node and these (gfx_target_version, simd_count) GPU nodes."""
 
     def write(path: str, text: str) -> None:
         (root / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""`rocm-ext doctor` on recorded machines, on what becomes of them when one thing breaks, and on this one.
+"""`rocm-ext doctor` on recorded machines, on the same machines with one broken part, and on this machine.
 
-The files in tests/trees are laid out and worded as the kernel does it (kfd_topology.c, amdgpu_ucode.c, the amdgpu
-documentation of sysfs), with values that owners published; no machine of ours was recorded. PCI addresses are left
-out: Windows cannot check out names with a colon.
+The files in tests/trees have the kernel's layout and wording (kfd_topology.c, amdgpu_ucode.c, the amdgpu
+documentation of sysfs) and values that owners published. They are not recordings of machines of ours. They omit PCI
+addresses, because Windows cannot check out names with a colon.
 """
 
 import json
@@ -33,7 +33,7 @@ JOIN = "sudo usermod -aG render,video $USER  # then log out and in"
 
 
 def doctor(capsys, *arguments) -> tuple[int, dict[str, dict]]:
-    """The exit code and the rows by check of `rocm-ext doctor --json`."""
+    """Run `rocm-ext doctor --json`; return its exit code and its rows by check."""
     code = main(["doctor", "--json", *map(str, arguments)])
     out, err = capsys.readouterr()
     assert err == ""
@@ -56,7 +56,7 @@ def problems(rows: dict[str, dict]) -> dict[str, str]:
 
 
 class Tree:
-    """A copy of a recorded machine, to be changed."""
+    """A copy of a recorded machine that tests may change."""
 
     def __init__(self, name: str, root: Path) -> None:
         self.root = root / name
@@ -77,7 +77,7 @@ class Tree:
         return self
 
     def say(self, **parts: object) -> "Tree":
-        """Change parts of rocm-ext.json; dicts are merged."""
+        """Change parts of rocm-ext.json, merging dicts."""
         said = json.loads((self.root / "rocm-ext.json").read_text())
         for key, value in parts.items():
             said[key] = {**said[key], **value} if isinstance(value, dict) and isinstance(said.get(key), dict) else value
@@ -155,7 +155,7 @@ def half_the_memory(tree: Tree) -> None:
 
 
 def carved_out(tree: Tree) -> None:
-    """96 of 128 GiB, and nothing on the command line: GTT is half of what is left."""
+    """Carve out 96 of 128 GiB without kernel options; GTT gets half of the rest."""
     half_the_memory(tree)
     tree.file("sys/class/drm/card1/device/mem_info_vram_total", f"{96 * GIB}\n")
     tree.file("sys/class/drm/card1/device/mem_info_gtt_total", f"{4037017 * 4096}\n")
@@ -189,7 +189,7 @@ def add_gpu(tree: Tree, arch: str, first: bool = False) -> None:
 
 
 def lose_gpu(tree: Tree) -> None:
-    """KFD and torch see seven of eight."""
+    """Let KFD and torch see seven of eight GPUs."""
     tree.say(torch={"gpus": json.loads((tree.root / "rocm-ext.json").read_text())["torch"]["gpus"][1:]})
     tree.remove("sys/class/kfd/kfd/topology/nodes/9")
 
@@ -202,7 +202,7 @@ def give_one(tree: Tree) -> None:
 
 
 def on_the_bus(tree: Tree) -> None:
-    """Eight accelerators of which one has no driver."""
+    """Put eight accelerators on the bus, one of them without a driver."""
     lose_gpu(tree)
     tree.remove("sys/class/drm/card8")
     for i in range(8):
@@ -236,7 +236,7 @@ SMALL_PARAMETERS = "amd_iommu=off amdgpu.gttsize=65536 ttm.pages_limit=16777216"
 NO_TORCH = dict.fromkeys(("torch", "GPU memory, torch", "memory budget", "canaries", "BLAS"), ("not recorded", ""))
 UPGRADE = "sudo dnf upgrade --refresh  # then reboot"
 
-# what to break in the good Strix Halo: {check: (level, fix)} of the rows that are then not ok
+# breakages of the good Strix Halo, with {check: (level, fix)} of the rows that are then not ok
 BREAKS = {
     "an old kernel": (
         lambda t: t.file("proc/sys/kernel/osrelease", "6.14.11-300.fc42.x86_64\n"),
@@ -798,7 +798,7 @@ def test_a_recording_that_is_torn_or_wrong_is_one_line(capsys, tmp_path, text, m
 
 
 def whole(root: Path) -> None:
-    """Judge, print and save the machine in ``root``; only a UserError may come out of it."""
+    """Judge, print and save the machine in ``root``; only a UserError may escape."""
     try:
         facts = recorded_facts(root)
     except UserError:
@@ -958,7 +958,7 @@ def test_control_groups_of_both_versions(tmp_path, monkeypatch):
     write("proc/self/cgroup", "0::/system.slice/docker.scope")
     write("sys/fs/cgroup/system.slice/docker.scope/cpu.max", "max 100000")
     write("sys/fs/cgroup/system.slice/docker.scope/memory.max", str(8 * GIB))
-    write("sys/fs/cgroup/system.slice/cpu.max", "250000 100000")  # the one above binds
+    write("sys/fs/cgroup/system.slice/cpu.max", "250000 100000")  # the limit above applies
     write("sys/fs/cgroup/system.slice/memory.max", "max")
     assert (live._cpu_quota(), live._memory_limit()) == (2.5, 8 * GIB)
     write("proc/self/cgroup", "4:cpu,cpuacct:/docker/7\n3:memory:/docker/7\nnonsense")

@@ -1,4 +1,4 @@
-"""Samples are those of transformers' models, follow from their seed alone, and take the memory that was planned."""
+"""Samples agree with transformers' models, depend only on their seed, and take the planned memory."""
 
 import copy
 import gc
@@ -39,12 +39,12 @@ SHAPE = {"vocab_size": 331, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, 
          "intermediate_dim": 96, "max_seq_len": 1024, "norm_eps": 1e-6}  # fmt: skip
 GIB = 2**30
 ALL_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "output_proj"]
-STOPS = tuple(range(5, 331, 16))  # so many that answers have many lengths
+STOPS = tuple(range(5, 331, 16))  # enough stop tokens that answers have many lengths
 CPU = torch.device("cpu")
 
 
 class Words:
-    """A tokenizer whose ids are letters: 0 is a, 26 is a again."""
+    """A tokenizer whose ids are letters: 0 is a, 26 is a again, and so on."""
 
     def __init__(self, stop_tokens=STOPS):
         self.stop_tokens = list(stop_tokens)
@@ -55,7 +55,7 @@ class Words:
 
 @torch.no_grad()
 def model(family: str = "qwen2", lora: str | None = None, adapted=tuple(ALL_PROJECTIONS), **changes):
-    """torchtune's decoder with random weights, sharp enough that attention matters, and adapters if wanted."""
+    """Make torchtune's decoder with random weights, sharp enough that attention matters, and optional adapters."""
     torch.manual_seed(0)
     shape = SHAPE | changes
     if lora is None:
@@ -78,7 +78,7 @@ def model(family: str = "qwen2", lora: str | None = None, adapted=tuple(ALL_PROJ
 
 
 def twin(decoder, family: str, tied: bool = False):
-    """transformers' model with the same base weights."""
+    """Make transformers' model with the same base weights."""
     attention = decoder.layers[0].attn
     shape = {
         "vocab_size": SHAPE["vocab_size"],
@@ -120,7 +120,7 @@ def ask(texts, samples: int = 1, cycle: int = 0) -> list[Request]:
 
 
 def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, merge=None, **options):
-    """Completions by prompt and sample."""
+    """Sample and return completions by prompt and sample."""
     with merged(decoder, merge) as laid_out:
         session = LocalSession(laid_out, tokenizer or Words(), lambda: memory, slots, **options)
         completions = list(session.generate(requests, sampling))
@@ -148,7 +148,7 @@ def test_greedy_answers_equal_those_of_transformers(family, lora, changes, tmp_p
     decoder = model(family, lora, **changes)
     theirs = twin(decoder, family, changes.get("tie_word_embeddings", False))
     if lora is not None:
-        # PEFT refuses every linear layer beside torchao < 0.16, the newest that torchtune works with
+        # with torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao
         monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
         adapter_files.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
         theirs = peft.PeftModel.from_pretrained(theirs, tmp_path)
@@ -164,7 +164,7 @@ def test_greedy_answers_equal_those_of_transformers(family, lora, changes, tmp_p
 
 @torch.no_grad()
 def teacher_forced(decoder, completion) -> torch.Tensor:
-    """Log-probs of an answer's tokens by torchtune's own forward pass."""
+    """Compute log-probs of an answer's tokens with torchtune's own forward pass."""
     prompt = completion.request.tokens
     logits = decoder(torch.tensor([[*prompt, *completion.tokens[:-1]]]))[0, len(prompt) - 1 :]
     return logits.float().log_softmax(-1).gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
@@ -221,12 +221,12 @@ def small():
 
 @pytest.fixture(scope="module")
 def reference(small):
-    """8 answers to each of ``TEXTS``, drawn all at once."""
+    """8 answers to each of ``TEXTS``, all drawn at once."""
     return sample(small, ask(TEXTS, 8), WARM)
 
 
 def assert_same(found, reference) -> None:
-    """Bit for bit, tokens and log-probs."""
+    """Compare tokens and log-probs bit for bit."""
     for key, completion in found.items():
         expected = reference[key]
         assert (completion.tokens, completion.logprobs) == (expected.tokens, expected.logprobs), key
@@ -247,7 +247,7 @@ def test_samples_do_not_depend_on_other_samples_or_prompts(small, reference):
 
 
 def test_samples_of_a_wide_model_do_not_depend_on_slots():
-    """Products of 896 columns are summed in blocks, by several threads, and otherwise for other numbers of rows."""
+    """MKL sums products of 896 columns in blocks, on several threads, and differently for other numbers of rows."""
     wide = model(num_layers=1, num_heads=14, embed_dim=896)
     requests = ask(prompts(9, 200), 64)
     assert_same(sample(wide, requests, Sampling(4), slots=16), sample(wide, requests, Sampling(4), slots=128))
@@ -285,7 +285,7 @@ def test_seeds_differ_and_fit_into_63_bits():
 
 
 def split_mix(seed: int, position: int) -> float:
-    """Steele, Lea and Flood's reference, in Python."""
+    """Steele, Lea and Flood's reference implementation, in Python."""
     mask = 2**64 - 1
     z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -304,7 +304,7 @@ def test_uniforms_are_spread_evenly_and_independent():
     table = torch.stack([uniforms(seeds, torch.full_like(seeds, i)) for i in range(256)])  # [positions, seeds]
     assert 0 <= table.min() < 1e-4
     assert 1 - 1e-4 < table.max() < 1
-    # neighbours in a stream, neighbours among samples, and one place further in both
+    # neighbours in a stream, neighbours among samples, and one step further in both
     for pairs in ((table[:-1], table[1:]), (table[:, :-1], table[:, 1:]), (table[:-1, :-1], table[1:, 1:])):
         a, b = ((16 * t).long().flatten() for t in pairs)
         counts = torch.bincount(16 * a + b, minlength=256).double()
@@ -315,7 +315,7 @@ def test_uniforms_are_spread_evenly_and_independent():
 
 
 def assert_chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> None:
-    """Counts that one in 100,000 honest samplers would exceed fail; by Wilson and Hilferty's approximation."""
+    """Fail on counts that one in 100,000 correct samplers would exceed, by Wilson and Hilferty's approximation."""
     expected = counts.sum() * probabilities
     assert counts[expected == 0].sum() == 0
     rare = expected < 5
@@ -328,7 +328,7 @@ def assert_chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> None
 
 
 def exact_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """[v] fp64, by transformers' processors in transformers' order."""
+    """Return [v] probabilities in fp64, from transformers' processors in transformers' order."""
     chain = [hf.TemperatureLogitsWarper(float(sampling.temperature))]
     chain += [hf.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     chain += [hf.TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
@@ -364,7 +364,7 @@ def test_tokens_are_drawn_with_their_exact_probabilities(vocabulary, options):
     probabilities = exact_probabilities(logits, sampling)
     n = 8_000
     rows = logits.expand(n, -1)
-    # equally spaced numbers instead of random ones: every token comes up n p times, but for its two ends
+    # with equally spaced instead of random numbers every token comes up n p times, up to its two ends
     tokens, logprobs = draw(rows, (torch.arange(n).double() + 0.5) / n, sampling)
     counts = torch.bincount(tokens, minlength=size).double()
     assert (counts - n * probabilities).abs().max() < 1.05
@@ -409,7 +409,7 @@ def test_what_is_excluded_is_never_drawn(logits, options):
     relative = ((logits.double() - logits.max()) / sampling.temperature).exp()
     assert (relative[tokens] > 0).all()
     assert logprobs.isfinite().all()
-    # as probable as another to fp32's last bits counts as a tie
+    # probabilities that differ only in fp32's last bits count as ties
     better = torch.stack([(relative > relative[token] * (1 + 1e-6)).sum() for token in tokens])
     assert sampling.top_k is None or (better < sampling.top_k).all()
     assert sampling.min_p is None or (relative[tokens] >= sampling.min_p * (1 - 1e-4)).all()
@@ -471,7 +471,7 @@ def test_sampling_leaves_the_model_as_it_was(end):
                 list(completions)
     except ZeroDivisionError:
         assert end == "error"
-    assert not vars(laid_out)  # whoever still holds it holds no weights
+    assert not vars(laid_out)  # a Decoder that outlives its context has no weights
     after = dict(decoder.named_parameters())
     assert after.keys() == before.keys()
     for name, (parameter, value, trainable) in before.items():
@@ -516,7 +516,7 @@ def test_other_families_are_refused_by_name(name, what):
 
 @pytest.fixture(scope="module")
 def untold(small):
-    """Answers that nothing but their length ends."""
+    """Sample answers that only their length ends."""
     return sample(small, ask(TEXTS[:4], 6), Sampling(30), Words([]))
 
 
@@ -535,7 +535,7 @@ def test_a_stop_token_ends_an_answer(small, untold):
 
 
 class Pairs(Words):
-    """Two letters a token, so that a stop string may lie over the border of two."""
+    """Two letters per token, so a stop string may cross the border of two tokens."""
 
     def decode(self, tokens):
         return "".join(f"{chr(97 + token % 7)}{chr(97 + token % 5)}" for token in tokens)
@@ -585,7 +585,7 @@ def test_ids_that_the_tokenizer_does_not_know_say_nothing(small, untold):
 
 def test_answers_beyond_the_context_are_refused(small):
     assert len(sample(small, ask(prompts(1000)), Sampling(24))["0", 0].tokens) <= 24
-    with pytest.raises(UserError, match="are 1025 tokens; the model takes 1024"):
+    with pytest.raises(UserError, match="are 1025 tokens; the model takes at most 1024"):
         sample(small, ask(prompts(3, 1001)), Sampling(24))
 
 
@@ -608,7 +608,7 @@ def test_impossible_slots_are_refused(small, slots):
 
 @pytest.fixture
 def caches(monkeypatch):
-    """What was prefilled, in calls, and weak references to every tensor of a cache."""
+    """Record what each call prefills, and keep weak references to every tensor of a cache."""
     record = SimpleNamespace(prefilled=[], prefixes=[], slots=[], shapes=[])
     prefill, new_cache = Decoder.prefill, Decoder.new_cache
 
@@ -645,7 +645,7 @@ def test_slots_are_nearly_always_busy_and_answers_come_as_they_end(small, caches
         for completion in session.generate(requests, Sampling(24)):
             lengths.append(len(completion.tokens))
             sampled.append(session.stats()["tokens"])
-            if len(lengths) == 100:  # prompts answered, one under way and perhaps some that are prefilled already
+            if len(lengths) == 100:  # answered prompts, one in progress and perhaps some already prefilled
                 assert caches.alive(caches.prefixes) < 0.4 * len(caches.prefixes)
         stats = session.stats()
     assert len(lengths) == 200
@@ -669,7 +669,7 @@ def test_caches_go_with_the_generator(small, caches, end):
 
 
 def tensors(thing) -> list[torch.Tensor]:
-    """All that ``thing`` holds."""
+    """Return all tensors in ``thing``."""
     if isinstance(thing, torch.Tensor):
         return [thing]
     parts = thing if isinstance(thing, list) else vars(thing).values() if hasattr(thing, "__dict__") else []
@@ -677,7 +677,7 @@ def tensors(thing) -> list[torch.Tensor]:
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors that are made under it, and the most there were at once."""
+    """Tracks bytes of the tensors that are made while it is active, and their peak."""
 
     def __init__(self, known) -> None:
         super().__init__()
@@ -720,7 +720,7 @@ def test_slots_fit_into_memory(shape, lengths, sampling, memory, caches):
         ((slots, length),) = caches.shapes
         assert 16 <= slots < len(requests)
         assert length >= max(lengths) + sampling.max_new_tokens
-        with pytest.raises(UserError, match="are left for sampling; 16 answers of"):
+        with pytest.raises(UserError, match="are free for sampling; 16 answers of"):
             next(LocalSession(decoder, Words([]), lambda: int(memory / 5)).generate(requests, sampling))
 
 

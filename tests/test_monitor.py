@@ -40,7 +40,7 @@ UNITS = {"id", "name", *counters._MOST}
 
 
 def hwmon(root: Path) -> Path:
-    """The folder with the sensors of the only card."""
+    """Return the folder with the only card's sensors."""
     return next(root.glob("sys/devices/pci*/*/hwmon/hwmon*"))
 
 
@@ -49,7 +49,7 @@ def gpus(root: Path) -> list[dict]:
 
 
 def monitor(capsys, *arguments: object) -> list[dict]:
-    """The objects that ``rocm-ext monitor --json`` prints."""
+    """Return the objects that ``rocm-ext monitor --json`` prints."""
     assert cli.main(["monitor", "--json", *map(str, arguments)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -203,7 +203,7 @@ def test_any_junk(data):
 
 
 def spoil(path: Path, how: str, content: bytes) -> None:
-    """Put something else in the place of a file or a folder, if it is still there."""
+    """Replace a file or a folder by something else, if it still exists."""
     if path.is_dir():
         shutil.rmtree(path)
     elif path.exists():
@@ -262,7 +262,7 @@ class NVMLError(Exception):
 
 
 def fake_nvml(names: list = ["NVIDIA H200"], broken: tuple = ()) -> SimpleNamespace:  # noqa: B006
-    """A pynvml with these GPUs; calls named in ``broken`` fail."""
+    """Make a pynvml with these GPUs; calls named in ``broken`` fail."""
 
     def call(name: str, function: Callable):
         def made(*args):
@@ -290,7 +290,7 @@ def fake_nvml(names: list = ["NVIDIA H200"], broken: tuple = ()) -> SimpleNamesp
 
 @pytest.fixture
 def nvidia(tmp_path, monkeypatch) -> Callable[..., None]:
-    """Gives this machine NVIDIA's driver and a ``pynvml``, and no GPU of AMD's."""
+    """Give this machine NVIDIA's driver and a ``pynvml``, and no AMD GPU."""
     driver = tmp_path / "version"
     driver.touch()
     monkeypatch.setattr(counters, "_NVIDIA", (str(driver),))
@@ -416,7 +416,7 @@ def test_bad_arguments(tmp_path, capsys, arguments, message, code):
 
 
 def test_head(tmp_path):
-    """A pipe that closes ends it without a word."""
+    """A closed pipe ends the command silently."""
     with subprocess.Popen(
         [*COMMAND, "--interval", "0.1", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -447,7 +447,7 @@ class Terminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, b"\x28\0\x5a\0\0\0\0\0")
 
     def wait_for(self, *texts: str) -> None:
-        """Until all ``texts`` have been shown."""
+        """Wait until the terminal has shown all ``texts``."""
         deadline = time.monotonic() + 30
         while not all(text.encode() in self.shown for text in texts):
             assert time.monotonic() < deadline, self.shown.decode()
@@ -467,7 +467,7 @@ class Terminal:
         os.write(self._master, b"\x03")
 
     def end(self) -> int:
-        """The exit code, once it has ended."""
+        """Wait for the end and return the exit code."""
         while self._read():
             pass
         os.close(self._master)
@@ -498,7 +498,7 @@ def test_live_until_sigterm():
 
 
 def test_live_on_an_old_terminal(tmp_path):
-    """One that can neither show blocks nor degrees."""
+    """The terminal can show neither blocks nor degree signs."""
     root = sysfs.mi300x(tmp_path)
     env = {"PYTHONIOENCODING": "ascii", "TERM": "dumb", "LC_ALL": "C"}
     terminal = Terminal("--root", root, "--interval", 0.1, "--count", 3, env=env)
@@ -558,7 +558,7 @@ def test_progress_of_raft(tmp_path, capsys):
     assert told(capsys, tmp_path)["phase"] == "evaluating"
     assert cli.main(["monitor", "--count", "1", "--run", str(tmp_path)]) == 0
     assert "run: cycle 10, evaluating, step 3, epoch 1, loss 0.2500, 5" in capsys.readouterr().out
-    touch("cycle_10/eval.json", 900)  # times say nothing: a copy has its own
+    touch("cycle_10/eval.json", 900)  # file times do not matter: a copy has its own
     touch("adapter/adapter_config.json", 900)
     touch("config.yaml", 900, "cycles: 11\n")
     assert told(capsys, tmp_path)["finished"] is False
@@ -651,7 +651,7 @@ def test_a_file_that_cannot_be_written(tmp_path, messages):
 
 
 def test_a_disk_that_fills_up(tmp_path):
-    """Said once; what was written before stays whole."""
+    """The recorder warns once; earlier lines stay complete."""
     pytest.importorskip("resource", reason="limits of files")
     program = f"""
 import logging, resource, time
@@ -683,7 +683,7 @@ def test_a_gpu_that_hangs_does_not_hold_the_run(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------- inside the recipes
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Holds a base model and rows."""
+    """A folder with a base model and rows."""
     top = tmp_path_factory.mktemp("monitor")
     write_model(top / "base")
     write_rows(top / "rows.jsonl", 32)
@@ -692,7 +692,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def make(folder, tmp_path) -> Callable[..., Path]:
-    """Writes the YAML of a run of 8 steps into ``tmp_path / "out"``."""
+    """Write the YAML of a run of 8 steps into ``tmp_path / "out"``."""
 
     def make(**changes) -> Path:
         cfg = run_config(folder / "base", folder / "rows.jsonl", tmp_path / "out", epochs=2, startup_checks=False)
@@ -702,7 +702,7 @@ def make(folder, tmp_path) -> Callable[..., Path]:
 
 
 def sft(path: Path, *overrides: str, prepare: Callable[[], object] | None = None) -> str:
-    """The messages of a run that goes well."""
+    """Run successfully and return the messages."""
     code, messages = forked(lora_finetune_rocm.main, path, *overrides, prepare=prepare)
     assert code == 0, messages
     return messages
@@ -761,14 +761,14 @@ def test_bad_values(make, tmp_path, value):
 
 
 class Recipe:
-    """Has what ``run`` needs of a recipe; its training fails."""
+    """The parts of a recipe that ``run`` needs; its training fails."""
 
     def __init__(self, out: Path, error: type[BaseException], main: bool = True) -> None:
         self.cfg = SimpleNamespace(output_dir=str(out), hardware_log_seconds=0.1)
         self.ranks, self._error = SimpleNamespace(is_main=main), error
 
     def setup(self) -> None:
-        """Nothing may be written before all of this has succeeded."""
+        """A run must not write anything before all of this has succeeded."""
         assert no_thread()
 
     def train(self) -> None:

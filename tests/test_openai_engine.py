@@ -66,7 +66,7 @@ def wanted(requests):
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    # no Qwen: at a <tool_call> without JSON behind it, transformers serve 5.23 answers with a 500
+    # not Qwen: transformers serve 5.23 answers with a 500 to a <tool_call> without JSON behind it
     folder = write_model(tmp_path_factory.mktemp("served") / "model", "llama")
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
               "bos_token": None, "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False}  # fmt: skip
@@ -76,7 +76,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(model_dir, tmp_path_factory):
-    """The url of ``transformers serve``."""
+    """Start ``transformers serve`` and return its url."""
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
     port = free_port()
@@ -182,11 +182,11 @@ def test_transformers_serve_takes_no_adapter(served, model_dir, adapter):
         pytest.fail("the adapter was taken")
 
 
-# ---- a server that does as it is told
+# ---- a scripted server
 
 
 class Fake(ThreadingHTTPServer):
-    """Answers with ``reply(path, body)``: a dict, or status, body and headers. Keeps what was asked."""
+    """Answers with ``reply(path, body)``: a dict, or status, body and headers. It keeps the requests."""
 
     daemon_threads, request_queue_size = True, 256
 
@@ -208,7 +208,7 @@ class Fake(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request, client_address):
-        pass  # a client that went away
+        pass  # the client has disconnected
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -248,7 +248,7 @@ def is_check(body):
 
 @pytest.fixture
 def vllm(tokenizer, monkeypatch):
-    """Makes servers that answer as vLLM does, unless ``reply(body)`` gives something else for a request."""
+    """Make servers that answer like vLLM, unless ``reply(body)`` gives something else for a request."""
     monkeypatch.setattr(openai, "BACKOFF", 0.01)
     fakes = []
 
@@ -272,7 +272,7 @@ def vllm(tokenizer, monkeypatch):
 
 
 def vllm_answer(tokenizer, body, text="It is 7.", **choice):
-    """An answer of the form of vLLM's /v1/completions; the text tells the seed."""
+    """Return an answer in the form of vLLM's /v1/completions; its text contains the seed."""
     text = f"{text} {body['seed']}" if "seed" in body else text
     tokens = [*tokenizer.encode(text, add_bos=False, add_eos=False), tokenizer.stop_tokens[0]]
     logprobs = {"tokens": ["t"] * len(tokens), "token_logprobs": [-0.25 * i for i in range(len(tokens))]}
@@ -337,7 +337,7 @@ def test_every_request_is_answered_once_by_servers_that_share_the_load(vllm, tok
     assert [fake.most for fake in fakes] == [3, 3]
     stats = session.stats()
     assert stats["tokens"] == sum(len(c.tokens) for c in completions)
-    # 40 answers in 7 rounds of 20 ms at least
+    # 40 answers take at least 7 rounds of 20 ms
     assert 0 < stats["tokens_per_second"] < stats["tokens"] / 0.13
     assert stats["retried"] == 0
 
@@ -358,7 +358,7 @@ def test_no_requests_no_completions(vllm, tokenizer):
     assert run(OpenAIEngine(tokenizer, urls=[vllm().url]), [])[0] == []
 
 
-# ---- failures that pass
+# ---- transient failures
 
 
 def test_server_errors_and_cut_connections_are_retried(vllm, tokenizer):
@@ -418,7 +418,9 @@ def test_the_share_of_a_server_that_dies_moves_to_the_others(vllm, tokenizer, me
     requests = requests_for(tokenizer, *"abcdef", samples=5)
     completions, _ = run(OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, retries=2), requests)
     assert wanted(c.request for c in completions) == wanted(requests)
-    assert f"{bad.url} is left out, the others take its share: HTTP 500: CUDA out of memory" in "\n".join(messages)
+    assert f"dropping {bad.url}, the other servers take its requests: HTTP 500: CUDA out of memory" in "\n".join(
+        messages
+    )
 
 
 def test_a_server_whose_process_is_gone_is_left_out(vllm, tokenizer):
@@ -445,7 +447,7 @@ def test_when_no_server_is_left_what_had_finished_has_been_yielded(vllm, tokeniz
     with engine.session(None) as session:
         fakes[1].die()
         completions = session.generate(requests_for(tokenizer, *"abcdef"), PLAIN)
-        with pytest.raises(UserError, match="no server is left after 2 retries each") as caught:
+        with pytest.raises(UserError, match="all servers failed after 2 retries each") as caught:
             deque(map(got.append, completions))
     assert len(got) == 3
     message = str(caught.value)
@@ -455,7 +457,7 @@ def test_when_no_server_is_left_what_had_finished_has_been_yielded(vllm, tokeniz
     assert "\n" not in message
 
 
-# ---- failures that stay
+# ---- permanent failures
 
 
 def test_a_refused_request_is_not_retried(vllm, tokenizer):
@@ -467,8 +469,8 @@ def test_a_refused_request_is_not_retried(vllm, tokenizer):
 
 
 RUBBISH = {
-    "html": ("<html>\n<body>Welcome to nginx!", "answers with no JSON object.*Welcome to nginx"),
-    "list": ([1, 2], r"answers with no JSON object.*\[1, 2\]"),
+    "html": ("<html>\n<body>Welcome to nginx!", "does not answer with a JSON object.*Welcome to nginx"),
+    "list": ([1, 2], r"does not answer with a JSON object.*\[1, 2\]"),
     "no choices": ({"id": 1}, r'answers with no choices: {"id": 1}'),
     "empty choices": ({"choices": []}, "answers with no choices"),
     "choices of another type": ({"choices": "text"}, "answers with no choices"),
@@ -538,7 +540,7 @@ def test_ctrl_c_ends_a_process_that_waits(vllm, tokenizer, tmp_path):
     script = tmp_path / "wait.py"
     script.write_text(
         "import signal, sys, threading\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a job in the background ignores
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
         "from rocm_ext.generation.base import Request, Sampling\n"
         "from rocm_ext.generation.openai import OpenAIEngine\n"
         "from tests.test_openai_engine import load_tokenizer\n"
@@ -569,7 +571,7 @@ def test_ctrl_c_ends_a_process_that_waits(vllm, tokenizer, tmp_path):
 
 
 def llama_answer(ids, completion_tokens):
-    """An answer of the form of llama.cpp's /v1/completions."""
+    """Return an answer in the form of llama.cpp's /v1/completions."""
     content = [{"id": i, "token": "t", "bytes": [116], "logprob": -0.5, "top_logprobs": []} for i in ids]
     choice = {"text": "So it is.", "index": 0, "logprobs": {"content": content}, "finish_reason": "stop"}
     return {"choices": [choice], "usage": {"completion_tokens": completion_tokens, "prompt_tokens": 3}}
@@ -607,7 +609,7 @@ def test_without_ids_the_text_is_encoded_again_and_that_is_told_once(vllm, token
         assert completion.tokens == [*text, tokenizer.special_tokens["<|im_end|>"]]
         assert completion.logprobs == []
     assert (session.exact_tokens, session.has_logprobs) == (False, False)
-    assert "\n".join(messages).count("gives no token ids") == 1
+    assert "\n".join(messages).count("sends no token ids") == 1
 
 
 @pytest.mark.parametrize(
@@ -679,7 +681,7 @@ def test_a_server_of_openais_own_fields_gets_no_others(vllm, tokenizer):
     (completion,), _ = run(engine, requests_for(tokenizer, "a"))
     assert completion.text == "It is 7. 0"
     assert fake.bodies()[-1].keys() == known - {"stop"}
-    with pytest.raises(UserError, match="takes no top_k and no min_p; set them to null"):
+    with pytest.raises(UserError, match="does not support top_k or min_p; set them to null"):
         run(engine, requests_for(tokenizer, "a"), Sampling(8, top_k=5, min_p=0.1))
 
 
@@ -730,7 +732,7 @@ def test_check_does_not_wait_for_a_server_that_hangs(vllm, tokenizer, monkeypatc
 
 def test_a_server_that_is_still_loading_is_told(vllm, tokenizer):
     loading = 503, {"error": {"message": "Loading model", "code": 503}}, {}
-    with pytest.raises(UserError, match="does not answer a first request: HTTP 503: Loading model"):
+    with pytest.raises(UserError, match="does not answer the first request: HTTP 503: Loading model"):
         OpenAIEngine(tokenizer, urls=[vllm(paths={COMPLETIONS: loading}).url]).check()
 
 
@@ -759,9 +761,9 @@ def test_a_key_in_the_config_is_refused_and_not_repeated(tokenizer):
 BAD_ARGUMENTS = {
     "urls text": ({"urls": "http://x"}, "urls must be a list"),
     "urls none": ({"urls": []}, "urls must be a list"),
-    "urls number": ({"urls": [8000]}, "8000 in urls is no address"),
-    "urls scheme": ({"urls": ["localhost:8000"]}, "'localhost:8000' in urls is no address"),
-    "urls query": ({"urls": ["http://x?key=1"]}, "is no address"),
+    "urls number": ({"urls": [8000]}, "8000 in urls is not a server's address"),
+    "urls scheme": ({"urls": ["localhost:8000"]}, "'localhost:8000' in urls is not a server's address"),
+    "urls query": ({"urls": ["http://x?key=1"]}, "is not a server's address"),
     "urls twice": ({"urls": ["http://x", "http://x/v1/"]}, "urls names http://x twice"),
     "endpoint": ({"endpoint": "chats"}, "endpoint 'chats' is unknown; did you mean chat"),
     "concurrency": ({"concurrency": 0}, "concurrency is 0; expected a whole number of at least 1"),
@@ -833,7 +835,7 @@ def test_a_server_that_does_not_take_adapters(vllm, tokenizer, adapter, status, 
         pytest.fail("the adapter was taken")
     assert str(caught.value).startswith(f"{fake.url} does not load the adapter {adapter} (HTTP {status}: {said})")
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve" in str(caught.value)
-    # the one that had taken it is left as it was
+    # the server that had loaded it has unloaded it again
     assert [verb for verb, _ in adapter_calls(willing)] == ["unload", "load", "unload"]
 
 
@@ -845,20 +847,20 @@ def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(vllm, token
     with engine.session(adapter) as session:
         assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
     fake.die()
-    with pytest.raises(UserError, match=f"no server is left to load .*{fake.url} cannot be reached"):
+    with pytest.raises(UserError, match=f"no server can load .*{fake.url} cannot be reached"):
         engine.session(adapter).__enter__()
 
 
 def test_what_is_no_adapter_and_servers_without_them(vllm, tokenizer, tmp_path, adapter):
     fake = vllm()
-    with pytest.raises(UserError, match="is no adapter in PEFT's format: FileNotFoundError"):
+    with pytest.raises(UserError, match="is not an adapter in PEFT's format: FileNotFoundError"):
         OpenAIEngine(tokenizer, urls=[fake.url]).session(tmp_path / "none").__enter__()
     with pytest.raises(UserError, match="dynamic_lora is false"):
         OpenAIEngine(tokenizer, urls=[fake.url], dynamic_lora=False).session(adapter).__enter__()
 
 
 def test_a_raft_cycle_samples_on_a_server(served, model_dir, tmp_path):
-    """The recipe trains in its own process what a real server sampled."""
+    """The recipe trains in its own process on samples of a real server."""
     rows = write_rows(tmp_path / "prompts.jsonl", 4)
     cfg = run_config(model_dir, rows, tmp_path / "out")
     del cfg["dataset"]

@@ -1,4 +1,4 @@
-"""The same numbers as stock torchtune, PEFT and transformers, however a step is cut, packed or recomputed."""
+"""Results equal those of stock torchtune, PEFT and transformers for every way to cut, pack or recompute a step."""
 
 import base64
 import copy
@@ -46,9 +46,9 @@ TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61]])
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Base models by name, and ``rows``: 48 of them."""
+    """Folders of base models by name, and ``rows`` with 48 rows."""
     top = tmp_path_factory.mktemp("parity")
-    sharp = {"initializer_range": 0.1}  # at the usual 0.02 attention is flat and hides mistakes in q and k
+    sharp = {"initializer_range": 0.1}  # with the usual 0.02 attention is flat and hides errors in q and k
     tied = {**sharp, "tie_word_embeddings": True}
     return {
         "qwen2": write_model(top / "qwen2", **sharp),
@@ -62,13 +62,13 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def any_torchao(monkeypatch):
-    """PEFT refuses every linear layer beside torchao < 0.16, the newest that torchtune works with."""
+    """With torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao."""
     if hasattr(peft.tuners.lora.torchao, "is_torchao_available"):
         monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
 
 
 def prepare(cfg: dict) -> LoRAFinetune:
-    """Our recipe, set up for the YAML content ``cfg``."""
+    """Set our recipe up for the YAML content ``cfg``."""
     out = Path(cfg["output_dir"])
     out.parent.mkdir(parents=True, exist_ok=True)
     recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg))))
@@ -77,7 +77,7 @@ def prepare(cfg: dict) -> LoRAFinetune:
 
 
 def finetune(cfg: dict) -> LoRAFinetune:
-    """Our recipe after its run."""
+    """Run our recipe and return it."""
     recipe = prepare(cfg)
     recipe.train()
     recipe.cleanup()
@@ -92,7 +92,7 @@ def adapter(recipe: LoRAFinetune) -> dict[str, torch.Tensor]:
 
 
 def stock_recipe():
-    """torchtune's class. Its package ``recipes`` refuses to be imported, so the file is loaded by itself."""
+    """Load torchtune's class from its file, because the package ``recipes`` refuses imports."""
     path = STOCK_RECIPES / "lora_finetune_single_device.py"
     spec = importlib.util.spec_from_file_location("stock_lora_finetune", path)
     module = importlib.util.module_from_spec(spec)
@@ -101,7 +101,7 @@ def stock_recipe():
 
 
 def llama3_tokenizer(folder: Path) -> dict:
-    """The config of a Llama 3 tokenizer of single bytes."""
+    """Return the config of a Llama 3 tokenizer of single bytes."""
     lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(256)]
     (folder / "tokenizer.model").write_text("\n".join(lines))
     added = [{"content": token, "id": 256 + i} for i, token in enumerate(SPECIAL_TOKENS)]
@@ -115,7 +115,7 @@ def llama3_tokenizer(folder: Path) -> dict:
 
 
 def instruct_dataset(rows: Path, **more) -> dict:
-    """The config of a torchtune dataset of ``rows``."""
+    """Return the config of a torchtune dataset of ``rows``."""
     return {
         "_component_": "torchtune.datasets.instruct_dataset",
         "source": "json",
@@ -140,7 +140,7 @@ class StockLog:
 
 
 def run_stock(cfg: dict, initial: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """Metrics of each step and the final adapter; the initial one goes to the file ``initial``."""
+    """Return each step's metrics and the final adapter; save the initial adapter to ``initial``."""
     recipe_class = stock_recipe()
     recipe = recipe_class(OmegaConf.create(cfg))
     recipe.setup(OmegaConf.create(cfg))
@@ -253,7 +253,7 @@ def test_stock_config_is_read_as_it_is(name):
     [("qwen2_5/0.5B_lora_single_device", "qwen2 tied"), ("llama3_2/1B_lora_single_device", "llama tied")],
 )
 def test_stock_config_runs_on_local_files(folders, tmp_path, monkeypatch, name, base):
-    """Nothing but the command line points it at a model and rows that are here."""
+    """Only the command line points it at the local model and rows."""
     rows = tmp_path / "rows.jsonl"
     examples = [json.loads(line) for line in folders["rows"].read_text().splitlines()[:32]]
     alpaca = [{"instruction": row["question"], "input": "", "output": row["answer"]} for row in examples]
@@ -291,12 +291,12 @@ def test_stock_config_runs_on_local_files(folders, tmp_path, monkeypatch, name, 
     assert list((tmp_path / "run" / "logs").iterdir())
 
 
-# ---- however a step is computed
+# ---- every way to compute a step
 
 
 @pytest.fixture(scope="module")
 def reference(folders, tmp_path_factory):
-    """A run with one micro-batch a step."""
+    """A run with one micro-batch per step."""
     return finetune(invariant_config(folders, tmp_path_factory.mktemp("reference") / "run"))
 
 
@@ -354,8 +354,10 @@ def test_checkpointing_and_workers_change_no_bit(folders, tmp_path, reference, c
 
 
 def decoder_pair(family: str):
-    """torchtune's own decoder with random weights, and a copy with packed attention. Packs may be longer than
-    ``max_seq_len``, since positions begin anew with each sequence."""
+    """Return torchtune's own decoder with random weights, and a copy with packed attention.
+
+    Packs may be longer than ``max_seq_len``, because positions restart with each sequence.
+    """
     shape = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32,
              "intermediate_dim": 48, "max_seq_len": 12}  # fmt: skip
     torch.manual_seed(0)
@@ -366,7 +368,7 @@ def decoder_pair(family: str):
 
 
 def pack(sequences: list[torch.Tensor], multiple: int = 1) -> Batch:
-    """The micro-batch of ``sequences``, every token labelled."""
+    """Return the micro-batch of ``sequences`` with every token labelled."""
     arrays = [s.numpy() for s in sequences]
     rows = Rows(arrays, arrays, [(len(s),) for s in arrays], {})
     return collate(rows, list(range(len(arrays))), packed=True, pad_id=0, multiple=multiple)
@@ -578,7 +580,7 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folders, tmp_path, b
 
 
 def test_merged_model_is_laid_out_like_its_base(folders, tmp_path):
-    """Same tensors and dtypes in the same files, those without an adapter untouched."""
+    """The files have the same tensors and dtypes, and tensors without an adapter are unchanged."""
     base, merged = folders["llama bf16"], tmp_path / "run" / "merged"
     lora = {"lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False}
     ours = finetune(export_config(folders, "llama bf16", tmp_path / "run", lora))

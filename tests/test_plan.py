@@ -1,4 +1,4 @@
-"""`rocm-ext plan` and the planner behind it: against measured memory, counted work, and what users may ask."""
+"""`rocm-ext plan` and its planner, against measured memory, counted work and users' input."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from rocm_ext.plan import memory
 from rocm_ext.plan.costs import Kernels, Operation, Tally, simulate_layer
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.speeds import Figures
-from rocm_ext.plan.workload import Questions, Rows
+from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.ranks import Ranks
 from tests.tiny import run_config, write_model, write_yaml
 
@@ -38,7 +38,7 @@ def plan(capsys, *arguments: str, code: int = 0) -> dict:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Models of several shapes and long rows, of which most tokens are trained on."""
+    """Folders with models of several shapes and long rows; most tokens have a label."""
     root = tmp_path_factory.mktemp("plan")
     shapes = {"qwen": {}, "tied": {"tie_word_embeddings": True}, "wide": {"vocab": 32768}, "llama": {"family": "llama"}}
     for name, shape in shapes.items():
@@ -59,7 +59,7 @@ def write_config(root, name: str, out, lora: dict | None = None, **changes):
 
 
 def measured_peak(path) -> tuple[int, LoRAFinetune]:
-    """Bytes of tensors that two real steps need at once, model included."""
+    """Run two real steps; return the peak bytes of tensors, including the model."""
     recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
     recipe.setup()
     recipe.trainer.write_outputs = recipe.trainer.save_checkpoint = lambda: None
@@ -148,7 +148,7 @@ def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt,
     empty = build_model(OmegaConf.create(node), dtype, 0, torch.device("meta"))
     figures = Figures("", True, {"fp32": 1e12, "bf16": 1e12}, 1e10)
     planned = SamplingPlanner(cfg, empty, cpu, asked, ranks=1, figures=figures).plan(2**40)
-    assert planned.slots == 128  # as many as pay: there are eight samples to each prompt
+    assert planned.slots == 128  # as many as gain speed: each prompt has eight samples
     cfg.engine.slots = slots
     planned = SamplingPlanner(cfg, empty, cpu, asked, ranks=1, figures=figures).plan(2**40)
     assert planned.peak == pytest.approx(tally.peak, rel=0.1)
@@ -171,7 +171,7 @@ def test_work_is_what_a_real_step_does(name, folders, tmp_path, capsys):
 
 
 def test_work_of_a_7b(capsys):
-    """4 N for each token: forward, and the gradient of the activations; the rest is attention and LoRA."""
+    """Each token takes 4 N FLOP for forward and activations' gradient; attention and LoRA add the rest."""
     found = plan(capsys, "--config", "strix_halo_qwen7b")
     embeddings = 152064 * 3584
     parameters = found["parameters"] - found["trainable_parameters"] - embeddings
@@ -203,7 +203,7 @@ def planner(folders, tmp_path, **changes) -> TrainingPlanner:
     figures = Figures("", True, {"fp32": 1e12}, 1e10)
     return TrainingPlanner(
         cfg, decoder, CrossEntropy(), torch.float32, torch.device("cpu"),
-        rows=Rows(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures, kernels=Kernels(True, False),
+        rows=Workload(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures, kernels=Kernels(True, False),
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def test_fit_prints_keys_that_help(folders, tmp_path, capsys):
     path = write_config(folders, "qwen", tmp_path / "run", batch_size=1, sequences_per_step=32, dataset={
         "_component_": "rocm_ext.data.sft_dataset", "source": "not/here"})  # fmt: skip
     whole = OmegaConf.load(path)
-    # small micro-batches wait for the memory on a machine that computes much per byte
+    # on a machine with much compute per byte, memory limits small micro-batches
     bench = tmp_path / "bench.json"
     bench.write_text(json.dumps({"date": "2026-01-01", "machine": machine_key(detect()), "settings": {},
                                  "figures": {"flops": {"fp32": 1e13}, "bandwidth": 1e10}}))  # fmt: skip
@@ -265,7 +265,7 @@ def test_auto_micro_batches_train_the_same(folders, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-# -------------------------------------------------------------------------------- data, machines, what is said
+# -------------------------------------------------------------------------------- data, machines, output
 def test_rows_that_are_here_are_counted(folders, tmp_path, capsys):
     path = write_config(folders, "qwen", tmp_path / "run", epochs=3, max_steps_per_epoch=None,
                         sequences_per_step=8)  # fmt: skip
@@ -281,7 +281,7 @@ def test_nothing_is_downloaded_or_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("tried to load data"))
     found = plan(capsys, "--config", "strix_halo_qwen7b")
-    assert found["parameters"] - found["trainable_parameters"] == 7_615_616_512  # as its model card has it
+    assert found["parameters"] - found["trainable_parameters"] == 7_615_616_512  # as in its model card
     assert not found["here"]
     assert found["budget"] == 100 * 2**30  # 125 GiB less a fifth
     assert found["figures"]["measured"] is False
@@ -308,7 +308,7 @@ def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     assert (asked["prompts"], asked["held_out"], asked["answer"]) == (500, 200, 256)
     assert found["rows"]["count"] == 2000  # four of eight answers, half of them right
     seconds = cycle["sampling_seconds"] + cycle["evaluating_seconds"] + found["training_seconds"]
-    assert 600 < seconds < 7200  # the machine's roofline, not the 8 hours of others
+    assert 600 < seconds < 7200  # from the machine's roofline; others give 8 hours
     assert cycle["peak"] <= found["budget"]
     longer = plan(capsys, "--config", "strix_halo_qwen7b_raft", "--answer-tokens", "512", "--rows", "1000")["cycle"]
     assert longer["sampling_seconds"] == pytest.approx(4 * cycle["sampling_seconds"], rel=0.15)

@@ -1,4 +1,4 @@
-"""The pocket model is a Qwen2.5 to everybody, and its evaluation counts right."""
+"""Every library opens the pocket model as a Qwen2.5, and its evaluation counts correctly."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def hf_model(pocket_dir):
 
 @pytest.fixture(scope="module")
 def tune_model(pocket_dir):
-    """torchtune's own decoder with the pocket model's weights."""
+    """Load the pocket model into torchtune's own decoder."""
     model = qwen2(**pocket.SHAPE)
     shape = {"num_heads": 4, "num_kv_heads": 2, "dim": 128, "tie_word_embeddings": True}
     model.load_state_dict(qwen2_hf_to_tune(load_file(pocket_dir / "model.safetensors"), **shape))
@@ -99,7 +99,7 @@ def test_chat_template_renders_what_torchtune_does(tune_tokenizer, hf_tokenizer,
         prompt = hf_tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
         assert prompt == render_prompt(tune_tokenizer, messages[:-1])
         tokens, _ = render_conversation(tune_tokenizer, messages)
-        newline = hf_tokenizer.encode("\n")  # behind the end of turn, as in Qwen's own template
+        newline = hf_tokenizer.encode("\n")  # after the end of turn, as in Qwen's own template
         assert hf_tokenizer.apply_chat_template(messages)["input_ids"] == tokens + newline
     assert hf_tokenizer.eos_token_id == tune_tokenizer.eos_id
     assert hf_tokenizer.pad_token_id == tune_tokenizer.pad_id
@@ -150,7 +150,7 @@ def test_the_seed_decides(pocket_dir, tmp_path):
 def test_an_earlier_pocket_model_is_kept(pocket_dir, capsys):
     before = (pocket_dir / "model.safetensors").stat().st_mtime_ns
     assert cli.main(["pocket", str(pocket_dir), "--seed", "7", "--accuracy", "0.01"]) == 0
-    assert "exists already" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out
     assert (pocket_dir / "model.safetensors").stat().st_mtime_ns == before
     assert cli.main(["pocket", str(pocket_dir), "--seed", "8", "--accuracy", "0.01"]) == 1
     assert "seed 7" in capsys.readouterr().err
@@ -177,7 +177,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
 
 
 def replies(model, tokenizer, texts: list[str]):
-    """Greedy completions of user turns, in their order."""
+    """Return greedy completions of user turns, in their order."""
     requests = [
         Request(str(i), 0, 0, tuple(render_prompt(tokenizer, [{"role": "user", "content": text}])))
         for i, text in enumerate(texts)
@@ -208,7 +208,7 @@ def test_accuracy_counts_right_answers(pocket_dir, tune_model):
 
 
 def evaluate(capsys, pocket_dir, *arguments: str, overrides=()) -> dict:
-    """What ``rocm-ext eval --json`` prints."""
+    """Return the output of ``rocm-ext eval --json``."""
     config = ["--config", "cpu_pocket_raft", f"pocket={pocket_dir}", "verify_workers=1", *overrides]
     code = cli.main(["eval", "--json", *arguments, *config])
     out = capsys.readouterr()
@@ -240,8 +240,8 @@ def test_eval_draws_the_same_answers_each_time(pocket_dir, held_out, tmp_path, c
 
 
 def test_eval_takes_an_adapter_of_peft(pocket_dir, held_out, tmp_path, capsys, monkeypatch):
-    """PEFT's own answers with the adapter are right as often as eval says."""
-    # PEFT refuses every linear layer beside torchao < 0.16, the newest that torchtune works with
+    """PEFT's own answers with the adapter have the score that eval reports."""
+    # with torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao
     monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
     rows = tmp_path / "rows.jsonl"
     base = AutoModelForCausalLM.from_pretrained(pocket_dir, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The choice of dtype, canaries that notice a device that computes wrongly, and the fp32 detector."""
+"""The choice of dtype, canaries that detect a device with wrong results, and the fp32 detector."""
 
 import pytest
 import torch

@@ -132,7 +132,7 @@ def test_equal_rows_are_kept_once_and_counted(write, messages):
     source = write({"prompt": "a", "x": 1}, {"x": 1, "prompt": "a"}, {"prompt": "b"}, {"prompt": "a", "x": 1})
     prompts = prompt_dataset(source=source)
     assert [p.origin for p in prompts] == [f"{source}:1", f"{source}:3"]
-    assert f"{source}: 2 of 4 rows repeat others" in "\n".join(messages)
+    assert f"{source}: dropped 2 of 4 rows that repeat others" in "\n".join(messages)
 
 
 # ---- formats

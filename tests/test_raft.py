@@ -1,4 +1,4 @@
-"""RAFT through its own door: what a run writes, that it survives, and that it does the same on any number of ranks."""
+"""RAFT end to end: its files, its recovery from kills, and the same results on any number of ranks."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ WEIGHTS = "adapter/adapter_model.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A base model with sharp opinions, 12 prompts and 6 held-out ones."""
+    """A folder with a base model of peaked distributions, 12 prompts and 6 held-out prompts."""
     top = tmp_path_factory.mktemp("raft")
     write_model(top / "base", initializer_range=0.1)
     write_model(top / "llama", "llama", initializer_range=0.1)
@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(folder):
-    """Writes the YAML of a run: 2 cycles of 12 prompts with 4 answers each."""
+    """Write the YAML of a run: 2 cycles of 12 prompts with 4 answers each."""
 
     def prompts(name: str) -> dict:
         component = "rocm_ext.data.prompt_dataset"
@@ -77,7 +77,7 @@ def make(folder):
 
 @pytest.fixture(scope="module")
 def reference(make, folder) -> Path:
-    """A run that nothing disturbed."""
+    """An undisturbed run."""
     out = folder / "reference"
     code, messages = forked(main, make(out))
     assert code == 0, messages
@@ -93,7 +93,7 @@ def cycle_row(out: Path, cycle: int) -> dict:
 
 
 def outcome(out: Path) -> dict:
-    """All that must not differ between runs: records, adapters, training curves and scores."""
+    """Return everything that must be equal in all runs: records, adapters, training curves and scores."""
     found: dict = {"adapter": (out / WEIGHTS).read_bytes()}
     for folder in sorted(out.glob("cycle_*")):
         for path in sorted(folder.rglob("*.jsonl")):
@@ -159,7 +159,7 @@ def test_samples_are_those_of_the_model_of_the_cycle_before(reference, make, tmp
 
 
 def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
-    """The first cycle's adapter is the SFT recipe's on the kept token ids, with the prompt masked."""
+    """The first cycle's adapter equals the SFT recipe's on the kept token ids with masked prompts."""
     kept = read_records(reference / "cycle_1" / "kept.jsonl")
     seen = []
 
@@ -239,7 +239,7 @@ def test_raft_plus_plus_starts_at_a_ratio_of_one(make, tmp_path):
     code, messages = forked(main, make(out, objective="raft++", cycles=1, epochs=3))
     assert code == 0, messages
     losses = [json.loads(line)["loss"] for line in (out / "cycle_1" / "metrics.jsonl").read_text().splitlines()]
-    assert losses[0] == pytest.approx(-1, abs=1e-4)  # the sampler's log-probs are the trainer's
+    assert losses[0] == pytest.approx(-1, abs=1e-4)  # the sampler's log-probs equal the trainer's
     assert losses[-1] < -1.01
     assert min(losses) >= -1.28
 
@@ -260,7 +260,7 @@ def test_killed_while_writing(make, reference, tmp_path, counts):
 
 
 def kill_at_record(name: str, count: int):
-    """Patches that kill the process while it writes record number ``count`` of a journal, half of it written."""
+    """Patch the journal so that writing record ``count`` kills the process halfway through the record."""
 
     def prepare() -> None:
         original = Journal.append
@@ -325,7 +325,7 @@ def test_killed_before_a_file_appears(make, reference, tmp_path, written):
 
 @pytest.mark.parametrize("step", [2, -1])
 def test_sigterm_while_training(make, reference, tmp_path, step):
-    """Also in the last step, which no other step would look for."""
+    """This includes the last step, after which no step checks for the signal."""
 
     def prepare() -> None:
         original = Trainer.save_checkpoint
@@ -577,7 +577,7 @@ def test_a_mended_verifier_judges_again_without_sampling_again(make, tmp_path):
     assert "max_error_share" in messages
     samples = (out / "cycle_1" / "samples.jsonl").read_bytes()
     assert "ERROR" not in (out / "cycle_1" / "verdicts.jsonl").read_text()
-    # the same name in the config, another behaviour
+    # same name in the config, different behaviour
     code, messages = forked(
         main, make(out, verifier=broken, eval_prompts=None), "resume_from_checkpoint=True", "max_error_share=1",
     )  # fmt: skip

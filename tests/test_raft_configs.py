@@ -1,4 +1,4 @@
-"""The shipped RAFT configs do what their heads say, and train the model that their SFT siblings train."""
+"""The commands in the shipped RAFT configs' heads work, and the configs train the same models as their SFT siblings."""
 
 import re
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_the_head_says_how_to_run_it(name):
 
 
 def test_every_key_of_the_recipe_is_read():
-    """A key in the defaults that no code reads would be a promise that nobody keeps."""
+    """Code must read every key of the defaults."""
     folder = CONFIGS.parent
     files = [*folder.glob("rocm_ext/**/*.py"), *folder.glob("recipes/*.py")]
     lists = ("values.py", "checkpoint.py")  # these name keys without reading them

@@ -1,4 +1,4 @@
-"""Two ranks compute what one does."""
+"""Two ranks compute the same as one."""
 
 import json
 

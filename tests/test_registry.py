@@ -1,4 +1,4 @@
-"""`tune` knows this library, and no other program notices it."""
+"""`tune` finds this library's recipes and configs, and other programs are unaffected."""
 
 import builtins
 import importlib.metadata
@@ -21,7 +21,7 @@ CONFIGS = sorted(path.stem for path in (Path(__file__).parents[1] / "recipe_conf
 
 @pytest.fixture
 def as_tune(monkeypatch):
-    """This process looks like ``tune run lora_finetune_rocm``, and its registry is a copy."""
+    """Make this process look like ``tune run lora_finetune_rocm``, with a copy of the registry."""
     monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "run", "lora_finetune_rocm", "--config", "x"])
     recipes = list(torchtune_registry._ALL_RECIPES)
     monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", recipes)
@@ -30,7 +30,7 @@ def as_tune(monkeypatch):
 
 @pytest.fixture
 def pins(monkeypatch):
-    """Pretends that other versions are installed."""
+    """Pretend that other versions are installed."""
     real = importlib.metadata.version
 
     def pins(**versions):
@@ -59,7 +59,7 @@ def test_tune_ls_cp_validate(tmp_path):
 
 def test_tune_run_by_name_from_another_folder(tmp_path):
     run = tune("run", "lora_finetune_rocm", "--config", "cpu_pocket", cwd=tmp_path)
-    assert run.returncode == 1  # its model is not here yet
+    assert run.returncode == 1  # its model is not downloaded yet
     assert "demo/pocket" in run.stderr.splitlines()[-1]
     assert "Traceback" not in run.stderr
 

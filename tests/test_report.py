@@ -1,4 +1,4 @@
-"""`rocm-ext report`: what the page says, and how it looks in a browser."""
+"""`rocm-ext report`: the page's content, and its appearance in a browser."""
 
 import json
 import re
@@ -29,23 +29,23 @@ GPU_CHARTS = ("GPU load", "GPU memory", "GPU power", "GPU temperature", "GPU clo
 
 
 def report(*folders: Path, output: Path | None = None) -> str:
-    """The page's text."""
+    """Write the report and return the page's text."""
     assert main(["report", *map(str, folders), *(["-o", str(output)] if output else [])]) == 0
     return (output or folders[0] / "report.html").read_text()
 
 
 def figures(html: str) -> list[str]:
-    """Titles of the charts."""
+    """Return the titles of the charts."""
     return re.findall(r"<figcaption><b>([^<]*)</b>", html)
 
 
 def words(html: str) -> str:
-    """The text between tags."""
+    """Return the text between tags."""
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", html.partition("</style>")[2])))
 
 
 def hardware(folder: Path, gpus: int = 1, lines: int = 120, pause_at: int | None = None) -> Path:
-    """``hardware.jsonl`` with GPUs of different loads."""
+    """Write ``hardware.jsonl`` with GPUs of different loads."""
     now, readings = 1.75e9, []
     for i in range(lines):
         now += 9 * 3600 if i == pause_at else 5
@@ -75,7 +75,7 @@ def raft_run(tmp_path: Path) -> Path:
     return raft(tmp_path / "raft", RIGHT, drawn=4)
 
 
-# ---- what it says
+# ---- content
 
 
 def test_a_run_of_sft(run, capsys):
@@ -154,10 +154,10 @@ def test_hardware_of_several_gpus_and_a_pause(tmp_path):
     assert re.findall(r"</i>(GPU \d)</li>", load) == ["GPU 0", "GPU 1", "GPU 2"]
     assert ">resumed<" in load
     assert re.search(r'd="M[^"M]*M[^"M]*" class="line c1', load)  # two strokes, and none across
-    assert "9 min 55 s, resumed 1 time" in words(html)  # the night in between is none of it
+    assert "9 min 55 s, resumed 1 time" in words(html)  # the pause in between does not count
 
 
-# ---- runs that are not whole
+# ---- incomplete runs
 
 
 def test_no_step_yet(tmp_path):
@@ -190,7 +190,7 @@ def test_a_spike_does_not_flatten_the_rest(tmp_path):
     loss = html.split("<b>Loss</b>")[1].split("</figure>")[0]
     labels = [float(label) for label in re.findall(r'text-anchor="end">([\d.]+)<', loss)]
     assert 2 < max(labels) < 20
-    assert "1M at 151" in loss  # it is told
+    assert "1M at 151" in loss  # the report mentions it
 
 
 @pytest.mark.parametrize("state", ["sampling", "training", "trained", "evaluating"])
@@ -211,7 +211,7 @@ def test_in_the_middle_of_a_cycle(raft_run, state):
     text = words(report(raft_run))
     assert f"1, {state} in cycle 2" in text
     assert "not finished" in text
-    assert "50.0 % (23.7 – 76.3)" in text  # of cycle 1, the newest that is there
+    assert "50.0 % (23.7 – 76.3)" in text  # of cycle 1, the newest one
 
 
 def test_only_the_evaluation_before_training(tmp_path):
@@ -308,7 +308,7 @@ def test_a_long_run_makes_a_small_file(tmp_path):
     assert path
     heights = [float(y) for y in re.findall(r" ([\d.]+)", path[1])]
     assert len(heights) < 1100
-    assert max(heights) - np.sort(heights)[-10] > 5  # the lowest value is there, and no other near it
+    assert max(heights) - np.sort(heights)[-10] > 5  # the lowest value appears, and no other near it
 
 
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(np.nan), min_size=1, max_size=400), st.integers(10, 100))
@@ -360,7 +360,7 @@ NASTY = (
 
 
 def hostile(folder: Path) -> Path:
-    """A run whose every text is an attack."""
+    """Write a run in which every text is an attack."""
     texts = dict.fromkeys(("CORRECT", "WRONG", "UNPARSED", "TIMEOUT", "ERROR", "detail"), NASTY)
     run = raft(folder / "<script>window.pwned=3<\\script> \u202e\"'&", RIGHT, texts=texts)
     config = json.loads((run / "run.json").read_text())["config"]
@@ -383,9 +383,9 @@ def test_hostile_text_is_only_text(tmp_path):
     assert html.isascii()
     assert "<script" not in html
     assert "<img" not in html
-    assert "&#8238;" not in html  # the character that turns direction, as a reference
+    assert "&#8238;" not in html  # the character that reverses direction, as a reference
     assert "\\u202eright to left" in html
-    assert "&#9216;" in html  # the picture of NUL
+    assert "&#9216;" in html  # the symbol for NUL
     assert "\\ud800" in html
     assert "characters left out" in html
     assert "{{7*7}}" in html  # not evaluated
@@ -417,7 +417,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports of all kinds of runs."""
+    """Write reports of all kinds of runs."""
     folder = tmp_path_factory.mktemp("pages")
     long = hardware(sft(folder / ("a_long_name_of_a_run_" * 4), curve(2000), validation={500: 1.2, 1000: 1.1}), gpus=8)
     cycles = hardware(raft(folder / "raft", RIGHT * 8, drawn=4), gpus=2, pause_at=50)
@@ -490,7 +490,7 @@ def test_in_a_browser(open_page, pages, name, width):
 
 
 def test_eight_runs_are_told_apart(open_page):
-    """By colour, and where there are no more colours that everybody tells apart, by dashes."""
+    """They differ by colour, and by dashes where distinguishable colours run out."""
     page = open_page("several", 1200)
     loss = page.evaluate(
         "[...[...document.querySelectorAll('figure')].find(f => f.querySelector('b').textContent === 'Loss')"
@@ -506,7 +506,7 @@ def luminance(colour: str) -> float:
 
 
 def contrast(a: str, b: str) -> float:
-    """WCAG's contrast ratio of two colours as a browser computes them."""
+    """Compute WCAG's contrast ratio of two colours that a browser gives."""
     low, high = sorted((luminance(a), luminance(b)))
     return (high + 0.05) / (low + 0.05)
 

@@ -1,7 +1,7 @@
-"""A run that was killed, stopped or ran out of disk ends bit for bit like one that never was.
+"""A resumed run equals an undisturbed run bit for bit, after a kill, a stop or a full disk.
 
-Most runs here are forks of this process that call the recipe's ``main`` as ``tune`` does: they can be killed
-anywhere, and start in no time.
+Most runs here are forks of this process that call the recipe's ``main`` as ``tune`` does. Forks start at once and can
+be killed anywhere.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ REPO = Path(__file__).parents[1]
 
 
 class SendSignal:
-    """A metric logger that sends its own process a signal right after a step."""
+    """A metric logger that sends a signal to its own process right after a step."""
 
     def __init__(self, step: int, signum: int) -> None:
         self.step, self.signum = step, signum
@@ -43,11 +43,11 @@ class SendSignal:
             os.kill(os.getpid(), self.signum)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing; no file is open."""
 
 
 class FillDisk(SendSignal):
-    """Leaves no space on the disk of the file ``path`` right after a step."""
+    """Fills the disk of the file ``path`` right after a step."""
 
     def __init__(self, step: int, path: str) -> None:
         self.step, self.path = step, path
@@ -60,7 +60,7 @@ class FillDisk(SendSignal):
 
 
 class LimitFiles(FillDisk):
-    """Lets no file grow by more than half a line beyond what the one at ``path`` has right after a step."""
+    """Limits every file's size, right after a step, to that of the file at ``path`` plus half a line."""
 
     def log_dict(self, payload, step: int) -> None:
         if step == self.step:
@@ -72,7 +72,7 @@ def limit_files(size: int) -> None:
 
 
 def at(step: int, what: int | type, *path: Path) -> dict:
-    """The logger that does something at ``step``: sends a signal, or is ``what``, on ``path``."""
+    """Return the config of a logger that acts at ``step``: it sends a signal, or is the class ``what``, on ``path``."""
     if isinstance(what, int):
         return {"_component_": "tests.test_resume.SendSignal", "step": step, "signum": int(what)}
     return {"_component_": f"tests.test_resume.{what.__name__}", "step": step, "path": str(path[0])}
@@ -80,7 +80,7 @@ def at(step: int, what: int | type, *path: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Holds a base model, another one, and rows: 37 to train on, which 8 a step do not divide."""
+    """A folder with two base models and 37 training rows, which steps of 8 rows do not divide evenly."""
     top = tmp_path_factory.mktemp("resume")
     write_model(top / "base")
     write_model(top / "other", initializer_range=0.03)
@@ -90,7 +90,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(folder) -> Callable[..., Path]:
-    """Writes the YAML of a run: 10 steps in 2 epochs, with dropout, a schedule and validation."""
+    """Write the YAML of a run: 10 steps in 2 epochs, with dropout, a schedule and validation."""
 
     def make(out: Path, **changes) -> Path:
         cfg = run_config(folder / "base", folder / "rows.jsonl", out, epochs=2, save_every_n_steps=2)
@@ -108,7 +108,7 @@ def make(folder) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def reference(make, folder) -> Path:
-    """A run that nothing disturbed."""
+    """An undisturbed run."""
     out = folder / "reference"
     assert run(make(out))[0] == 0
     return out
@@ -123,12 +123,12 @@ def resume(path: Path, **kwargs) -> tuple[int, str]:
 
 
 def steps(out: Path) -> list[int]:
-    """The checkpoints that are kept."""
+    """Return the checkpoints on disk."""
     return sorted(int(p.name.removeprefix("step_")) for p in (out / "checkpoints").iterdir())
 
 
 def outcome(out: Path) -> tuple:
-    """All that must not differ: adapter, curves, and the last checkpoint."""
+    """Return everything that must be equal in all runs: adapter, curves, and the last checkpoint."""
     state = torch.load(out / "checkpoints" / f"step_{steps(out)[-1]:08d}" / "state.pt", weights_only=True)
     del state["config"]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -138,7 +138,7 @@ def outcome(out: Path) -> tuple:
 
 
 def plain(node):
-    """Nested state as values that ``==`` compares."""
+    """Convert nested state to values that ``==`` compares."""
     if isinstance(node, torch.Tensor):
         return str(node.dtype), node.tolist()
     if isinstance(node, dict):
@@ -147,13 +147,13 @@ def plain(node):
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below ``folder``."""
+    """Return every file below ``folder``."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def assert_equal(out: Path, reference: Path) -> None:
     found, expected = outcome(out), outcome(reference)
-    assert found[1] == expected[1]  # the curves first: they tell most
+    assert found[1] == expected[1]  # the curves first: they are the most informative
     assert found[2] == expected[2]
     assert found[0] == expected[0]
 
@@ -187,7 +187,7 @@ def test_tune_killed_in_mid_epoch(make, reference, tmp_path):
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopped(make, reference, tmp_path, signum, code):
     out = tmp_path / "out"
-    found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which is still done
+    found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which the run still completes
     assert found == code, messages
     assert "stopped at step 7, all saved; go on with resume_from_checkpoint=True" in messages
     assert "Traceback" not in messages
@@ -226,7 +226,7 @@ def test_killed_while_writing(make, reference, tmp_path, counts):
     assert codes.count(-signal.SIGKILL) > 4
     assert resume(make(out))[0] == 0
     assert_equal(out, reference)
-    assert not list(out.glob("checkpoints/.*"))  # what the kills left behind is gone
+    assert not list(out.glob("checkpoints/.*"))  # the kills' leftovers are gone
 
 
 def test_torn_newest_checkpoint(make, reference, tmp_path):
@@ -301,7 +301,7 @@ def test_another_run_is_refused(make, reference, folder, overrides, message):
 
 
 def test_what_is_free_to_change(make, reference, tmp_path):
-    """How a step is cut and where things lie changes nothing, or rounding at most."""
+    """Micro-batches and paths may change on resuming; they change rounding at most."""
     out = tmp_path / "out"
     assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
     code, messages = resume(make(out, batch_size=2, log_every_n_steps=3, keep_last_n_checkpoints=1))
@@ -320,12 +320,12 @@ def test_used_output_dir(make, reference, tmp_path):
     assert "resume_from_checkpoint=True goes on with it, overwrite_output_dir=True replaces it" in messages
     code, messages = run(make(out), "overwrite_output_dir=True", "tokens_per_micro_batch=1")
     assert (code, "tokens_per_micro_batch is 1" in messages) == (1, True), messages
-    assert tree(out) == before  # a mistake costs nothing
+    assert tree(out) == before  # a mistake changes nothing
 
     killed = make(out, overwrite_output_dir=True, metric_logger=at(1, signal.SIGKILL))
     assert run(killed)[0] == -signal.SIGKILL
     left = set(os.listdir(out)) - {"hardware.jsonl"}
-    assert left == {"config.yaml", "metrics.jsonl", "checkpoints"}  # nothing of the earlier run
+    assert left == {"config.yaml", "metrics.jsonl", "checkpoints"}  # nothing from the earlier run
     assert run(make(out), "overwrite_output_dir=True")[0] == 0
     assert_equal(out, reference)
 
@@ -390,7 +390,7 @@ def assert_one_line(messages: str, *parts: str) -> None:
 
 @pytest.mark.parametrize("what", ["step_00000002", "metrics.jsonl"])
 def test_file_that_cannot_grow(make, reference, tmp_path, what):
-    """The system refuses to write on in the middle of a file."""
+    """The system refuses further writes in the middle of a file."""
     out = tmp_path / "out"
     if what == "metrics.jsonl":
         code, messages = run(make(out, metric_logger=at(6, LimitFiles, out / what), save_every_n_steps=None))
@@ -420,7 +420,7 @@ def test_tune_killed_at_random(make, reference, tmp_path):
         )
         before = changed(out / "config.yaml")
         while seed % 4 and process.poll() is None and changed(out / "config.yaml") == before:
-            time.sleep(0.01)  # three times of four until training begins, else somewhere before
+            time.sleep(0.01)  # three of four kills come during training, the others before
         time.sleep(random.Random(seed).uniform(0, 0.4) if seed % 4 else random.Random(seed).uniform(0, 8))
         process.kill()
         kills += process.wait() == -signal.SIGKILL

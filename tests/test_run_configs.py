@@ -1,4 +1,4 @@
-"""The shipped run configs do what their heads say, and ``config.load`` turns layers and typos into what one expects."""
+"""The commands in the shipped run configs' heads work, and ``config.load`` merges layers and reports typos."""
 
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).parents[1] / "recipe_configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 NAMES = [name for name in NAMES if "raft" not in name]
 STOCK = Path(torchtune.__file__).parents[1] / "recipes/configs"
-# A user wants to see these whether or not a default would do.
+# Run configs show these keys even if the default would do.
 EDITED = {
     "batch_size", "epochs", "max_steps_per_epoch", "resume_from_checkpoint", "save_adapter_weights_only", "seed",
     "validation_fraction",
@@ -45,8 +45,8 @@ def load(name: str = "strix_halo_qwen7b", *overrides: str):
 
 
 def stock_config(name: str):
-    """torchtune's own config for the same model, which the head names; None for the pocket model."""
-    match = re.search(r"differ from torchtune's (\S+) say so", head(name))
+    """Load torchtune's own config for the same model, which the head names; None for the pocket model."""
+    match = re.search(r"differ from torchtune's (\S+)\.\n", head(name))
     return OmegaConf.load(STOCK / f"{match[1]}.yaml") if match else None
 
 
@@ -92,7 +92,7 @@ def test_the_head_says_how_to_run_it(name):
     assert runs
     for match in runs:
         assert match[2] == name
-        load(name, *match[3].split())  # the overrides that it shows
+        load(name, *match[3].split())  # the overrides that the head shows
     assert any(match[1] for match in runs) == name.startswith(("mi300x_qwen32b", "mi300x_qwen72b"))
     if name == "cpu_pocket":
         assert f"rocm-ext pocket {cfg.checkpointer.checkpoint_dir}" in lines
@@ -147,7 +147,7 @@ def test_departures_from_torchtune_say_so(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_pocket"])
 def test_the_download_line_is_torchtune_s(name):
-    stock_name = re.search(r"differ from torchtune's (\S+) say so", head(name))[1]
+    stock_name = re.search(r"differ from torchtune's (\S+)\.\n", head(name))[1]
     theirs = re.search(r"tune download .*", (STOCK / f"{stock_name}.yaml").read_text())[0]
     ours = re.search(r"tune download .*", head(name))[0].replace("Qwen2.5-Coder-7B", "Qwen2.5-7B")
     if "--output-dir" not in theirs:  # two of torchtune's rely on the default, which is /tmp
@@ -177,7 +177,7 @@ def test_the_builder_has_the_size_that_the_name_says(component):
         assert base == pytest.approx(billions * 1e9, rel=0.1), name
         adapted = {n.split(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_" in n}
         assert adapted == {"q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"}
-        return  # configs with this builder differ in nothing else
+        return  # configs with this builder do not differ otherwise
 
 
 def test_models_that_share_a_builder_share_its_arguments():
@@ -212,7 +212,7 @@ optimizer: {_component_: torch.optim.AdamW, lr: 1e-3}
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """``run(yaml, *overrides)`` loads a small run config with these lines in it, as on Strix Halo."""
+    """``run(yaml, *overrides)`` loads a small run config with these lines, as on Strix Halo."""
     monkeypatch.setattr(config, "detect", lambda: STRIX)
     monkeypatch.chdir(tmp_path)
 
@@ -315,7 +315,7 @@ def test_missing_keys(run):
     with pytest.raises(UserError, match=f"config run.yaml: {everything} must be set"):
         run(base="")
     with pytest.raises(UserError, match=r"^config run.yaml: output_dir must be set"):
-        run(base=COMPONENTS)  # to which the checkpointer's refers
+        run(base=COMPONENTS)  # the checkpointer's key refers to it
     with pytest.raises(UserError, match="output_dir must be set"):
         run("", "output_dir=null")
     with pytest.raises(UserError, match="model must be set"):
@@ -357,7 +357,7 @@ def test_names(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"known: .*mi300x_qwen72b"):
         load("foo/bar")
     (tmp_path / "strix_halo_qwen7b").write_text("epochs: 2")
-    with pytest.raises(UserError, match="must be set"):  # the file here comes first
+    with pytest.raises(UserError, match="must be set"):  # a file in the current folder takes precedence
         load("strix_halo_qwen7b")
 
 
@@ -381,7 +381,7 @@ def test_variables_are_keys_that_others_refer_to(run):
     assert run(lines, base=base).dataset.source == "rows/x.jsonl"
     assert run(lines, "data=/else", base=base).dataset.source == "/else/x.jsonl"
     with pytest.raises(UserError, match="unknown key output_di; did you mean output_dir"):
-        run("output_di: out", base=COMPONENTS)  # a prefix of what ${output_dir} refers to
+        run("output_di: out", base=COMPONENTS)  # a prefix of the key in ${output_dir}
     with pytest.raises(UserError, match="unknown key data"):
         run(lines)
 

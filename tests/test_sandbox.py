@@ -1,4 +1,4 @@
-"""Hostile code: it scores nothing, harms nothing, and is done with in bounded time."""
+"""Hostile code scores nothing, harms nothing, and ends in bounded time."""
 
 # ruff: noqa: E501 - the attacks are easier to read in their own lines
 
@@ -198,7 +198,7 @@ def test_a_pass_cannot_be_forged(name: str):
     for partial in (False, True):
         result = verify(fenced(FORGERIES[name]), partial_credit=partial)
         assert result.verdict in (Verdict.WRONG, Verdict.UNPARSED), result
-        # an answer that is right for one of the three calls earns its share
+        # an answer that is right for one of the three calls gets its share
         assert result.reward <= (2 / 3 if partial and "counts" in name else 0), result
 
 
@@ -210,7 +210,7 @@ def test_damage_is_bounded(name: str):
 
 
 def test_methods_of_trusted_classes_are_not_replaced():
-    """A class of the set-up travels by its attributes; one of these must not take the place of a method."""
+    """The wire sends a set-up class by its attributes; an attribute must not replace a method."""
     setup = "class P:\n    def __init__(self, x): self.x = x\n    def same(self, x): return self.x == x\n"
     row = {"tests": "assert f(2).same(4)", "entry_point": "f", "test_setup": setup}
     assert verify(fenced("def f(x): return P(x * x)"), row).verdict is Verdict.CORRECT
@@ -265,7 +265,7 @@ def test_tests_that_swallow_exceptions_do_not_pass_a_dead_program():
 
 
 def test_the_program_is_never_shown_what_is_expected():
-    """A class with every operator records what it is shown; nothing of it may be what the tests expect."""
+    """A class with every operator records what it sees; it must never see what the tests expect."""
     spy = """
 SEEN = []
 class Spy:
@@ -383,7 +383,7 @@ time.sleep({{sleep}})
 
 
 def test_workers_leave_no_zombies():
-    """Neither to themselves nor to init: in a container without one that reaps, each would stay for good."""
+    """Workers leave none to themselves and none to init: in a container without a reaping init each would stay for good."""
     node = {"_component_": "rocm_ext.verifiers.PythonTests", "timeout": 0.7}
     with Pool(node, workers=1, timeout=30) as pool:
         for completion in (
@@ -394,7 +394,7 @@ def test_workers_leave_no_zombies():
         ) * 2:
             pool.submit(completion, ROW).result()
             time.sleep(0.1)
-        pool.submit("nothing", ROW).result()  # the next verification reaps what the last has left
+        pool.submit("nothing", ROW).result()  # the next verification reaps the last one's zombies
         children = [process for process in Path("/proc").glob("[0-9]*/stat") if "(bwrap)" in _text(process)]
         ours = [c for c in children if int(_text(c).rsplit(")", 1)[1].split()[1]) in children_of(os.getpid())]
         assert [c for c in ours if "(bwrap) Z" in _text(c)] == []
@@ -482,7 +482,7 @@ def test_rlimits_only_when_asked_for(monkeypatch: pytest.MonkeyPatch):
 )
 @pytest.mark.parametrize("sized", [True, False])
 def test_without_privileges(sized: bool, tmp_path: Path):
-    """The other way to use bubblewrap, in a user namespace, as a user without rights; without --size, too."""
+    """Use bubblewrap in a user namespace, as a user without privileges, and also without --size."""
     root = Path(__file__).parents[1]
     sources = tmp_path / "rocm_ext"
     shutil.copytree(root / "rocm_ext" / "verifiers", sources / "verifiers")

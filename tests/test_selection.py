@@ -1,4 +1,4 @@
-"""What is kept and what is asked next, and how right is measured: pure functions, checked against their definitions."""
+"""Selection of answers and of the next prompts, and the measures: pure functions, checked against their definitions."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ answers = st.lists(st.tuples(st.integers(0, 4), rewards, tokens, st.booleans()),
 
 
 def phase(drawn):
-    """Samples and results by key, of (prompt, reward, tokens, cut off) each."""
+    """Return samples and results by key, from (prompt, reward, tokens, cut off) each."""
     samples, results, counts = {}, {}, {}
     for prompt, reward, tokens, cut in drawn:
         index = counts[prompt] = counts.get(prompt, -1) + 1

@@ -1,4 +1,4 @@
-"""What verifiers accept and refuse, and that a pool of them survives its verifiers."""
+"""Answers that verifiers accept and refuse, and a pool that survives failing verifiers."""
 
 # ruff: noqa: E501 - rows of data sets are long lines
 
@@ -315,7 +315,7 @@ def test_human_eval_format(task: dict):
 
 @bwrap
 def test_trusted_helpers_are_not_the_programs():
-    """The prompt's own helper decides, not what the completion makes of it."""
+    """The prompt's own helper decides, even if the completion redefines it."""
     task = HUMAN_EVAL[1]
     row = {"tests": task["test"], "entry_point": task["entry_point"], "code_prefix": task["prompt"]}
     forged = "```python\ndef poly(xs, x):\n    return 0.0\n\ndef find_zero(xs):\n    return 1.0\n```"

@@ -1,4 +1,4 @@
-"""Small models with random weights in real architectures, as Hugging Face folders, and runs on them."""
+"""Write small models with random weights in real architectures, as Hugging Face folders, and configs for them."""
 
 import json
 import os
@@ -34,7 +34,7 @@ SHAPE = {
 
 
 def write_tokenizer(folder: Path, text: list[str] = TEXT, size: int = 400) -> int:
-    """A Qwen2-style byte-level BPE tokenizer trained on ``text``; returns its vocabulary's size."""
+    """Train a Qwen2-style byte-level BPE tokenizer on ``text``, write it, and return the size of its vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
@@ -52,14 +52,14 @@ def write_tokenizer(folder: Path, text: list[str] = TEXT, size: int = 400) -> in
 def write_model(
     folder: Path, family: str = "qwen2", text: list[str] = TEXT, shards: int = 1, vocab: int | None = None, **shape
 ) -> Path:
-    """A random model with its tokenizer in Hugging Face's format. ``family``: qwen2 or llama."""
+    """Write a random model with its tokenizer in Hugging Face's format. ``family``: qwen2 or llama."""
     folder.mkdir(parents=True)
     size = write_tokenizer(folder, text, shape.pop("tokens", 400))
     vocab = vocab or -(-size // 64) * 64
     torch.manual_seed(0)
     if family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab, rope_theta=1e6, **{**SHAPE, **shape}))
-        for layer in model.model.layers:  # biases are zero at first, which would hide mistakes
+        for layer in model.model.layers:  # biases start at zero, which would hide errors
             for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
                 torch.nn.init.normal_(proj.bias, std=0.1)
     else:
@@ -79,7 +79,7 @@ def write_model(
 
 
 def write_rows(path: Path, count: int, start: int = 0) -> Path:
-    """Question and answer rows of varied length."""
+    """Write question and answer rows of varied length."""
     with path.open("w") as file:
         for i in range(start, start + count):
             words = " ".join(TEXT[i % 3].split()[: 4 + i * 7 % 13])
@@ -89,7 +89,7 @@ def write_rows(path: Path, count: int, start: int = 0) -> Path:
 
 
 def run_config(model: Path, rows: Path, out: Path, **changes) -> dict:
-    """A run YAML for a model of :func:`write_model`, as a user would write it."""
+    """Return a run config for a model of :func:`write_model`, as a user would write it."""
     family = json.loads((model / "config.json").read_text())
     shape = {
         "vocab_size": family["vocab_size"],
@@ -149,19 +149,19 @@ def run_config(model: Path, rows: Path, out: Path, **changes) -> dict:
 def tune(
     *args: str, cwd: Path | None = None, env: dict | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess:
-    """``tune ARGS``, from another folder than the repository's."""
+    """Run ``tune ARGS`` in the folder ``cwd``."""
     command = [str(Path(sys.executable).with_name("tune")), *map(str, args)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout)
 
 
 def write_yaml(path: Path, content: dict) -> Path:
-    """``content`` as a YAML file."""
+    """Write ``content`` as a YAML file."""
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
 
 
 def metrics(out: Path, key: str = "loss") -> list[float]:
-    """One value per line of a run's ``metrics.jsonl`` that has ``key``."""
+    """Return one value per line of a run's ``metrics.jsonl`` that has ``key``."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line[key] for line in lines if key in line]

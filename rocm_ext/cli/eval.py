@@ -10,23 +10,30 @@ from rocm_ext.cli._options import add_format, add_overrides
 
 
 def add(commands) -> None:
+    """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "eval",
-        help="measure how often a model's answers are right, with any adapter or none",
+        help="measure how often a model's answers are right, with or without an adapter",
         description="Sample answers to a RAFT config's eval_prompts, verify them with its verifier, and print "
         "pass@1 of greedy answers (and pass@k with eval_samples=N) with 95 %% Wilson intervals.",
     )
     option = parser.add_argument
-    option("--config", required=True, metavar="NAME", help="a RAFT config: model, engine, eval_prompts, verifier")
-    option("--adapter", type=Path, metavar="DIR", help="PEFT folder; without it: the model as the config starts it")
-    option("--data", metavar="FILE", help="other rows than the config's eval_prompts: a file or a hub name")
+    option(
+        "--config",
+        required=True,
+        metavar="NAME",
+        help="RAFT config with model, engine, eval_prompts and verifier",
+    )
+    option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the model that the config starts from)")
+    option("--data", metavar="FILE", help="rows to use instead of the config's eval_prompts: a file or a hub name")
     add_format(option)
-    option("--json", action="store_true", help="print one JSON object instead")
+    option("--json", action="store_true", help="print one JSON object instead of text")
     add_overrides(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Measure the adapter and print its scores."""
     from rocm_ext import config
     from rocm_ext.hardware.environment import ensure_environment
     from rocm_ext.hardware.machine import detect

@@ -1,4 +1,4 @@
-"""`rocm-ext plan`: what a run will take, before anything is downloaded."""
+"""`rocm-ext plan`: estimate a run's memory, work and time before anything is downloaded."""
 
 import argparse
 import json
@@ -14,27 +14,37 @@ if TYPE_CHECKING:
 
 
 def add(commands) -> None:
+    """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "plan",
-        help="memory, work and time of a run, before anything is downloaded",
-        description="Plan a run of any config on the machine that its `hardware` names, this one or another: "
-        "parameters, memory by part against the machine's budget, work per step, expected speed, and the settings "
-        "that fit best. Needs no weights and no data. Ends with 1 where the config does not fit.",
+        help="estimate a run's memory, work and time before anything is downloaded",
+        description="Plan a run of any config on the machine that its `hardware` key names, this one or another. "
+        "Prints parameters, memory by part against the machine's budget, work per step, expected speed, and the "
+        "settings that fit best. Needs no weights and no data. Exits with 1 if the config does not fit.",
     )
     option = parser.add_argument
-    option("--config", required=True, metavar="NAME", help="a config of either recipe: a name or a file")
-    option("--ranks", type=count, default=1, metavar="N", help="processes that share the work (1)")
-    option("--rows", type=count, metavar="N", help="rows to train on, in RAFT prompts of a cycle (looked up if here)")
+    option("--config", required=True, metavar="NAME", help="config of either recipe: a name or a file")
+    option("--ranks", type=count, default=1, metavar="N", help="processes that share the work (default: 1)")
+    option(
+        "--rows", type=count, metavar="N", help="training rows, in RAFT prompts per cycle (default: counted if on disk)"
+    )
     option("--row-tokens", type=count, metavar="N", help="mean tokens of a row, in RAFT of a prompt")
-    option("--answer-tokens", type=count, metavar="N", help="RAFT: mean tokens of an answer (half of max_new_tokens)")
-    option("--bench", type=Path, metavar="FILE", help="bench.json to take speeds from (the one of `rocm-ext bench`)")
+    option(
+        "--answer-tokens", type=count, metavar="N", help="RAFT: mean tokens of an answer (default: max_new_tokens / 2)"
+    )
+    option("--bench", type=Path, metavar="FILE", help="bench.json with speeds (default: this machine's, if it exists)")
     option("--fit", action="store_true", help="print only the YAML keys to change for the best fit")
-    option("--json", action="store_true", help="print one JSON object instead")
+    option("--json", action="store_true", help="print one JSON object instead of text")
     add_overrides(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Plan the run and print the plan.
+
+    Returns:
+        Exit code: 0 if the config fits, else 1.
+    """
     from omegaconf import OmegaConf
 
     from rocm_ext import config
@@ -62,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
 def _print_fit(plan: "RunPlan") -> None:
     changes = plan.changes()
     if plan.best.peak > plan.budget[0]:
-        raise UserError("nothing fits: take a smaller model, shorter rows or more ranks")
+        raise UserError("nothing fits: use a smaller model, shorter rows or more ranks")
     if not changes:
-        print("# the config is the best fit that the plan knows")
+        print("# the plan finds no better settings than the config's")
     for key, value in changes.items():
         print(f"{key}: {value}")
 
@@ -86,7 +96,7 @@ def _print(name: str, plan: "RunPlan") -> None:
     out.print(_step_table(plan))
     out.print(f"speeds: {escape(plan.figures.source)}")
     if not plan.figures.measured:
-        out.print("[yellow]computed, not measured: `rocm-ext bench` on that machine replaces these by its own[/]")
+        out.print("[yellow]computed, not measured: run `rocm-ext bench` on that machine to measure them[/]")
     out.print()
     if plan.cycle:
         out.print(_cycle_table(plan))
@@ -162,7 +172,7 @@ def _cycle_table(plan: "RunPlan") -> Any:
     made.add_row("answer tokens/s", f"{sampling.tokens_per_second:,.0f}", style="bold")
     known = {"sampling": cycle.seconds[0], "evaluating": cycle.seconds[1], "training": plan.training_seconds}
     for what, seconds in known.items():
-        made.add_row(what, "unknown: say --rows" if seconds is None else _duration(seconds))
+        made.add_row(what, "unknown: set --rows" if seconds is None else _duration(seconds))
     if all(seconds is not None for seconds in known.values()):
         made.add_row("together", _duration(sum(filter(None, known.values()))), style="bold")
     return made
@@ -173,7 +183,7 @@ def _print_verdict(out: Any, plan: "RunPlan") -> None:
 
     if not plan.fits:
         out.print(f"\n[red]does not fit[/] into {readable(plan.budget[0])}: lower tokenizer.max_seq_len, "
-                  "max_new_tokens or batch_size, or take a smaller model")  # fmt: skip
+                  "max_new_tokens or batch_size, or use a smaller model")  # fmt: skip
     changes = plan.changes()
     if changes and plan.best.peak <= plan.budget[0]:
         gain = plan.now.step.seconds / plan.best.step.seconds

@@ -6,16 +6,17 @@ from pathlib import Path
 
 
 def add(commands) -> None:
+    """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "pocket",
-        help="make a small model and its data to try the recipes with, offline, on any machine",
-        description="Make a Qwen2.5 model of a million parameters in Hugging Face's format, trained on the "
-        "spot on two-digit additions and subtractions until it is right about a third of the time, with "
-        "train.jsonl and heldout.jsonl beside it. Takes a minute or two on two CPU cores.",
+        help="make a small model and its data to try the recipes offline, on any machine",
+        description="Make a Qwen2.5 model with a million parameters in Hugging Face's format, with "
+        "train.jsonl and heldout.jsonl beside it. Training on two-digit additions and subtractions stops once "
+        "about a third of the held-out answers are right. It takes a minute or two on two CPU cores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("dir", type=Path, metavar="DIR", help="where to; an earlier pocket model is kept")
-    parser.add_argument("--seed", type=int, default=0, help="of problems and weights")
+    parser.add_argument("dir", type=Path, metavar="DIR", help="folder to write; an earlier pocket model is kept")
+    parser.add_argument("--seed", type=int, default=0, help="seed of problems and weights")
     parser.add_argument(
         "--accuracy", type=float, default=0.33, help="stop training at this share of right held-out answers"
     )
@@ -24,6 +25,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Make the pocket model and print its accuracy."""
     import logging
 
     from rocm_ext.pocket import make
@@ -33,6 +35,6 @@ def run(args: argparse.Namespace) -> None:
     card, is_new = make(args.dir, args.seed, args.accuracy, args.force)
     score = Score(card["correct"], card["total"])
     print(
-        f"{args.dir}: {'' if is_new else 'exists already (--force remakes it), '}held-out {score} "
+        f"{args.dir}: {'' if is_new else 'already exists (--force remakes it), '}held-out {score} "
         f"after {card['steps']} steps, {card['parameters']:,} parameters"
     )

@@ -1,4 +1,4 @@
-"""`rocm-ext verify`: run right answers through a verifier."""
+"""`rocm-ext verify`: check a verifier on right answers."""
 
 import argparse
 import json
@@ -8,29 +8,39 @@ from rocm_ext.errors import UserError
 
 
 def add(commands) -> None:
+    """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "verify",
-        help="run the right answers of a data set through a verifier, which must find them right",
-        description="A verifier proves itself: right answers must score 1.0. Shows the verdicts, the mean reward "
-        "and the first answers that were not found right; ends with 1 if there are any.",
+        help="check a verifier on a data set's right answers",
+        description="Run a data set's right answers through a verifier. Each must score 1.0. Prints the verdicts, the "
+        "mean reward and the first answers that fail. Exits with 1 if any answer fails.",
     )
     option = parser.add_argument
     option("--verifier", required=True, metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
     option(
-        "--data", required=True, metavar="FILE", help="rows as RAFT reads them: JSONL, JSON, Parquet, CSV, a hub name"
+        "--data", required=True, metavar="FILE", help="rows in RAFT's format: JSONL, JSON, Parquet, CSV or a hub name"
     )
     add_format(option)
     option("--name", help="configuration of a hub data set (openai/gsm8k: main)")
-    option("--split", default="train", help="of a hub data set (train)")
-    option("--gold", metavar="FIELD", help="the right answer (default: the first of solution, completion, answer)")
-    option("--workers", type=count, metavar="N", help="processes (default: physical cores)")
-    option("--limit", type=count, metavar="N", help="the first N rows only")
-    option("--json", action="store_true", help="print one JSON object instead")
+    option("--split", default="train", help="split of a hub data set (default: train)")
+    option(
+        "--gold",
+        metavar="FIELD",
+        help="column of the right answer (default: the first of solution, completion, answer)",
+    )
+    option("--workers", type=count, metavar="N", help="worker processes (default: physical cores)")
+    option("--limit", type=count, metavar="N", help="read only the first N rows")
+    option("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("arguments", nargs="*", metavar="key=value", help="the verifier's arguments, such as timeout=5")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Verify the right answers and print the verdicts.
+
+    Raises:
+        UserError: an answer fails, or an argument is invalid.
+    """
     import psutil
     import yaml
 
@@ -43,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     for item in args.arguments:
         key, equals, value = item.partition("=")
         if not equals:
-            raise UserError(f"cannot read argument {item!r}; expected key=value", code=2)
+            raise UserError(f"invalid argument {item!r}; expected key=value", code=2)
         node[key] = yaml.safe_load(value)
     prompts = prompt_dataset(source=args.data, format=args.format, name=args.name, split=args.split)
     rows = [(prompt.origin, prompt.row) for prompt in prompts]
@@ -61,4 +71,4 @@ def run(args: argparse.Namespace) -> None:
         for failure in failures:
             print("{origin}: {verdict} {detail}".format(**failure))
     if wrong := summary.rows - summary.verdicts[Verdict.CORRECT]:
-        raise UserError(f"{wrong} of {summary.rows} right answers were not found right")
+        raise UserError(f"{wrong} of {summary.rows} right answers failed verification")

@@ -1,6 +1,6 @@
-"""From files to what a step computes: sources, chat rendering, rows, micro-batches; and prompts.
+"""Data: sources, chat rendering, rows, micro-batches, and prompts.
 
-The components that a YAML names are here: ``rocm_ext.data.sft_dataset`` and ``rocm_ext.data.prompt_dataset``.
+YAML files name two components of this package: ``rocm_ext.data.sft_dataset`` and ``rocm_ext.data.prompt_dataset``.
 """
 
 from rocm_ext.data.prompts import prompt_dataset

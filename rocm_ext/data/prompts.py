@@ -1,4 +1,4 @@
-"""Prompts to sample answers to, with what a verifier needs to judge them."""
+"""Prompts to sample answers for, with the columns that a verifier needs."""
 
 import hashlib
 import json
@@ -15,13 +15,13 @@ from rocm_ext.log import log
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that waits for the assistant's answer.
+    """A conversation up to the assistant's answer.
 
     Attributes:
         id: the row's ``id`` or ``task_id`` as text, else the first 16 hex digits of ``key``.
-        messages: ``{role, content}`` each; perhaps a system message first, a user's turn last.
-        row: all columns by our names, without nulls: what a verifier sees. ``prompt`` is the text of the
-            last user's turn, as the model reads it.
+        messages: ``{role, content}`` each; an optional system message first, a user's turn last.
+        row: all columns under our names, without nulls; the verifier gets them. ``prompt`` is the text of the
+            last user's turn as the model reads it.
         origin: ``file:line`` in JSON lines, else the source and the row's index from 0.
     """
 
@@ -32,7 +32,7 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """SHA-256 of the messages, as hex: prompts of the same key are the same to the model."""
+        """SHA-256 of the messages, in hex; prompts with the same key are identical for the model."""
         return hashlib.sha256(_canonical(self.messages).encode()).hexdigest()
 
 
@@ -47,37 +47,41 @@ def prompt_dataset(
     system_prompt: str = "",
     limit: int | None = None,
 ) -> list[Prompt]:
-    """Rows of prompts, as a component for YAML: ``_component_: rocm_ext.data.prompt_dataset``.
+    """Read prompts; a component for YAML: ``_component_: rocm_ext.data.prompt_dataset``.
 
-    A row has ``prompt``, the text of one user's turn, or ``messages``, a conversation that ends with one, and
-    whatever its verifier needs (``answer``, ``tests``, ...). A row with both is read if they agree, where
-    ``messages`` may go on to the assistant's answer; otherwise ``column_map`` tells which one counts.
+    A row has ``prompt``, the text of one user's turn, or ``messages``, a conversation that ends with a user's
+    turn. It also has the columns of its verifier (``answer``, ``tests``, ...). A row may have both ``prompt``
+    and ``messages`` if they agree; ``messages`` may then include the assistant's answer. If they differ,
+    ``column_map`` must name one of them.
 
-    Formats, which turn the columns of well-known datasets into ours:
+    Formats convert the columns of well-known datasets to ours:
 
-    - gsm8k: ``question``, ``answer`` -> ``prompt``, ``answer`` (what is behind ``####``) and ``solution``
+    - gsm8k: ``question``, ``answer`` -> ``prompt``, ``answer`` (the text after ``####``) and ``solution``
     - mbpp: Google's ``text``, ``code``, ``test_list``, ``test_setup_code``, or the sanitized ``prompt``,
       ``code``, ``test_imports``, ``test_list`` -> ``prompt``, which shows the tests, ``tests`` (a list of
       asserts), ``test_setup`` and ``solution``; or ``prompt``, ``entry_point`` and ``tests`` (source), where
-      the prompt is told the function's name
+      the prompt gets a sentence with the function's name
     - humaneval: ``prompt``, ``test``, ``entry_point``, ``canonical_solution`` -> ``prompt``, which asks for
       the whole function, ``code_prefix`` (the given beginning), ``tests`` (source) and ``solution``
 
-    Rows that are equal in every column are kept once.
+    Of several identical rows it keeps one.
 
     Args:
-        source: a .jsonl, .json, .parquet or .csv file or a glob of them; or what ``datasets.load_dataset``
-            takes: a folder, a hub name, or a loader (``json``) with ``data_files``.
-        split: as in `datasets`, ``train[:10%]`` too; a file is one split, ``train``.
+        source: a .jsonl, .json, .parquet or .csv file or a glob of them; or any path that
+            ``datasets.load_dataset`` takes: a folder, a hub name, or a loader (``json``) with ``data_files``.
+        split: as in `datasets`, including ``train[:10%]``; a file has one split, ``train``.
         data_files, name: passed on to `datasets`; ``name`` is the configuration of a hub dataset.
-        format: one of the above; None: the columns are ours already, or ``column_map`` makes them so.
-        column_map: our column -> yours, ``{prompt: problem}``; with a format, its column -> yours.
-        system_prompt: put in front of conversations without a system message; empty: none is.
-        limit: read the first ``limit`` rows only.
+        format: one of the above; None: the columns have our names already, or get them from ``column_map``.
+        column_map: our column -> yours, ``{prompt: problem}``; with a format, the format's column -> yours.
+        system_prompt: added to conversations without a system message; empty adds nothing.
+        limit: read only the first ``limit`` rows.
+
+    Returns:
+        The prompts, in the order of their rows.
 
     Raises:
-        UserError: nothing to read, a malformed row, or two rows of one id or with one conversation but
-            different columns; with the origin of each.
+        UserError: the source cannot be read, a row is malformed, two rows share an id, or two rows have the same
+            conversation but different columns. The message has the origin of each row.
     """
     if format is not None and format not in FORMATS:
         raise UserError(f"format {format!r} is unknown{nearest(format, FORMATS)}")
@@ -99,14 +103,15 @@ def prompt_dataset(
 
 
 def check_disjoint(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> None:
-    """See that no held-out prompt is trained on.
+    """Check that no held-out prompt is among the training prompts.
 
-    Two prompts overlap if their last user's turns are equal but for case and white space, and one of them
-    has no other turn of the user's, or all their turns are equal. So other system prompts or examples in
-    front hide nothing, and a mere "go on" behind different turns is no overlap.
+    Two prompts overlap if their last user's turns are equal except for case and white space, and one of them
+    has no other user's turn. They also overlap if all their turns are equal. This finds overlaps despite
+    different system prompts or preceding examples. The same short last turn ("go on") after different turns
+    does not count.
 
     Raises:
-        UserError: some overlap; the first pair's origins and how many.
+        UserError: prompts overlap; the message has their number and the origins of the first pair.
     """
     trained: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in train:
@@ -121,12 +126,12 @@ def check_disjoint(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> None:
         first, held = pairs[0]
         raise UserError(
             f"{len(pairs)} of {len(held_out)} held-out prompts are among the training prompts, first {held.origin} "
-            f"(training: {first.origin}); take them out of one of the two"
+            f"(training: {first.origin}); remove them from one of the two sets"
         )
 
 
 def _turns(prompt: Prompt) -> list[str]:
-    """The turns without a system message, case and runs of white space."""
+    """Return the turns without system messages, in lower case, with single spaces."""
     return [" ".join(m["content"].casefold().split()) for m in prompt.messages if m["role"] != "system"]
 
 
@@ -163,7 +168,11 @@ def _prompt(row: Mapping[str, Any], mapping: dict[str, str], format: str | None,
 
 
 def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str, str], ...]:
-    """The conversation in ``prompt`` or ``messages``, or in the one of both that the user named."""
+    """Return the conversation from ``prompt`` or ``messages``; if a row has both, from the one in ``mapping``.
+
+    Raises:
+        UserError: the row has neither, both differ, or the one used is malformed.
+    """
     found = [column for column in ("prompt", "messages") if column in fields]
     if len(found) == 2:
         found = [column for column in found if column in mapping] or found
@@ -190,33 +199,33 @@ def _from_text(text: Any) -> tuple[dict[str, str], ...]:
 
 
 def _conversation(turns: Any) -> tuple[dict[str, str], ...]:
-    """The messages of a row, as ``{role, content}`` and no more, which end with a user's turn."""
-    # torchtune calls the role of tools ipython, servers do not
+    """Check a row's messages and reduce them to ``{role, content}``; the last must be a user's turn."""
+    # torchtune calls the role of tools ipython; servers call it tool
     roles = {"ipython": "tool"}
     messages = [{"role": roles.get(m.role, m.role), "content": m.text_content} for m in to_messages(turns)]
     if not messages:
         raise UserError("messages is empty; expected a conversation that ends with a user's turn")
     if messages[-1]["role"] != "user":
-        raise UserError(f"messages must end with a user's turn, found the {messages[-1]['role']}'s; take it out")
+        raise UserError(f"messages must end with a user's turn, found the {messages[-1]['role']}'s; remove it")
     if any(m["role"] == "system" for m in messages[1:]):
         raise UserError("a system message must be the first of its conversation")
     return _encodable(tuple(messages))
 
 
 def _encodable(messages: tuple[dict[str, str], ...]) -> tuple[dict[str, str], ...]:
-    """``messages``, which must ask something and be text that a tokenizer or a server can be sent."""
+    """Check that the last message is not empty and that every message is valid Unicode; return ``messages``."""
     if not messages[-1]["content"].strip():
         raise UserError("prompt is empty")
     try:
         for message in messages:
             message["content"].encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell
+    except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair
         raise UserError(f"prompt is not valid Unicode: {one_line(error)}") from error
     return messages
 
 
 def _id(fields: Mapping[str, Any]) -> str:
-    """``id`` or ``task_id`` as text, empty if there is neither."""
+    """Return ``id`` or ``task_id`` as text, or "" without either."""
     column = next((column for column in ("id", "task_id") if column in fields), None)
     if column is None:
         return ""
@@ -227,7 +236,11 @@ def _id(fields: Mapping[str, Any]) -> str:
 
 
 def _distinct(prompts: list[Prompt], source: str) -> list[Prompt]:
-    """``prompts`` without repeated rows; other rows of one conversation or one id are mistakes."""
+    """Drop repeated rows.
+
+    Raises:
+        UserError: two different rows have the same conversation or the same id.
+    """
     by_key: dict[str, Prompt] = {}
     by_id: dict[str, Prompt] = {}
     for prompt in prompts:
@@ -241,17 +254,17 @@ def _distinct(prompts: list[Prompt], source: str) -> list[Prompt]:
         elif (earlier := by_id.setdefault(prompt.id, prompt)) is not prompt:
             raise UserError(f"{prompt.origin} has the id {prompt.id!r} of {earlier.origin}; ids must be unique")
     if repeated := len(prompts) - len(by_key):
-        log.warning("%s: %d of %d rows repeat others and are left out", source, repeated, len(prompts))
+        log.warning("%s: dropped %d of %d rows that repeat others", source, repeated, len(prompts))
     return list(by_key.values())
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The columns in which two rows differ. NaN equals itself here."""
+    """Return the columns in which two rows differ. NaN counts as equal to itself."""
     return [key for key in dict.fromkeys([*a, *b]) if _canonical(a.get(key)) != _canonical(b.get(key))]
 
 
 def _canonical(value: Any) -> str:
-    """One text for equal values. ASCII, so that it can be hashed whatever is in it."""
+    """Return the same text for equal values. It is ASCII, so any value can be hashed."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
@@ -262,7 +275,7 @@ def _gsm8k(row: dict[str, Any]) -> dict[str, Any]:
     _need(row, "gsm8k", "question", "answer")
     _, mark, answer = row["answer"].rpartition("####")
     if not mark or not answer.strip():
-        raise UserError(f"answer has no #### with a number behind it, as gsm8k's have; found {row['answer'][-40:]!r}")
+        raise UserError(f"answer has no #### followed by a number, as gsm8k needs; found {row['answer'][-40:]!r}")
     rest = _without(row, "question")
     return {**rest, "prompt": row["question"], "answer": answer.strip(), "solution": row["answer"]}
 

@@ -1,9 +1,9 @@
-"""Messages -> tokens and labels, by the tokenizer's own rendering.
+"""Render messages to tokens and labels with the tokenizer's own template.
 
-These are the only places where messages become tokens, so that a row that is trained on starts with
-exactly what the sampler would be given, and is labelled right behind it.
+Only this module turns messages into tokens. A training row therefore starts with exactly the tokens that the
+sampler gets, and its labels start right behind them.
 
-Labels are torchtune's: ``labels[t]`` is the token at ``t`` itself, or -100 where it bears no loss.
+Labels follow torchtune: ``labels[t]`` is the token at ``t`` itself, or -100 for no loss.
 """
 
 import copy
@@ -21,14 +21,17 @@ ROLES |= {"human": "user", "gpt": "assistant", "tool": "ipython"}
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping]) -> list[int]:
-    """The token ids ``[s]`` to sample from: the conversation so far and the header of the assistant's turn.
+    """Render a prompt to sample from: the conversation so far and the header of the assistant's turn.
 
-    Text that looks like a special token (``<|im_end|>``) becomes that token with torchtune's Qwen tokenizers,
-    as in transformers, and stays text with the Llama 3 one. ``tokenizer.max_seq_len`` is not applied.
+    torchtune's Qwen tokenizers turn text that looks like a special token (``<|im_end|>``) into that token, as
+    transformers does. The Llama 3 tokenizer keeps it as text. ``tokenizer.max_seq_len`` does not apply.
 
     Args:
         tokenizer: a torchtune model tokenizer.
         messages: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``.
+
+    Returns:
+        Token ids ``[s]``.
 
     Raises:
         UserError: a message is malformed.
@@ -42,14 +45,22 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping]) -> list[int]:
 def render_conversation(
     tokenizer: Any, messages: Sequence[Mapping], train_on_input: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Tokens ``[s]`` and labels ``[s]`` of a conversation; arguments as in :func:`render_prompt`.
+    """Render a conversation to train on.
 
-    Every assistant turn is labelled, but for those with ``weight: 0``: its content and end-of-turn token, not
-    its header, which a generation prompt contains. Turns behind the last labelled one bear no loss and are
-    left out. ``train_on_input`` labels every token instead.
+    Labels cover the content and the end-of-turn token of every assistant turn, except turns with
+    ``weight: 0``. They exclude the turn's header, which a generation prompt contains. Turns after the last
+    labelled one bear no loss and are cut.
+
+    Args:
+        tokenizer: a torchtune model tokenizer.
+        messages: as in :func:`render_prompt`.
+        train_on_input: label every token.
+
+    Returns:
+        Tokens ``[s]`` and labels ``[s]``.
 
     Raises:
-        UserError: a message is malformed, or there is no assistant turn to train on.
+        UserError: a message is malformed, or the conversation has no assistant turn to train on.
     """
     conversation = to_messages(messages)
     trained = [i for i, message in enumerate(conversation) if not message.masked]
@@ -62,14 +73,15 @@ def render_conversation(
 
     labels: list[int] = []
     header, stops = _header_length(tokenizer), getattr(tokenizer, "stop_tokens", ())
-    # A run of unmasked tokens is one turn, unless assistant turns follow each other: then unmask every other.
+    # A run of unmasked tokens must be one turn. Where assistant turns follow each other, render twice, each time
+    # with every other assistant turn unmasked.
     adjacent = any(b - a == 1 for a, b in pairwise(trained))
     for group in (trained[::2], trained[1::2]) if adjacent else (trained,):
         tokens, mask = _render(tokenizer, conversation, unmasked=group)
         labels = labels or [IGNORE] * len(tokens)
         for masked, run in groupby(range(len(mask)), key=mask.__getitem__):
             own = [] if masked else list(run)[header:]
-            # What the template puts behind the end of turn ("\n") is not the model's own.
+            # The model does not generate what the template puts after the end of turn ("\n").
             end = max((n for n, i in enumerate(own, 1) if tokens[i] in stops), default=len(own))
             for i in own[:end]:
                 labels[i] = tokens[i]
@@ -77,17 +89,18 @@ def render_conversation(
 
 
 def _render(tokenizer: Any, messages: list[Message], unmasked: list[int]) -> tuple[list[int], list[bool]]:
-    """Tokens and mask as the tokenizer renders them, with only the messages of these indexes unmasked."""
+    """Render with the tokenizer, with only the messages at these indices unmasked; return tokens and mask."""
     messages = [Message(m.role, m.content, masked=i not in unmasked) for i, m in enumerate(messages)]
     out = unlimited(tokenizer)({"messages": messages})
     return out["tokens"], out["mask"]
 
 
 def _header_length(tokenizer: Any) -> int:
-    """How many tokens of an assistant's turn come before its content: where an empty turn and another part.
+    """Count the tokens of an assistant's turn before its content.
 
-    ``inference=True`` cannot tell: torchtune's Qwen, Mistral and Gemma tokenizers ignore it and end the empty
-    turn, and Phi 4's does not take it.
+    It compares an empty turn with another one; they differ from the first token of the content on.
+    ``inference=True`` does not help: torchtune's Qwen, Mistral and Gemma tokenizers ignore it and end the empty
+    turn, and Phi 4's tokenizer does not accept it.
     """
 
     def turn(content: str) -> list[int]:
@@ -99,8 +112,11 @@ def _header_length(tokenizer: Any) -> int:
 
 
 def unlimited(tokenizer: Any) -> Any:
-    """A tokenizer without ``max_seq_len``: with it, it cuts rows without a word and ends them with an EOS,
-    which teaches the model to stop in mid-sentence. `too_long` decides instead, and counts."""
+    """Return the tokenizer without ``max_seq_len``.
+
+    With ``max_seq_len`` it silently cuts rows and ends them with an EOS, which teaches the model to stop in
+    mid-sentence. The config's ``too_long`` handles long rows instead, and counts them.
+    """
     if getattr(tokenizer, "max_seq_len", None) is not None:
         tokenizer = copy.copy(tokenizer)
         tokenizer.max_seq_len = None
@@ -108,7 +124,10 @@ def unlimited(tokenizer: Any) -> Any:
 
 
 def to_messages(turns: Any) -> list[Message]:
-    """torchtune messages, ``masked`` where there is nothing to train on. ``turns`` as in :func:`render_prompt`.
+    """Convert turns to torchtune messages; a message without training tokens is ``masked``.
+
+    Args:
+        turns: ``messages`` of :func:`render_prompt`.
 
     Raises:
         UserError: a message is malformed.
@@ -125,13 +144,13 @@ def _to_message(turn: Any, where: str) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{where}: unknown role {role!r}; known: {', '.join(ROLES)}")
     if turn.get("tool_calls"):
-        raise UserError(f"{where}: tool_calls are not rendered; write the call in content as the model does")
+        raise UserError(f"{where}: tool_calls are not supported; write the call into content as the model does")
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):  # OpenAI's parts
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text":
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise UserError(f"{where}: content of type {kind!r}; only text is trained here, no images")
+                raise UserError(f"{where}: content of type {kind!r}; only text is supported, no images")
         content = "".join(string(part.get("text"), f"{where}: text") for part in content)
     content = string(content, f"{where}: content")
     if ROLES[role] == "assistant" and not content.strip():
@@ -142,15 +161,22 @@ def _to_message(turn: Any, where: str) -> Message:
 
 
 def string(value: Any, what: str) -> str:
-    """``value``, which must be text; ``what`` names it in the error."""
+    """Return ``value`` if it is a string.
+
+    Raises:
+        UserError: it is not; the message calls it ``what``.
+    """
     if not isinstance(value, str):
         raise UserError(f"{what} must be a string, found {type(value).__name__}")
     return value
 
 
 def to_text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """What ``tokens`` [s] say. Ids that the tokenizer does not know (a model's embeddings are padded beyond its
-    vocabulary, and a sample may hit the padding) say nothing; torchtune's tokenizers raise on them."""
+    """Decode ``tokens`` [s] and skip ids that the tokenizer does not know.
+
+    A model's embeddings are padded beyond its vocabulary, so a sample may contain such ids. torchtune's
+    tokenizers raise on them.
+    """
     try:
         return tokenizer.decode(list(tokens))
     except (TypeError, KeyError, IndexError, OverflowError):

@@ -1,4 +1,4 @@
-"""Conversations in files or on the hub, as a dataset that recognises how they are written."""
+"""Read conversations from files or the hub, and recognise their schema."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from rocm_ext.data.render import render_conversation, string
 from rocm_ext.errors import UserError, nearest, one_line
 
-SCHEMAS = {  # what a row needs; alpaca's `input` is optional
+SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
@@ -37,38 +37,41 @@ def sft_dataset(
     system_prompt: str | None = None,
     train_on_input: bool = False,
 ) -> "ConversationDataset":
-    """Rows of conversations, as a dataset component for YAML.
+    """Open a dataset of conversations; a component for YAML.
 
-    Schemas, by the columns they need:
+    Schemas and the columns they need:
 
     - messages: ``messages``, a list of ``{role, content}``
     - sharegpt: ``conversations``, a list of ``{from, value}``
     - prompt_completion: ``prompt`` and ``completion``, strings or lists of messages
-    - alpaca: ``instruction``, ``output`` and perhaps ``input``. The user's turn is the instruction, a blank
-      line and the input; the model's own chat template does the rest
-    - text: ``text``, all of it trained, with the tokenizer's EOS at its end
+    - alpaca: ``instruction``, ``output`` and optionally ``input``. The user's turn is the instruction, a blank
+      line and the input. The model's chat template formats it
+    - text: ``text``. Every token is labelled, and the tokenizer's EOS ends the row
 
     Args:
         tokenizer: a torchtune model tokenizer.
-        source: a .jsonl, .json, .parquet or .csv file or a glob of them; or what ``datasets.load_dataset``
-            takes: a folder, a hub name, or a loader (``json``) with ``data_files``.
-        split: as in `datasets`, ``train[:10%]`` too; a file is one split, ``train``.
+        source: a .jsonl, .json, .parquet or .csv file or a glob of them; or any path that
+            ``datasets.load_dataset`` takes: a folder, a hub name, or a loader (``json``) with ``data_files``.
+        split: as in `datasets`, including ``train[:10%]``; a file has one split, ``train``.
         data_files, name: passed on to `datasets`; ``name`` is the configuration of a hub dataset.
         column_map: our column -> yours, ``{prompt: question, completion: answer}``.
-        schema: one of the above, or ``auto``: the one that fits, row by row.
-        system_prompt: put in front of conversations without a system message. None is added by default,
-            although Qwen 2.5's Hugging Face template adds one.
-        train_on_input: label every token, not only the assistant's.
+        schema: one of the above, or ``auto``, which chooses the matching schema row by row.
+        system_prompt: added to conversations without a system message. None adds nothing, although
+            Qwen 2.5's Hugging Face template adds a default one.
+        train_on_input: label every token instead of only the assistant's.
+
+    Returns:
+        A dataset that tokenises rows on access. A malformed row raises a ``UserError`` on access.
 
     Raises:
-        UserError: nothing to read, or arguments that do not fit it. Malformed rows raise on access.
+        UserError: the source cannot be read, or an argument does not match it.
     """
     if schema not in ("auto", *SCHEMAS):
         raise UserError(f"schema {schema!r} is unknown{nearest(schema, ['auto', *SCHEMAS])}; schemas: {NEEDS}")
     column_map = dict(column_map or {})
     for ours in column_map:
         if ours not in FIELDS:
-            raise UserError(f"column_map maps our columns to yours; {ours!r} is none of ours{nearest(ours, FIELDS)}")
+            raise UserError(f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, FIELDS)}")
     rows, origin = load_rows(source, split, data_files, name)
     columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
     if missing := [column for column in column_map.values() if column not in columns]:
@@ -78,9 +81,12 @@ def sft_dataset(
 
 @dataclass(eq=False)
 class ConversationDataset(Dataset):
-    """Rows tokenised on access: ``{"tokens": list[int], "labels": list[int]}``; see :func:`sft_dataset`.
+    """Conversations that are tokenised on access: ``{"tokens": list[int], "labels": list[int]}``.
 
-    ``origin(i)`` tells where row i is from: ``file:line`` in JSON lines, else its index, from 0.
+    Attributes:
+        rows: the raw rows.
+        origin: ``origin(i)`` names the source of row i: ``file:line`` in JSON lines, else its index, from 0.
+        tokenizer, column_map, schema, system_prompt, train_on_input: see :func:`sft_dataset`.
     """
 
     tokenizer: Any
@@ -106,19 +112,23 @@ class ConversationDataset(Dataset):
             else:
                 messages = self._messages(schema, fields)
                 tokens, labels = render_conversation(self.tokenizer, messages, self.train_on_input)
-        except (UserError, ValueError) as error:  # ValueError: text that cannot be encoded
+        except (UserError, ValueError) as error:  # ValueError: the tokenizer cannot encode the text
             raise UserError(f"{self.origin(index)}: {one_line(error)}") from error
         return {"tokens": tokens, "labels": labels}
 
     def _fields(self, row: Mapping) -> tuple[str, dict[str, Any]]:
-        """The schema that fits a row, and the row's values by our names for its columns."""
+        """Return the schema that matches a row, and the row's values under our column names.
+
+        Raises:
+            UserError: no schema matches, or several.
+        """
         # Arrow fills gaps with None.
         present = {key: value for key, value in row.items() if value is not None}
         fields = {key: value for key, value in present.items() if key not in self.column_map}
         fields |= {ours: present[yours] for ours, yours in self.column_map.items() if yours in present}
         names = SCHEMAS if self.schema == "auto" else [self.schema]
         fits = [name for name in names if fields.keys() >= set(SCHEMAS[name])]
-        if len(fits) > 1:  # the columns that the user named tell which
+        if len(fits) > 1:  # prefer the schema whose columns the user mapped
             fits = [name for name in fits if self.column_map.keys() & set(SCHEMAS[name])] or fits
         if len(fits) > 1:
             raise UserError(f"the columns {list(row)} fit {' and '.join(fits)}: set schema to one of them")
@@ -149,23 +159,27 @@ class ConversationDataset(Dataset):
 
 
 def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Callable[[int], str]]:
-    """The rows of a source and what tells the origin of row i: ``file:line`` in JSON lines, else its index, from 0.
+    """Read the rows of a source.
 
     Args:
         source, split, data_files, name: as for :func:`sft_dataset`.
 
+    Returns:
+        The rows, and a function that names the origin of row i: ``file:line`` in JSON lines, else its index,
+        from 0.
+
     Raises:
-        UserError: there is no such source, it cannot be read, or the split has no rows.
+        UserError: the source does not exist or cannot be read, or the split has no rows.
     """
     files = _local_files(source)
     kinds = {LOADERS.get(Path(file).suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
-        raise UserError(f"{source}: only {', '.join(LOADERS)} files are read, one kind at a time")
+        raise UserError(f"{source}: expected {', '.join(LOADERS)} files, all of one kind")
     if files and (data_files is not None or name is not None):
         raise UserError(f"source {source} is a file: data_files and name do not apply to it")
     if kinds == {"json"}:
-        # Not through `datasets`: it gives every row the keys of all rows, refuses columns whose type varies,
-        # and does not say which line is malformed.
+        # `datasets` gives every row the keys of all rows, refuses columns whose type varies, and does not report
+        # which line is malformed. So this module reads JSON itself.
         rows, origins = _read_json(files, split)
 
         def origin(index: int) -> str:
@@ -194,7 +208,11 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
 
 
 def _local_files(source: str) -> list[str]:
-    """The files that a path or a glob names; none for a folder, a hub name or a loader's name."""
+    """Return the files that a path or a glob names; [] for a folder, a hub name or a loader's name.
+
+    Raises:
+        UserError: ``source`` looks like a path, but nothing exists there.
+    """
     path = Path(source).expanduser()
     if path.is_file():
         return [str(path)]
@@ -206,7 +224,11 @@ def _local_files(source: str) -> list[str]:
 
 
 def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
-    """The rows of a split and their origins, from JSON lines or a .json that holds one list."""
+    """Read a split's rows and their origins from JSON lines or from a .json file with one list.
+
+    Raises:
+        UserError: a file cannot be read, a row is malformed, or ``split`` is invalid.
+    """
     rows: list[tuple[Any, str]] = []
     for file in files:
         origin = file
@@ -215,20 +237,20 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
             if Path(file).suffix == ".json" and text.lstrip().startswith("["):
                 rows += [(row, f"{file} row {index}") for index, row in enumerate(json.loads(text))]
                 continue
-            for number, line in enumerate(text.split("\n"), 1):  # splitlines would split at U+2028 too
+            for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits at U+2028
                 origin = f"{file}:{number}"
                 if line.strip():
                     rows.append((json.loads(line), origin))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file}: cannot be read as UTF-8 text: {one_line(error)}") from error
+            raise UserError(f"{file}: cannot read it as UTF-8 text: {one_line(error)}") from error
         except (ValueError, RecursionError) as error:
             raise UserError(f"{origin}: malformed JSON: {error}") from error
     for row, origin in rows:
         if not isinstance(row, dict):
             raise UserError(f"{origin}: a row must be a JSON object, found {type(row).__name__}")
-    try:  # train[:100], train[10%:] mean what they mean in `datasets`
+    try:  # train[:100] and train[10%:] have the same meaning as in `datasets`
         parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
     except (ValueError, AssertionError) as error:
-        raise UserError(f"split {split!r}: {one_line(error)}; a file is one split, train") from error
+        raise UserError(f"split {split!r}: {one_line(error)}; a file has one split, train") from error
     rows = [pair for part in parts for pair in rows[part.from_ : part.to]]
     return [row for row, _ in rows], [origin for _, origin in rows]

@@ -1,4 +1,4 @@
-"""Where answers come from: engines that sample from a model, in this process or on servers."""
+"""Engines that sample answers from a model, in this process or on servers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["Completion", "Engine", "LocalEngine", "Request", "Sampling", "Sessio
 
 
 def __getattr__(name: str) -> Any:
-    """``OpenAIEngine``, which alone needs an HTTP client, is imported when it is asked for."""
+    """Import ``OpenAIEngine`` on first use, because only it needs an HTTP client."""
     if name == "OpenAIEngine":
         from rocm_ext.generation.openai import OpenAIEngine
 

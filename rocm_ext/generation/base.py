@@ -1,4 +1,4 @@
-"""What every engine is asked for and what it gives back."""
+"""The interface of engines: requests, sampling settings, completions, sessions."""
 
 import hashlib
 import math
@@ -13,15 +13,18 @@ from rocm_ext.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """How to draw tokens.
 
     Attributes:
-        max_new_tokens: of one answer, its stop token included.
+        max_new_tokens: tokens of one answer at most, including its stop token.
         temperature: divides the logits; 0 is greedy.
-        top_k: draw from the k most probable tokens only; None: all.
-        top_p: draw from the smallest set of most probable tokens that holds this probability; None: all.
-        min_p: draw from tokens at least this probable, relative to the most probable one; None: all.
-        stop_strings: an answer ends where its text holds one of them.
+        top_k: draw from the k most probable tokens; None: from all.
+        top_p: draw from the smallest set of most probable tokens that holds this probability; None: from all.
+        min_p: draw from tokens at least this probable, relative to the most probable one; None: from all.
+        stop_strings: an answer ends where its text contains one of them.
+
+    Raises:
+        UserError: a value is out of range; the message names it.
     """
 
     max_new_tokens: int
@@ -41,19 +44,19 @@ class Sampling:
             if share is not None and not (type(share) in (int, float) and 0 < share <= 1):
                 raise UserError(f"{name} is {share!r}; expected a number above 0 and up to 1, or null")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
-            raise UserError(f"stop_strings is {list(self.stop_strings)!r}; expected texts that are not empty")
+            raise UserError(f"stop_strings is {list(self.stop_strings)!r}; expected non-empty strings")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that is wanted.
+    """A request for one answer.
 
     Attributes:
-        prompt_id: of the prompt; requests for the same prompt have the same tokens.
-        sample: which of the prompt's answers, from 0.
-        seed: 0 … 2**63 - 1; everything random about the answer follows from it.
-        tokens: ids of the rendered prompt, the assistant's header at its end.
-        messages: the conversation those are rendered from, ``{role, content}`` each.
+        prompt_id: names the prompt; requests for the same prompt have the same tokens.
+        sample: index of the answer among the prompt's, from 0.
+        seed: 0 … 2**63 - 1; it determines everything random about the answer.
+        tokens: ids of the rendered prompt, which ends with the assistant's header.
+        messages: the conversation behind ``tokens``, ``{role, content}`` each.
     """
 
     prompt_id: str
@@ -68,10 +71,11 @@ class Completion:
     """One answer.
 
     Attributes:
-        request: what asked for it.
-        tokens: ids as they were sampled, with the stop token if one ended it.
-        logprobs: of each of ``tokens`` under the unmodified distribution (temperature 1, no truncation).
-        text: of ``tokens``, without the stop token and from a stop string on.
+        request: the request it answers.
+        tokens: ids as sampled, including the stop token if one ended the answer.
+        logprobs: log-probability of each of ``tokens`` under the unmodified distribution (temperature 1, no
+            truncation).
+        text: the decoded ``tokens`` without the stop token, cut before the first stop string.
         finish_reason: ``stop`` (stop token or stop string) or ``length``.
     """
 
@@ -86,35 +90,35 @@ class Engine(Protocol):
     """A source of completions.
 
     Attributes:
-        exact_tokens: whether ids are those that were sampled, not made from the text afterwards.
-        has_logprobs: whether they come with log-probs.
+        exact_tokens: whether completions hold the sampled ids; False: ids re-encoded from the text.
+        has_logprobs: whether completions have log-probabilities.
     """
 
     exact_tokens: bool
     has_logprobs: bool
 
     def check(self) -> None:
-        """Fail early, before any time is spent.
+        """Check that the engine can sample, before a run spends time.
 
         Raises:
-            UserError: what is missing, in one line.
+            UserError: something is missing; the message says what, in one line.
         """
 
     def session(self, adapter: Path | None) -> AbstractContextManager["Session"]:
-        """Ready to sample from the model with ``adapter`` (a PEFT folder; None: the base model)."""
+        """Open a session that samples from the model with ``adapter`` (a PEFT folder; None: the base model)."""
 
 
 class Session(Protocol):
-    """An engine with a model in it."""
+    """An engine with a loaded model."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions of ``requests``, each as soon as it is finished, in any order."""
+        """Yield a completion of each request as soon as it is finished, in any order."""
 
     def stats(self) -> dict[str, float]:
-        """Since the session began: ``tokens`` and ``tokens_per_second``, and what else the engine knows."""
+        """Return counts since the session began: ``tokens``, ``tokens_per_second`` and the engine's own."""
 
 
 def sample_seed(seed: int, cycle: int | str, prompt_id: str, sample: int) -> int:
-    """The seed of one sample: a hash of the run's seed, the cycle, the prompt and the sample's index."""
+    """Hash the run's seed, the cycle, the prompt and the sample's index into the sample's seed."""
     text = f"{seed}\0{cycle}\0{prompt_id}\0{sample}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

@@ -1,8 +1,8 @@
-"""A torchtune decoder laid out for decoding: adapters merged, few large matrices, grouped attention.
+"""A torchtune decoder laid out for decoding: merged adapters, few large matrices, grouped attention.
 
-The layout is a copy: the weights that are trained are never touched, so whatever happens while
-sampling they stay what they were, bit for bit. What is not adapted and not fused (embeddings, norms,
-most output layers) is shared. The copy goes when the context ends.
+The layout is a copy. Sampling never writes to the weights under training, so they stay the same bit for
+bit. The copy shares the tensors that are neither adapted nor fused (embeddings, norms, most output
+layers). It is freed when the context ends.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,12 +34,14 @@ _ROPES = (Qwen2RotaryPositionalEmbeddings, Llama3ScaledRoPE, RotaryPositionalEmb
 
 @dataclass(frozen=True)
 class Matrix:
-    """``(x Wᵀ + x Aᵀ Bᵀ) * scale + bias``, the adapter's parts None where there is none or it is in W.
+    """A linear layer with an optional adapter: ``(x Wᵀ + x Aᵀ Bᵀ) * scale + bias``.
+
+    ``a``, ``b`` and ``scale`` are None without an adapter, or when the adapter is merged into W.
 
     Attributes:
         weight: W, [out, in].
         bias: [out].
-        a, b: [r, in] and [out, r], alpha / rank in b.
+        a, b: [r, in] and [out, r]; b includes the factor alpha / rank.
         scale: [out], DoRA's magnitude over its norm.
     """
 
@@ -59,19 +61,19 @@ class Matrix:
         return out if self.bias is None else out + self.bias
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> "Matrix":
-        """The same with its rows in another order."""
+        """Return a copy with ``change`` applied to the output rows of every part."""
         parts = {key: change(value) for key, value in vars(self).items() if value is not None and key != "a"}
         return replace(self, **parts)
 
     @property
     def nbytes(self) -> int:
-        """Of all its parts."""
+        """Bytes of all parts."""
         return sum(tensor.nbytes for tensor in tensors_of(self))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One transformer layer; rows of q, then k, then v, and of gate, then up."""
+    """One transformer layer; ``qkv`` holds the rows of q, then k, then v, and ``gate_up`` of gate, then up."""
 
     attention_norm: Tensor
     qkv: Matrix
@@ -82,7 +84,7 @@ class Layer:
 
 
 def tensors_of(part: "Matrix | Tensor") -> list[Tensor]:
-    """A matrix's, or a norm's only one."""
+    """List the tensors of a matrix; a norm is its own only tensor."""
     return [part] if isinstance(part, Tensor) else [value for value in vars(part).values() if value is not None]
 
 
@@ -95,11 +97,25 @@ class Cache:
 
 
 class Decoder:
-    """Forward passes for sampling. Made by :func:`merged`.
+    """Forward passes for sampling; :func:`merged` makes one.
 
     Args:
         decoder: a torchtune decoder of a supported family, with or without adapters.
-        merge: add the adapters' updates to the weights; None: to fp32 weights only.
+        merge: add the adapters' updates to the weights; None: only to fp32 weights.
+
+    Attributes:
+        heads, kv_heads, head_dim: shape of attention.
+        max_seq_len: positions that the model supports.
+        embedding: [v, d].
+        cos, sin: rotary tables [positions, head_dim / 2], fp32.
+        layers: the transformer layers.
+        norm, eps: the last RMSNorm.
+        output: the output layer.
+        device, dtype: of the weights.
+        weight_bytes: bytes of weights that a decoding step reads.
+
+    Raises:
+        UserError: the family is not supported.
     """
 
     def __init__(self, decoder: TransformerDecoder, merge: bool | None = None) -> None:
@@ -117,13 +133,13 @@ class Decoder:
         self.output = Matrix(self.embedding) if tied else self._matrix(decoder.output)
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         matrices = [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, self.output))  # that a step reads
+        self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, self.output))
 
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.attn, layer.mlp
         q, k, v = (self._matrix(linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
         if not isinstance(attention.pos_embeddings, Qwen2RotaryPositionalEmbeddings):
-            # rotate halves in every family: q·k is the same whatever the order of a head's dimensions
+            # Rotate halves in every family: q·k does not depend on the order of a head's dimensions.
             q, k = q.map_rows(self._pairs_to_halves), k.map_rows(self._pairs_to_halves)
         return Layer(
             attention_norm=dense(layer.sa_norm.scale.detach()),
@@ -155,20 +171,23 @@ class Decoder:
 
     @property
     def bytes_per_position(self) -> int:
-        """What the cache holds for one token."""
+        """Bytes of cache for one token."""
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def bytes_per_row(self) -> int:
-        """What a pass holds of one token at once, beside the cache: in attention q, k and v, rotated in fp32; in the
-        MLP gate and up, their activation and product."""
+        """Bytes that a pass holds at once for one token, in addition to the cache.
+
+        It is the larger of two parts. Attention holds q, k and v and rotates them in fp32. The MLP holds gate, up,
+        their activation and their product.
+        """
         layer, itemsize = self.layers[0], self.dtype.itemsize
         width, wide = layer.down.weight.shape
         attention = (3 * width + len(layer.qkv.weight)) * itemsize + 16 * len(layer.qkv.weight)
         return max(attention, (3 * width + 4 * wide) * itemsize)
 
     def new_cache(self, slots: int, length: int) -> Cache:
-        """An empty cache."""
+        """Allocate a zeroed cache for ``slots`` sequences of ``length`` positions."""
         shape = (slots, self.kv_heads, length, self.head_dim)
         keys, values = (
             [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.layers] for _ in range(2)
@@ -177,9 +196,15 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Cache]:
-        """The cache of each prompt, one slot of its length each.
+        """Compute the keys and values of ``prompts``.
 
-        Prompts lie end to end, without padding; each attends to itself alone.
+        The prompts are packed end to end. Each attends only to itself.
+
+        Args:
+            prompts: token ids of each prompt.
+
+        Returns:
+            One cache per prompt, with one slot of the prompt's length.
         """
         lengths = [len(prompt) for prompt in prompts]
         padding = max(0, MIN_ROWS - sum(lengths))
@@ -195,8 +220,8 @@ class Decoder:
                 k1, v1 = k1.transpose(0, 1), v1.transpose(0, 1)  # [kv_heads, s, head_dim]
                 if i < len(caches):
                     for kept, new in ((caches[i].keys, k1), (caches[i].values, v1)):
-                        kept.append(new[None].clone(memory_format=torch.contiguous_format))  # a view would keep q too
-                # kv heads as the batch, their groups as heads: keys are expanded in stride only
+                        kept.append(new[None].clone(memory_format=torch.contiguous_format))  # a view would keep q alive
+                # kv heads are the batch and their groups the heads, so `expand` copies no keys
                 grouped = q1.view(-1, self.kv_heads, self.heads // self.kv_heads, self.head_dim).permute(1, 2, 0, 3)
                 k1, v1 = (t[:, None].expand(-1, grouped.shape[1], -1, -1) for t in (k1, v1))
                 out = F.scaled_dot_product_attention(grouped, k1, v1, is_causal=True)
@@ -208,13 +233,16 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache, span: int) -> Tensor:
-        """Logits [n, v] of what follows ``tokens`` in the first n slots.
+        """Decode one token in each of the first n slots.
 
         Args:
             tokens: [n], the newest token of each slot.
-            positions: [n], its place in the slot's sequence; its keys and values go there.
-            cache: with the keys and values of everything before.
-            span: how far to look into the cache: beyond the largest position.
+            positions: [n], its position in the slot's sequence, where the step writes its keys and values.
+            cache: keys and values of all earlier tokens.
+            span: cache positions that attention reads; more than the largest of ``positions``.
+
+        Returns:
+            Logits [n, v] of the next tokens.
         """
         n = len(tokens)
         rows = torch.arange(n, device=self.device)
@@ -226,7 +254,7 @@ class Decoder:
             keys, values = cache.keys[index], cache.values[index]
             keys[rows, :, positions] = k
             values[rows, :, positions] = v
-            # the heads of a group are queries of one kv head: nothing is expanded
+            # The heads of a group become queries of one kv head, so keys and values are not expanded.
             grouped = q.view(n, self.kv_heads, -1, self.head_dim)
             out = F.scaled_dot_product_attention(grouped, keys[:n, :, :span], values[:n, :, :span], attn_mask=mask)
             return out.reshape(n, -1)
@@ -235,7 +263,10 @@ class Decoder:
         return self.output(self._rms_norm(hidden, self.norm))
 
     def _hidden(self, tokens: Tensor, positions: Tensor, attend) -> Tensor:
-        """[n, d], before the last norm. ``attend(layer, q, k, v)``: [n, heads, head_dim] each -> [n, d]."""
+        """Run all layers and return hidden states [n, d] before the last norm.
+
+        ``attend(layer, q, k, v)`` maps three [n, heads, head_dim] to [n, d].
+        """
         x = F.embedding(tokens, self.embedding)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for index, layer in enumerate(self.layers):
@@ -244,7 +275,7 @@ class Decoder:
         return x
 
     def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [n, heads, head_dim] each, q and k rotated."""
+        """Return q, k and v, [n, heads, head_dim] each; q and k are rotated."""
         qkv = layer.qkv(self._rms_norm(x, layer.attention_norm)).view(len(x), -1, self.head_dim)
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         q, k = _rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
@@ -258,20 +289,20 @@ class Decoder:
         return F.rms_norm(x, scale.shape, scale.to(x.dtype), self.eps)
 
 
-# Matrix products of fewer or of more rows take other kernels, with other rounding, on CPUs (MKL with several threads,
-# measured): a sample would depend on how many others are in the batch.
+# On CPUs, matrix products with fewer or more rows use other kernels, which round differently (measured with MKL on
+# several threads). Without these bounds a sample would depend on the number of samples in its batch.
 MIN_ROWS, MAX_ROWS = 16, 96
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.is_cuda or len(x) <= MAX_ROWS:
         return F.linear(x, weight, bias)
-    parts = x.tensor_split(-(-len(x) // MAX_ROWS))  # of nearly equal lengths, so none is short
+    parts = x.tensor_split(-(-len(x) // MAX_ROWS))  # nearly equal lengths, so every part has at least MIN_ROWS
     return torch.cat([F.linear(part, weight, bias) for part in parts])
 
 
 def _fuse(parts: list[Matrix]) -> Matrix:
-    """One matrix with the rows of all ``parts``; an adapter's A stand below each other, its B on a diagonal."""
+    """Join the rows of all ``parts`` into one matrix; stack the adapters' A and put their B on a block diagonal."""
 
     def joined(values: list[Tensor | None], default: Callable[[Matrix], Tensor]) -> Tensor | None:
         if all(value is None for value in values):
@@ -289,7 +320,7 @@ def _fuse(parts: list[Matrix]) -> Matrix:
 
 
 def copied_bytes(decoder: TransformerDecoder) -> int:
-    """The most that a :class:`Decoder` takes beside ``decoder``; also the embeddings where those are sharded."""
+    """Upper bound on the bytes that a :class:`Decoder` adds to ``decoder``'s; it includes sharded embeddings."""
     layers = sum(p.numel() for layer in decoder.layers for p in layer.parameters() if not p.requires_grad)
     whole = sum(p.numel() for p in decoder.parameters() if hasattr(p, "full_tensor"))
     return max(layers, whole) * decoder.norm.scale.dtype.itemsize
@@ -297,28 +328,32 @@ def copied_bytes(decoder: TransformerDecoder) -> int:
 
 @contextmanager
 def merged(decoder: TransformerDecoder, merge: bool | None = None) -> Iterator[Decoder]:
-    """``decoder`` with its adapters, for sampling; ``decoder`` itself stays as it is.
+    """Copy ``decoder`` and its adapters into a :class:`Decoder`; ``decoder`` itself does not change.
 
-    Updates are merged into fp32 weights. 16-bit weights would round most of a small update away (rank 16, entries
-    of B at 3e-4: 59 % is left), so there the adapter stays beside them, as in training, unless ``merge`` says True.
-    Collective where the weights are sharded: every rank gathers a copy of its own.
+    Updates are merged into fp32 weights. 16-bit weights would round much of a small update away (rank 16, entries
+    of B at 3e-4: 59 % is left). For 16-bit weights the adapter therefore stays separate, as in training, unless
+    ``merge`` is True. With sharded weights this is a collective call: every rank gathers its own copy.
+
+    Args:
+        decoder: a torchtune decoder, with or without adapters.
+        merge: add the adapters' updates to the weights; None: only to fp32 weights.
 
     Raises:
-        UserError: for a family that is not supported.
+        UserError: the family is not supported.
     """
     with torch.no_grad():
         made = Decoder(decoder, merge)
         try:
             yield made
         finally:
-            vars(made).clear()  # whoever still holds it holds no weights
+            vars(made).clear()  # frees the weights even if a caller keeps the Decoder
 
 
 def check_family(decoder: nn.Module) -> None:
-    """Refuse, before any work, a model that :class:`Decoder` would compute wrongly.
+    """Refuse a model that :class:`Decoder` would compute wrongly.
 
     Raises:
-        UserError: naming what is not supported.
+        UserError: the model has a part that is not supported; the message names it.
     """
     if not isinstance(decoder, TransformerDecoder):
         raise UserError(f"sampling from a {type(decoder).__name__} is not supported; Qwen2.5 and Llama 3 are")
@@ -341,7 +376,7 @@ def check_family(decoder: nn.Module) -> None:
         if bad := [what for what, fine in problems.items() if not fine]:
             raise UserError(
                 f"sampling from this model is not supported: it has {bad[0]}; Qwen2.5 and Llama 3 models are. "
-                "Any other can be sampled from on a server: engine._component_=rocm_ext.generation.OpenAIEngine"
+                "Sample from any other model on a server: engine._component_=rocm_ext.generation.OpenAIEngine"
             )
 
 
@@ -353,7 +388,7 @@ def _bare(layer: nn.Module) -> Any:
 
 
 def _rope_tables(rope: Any, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, head_dim / 2], fp32."""
+    """Return cosines and sines, [positions, head_dim / 2] in fp32."""
     half, cache = head_dim // 2, rope.cache.float()
     if isinstance(rope, Qwen2RotaryPositionalEmbeddings):
         return cache[:, :half].contiguous(), cache[:, head_dim : head_dim + half].contiguous()
@@ -363,11 +398,12 @@ def _rope_tables(rope: Any, head_dim: int) -> tuple[Tensor, Tensor]:
 def _silu(x: Tensor) -> Tensor:
     if x.is_cuda or x.dtype != torch.float32:
         return F.silu(x)
-    # on CPUs silu rounds otherwise where a thread's share ends, which depends on what else is computed; exp does not
+    # On CPUs F.silu rounds differently at the end of each thread's share, and the shares depend on the batch. exp
+    # rounds the same everywhere.
     return x / (1 + torch.exp(-x))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [n, heads, head_dim] at the angles of cos and sin [n, 1, head_dim / 2], computed in fp32."""
+    """Rotate x [n, heads, head_dim] by the angles of cos and sin [n, 1, head_dim / 2], in fp32."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

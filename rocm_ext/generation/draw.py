@@ -1,8 +1,8 @@
-"""From logits to tokens: every draw depends on its row's logits, seed and position alone.
+"""Draw tokens from logits; each draw depends only on its row's logits, seed and position.
 
-One uniform number per token, from a hash of seed and position, is looked up in the row's cumulative
-distribution. ``torch.multinomial`` would draw from a generator that all rows share, so that a sample
-would depend on what else was in the batch.
+A hash of seed and position gives one uniform number per token, which selects a token from the row's
+cumulative distribution. ``torch.multinomial`` draws from a generator that all rows share, so a sample
+would depend on the rest of its batch.
 """
 
 import torch
@@ -10,14 +10,21 @@ from torch import Tensor
 
 from rocm_ext.generation.base import Sampling
 
-_BLOCK = 512  # tokens whose weights are summed before they are searched
-_NUCLEUS = 1024  # most probable tokens that hold top_p nearly always
+_BLOCK = 512  # tokens per block of the two-stage search
+_NUCLEUS = 1024  # number of most probable tokens that nearly always hold top_p
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """[n] fp64 in [0, 1): number ``positions`` of the stream of each of ``seeds`` (int64 [n] both).
+    """Draw one uniform number per row with SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), which reaches any place of a stream at once.
+    SplitMix64 computes any element of a stream directly.
+
+    Args:
+        seeds: [n], int64; the stream of each row.
+        positions: [n], int64; the element of the stream.
+
+    Returns:
+        [n], fp64 in [0, 1).
     """
     z = seeds + (positions + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15; int64 wraps around
     z = (z ^ _shift(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -35,8 +42,8 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     Args:
         logits: [n, v].
         uniform: [n] in [0, 1), fp64.
-        sampling: temperature and truncation: first top_k, then top_p of what is left, then min_p, as in
-            transformers. Tokens as probable as the last one allowed are allowed too.
+        sampling: temperature and truncation. As in transformers, top_k applies first, then top_p to the
+            remaining tokens, then min_p. Ties with the least probable allowed token are allowed.
 
     Returns:
         tokens [n], int64, and their log-probs [n], fp32, under the unmodified distribution.
@@ -55,15 +62,21 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
 
 
 def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
-    """The most bytes that :func:`draw` holds for each logit of ``itemsize`` bytes, that one included."""
+    """Bytes that :func:`draw` holds at most per logit.
+
+    Args:
+        sampling: temperature and truncation, which decide on the copies.
+        itemsize: bytes of a logit, which the result includes.
+        vocabulary: logits per row.
+    """
     logits = itemsize if itemsize == 4 else itemsize + 4
-    more = [4 if vocabulary % _BLOCK else 0]  # beside one copy, the weights
+    more = [4 if vocabulary % _BLOCK else 0]  # in addition to one fp32 copy, the weights
     if sampling.temperature not in (0, 1):
         more.append(8)
     if sampling.top_k is not None or sampling.min_p is not None:
         more.append(5)
     if sampling.top_p is not None and sampling.top_p < 1:
-        more.append(28)  # all of them sorted, which is rare
+        more.append(28)  # a full sort, which is rare
     return logits + 4 + max(more)
 
 
@@ -72,7 +85,12 @@ def _log_probs(logits: Tensor, peak: Tensor, tokens: Tensor, total: Tensor) -> T
 
 
 def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
-    """``weights`` [n, v], which sum to anything and whose largest is 1, with zeros for what may not be drawn."""
+    """Set to zero the weights of tokens that ``sampling`` excludes.
+
+    Args:
+        weights: [n, v], unnormalised; the largest of each row is 1.
+        sampling: the truncation.
+    """
     vocabulary = weights.shape[-1]
     if sampling.top_k is not None and sampling.top_k < vocabulary:
         least = weights.topk(sampling.top_k).values[:, -1:]
@@ -92,12 +110,20 @@ def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _search(weights: Tensor, uniform: Tensor) -> Tensor:
-    """[n]: where the cumulative sum of each row of ``weights`` [n, v] passes ``uniform`` of its total.
+    """Find where the cumulative sum of each row passes the share ``uniform`` of its total.
 
-    In two stages, so that no cumulative sum of a whole vocabulary is built, in fp64 where it matters.
+    The search first finds a block, then a token in it. It thus builds no cumulative sum of a whole
+    vocabulary. Sums are in fp64 where precision matters.
+
+    Args:
+        weights: [n, v], unnormalised.
+        uniform: [n] in [0, 1), fp64.
+
+    Returns:
+        Token ids [n].
     """
     n, vocabulary = weights.shape
-    if vocabulary % _BLOCK:  # padding copies all weights, even where it adds nothing
+    if vocabulary % _BLOCK:  # torch's pad copies all weights even if it adds no columns
         weights = torch.nn.functional.pad(weights, (0, -vocabulary % _BLOCK))
     blocks = weights.reshape(n, -1, _BLOCK)
     sums = blocks.sum(-1).double()
@@ -105,9 +131,9 @@ def _search(weights: Tensor, uniform: Tensor) -> Tensor:
     target = (uniform * bounds[:, -1])[:, None]
     block = torch.searchsorted(bounds, target, right=True).clamp_(max=sums.shape[-1] - 1)
     inside = blocks[torch.arange(n, device=weights.device), block.squeeze(-1)].double().cumsum(-1)
-    # how far into its block; scaled to the block's sum in fp64, which rounding let differ from its sum in fp32
+    # The target's share of its block. It is scaled to the block's fp64 sum below, because the fp32 sum is rounded.
     share = (target - (bounds - sums).gather(-1, block)) / sums.gather(-1, block)
-    # a last token with weight 0 cannot be drawn: the sum that must be passed stays under the block's
+    # Keep the target below the block's sum, so that a last token of weight 0 is never drawn.
     wanted = share.clamp_(0.0, 1.0 - 2.0**-40) * inside[:, -1:]
     place = torch.searchsorted(inside, wanted, right=True).clamp_(max=_BLOCK - 1)
-    return (block * _BLOCK + place).squeeze(-1).clamp_(max=vocabulary - 1)  # NaN would point beyond
+    return (block * _BLOCK + place).squeeze(-1).clamp_(max=vocabulary - 1)  # NaN gives an index past the end

@@ -1,8 +1,8 @@
 """Sampling in this process: continuous batching over slots of a key-value cache.
 
-A prompt is prefilled once, and its cache copied into the slot of each of its samples. Every step decodes
-one token in all running slots. Where an answer ends the last running sample moves into its slot, and waiting
-ones join behind, so that a step computes running samples only.
+The session prefills each prompt once and copies its cache into the slot of each of its samples. Every step
+decodes one token in all running slots. When an answer ends, the last running sample moves into its slot and
+waiting samples fill the free slots at the end. A step thus computes only running samples.
 """
 
 import math
@@ -26,27 +26,31 @@ from rocm_ext.generation.decoder import MIN_ROWS, Cache, Decoder, check_family, 
 from rocm_ext.generation.draw import draw, draw_bytes, uniforms
 from rocm_ext.log import log
 
-# Where more slots gain no more: a step is bound by compute from here on (measured on a CPU; computed for GPUs).
+# Slots at which a step becomes compute-bound; more slots gain nothing (measured on a CPU; computed for GPUs).
 _MOST_SLOTS = {"cpu": 128, "cuda": 256}
-# Cache positions looked at are a multiple of this. CPU: others would change the rounding of attention's sums (see
-# `span_for`). GPU: few distinct shapes, so few graphs.
+# Attention reads a multiple of this many cache positions. CPU: other numbers change the rounding of attention's sums
+# (see `span_for`). GPU: few distinct shapes need few graphs.
 _SPAN = {"cpu": 16, "cuda": 256}
-_PREFILL_TOKENS = 2048  # enough for a GPU to be bound by compute
-SHARE = 0.9  # of the memory left; the rest is room for the libraries' own
-_MASK_BYTES = 10  # a step's, for each position of a slot
+_PREFILL_TOKENS = 2048  # enough to make a GPU compute-bound
+SHARE = 0.9  # share of the free memory for slots; the rest is for the libraries' own use
+_MASK_BYTES = 10  # a step's mask, per position of a slot
 
 
 class LocalEngine:
-    """Samples from the model that is being trained, in this process.
+    """Samples from the model under training, in this process.
 
     Args:
+        slots: samples decoded at once; None: as many as memory allows, up to the number beyond which more
+            gain nothing.
+        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU.
+        merge: add the adapter to the weights; None: only to fp32 weights, see
+            :func:`rocm_ext.generation.decoder.merged`.
         decoder: torchtune decoder, with or without adapters.
         tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
-        free_memory: bytes that may still be taken on the device.
-        slots: samples decoded at once; None: what memory allows, up to where more gain nothing.
-        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU.
-        merge: add the adapter to the weights; None: to fp32 weights only, see
-            :func:`rocm_ext.generation.decoder.merged`.
+        free_memory: returns the free bytes on the device.
+
+    Raises:
+        UserError: ``slots`` is out of range.
     """
 
     exact_tokens = has_logprobs = True
@@ -67,27 +71,35 @@ class LocalEngine:
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
 
     def check(self) -> None:
-        """Refuse a model or tokenizer that cannot be sampled from.
+        """Check that the model's family is supported and the tokenizer has stop tokens.
 
         Raises:
-            UserError: saying what is not supported or missing.
+            UserError: something is unsupported or missing; the message names it.
         """
         check_family(self._decoder)
         if not getattr(self._tokenizer, "stop_tokens", None):
             raise UserError(
-                f"tokenizer {type(self._tokenizer).__name__} has no stop_tokens: no answer would ever end; "
+                f"tokenizer {type(self._tokenizer).__name__} has no stop_tokens, so no answer would end; "
                 "use a chat model's tokenizer"
             )
 
     @contextmanager
     def session(self, adapter: Path | None = None) -> Iterator["LocalSession"]:
-        """Sample from the decoder as it is now; ``adapter``, a file for other engines, is in it already."""
+        """Open a session on the decoder's present weights.
+
+        Args:
+            adapter: ignored; the decoder already contains the adapter. Other engines load this folder.
+
+        Raises:
+            UserError: the family is not supported, or the copy of the weights does not fit into memory.
+        """
         check_family(self._decoder)
         free, needed = self._free_memory(), copied_bytes(self._decoder)
         if needed > free:
             raise UserError(
-                f"sampling needs up to {needed / 2**30:.1f} GiB for its own layout of the weights, {free / 2**30:.1f} "
-                "GiB are left; sample on a server (rocm_ext.generation.OpenAIEngine) or take a smaller model"
+                f"sampling needs up to {needed / 2**30:.1f} GiB for its own layout of the weights, but "
+                f"{free / 2**30:.1f} GiB are free; sample on a server (rocm_ext.generation.OpenAIEngine) or use a "
+                "smaller model"
             )
         with merged(self._decoder, self._merge) as decoder:
             yield LocalSession(decoder, self._tokenizer, self._free_memory, self._slots, self._graphs)
@@ -95,7 +107,7 @@ class LocalEngine:
 
 @dataclass
 class _Prompt:
-    """A prompt on its way into slots: what waits for it, and its cache once there is one."""
+    """A prompt with waiting requests; ``cache`` is None until the prompt is prefilled."""
 
     tokens: tuple[int, ...]
     waiting: deque[Request]
@@ -112,12 +124,19 @@ class _Running:
 
     @property
     def position(self) -> int:
-        """Of the newest token."""
+        """Position of the newest token."""
         return len(self.request.tokens) + len(self.tokens) - 1
 
 
 class LocalSession:
-    """See :class:`rocm_ext.generation.base.Session`. One ``generate`` at a time."""
+    """A session of :class:`LocalEngine`; it runs one ``generate`` at a time.
+
+    Args:
+        decoder: the model's layout for sampling.
+        tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
+        free_memory: returns the free bytes on the device.
+        slots, graphs: see :class:`LocalEngine`.
+    """
 
     def __init__(
         self,
@@ -134,11 +153,11 @@ class LocalSession:
         self._totals = dict.fromkeys(("tokens", "slot_steps", "bytes", "seconds"), 0.0)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions of ``requests``, each as soon as it is finished.
+        """Yield a completion of each request as soon as it is finished.
 
         Raises:
-            UserError: a prompt and its answer may get longer than the model's context, or not one slot fits
-                into memory.
+            UserError: a prompt with its answer may exceed the model's context, or memory holds fewer slots than a
+                step needs.
         """
         if not requests:
             return
@@ -146,7 +165,7 @@ class LocalSession:
         if longest > self._decoder.max_seq_len:
             raise UserError(
                 f"the longest prompt and max_new_tokens {sampling.max_new_tokens} are {longest} tokens; the model "
-                f"takes {self._decoder.max_seq_len}. Lower max_new_tokens or drop long prompts"
+                f"takes at most {self._decoder.max_seq_len}. Lower max_new_tokens or drop long prompts"
             )
         length = span_for(self._decoder.device, longest)
         batch = _Batch(self._decoder, self._count_slots(requests, length, sampling), length, sampling, self._graphs)
@@ -168,7 +187,7 @@ class LocalSession:
             self._totals[name] += amount
 
     def _admit(self, batch: "_Batch", prompts: deque[_Prompt]) -> None:
-        """Fill free slots with waiting samples, prefilling their prompts, several at once where that pays."""
+        """Fill free slots with waiting samples; prefill short prompts together."""
         while prompts and batch.free:
             prompt = prompts[0]
             if prompt.cache is None:
@@ -181,7 +200,7 @@ class LocalSession:
                     tokens += len(other.tokens)
                     if sum(len(p.waiting) for p in taken) >= batch.free:
                         break
-                # the last token is decoded: that gives the logits of the first new one
+                # The first step decodes the last token, which gives the logits of the first new one.
                 for other, cache in zip(taken, self._decoder.prefill([p.tokens[:-1] for p in taken]), strict=True):
                     other.cache = cache
             count = min(batch.free, len(prompt.waiting))
@@ -190,7 +209,7 @@ class LocalSession:
                 prompts.popleft()
 
     def _completion(self, running: _Running, sampling: Sampling) -> Completion | None:
-        """The finished answer of a slot, or None while it goes on."""
+        """Return the finished answer of a slot, or None while it is unfinished."""
         tokens, text = running.tokens, None
         if tokens[-1] in self._stop_tokens:
             text, reason = to_text(self._tokenizer, tokens[:-1]), "stop"
@@ -204,7 +223,7 @@ class LocalSession:
         return Completion(running.request, tokens, running.logprobs, text[: min(ends, default=len(text))], reason)
 
     def _holds_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
-        # a token has at least one byte, so a stop string that ends in the newest one began within these
+        # A token has at least one byte. A stop string that ends in the newest token therefore begins in this window.
         window = max(len(text.encode()) for text in sampling.stop_strings) + 4
         tail = to_text(self._tokenizer, tokens[-window:])
         return any(text in tail for text in sampling.stop_strings)
@@ -219,16 +238,20 @@ class LocalSession:
         fit = memory.fit(free)
         if fit < MIN_ROWS:
             raise UserError(
-                f"{free / 2**30:.1f} GiB are left for sampling; {MIN_ROWS} answers of {length} tokens need "
+                f"{free / 2**30:.1f} GiB are free for sampling; {MIN_ROWS} answers of {length} tokens need "
                 f"{memory.bytes(MIN_ROWS) / 2**30:.1f} GiB. Lower max_new_tokens"
             )
         if fit < most:
-            log.info("%d samples at once: %.1f GiB of memory hold no more", fit, free / 2**30)
+            log.info("sampling %d answers at once, the most that fit into %.1f GiB", fit, free / 2**30)
         return min(most, fit)
 
     def stats(self) -> dict[str, float]:
-        """``tokens`` sampled, ``tokens_per_second``, ``occupancy`` (share of slots that held a running sample)
-        and ``gb_per_second`` (weights and cache read)."""
+        """Return counts since the session began.
+
+        Returns:
+            ``tokens`` sampled, ``tokens_per_second``, ``occupancy`` (share of slots with a running sample) and
+            ``gb_per_second`` (weights and cache read).
+        """
         total = self._totals
         seconds = total["seconds"] or 1.0
         return {
@@ -241,12 +264,12 @@ class LocalSession:
 
 @dataclass(frozen=True)
 class SlotMemory:
-    """Bytes that sampling takes beside the weights.
+    """Bytes that sampling takes in addition to the weights.
 
     Attributes:
-        cache: of a slot, with its logits where steps are graphs.
-        step: of a slot, while a step runs.
-        prefill: while prompts are prefilled, which no step runs beside.
+        cache: per slot, including its logits if steps run as graphs.
+        step: per slot, during a step.
+        prefill: during a prefill; steps and prefills alternate.
     """
 
     cache: int
@@ -254,16 +277,24 @@ class SlotMemory:
     prefill: int
 
     def bytes(self, slots: int) -> int:
-        """With so many slots."""
+        """Peak bytes with ``slots`` slots."""
         return slots * self.cache + max(slots * self.step, self.prefill)
 
     def fit(self, free: int) -> int:
-        """How many slots ``free`` bytes hold."""
+        """Number of slots that fit into ``free`` bytes."""
         return min(free // (self.cache + self.step), (free - self.prefill) // self.cache)
 
 
 def slot_memory(decoder: Decoder, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool) -> SlotMemory:
-    """What a session needs for prompts of these lengths and slots of ``length`` positions."""
+    """Estimate the memory of a session.
+
+    Args:
+        decoder: the model's layout for sampling.
+        prompts: tokens of each prompt.
+        length: positions of a slot.
+        sampling: decides what :func:`draw` holds.
+        graphs: whether steps run as graphs, which keep logits.
+    """
     prefilled = max(min(_PREFILL_TOKENS, sum(prompts)), max(prompts))
     vocabulary, itemsize = len(decoder.output.weight), decoder.dtype.itemsize
     return SlotMemory(
@@ -274,21 +305,21 @@ def slot_memory(decoder: Decoder, prompts: Sequence[int], length: int, sampling:
 
 
 def most_slots(samples: int, device: torch.device) -> int:
-    """Slots for so many samples where memory sets no limit."""
+    """Number of slots for ``samples`` samples if memory sets no limit."""
     return max(MIN_ROWS, min(samples, _MOST_SLOTS.get(device.type, 128)))
 
 
 def span_for(on: torch.device, positions: int) -> int:
-    """How far to look into the cache for so many ``positions``: what lies beyond them must not change a bit."""
+    """Number of cache positions to read for ``positions``; it is rounded up so that the result stays bit-identical."""
     device = on.type
     positions += -positions % _SPAN.get(device, 256)
-    # torch's attention on CPUs works on 512 positions at a time, and MKL sums more than 384 of them in two halves
-    # (measured): so the last 512 are looked at whole, or only in their first half
+    # On CPUs torch's attention works on blocks of 512 positions, and MKL sums more than 384 positions of a block in two
+    # halves (measured). So attention reads either the whole last block or its first half at most.
     return positions + -positions % 512 if device == "cpu" and positions % 512 > 256 else positions
 
 
 class _Batch:
-    """Slots of the cache; the running samples are in the first of them."""
+    """The slots of the cache; running samples occupy the first ones."""
 
     def __init__(self, decoder: Decoder, slots: int, length: int, sampling: Sampling, graphs: bool) -> None:
         self._decoder, self._sampling, self.slots = decoder, sampling, slots
@@ -300,16 +331,21 @@ class _Batch:
         self.running: list[_Running] = []
         self._graphs: dict[tuple[int, int], Any] | None = {} if graphs else None
         shape = (slots if graphs else 0, len(decoder.output.weight))
-        self._logits = torch.empty(shape, dtype=decoder.dtype, device=device)  # of all graphs: one runs at a time
+        self._logits = torch.empty(shape, dtype=decoder.dtype, device=device)  # shared: one graph runs at a time
 
     @property
     def free(self) -> int:
-        """Slots that nothing runs in."""
+        """Number of empty slots."""
         return self.slots - len(self.running)
 
     @torch.no_grad()
     def admit(self, requests: list[Request], prefix: Cache) -> None:
-        """Put ``requests`` of one prompt, with the cache of all but its last token, into free slots."""
+        """Put requests of one prompt into free slots.
+
+        Args:
+            requests: of the same prompt, at most :attr:`free`.
+            prefix: cache of all the prompt's tokens but the last.
+        """
         first, count = len(self.running), len(requests)
         known = len(requests[0].tokens) - 1
         rows = slice(first, first + count)
@@ -324,9 +360,13 @@ class _Batch:
 
     @torch.no_grad()
     def step(self) -> tuple[int, int]:
-        """One token for every running sample. Returns the bytes read and the samples that ran."""
+        """Decode one token for every running sample.
+
+        Returns:
+            The bytes read and the number of samples.
+        """
         n = len(self.running)
-        # a few slots more than are running: MIN_ROWS, and few distinct shapes where each needs a graph
+        # Run a few spare slots: at least MIN_ROWS, and multiples of it where each shape needs a graph.
         rows = min(self.slots, n + -n % MIN_ROWS if self._graphs is not None else max(n, MIN_ROWS))
         span = span_for(self._decoder.device, max(running.position for running in self.running) + 1)
         logits = self._decode(rows, span)
@@ -337,13 +377,13 @@ class _Batch:
         self._drawn[:n] += 1
         for running, token, logprob in zip(self.running, tokens.tolist(), logprobs.tolist(), strict=False):
             if math.isnan(logprob):
-                raise UserError(f"the model's logits are not finite in {self._decoder.dtype}; take dtype=bf16 or fp32")
+                raise UserError(f"the model's logits are not finite in {self._decoder.dtype}; set dtype=bf16 or fp32")
             running.tokens.append(token)
             running.logprobs.append(logprob)
         return self._decoder.weight_bytes + rows * span * self._decoder.bytes_per_position, n
 
     def _decode(self, rows: int, span: int) -> Tensor:
-        """Logits [rows, v] of the next tokens."""
+        """Return logits [rows, v] of the next tokens."""
         if self._graphs is None:
             return self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
         if (rows, span) not in self._graphs:
@@ -356,20 +396,20 @@ class _Batch:
             logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
             self._logits[:rows].copy_(logits)
 
-        step()  # libraries allocate their work space at the first call, which a capture must not see
+        step()  # libraries allocate their workspace in the first call; the capture must not record that
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other in (self._graphs or {}).values()), None)
         try:
             with torch.cuda.graph(graph, pool=pool):
                 step()
         except RuntimeError as error:
-            raise UserError(f"the decoding step cannot be captured as a graph ({one_line(error)}): engine.graphs=False "
-                            "decodes without") from error  # fmt: skip
+            raise UserError(f"cannot capture the decoding step as a graph ({one_line(error)}); engine.graphs=False "
+                            "decodes without graphs") from error  # fmt: skip
         return graph
 
     @torch.no_grad()
     def release(self, ended: list[int]) -> None:
-        """Free these slots; running samples from the end move into them."""
+        """Free these slots and move running samples from the end into them."""
         for slot in sorted(ended, reverse=True):
             last = len(self.running) - 1
             moved = self.running.pop()

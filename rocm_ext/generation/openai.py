@@ -1,7 +1,7 @@
 """Completions from servers that speak OpenAI's protocol: vLLM, SGLang, llama.cpp, ``transformers serve``.
 
-What was sampled is decided by the server. It must use the same weights as the run, and its own numerics and
-batching make its samples differ from run to run, seeds or not; a run that resumes keeps those it has recorded.
+The server decides what it samples. It must use the same weights as the run. Its numerics and batching make
+samples differ from run to run, even with the same seeds. A resumed run keeps the samples it has recorded.
 """
 
 import asyncio
@@ -41,38 +41,40 @@ BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds
 
 
 class OpenAIEngine:
-    """Samples from servers that serve the run's base model; several share the load.
+    """Samples from servers that serve the run's base model; several servers share the load.
 
-    Every answer is one HTTP request. All sampling settings are sent, neutral ones too: vLLM takes what is
-    missing from the model's generation_config.json, llama.cpp has defaults that truncate the distribution.
-    Servers that refuse what is not OpenAI's own are sent less; see :meth:`check`.
+    Every answer is one HTTP request. A request contains all sampling settings, also neutral ones: vLLM fills
+    gaps from the model's generation_config.json, and llama.cpp's defaults truncate the distribution. A server
+    that refuses fields beyond OpenAI's own gets fewer; see :meth:`check`.
 
     Args:
-        tokenizer: a torchtune model tokenizer, the run's.
-        urls: of the servers, ``http://host:8000`` or ``http://host:8000/v1``.
-        model: as the servers call it; None: the only one they list.
-        endpoint: ``completions`` sends the token ids of the prompt, so that its template is exactly the
-            run's. ``chat`` sends messages, to which the server applies its own template.
-        api_key_env: the name of the environment variable that holds the API key, if one is needed.
-        concurrency: requests under way at each url.
+        tokenizer: the run's torchtune model tokenizer.
+        urls: the servers' addresses, ``http://host:8000`` or ``http://host:8000/v1``.
+        model: the servers' name of the model; None: the only one they list.
+        endpoint: ``completions`` sends the token ids of the prompt, so the run's chat template applies
+            exactly. ``chat`` sends messages, to which the server applies its own template.
+        api_key_env: name of the environment variable with the API key, if the servers need one.
+        concurrency: simultaneous requests per url.
         timeout: seconds without an answer before a request is repeated.
-        retries: of a request, after lost connections, time-outs and the answers 408, 429 and 5xx, with
-            pauses that double from half a second to 30 s, or as long as the server asks for (up to
-            ``timeout``). A url that still fails is left out, its share goes to the others.
-        lora_name: adapters are served as ``<lora_name>-<hash of the adapter>``.
-        dynamic_lora: the servers load adapters at run time, as vLLM does. Their names and paths are sent
-            to ``/v1/load_lora_adapter``.
+        retries: repetitions of a request after lost connections, time-outs and the answers 408, 429 and 5xx.
+            The pauses double from half a second to 30 s. A server may ask for longer pauses, up to
+            ``timeout``. A url that still fails is dropped, and the other urls take its requests.
+        lora_name: servers serve adapters as ``<lora_name>-<hash of the adapter>``.
+        dynamic_lora: the servers load adapters at run time, as vLLM does. The engine posts the adapter's name
+            and path to ``/v1/load_lora_adapter``.
 
     Attributes:
-        exact_tokens: all token ids so far are the server's: vLLM's from 0.10.2 on, SGLang's of July 2026 and
-            later, and llama.cpp's but for answers with characters of several tokens or cut at a stop string.
-            Others are made again from the text. Known after :meth:`check`, may become false later.
-        has_logprobs: all log-probabilities so far are the server's. vLLM's and llama.cpp's are of the
-            unmodified distribution unless told otherwise (``--logprobs-mode``, ``post_sampling_probs``);
-            SGLang's are at the sampling temperature unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set.
+        exact_tokens: whether all token ids so far came from the server. These servers send them: vLLM from
+            0.10.2, SGLang from July 2026, and llama.cpp, except for answers with characters of several
+            tokens and answers cut at a stop string. Other ids are re-encoded from the text. The value is known
+            after :meth:`check` and may become False later.
+        has_logprobs: whether all log-probabilities so far came from the server. Those of vLLM and llama.cpp
+            belong to the unmodified distribution by default (``--logprobs-mode``, ``post_sampling_probs``
+            change that). SGLang's belong to the sampling temperature unless
+            ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set.
 
     Raises:
-        UserError: an argument is none of these.
+        UserError: an argument is invalid.
     """
 
     def __init__(
@@ -116,13 +118,13 @@ class OpenAIEngine:
         return self.wire.has_logprobs
 
     def check(self) -> None:
-        """See that every server is there, serves the model and answers a request for one token.
+        """Check that every server is reachable, serves the model and answers a request for one token.
 
-        The requests tell which fields a server takes, whether its answers have token ids and
-        log-probabilities, and thereby ``exact_tokens`` and ``has_logprobs``.
+        The requests find out which fields a server accepts and whether its answers contain token ids and
+        log-probabilities. They set ``exact_tokens`` and ``has_logprobs``.
 
         Raises:
-            UserError: one of these fails; with the url and what the server says.
+            UserError: a check fails; the message has the url and the server's own message.
         """
         self.wire.exact_tokens = self.wire.has_logprobs = True
         for server in self._servers:
@@ -132,10 +134,13 @@ class OpenAIEngine:
 
     @contextmanager
     def session(self, adapter: Path | None) -> Iterator["OpenAISession"]:
-        """Ready to sample; an adapter is loaded by all servers and unloaded at the end.
+        """Open a session; all servers load the adapter and unload it at the end.
+
+        Args:
+            adapter: PEFT folder; None: the base model.
 
         Raises:
-            UserError: a server cannot be reached or does not take the adapter.
+            UserError: no server can be reached, or a server refuses the adapter.
         """
         if any(not server.dialect for server in self._servers):
             self.check()
@@ -152,7 +157,7 @@ class OpenAIEngine:
     def _probe(self, server: Server) -> None:
         """Find the server's model and dialect."""
         timeout = httpx.Timeout(self.timeout, connect=CHECK_TIMEOUT)
-        # A server may close the connection on which it refused something, so every request has its own.
+        # A server may close the connection after refusing a request, so every request gets a new one.
         limits = httpx.Limits(max_keepalive_connections=0)
         with httpx.Client(headers=self.headers, timeout=timeout, limits=limits) as client:
             listed = self._listed(client, server)
@@ -170,10 +175,9 @@ class OpenAIEngine:
                     return
 
     def _listed(self, client: Any, server: Server) -> list[str]:
-        """The base models that a server lists; none where it does not but one is named.
+        """Return the base models that a server lists; [] if listing fails and the config names a model.
 
-        Being listed decides nothing: ``transformers serve`` lists what is in its cache, not what it was
-        started with.
+        A model may be served without being listed: ``transformers serve`` lists its cache.
         """
         try:
             answer = json_object(server.url, client.get(server.url + "/v1/models", timeout=CHECK_TIMEOUT))
@@ -187,7 +191,7 @@ class OpenAIEngine:
             raise UserError(f"{server.url} does not list its models: {in_words(error)}; name one in model") from error
         cards = answer.get("data")
         cards = cards if isinstance(cards, list) else []
-        # vLLM's list has adapters too, perhaps of a run that was killed; they name their parent
+        # vLLM also lists adapters, perhaps those of a killed run; adapters name their parent.
         return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card and not card.get("parent")]
 
     def _first_request(self, client: Any, server: Server) -> None:
@@ -200,38 +204,42 @@ class OpenAIEngine:
             response = client.post(server.url + self.path, json=body)
             self.wire.completion(server.url, json_object(server.url, response), request, sampling)
         except (httpx.RequestError, Transient) as error:
-            raise UserError(f"{server.url} does not answer a first request: {in_words(error)}") from error
+            raise UserError(f"{server.url} does not answer the first request: {in_words(error)}") from error
 
     def _hint(self, server: Server, listed: list[str]) -> str:
         if listed and server.model not in listed:
             return f"; it serves {', '.join(listed)}, not {server.model}"
         if self.wire.endpoint == "completions":
-            return "; for a server that takes no token ids, set endpoint: chat"
+            return "; if the server does not accept token ids, set endpoint: chat"
         return ""
 
     # ---- adapters
 
     def _load(self, name: str, adapter: Path, stack: ExitStack) -> list[Server]:
-        """The servers that now serve ``adapter`` as ``name``; ``stack`` unloads it. One that has gone is left out."""
+        """Load ``adapter`` as ``name`` on every server and register its unloading with ``stack``.
+
+        Returns:
+            The servers that loaded it, without those that cannot be reached.
+        """
         if not self.dynamic_lora:
-            raise UserError(f"dynamic_lora is false, so {adapter} cannot be served. {LORA_HINT}")
+            raise UserError(f"dynamic_lora is false, so no server can load {adapter}. {LORA_HINT}")
         ready, lost = [], ""
         for server in self._servers:
             try:
                 load_adapter(server, name, adapter, self.headers)
             except httpx.RequestError as error:
                 lost = f"{server.url} cannot be reached: {in_words(error)}"
-                log.warning("%s; it is left out", lost)
+                log.warning("%s; continuing without it", lost)
                 continue
             stack.callback(unload_adapter, server, name, self.headers)
             ready.append(server)
         if not ready:
-            raise UserError(f"no server is left to load {adapter}: {lost}")
+            raise UserError(f"no server can load {adapter}: {lost}")
         return ready
 
 
 class OpenAISession:
-    """Servers with a model in them; made by :meth:`OpenAIEngine.session`."""
+    """Servers with a loaded model; :meth:`OpenAIEngine.session` makes one."""
 
     def __init__(self, engine: OpenAIEngine, servers: list[tuple[Server, str]]) -> None:
         self._engine, self._servers = engine, servers
@@ -249,11 +257,11 @@ class OpenAISession:
         return self._engine.has_logprobs
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Completions of ``requests``, each as soon as it arrives. Closing the iterator ends what is under way.
+        """Yield a completion of each request as soon as it arrives. Closing the iterator cancels open requests.
 
         Raises:
-            UserError: a server refuses a request or answers nonsense, or no server is left. What had arrived
-                before has been yielded.
+            UserError: a server refuses a request or sends an invalid answer, or every server has failed.
+                Completions that arrived earlier have been yielded.
         """
         results: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
         loop = asyncio.new_event_loop()
@@ -269,7 +277,7 @@ class OpenAISession:
             loop.close()
             results.put(end)
 
-        # The loop has its own thread, so that servers are kept busy while the caller works on a completion.
+        # The loop runs in its own thread, so servers stay busy while the caller works on a completion.
         thread = threading.Thread(target=work, name="openai-engine", daemon=True)
         self._mark = time.monotonic()
         thread.start()
@@ -279,12 +287,12 @@ class OpenAISession:
                     raise item
                 yield item
         finally:
-            with suppress(RuntimeError):  # the loop is closed: nothing is under way
+            with suppress(RuntimeError):  # the loop is closed: no request is open
                 loop.call_soon_threadsafe(task.cancel)
             thread.join()
 
     def stats(self) -> dict[str, float]:
-        """``tokens``, ``tokens_per_second`` while generating, and ``retried`` requests."""
+        """Return ``tokens``, ``tokens_per_second`` while generating, and ``retried`` requests."""
         speed = self._tokens / self._seconds if self._seconds else 0.0
         return {"tokens": self._tokens, "tokens_per_second": speed, "retried": self._retried}
 
@@ -303,7 +311,7 @@ class OpenAISession:
 
 
 class _Batch:
-    """Requests under way. Every url has workers, which take requests from one queue."""
+    """The open requests of one ``generate``. Every url has workers, which take requests from one queue."""
 
     def __init__(self, session: OpenAISession, sampling: Sampling, put: Callable[[Completion], None]) -> None:
         self._session, self._sampling, self._put = session, sampling, put
@@ -311,6 +319,7 @@ class _Batch:
         self._gone: dict[str, str] = {}  # url -> why
 
     async def run(self, requests: Sequence[Request]) -> None:
+        """Answer all ``requests``; the first error of a worker cancels the rest."""
         engine = self._engine
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
         for request in requests:
@@ -347,7 +356,7 @@ class _Batch:
             self._queue.task_done()
 
     async def _ask(self, client: Any, server: Server, model: str, request: Request) -> Completion | None:
-        """The answer to ``request``; None: another server must answer it."""
+        """Return the answer to ``request``, or None if another server must answer it."""
         engine = self._engine
         body = engine.wire.body(server, model, request, self._sampling)
         attempt = 0
@@ -357,7 +366,7 @@ class _Batch:
                 return engine.wire.completion(server.url, json_object(server.url, response), request, self._sampling)
             except (httpx.RequestError, Transient) as error:
                 if attempt == engine.retries:
-                    # named, for it may be the request's own fault: the same seed fails in the same way again
+                    # Name the request: it may be the cause, and the same seed would fail in the same way again.
                     self._give_up(server, f"{in_words(error)} (prompt {request.prompt_id}, sample {request.sample})")
                     break
                 self._session.repeated()
@@ -371,11 +380,11 @@ class _Batch:
         self._gone[server.url] = why
         if len(self._gone) == len(self._servers):
             reasons = "; ".join(f"{url}: {why}" for url, why in self._gone.items())
-            raise UserError(f"no server is left after {self._engine.retries} retries each: {reasons}")
-        log.warning("%s is left out, the others take its share: %s", server.url, why)
+            raise UserError(f"all servers failed after {self._engine.retries} retries each: {reasons}")
+        log.warning("dropping %s, the other servers take its requests: %s", server.url, why)
 
 
 def _pause(attempt: int, error: Exception, longest: float) -> float:
-    """Seconds to wait: doubling, and different for each request so that they do not come back all at once."""
+    """Return the seconds to wait; they double, with random jitter so that requests do not return all at once."""
     pause = min(MAX_BACKOFF, BACKOFF * 2**attempt) * random.uniform(0.5, 1)
     return max(pause, min(getattr(error, "retry_after", 0.0), longest))

@@ -1,6 +1,6 @@
-"""What is sent to servers that speak OpenAI's protocol and what is read from them.
+"""Requests to servers that speak OpenAI's protocol, and the parsing of their answers.
 
-vLLM, SGLang, llama.cpp and ``transformers serve`` extend the protocol in different ways and take different
+vLLM, SGLang, llama.cpp and ``transformers serve`` extend the protocol in different ways and accept different
 parts of it.
 """
 
@@ -22,7 +22,7 @@ from rocm_ext.generation.base import Completion, Request, Sampling
 from rocm_ext.log import log
 from rocm_ext.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-try:  # the successor of httpx, of the same interface; it needs Python 3.11
+try:  # httpx's successor has the same interface; it needs Python 3.11
     import httpx2 as httpx
 except ImportError:
     try:
@@ -34,11 +34,11 @@ except ImportError:
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
-CHECK_TIMEOUT = 10.0  # seconds, to connect and for what takes no computing
+CHECK_TIMEOUT = 10.0  # seconds, to connect and for requests without computation
 ADAPTER_TIMEOUT = 300.0  # seconds, to load an adapter
-SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and all of them set mean a random seed; others take 64
+SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
 LORA_HINT = (
-    "RAFT beyond its first cycle needs a server that takes adapters while it runs: "
+    "RAFT needs a server that loads adapters at run time from its second cycle on: "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK, "
     "with the adapter's folder visible to it under the same path"
 )
@@ -46,7 +46,13 @@ LORA_HINT = (
 
 @dataclass
 class Server:
-    """``url`` without ``/v1``, and what was found out about it."""
+    """A server and what :meth:`OpenAIEngine.check` found out about it.
+
+    Attributes:
+        url: without ``/v1``.
+        model: the server's name of the model.
+        dialect: one of :data:`DIALECTS`; empty before the check.
+    """
 
     url: str
     model: str = ""
@@ -54,7 +60,7 @@ class Server:
 
 
 class Transient(Exception):
-    """The server may answer if it is asked again, not before ``retry_after`` seconds."""
+    """The server may answer a repeated request after ``retry_after`` seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -62,7 +68,7 @@ class Transient(Exception):
 
 
 class Refused(UserError):
-    """The server does not want this request."""
+    """The server refuses this request; ``status`` is its HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -70,10 +76,10 @@ class Refused(UserError):
 
 
 class Wire:
-    """Requests as they are sent to an endpoint, and its answers as completions.
+    """Converts requests to an endpoint's JSON, and its answers to completions.
 
     Args:
-        tokenizer: a torchtune model tokenizer, the run's.
+        tokenizer: the run's torchtune model tokenizer.
         endpoint: ``completions`` or ``chat``.
 
     Attributes:
@@ -87,28 +93,33 @@ class Wire:
         self._told: set[str] = set()
 
     def body(self, server: Server, model: str, request: Request, sampling: Sampling) -> dict[str, Any]:
-        """The JSON to ask ``server`` for one answer."""
+        """Return the JSON that asks ``server`` for one answer.
+
+        Raises:
+            UserError: the endpoint needs messages and the request has none, or the server does not support a
+                sampling setting.
+        """
         stops = list(self.tokenizer.stop_tokens)
         body = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
         if self.endpoint == "chat":
             if not request.messages:
-                raise UserError(f"prompt {request.prompt_id} has no messages, which endpoint: chat sends")
+                raise UserError(f"prompt {request.prompt_id} has no messages; endpoint: chat needs them")
             body |= {"messages": [dict(message) for message in request.messages], "logprobs": True, "top_logprobs": 1}
         else:
             body |= {"prompt": list(request.tokens), "logprobs": 1}
         return body | _sampling_fields(server, sampling, stops)
 
     def completion(self, url: str, answer: dict[str, Any], request: Request, sampling: Sampling) -> Completion:
-        """What ``answer`` says, see :class:`Completion`.
+        """Parse ``answer`` into a :class:`Completion`.
 
         Raises:
-            UserError: it is not an answer to such a request.
-            Transient: the server gave the request up.
+            UserError: ``answer`` is not a valid answer to the request.
+            Transient: the server aborted the request.
         """
         choice, text, reason = _choice(url, answer, self.endpoint)
         prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
         if isinstance(prompt, list) and prompt != list(request.tokens):
-            self._tell_once(f"{url} renders prompts otherwise than the run: its chat template differs")
+            self._tell_once(f"{url} renders prompts differently from the run: its chat template differs")
         text, cut = _until(text, sampling.stop_strings)
         reason = "stop" if cut else reason
         by_token = reason == "stop" and not cut and not isinstance(choice.get("stop_reason"), str)
@@ -116,12 +127,12 @@ class Wire:
         logprobs = _logprobs(choice)
         if tokens is None:
             self.exact_tokens = False
-            self._tell_once(f"{url} gives no token ids; they are made again from the text, perhaps differently")
+            self._tell_once(f"{url} sends no token ids; re-encoding the text, which may give other ids")
             tokens = self.tokenizer.encode(text, add_bos=False, add_eos=False) + [self._end_of_turn] * by_token
             logprobs = None
         if logprobs is None or len(logprobs) != len(tokens):
             self.has_logprobs = False
-            self._tell_once(f"{url} gives no log-probabilities of the sampled tokens")
+            self._tell_once(f"{url} sends no log-probabilities of the sampled tokens")
             logprobs = []
         return Completion(request, tokens, logprobs, text, reason)
 
@@ -135,17 +146,17 @@ class Wire:
 
 
 def checked_urls(urls: Any) -> list[str]:
-    """The urls without ``/v1``.
+    """Check the servers' urls and strip ``/v1``.
 
     Raises:
-        UserError: they are not urls of servers, or one is there twice.
+        UserError: a url is invalid or appears twice, or the list is empty.
     """
     if isinstance(urls, str) or not isinstance(urls, Sequence) or not len(urls):
         raise UserError("urls must be a list with at least one url, like [http://localhost:8000]")
     plain = []
     for url in urls:
         if not isinstance(url, str) or not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", url):
-            raise UserError(f"{url!r} in urls is no address of a server; expected one like http://localhost:8000")
+            raise UserError(f"{url!r} in urls is not a server's address; expected one like http://localhost:8000")
         plain.append(url.rstrip("/").removesuffix("/v1").rstrip("/"))
     if twice := {url for url in plain if plain.count(url) > 1}:
         raise UserError(f"urls names {', '.join(sorted(twice))} twice")
@@ -153,10 +164,14 @@ def checked_urls(urls: Any) -> list[str]:
 
 
 def authorization(api_key_env: str | None) -> dict[str, str]:
-    """The header with the API key in that environment variable; none for None."""
+    """Return the header with the API key from the environment variable ``api_key_env``; {} for None.
+
+    Raises:
+        UserError: ``api_key_env`` is not a variable's name, or the variable is not set.
+    """
     if api_key_env is None:
         return {}
-    # The value may be the key itself, by mistake: it is not repeated.
+    # The value may be the key itself by mistake, so the message does not show it.
     if not isinstance(api_key_env, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", api_key_env):
         raise UserError("api_key_env must be the name of an environment variable, not the key")
     if not (key := os.environ.get(api_key_env, "").strip()):
@@ -165,10 +180,14 @@ def authorization(api_key_env: str | None) -> dict[str, str]:
 
 
 def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> dict[str, Any]:
-    """The sampling settings as a server takes them.
+    """Return the sampling settings in the server's dialect.
 
-    extended: vLLM, SGLang and llama.cpp know these fields or pass over them. transformers: ``transformers
-    serve`` refuses unknown fields, but takes a generation config. plain: OpenAI's own fields.
+    - extended: vLLM, SGLang and llama.cpp know these fields or ignore them.
+    - transformers: ``transformers serve`` refuses unknown fields but accepts a generation config.
+    - plain: OpenAI's own fields.
+
+    Raises:
+        UserError: the server does not support a setting.
     """
     fields: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
     fields["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
@@ -182,12 +201,12 @@ def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> di
         config = {"do_sample": sampling.temperature > 0, "top_k": sampling.top_k or 0, "min_p": min_p}
         return fields | {"generation_config": json.dumps({**config, "repetition_penalty": 1.0, "eos_token_id": stops})}
     if asked := [name for name in ("top_k", "min_p") if getattr(sampling, name) is not None]:
-        raise UserError(f"{server.url} takes no {' and no '.join(asked)}; set them to null")
+        raise UserError(f"{server.url} does not support {' or '.join(asked)}; set them to null")
     return fields
 
 
 def _end_of_turn(tokenizer: Any) -> int:
-    """The token that ends the assistant's turn in training."""
+    """Return the token that ends the assistant's turn in training."""
     tokens, _ = render_conversation(
         tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
     )
@@ -198,13 +217,17 @@ def _end_of_turn(tokenizer: Any) -> int:
 
 
 def adapter_name(prefix: str, adapter: Path) -> str:
-    """A name of its own for every adapter: servers keep what they have cached under a name."""
+    """Return a name with a hash of the adapter. Every adapter needs its own name, because servers cache by name.
+
+    Raises:
+        UserError: ``adapter`` is not a PEFT folder.
+    """
     digest = hashlib.sha256()
     for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         try:
             digest.update((adapter / file).read_bytes())
         except OSError as error:
-            raise UserError(f"{adapter} is no adapter in PEFT's format: {one_line(error)}") from error
+            raise UserError(f"{adapter} is not an adapter in PEFT's format: {one_line(error)}") from error
     return f"{prefix}-{digest.hexdigest()[:12]}"
 
 
@@ -212,10 +235,10 @@ def load_adapter(server: Server, name: str, adapter: Path, headers: dict[str, st
     """Make a server serve ``adapter``, a PEFT folder, as ``name``.
 
     Raises:
-        UserError: it does not.
-        httpx.RequestError: it cannot be reached.
+        UserError: the server refuses.
+        httpx.RequestError: the server cannot be reached.
     """
-    # An adapter of this name is left from a killed run: the same weights, but maybe elsewhere.
+    # A killed run may have left an adapter of this name: the same weights, but perhaps at another path.
     _adapter_call(server, "unload", {"lora_name": name}, headers)
     path = str(adapter.expanduser().resolve())
     response = _adapter_call(server, "load", {"lora_name": name, "lora_path": path}, headers)
@@ -225,11 +248,11 @@ def load_adapter(server: Server, name: str, adapter: Path, headers: dict[str, st
 
 
 def unload_adapter(server: Server, name: str, headers: dict[str, str]) -> None:
-    """Unload it again; a server that does not is warned about."""
+    """Unload the adapter ``name``; log a warning if that fails."""
     try:
         response = _adapter_call(server, "unload", {"lora_name": name}, headers)
     except httpx.RequestError as error:
-        log.warning("%s cannot be asked to unload %s: %s", server.url, name, in_words(error))
+        log.warning("cannot reach %s to unload %s: %s", server.url, name, in_words(error))
     else:
         if response.status_code != 200:
             log.warning("%s does not unload %s: %s", server.url, name, _message(response))
@@ -244,10 +267,12 @@ def _adapter_call(server: Server, verb: str, body: dict[str, str], headers: dict
 
 
 def json_object(url: str, response: Any) -> dict[str, Any]:
-    """The JSON object in a response.
+    """Return the JSON object in a response.
 
     Raises:
-        Transient, UserError: there is none.
+        Transient: HTTP 408, 429 or 5xx; a repeated request may succeed.
+        Refused: any other HTTP error.
+        UserError: the body is not a JSON object.
     """
     status = response.status_code
     if status in (408, 429) or status >= 500:
@@ -261,13 +286,13 @@ def json_object(url: str, response: Any) -> dict[str, Any]:
         answer = None
     if not isinstance(answer, dict):
         raise UserError(
-            f"{url} answers with no JSON object; is it an OpenAI-compatible server? {_start(response.text)}"
+            f"{url} does not answer with a JSON object; is it an OpenAI-compatible server? {_start(response.text)}"
         )
     return answer
 
 
 def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, Any], str, str]:
-    """The only choice in an answer, its text and its finish reason."""
+    """Return the only choice of an answer, its text and its finish reason."""
     choices = answer.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):
@@ -281,19 +306,19 @@ def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, 
     if not isinstance(text, str):
         raise _nonsense(url, "no text", answer)
     reason = choice.get("finish_reason")
-    if reason == "abort":  # vLLM, on its way down
-        raise Transient("the server gave the request up")
+    if reason == "abort":  # vLLM while it shuts down
+        raise Transient("the server aborted the request")
     if reason not in ("stop", "length"):
         raise _nonsense(url, f"the finish_reason {reason!r}, not stop or length", answer)
     return choice, text, reason
 
 
 def _token_ids(choice: dict[str, Any], usage: Any) -> list[int] | None:
-    """The sampled ids: ``token_ids`` (vLLM, SGLang) or those in llama.cpp's log-probabilities; None: neither."""
+    """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probabilities; None: neither."""
     ids = choice.get("token_ids")
     if ids is None:
         ids = [entry.get("id") for entry in _entries(choice)]
-        # llama.cpp leaves out tokens that end within a character, and those of a stop string
+        # llama.cpp omits tokens that end within a character, and those of a stop string.
         if not isinstance(usage, dict) or usage.get("completion_tokens") != len(ids):
             return None
     valid = isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)
@@ -301,7 +326,7 @@ def _token_ids(choice: dict[str, Any], usage: Any) -> list[int] | None:
 
 
 def _logprobs(choice: dict[str, Any]) -> list[float] | None:
-    """One per token: of the completions' form, or of the chat's, which llama.cpp uses for both."""
+    """Return one log-probability per token. llama.cpp uses the chat's form for both endpoints."""
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     if values is None:
@@ -317,13 +342,13 @@ def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _until(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
-    """``text`` up to the first stop string, and whether there is one. transformers leaves it in."""
+    """Return ``text`` up to the first stop string, and whether it has one. transformers keeps the stop string."""
     ends = [end for stop in stop_strings if (end := text.find(stop)) >= 0]
     return (text[: min(ends)], True) if ends else (text, False)
 
 
 def _retry_after(response: Any) -> float:
-    """The header's seconds, or the time until its date."""
+    """Return the Retry-After header in seconds, or the seconds until its date; 0 without it."""
     value = response.headers.get("retry-after", "")
     with suppress(ValueError):
         return max(0.0, float(value))
@@ -333,7 +358,7 @@ def _retry_after(response: Any) -> float:
 
 
 def _message(response: Any) -> str:
-    """What the server says about an error: OpenAI's ``error.message``, FastAPI's ``detail``, or the body."""
+    """Return the server's error message: OpenAI's ``error.message``, FastAPI's ``detail``, or the body."""
     with suppress(ValueError):
         body = response.json()
         if isinstance(body, dict):
@@ -354,7 +379,7 @@ def _start(text: str, length: int = 200) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """An error of the client in words."""
+    """Return the message of an HTTP client's error."""
     if isinstance(error, httpx.TimeoutException):
         return f"no answer in time ({type(error).__name__})"
     return str(error) if isinstance(error, Transient | UserError) else one_line(error)

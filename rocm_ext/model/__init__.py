@@ -1,1 +1,1 @@
-"""The model that is trained: built by torchtune, with adapters, attention and norms of our own."""
+"""The model under training: torchtune builds it; adapters, attention and norms are this library's."""

@@ -1,6 +1,6 @@
-"""Adapters in PEFT's format, in and out, and models with an adapter merged in, in Hugging Face's.
+"""Read and write adapters in PEFT's format; write merged models in Hugging Face's format.
 
-Merging works on two folders, shard by shard: the base model is never in memory as a whole.
+Merging goes from one folder to another, one weight file at a time. The whole base model is never in memory.
 """
 
 import json
@@ -36,22 +36,22 @@ _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENC
 
 
 def check_model_type(model_type: str) -> None:
-    """Refuse, before any work, a family whose adapter could not be written at the end.
+    """Refuse a model family that torchtune cannot export to PEFT, before a run spends time on it.
 
     Raises:
-        UserError: naming the family.
+        UserError: the family has no PEFT format; the message names it.
     """
     if model_type in _NO_PEFT:
         raise UserError(f"checkpointer.model_type {model_type} has no PEFT adapter format in torchtune")
 
 
 def adapter_state(decoder: TransformerDecoder) -> dict[str, Tensor]:
-    """The adapter's weights in torchtune's names, on the CPU."""
+    """Copies of the adapter's weights on the CPU, under torchtune's names."""
     return {name: p.detach().cpu().clone() for name, p in adapter_parameters(decoder).items()}
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """sha256 of tensors by name."""
+    """Return the SHA-256 of tensors by name, in hex."""
     digest = sha256()
     for name, tensor in sorted(state.items()):
         digest.update(name.encode() + tensor.float().numpy().tobytes())
@@ -59,12 +59,13 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
 
 
 def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, base_model: str) -> None:
-    """Write the PEFT folder of ``decoder``'s adapter: ``PeftModel.from_pretrained(base, folder)``.
+    """Write ``decoder``'s adapter as a PEFT folder, which ``PeftModel.from_pretrained(base, folder)`` loads.
 
     Args:
-        folder: where to; it must exist.
-        model_type: torchtune's ModelType name, which decides how rows of q and k are ordered.
-        base_model: hub name or folder of the base model, for PEFT.
+        folder: existing folder that receives the two files.
+        decoder: model with adapters.
+        model_type: torchtune's ModelType name; it decides the row order of q and k.
+        base_model: hub name or folder from which PEFT loads the base model.
     """
     peft = to_peft(adapter_state(decoder), decoder, model_type)
     save_file({name: t.contiguous() for name, t in peft.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -88,10 +89,18 @@ def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, ba
 
 
 def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
-    """Adapter weights in torchtune's names, from a PEFT folder or torchtune's ``adapter_model.pt``.
+    """Read adapter weights from a PEFT folder or from torchtune's ``adapter_model.pt``.
+
+    Args:
+        source: the folder or the file.
+        decoder: model that will take the adapter; it gives rank, alpha and head shapes.
+        model_type: torchtune's ModelType name; it decides the row order of q and k.
+
+    Returns:
+        Weights under torchtune's names.
 
     Raises:
-        UserError: if there is none, it is torn, or of another rank or alpha than ``decoder``'s.
+        UserError: the adapter is missing or damaged, or its rank or alpha differs from ``decoder``'s.
     """
     try:
         if source.is_file():
@@ -113,7 +122,7 @@ def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> 
 
 
 def to_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
-    """torchtune's adapter names and row order -> PEFT's."""
+    """Convert adapter weights from torchtune's names and row order to PEFT's."""
     to_hf, _ = _converters(decoder, model_type)
     result = {}
     for name, tensor in state.items():
@@ -124,7 +133,7 @@ def to_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type
 
 
 def from_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
-    """PEFT's adapter names and row order -> torchtune's."""
+    """Convert adapter weights from PEFT's names and row order to torchtune's."""
     _, from_hf = _converters(decoder, model_type)
     result = {}
     for name, tensor in state.items():
@@ -150,10 +159,11 @@ Convert = Callable[[str, Tensor, bool], tuple[str, Tensor]]
 
 
 def _converters(decoder: TransformerDecoder, model_type: str) -> tuple[Convert, Convert]:
-    """torchtune's own converters between its names and Hugging Face's, for one tensor.
+    """Return torchtune's converters to and from Hugging Face's names, each wrapped to convert one tensor.
 
-    Rows of q and k are reordered in most families (rotary halves against pairs) and not in Qwen2.
-    torchtune reorders the adapters of both, so its own PEFT export is wrong for Qwen2.
+    Most families store the rows of q and k as rotary pairs in torchtune and as halves in Hugging Face's
+    format, so the converters reorder these rows. Qwen2 uses halves in both. torchtune's own PEFT export
+    reorders Qwen2's adapters too, which is wrong; these converters do not.
     """
     from torchtune.models import convert_weights
     from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
@@ -167,7 +177,7 @@ def _converters(decoder: TransformerDecoder, model_type: str) -> tuple[Convert, 
     heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
 
     def convert(function, name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
-        # only the output rows of a weight are reordered: lora_b and m have them, lora_a has not
+        # The converters reorder output rows. lora_b and m have output rows; lora_a does not.
         if not has_rows:
             ((new, _),) = function({name: _dummy(name, heads)}, dim=1, **heads).items()
             return new, tensor
@@ -184,7 +194,7 @@ def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
 
 
 def base_model_name(folder: Path) -> str:
-    """What PEFT should load as the base model: the hub's name if `tune download` left it, else ``folder``."""
+    """Name of the base model for PEFT: the hub name that `tune download` stored in ``folder``, else its path."""
     try:
         return json.loads((folder / "original_repo_id.json").read_text())["repo_id"]
     except (OSError, ValueError, KeyError):
@@ -192,18 +202,24 @@ def base_model_name(folder: Path) -> str:
 
 
 def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
-    """Write to ``out`` the Hugging Face model that the checkpointer reads, with a PEFT adapter merged in.
+    """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
 
-    One tensor is merged at a time, in fp32, and one file of the base model is held at most. ``out``
-    appears when it is whole. A base model in Meta's format has no such folder: a warning, and no ``out``.
+    It merges one tensor at a time, in fp32, and holds at most one file of the base model in memory.
+    ``out`` appears only once it is complete. For a base model in Meta's format it logs a warning and
+    writes nothing.
+
+    Args:
+        cfg_checkpointer: the config's ``checkpointer``, which names the base model's folder and files.
+        adapter: PEFT folder.
+        out: folder to write.
 
     Raises:
-        UserError: if the adapter has weights that the base model does not.
+        UserError: the adapter changes a weight that the base model does not have.
     """
     checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
     base, weight_files = Path(checkpointer["checkpoint_dir"]), checkpointer["checkpoint_files"]
     if not (base / "config.json").is_file():
-        log.warning("%s is not written: %s is no Hugging Face folder (it has no config.json)", out, base)
+        log.warning("skipping %s: %s is not a Hugging Face folder (it has no config.json)", out, base)
         return
     if isinstance(weight_files, dict):
         weight_files = FormattedCheckpointFiles.from_dict(weight_files).build_checkpoint_filenames()
@@ -223,17 +239,17 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
             index.update(dict.fromkeys(tensors, target))
             save_file(tensors, folder / target, metadata={"format": "pt"})
         if updates:
-            raise UserError(f"adapter {adapter} has weights for {next(iter(updates))}, which {base} has not")
+            raise UserError(f"adapter {adapter} has weights for {next(iter(updates))}, but {base} does not")
         if len(set(index.values())) > 1:
             content = {"metadata": {"total_size": size}, "weight_map": index}
             (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
-        for path in base.iterdir():  # config, tokenizer, licence: all that is no weight
+        for path in base.iterdir():  # everything except weights: config, tokenizer, licence
             if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
                 shutil.copy2(path, folder / path.name)
 
 
 def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """A PEFT adapter's weights by the name of the base weight they change, then by part."""
+    """Group a PEFT adapter's weights by the base weight they change, then by part."""
     updates: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
         part, _ = _split_part(name, {v: k for k, v in _PARTS.items()})
@@ -242,7 +258,16 @@ def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tens
 
 
 def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) -> Tensor:
-    """W + s B A, each row rescaled to length m where the update is DoRA's; [out, in], W's dtype."""
+    """Merge one weight: W + s B A, and for DoRA rescale each row to length m.
+
+    Args:
+        weight: W, [out, in].
+        update: A [r, in], B [out, r] and, for DoRA, m [out], under PEFT's suffixes.
+        scale: s = alpha / r.
+
+    Returns:
+        [out, in], in W's dtype, computed in fp32.
+    """
     full = weight.float() + scale * (update[".lora_B.weight"].float() @ update[".lora_A.weight"].float())
     if (magnitude := update.get(".lora_magnitude_vector")) is not None:
         full *= (magnitude.float() / torch.linalg.vector_norm(full, dim=1))[:, None]
@@ -252,7 +277,7 @@ def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) ->
 def _tensors(path: Path):
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield name, file.get_tensor(name)
     else:
         yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()

@@ -1,4 +1,4 @@
-"""The model a run trains: torchtune's LoRA builder, weights in, and the module a step calls."""
+"""Build the model a run trains, load its weights, and wrap it with its loss."""
 
 import hashlib
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from rocm_ext.ranks import Ranks
 
 
 class CausalLM(nn.Module):
-    """Decoder and objective as one module, so that FSDP2 gathers the output weights for both at once.
+    """Decoder and objective in one module, so that FSDP2 gathers the output weights once for both.
 
     Args:
         decoder: torchtune decoder.
-        objective: of the labels that its hidden states predict.
+        objective: computes the loss from hidden states and labels.
     """
 
     def __init__(self, decoder: TransformerDecoder, objective: Objective) -> None:
@@ -35,13 +35,17 @@ class CausalLM(nn.Module):
         self.objective = objective
 
     def forward(self, batch: Batch) -> Tensor:
-        """The objective summed over ``batch.targets``: a scalar in fp32."""
+        """Return the objective summed over ``batch.targets``: a scalar in fp32."""
         hidden = hidden_states(self.decoder, batch).flatten(0, 1)[batch.index]
         return self.objective(self.decoder.output, hidden, batch.targets, batch.columns, batch.sequence)
 
 
 def hidden_states(decoder: TransformerDecoder, batch: Batch) -> Tensor:
-    """[b, s, d]: what the output layer is applied to. ``decoder.forward`` without its logits."""
+    """Run ``decoder.forward`` up to the output layer.
+
+    Returns:
+        [b, s, d], the output layer's input.
+    """
     h = decoder.tok_embeddings(batch.tokens)
     mask = Lengths(batch.lengths) if batch.lengths else None
     for layer in decoder.layers:
@@ -50,13 +54,19 @@ def hidden_states(decoder: TransformerDecoder, batch: Batch) -> Tensor:
 
 
 def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> TransformerDecoder:
-    """A torchtune LoRA model of ``dtype`` without weights, with fresh adapters.
+    """Build a torchtune LoRA model with fresh adapters and without base weights.
 
-    Frozen parameters are on the meta device; adapters, in fp32, and buffers are on ``device``. Where that is the meta
-    device too, tables of position embeddings are on the CPU.
+    Frozen parameters stay on the meta device. fp32 adapters and buffers are on ``device``. If ``device``
+    is the meta device, the position embeddings' tables are on the CPU.
+
+    Args:
+        cfg_model: the config's ``model``.
+        dtype: of the frozen parameters.
+        seed: for the adapters' initial values.
+        device: for adapters and buffers.
 
     Raises:
-        UserError: if the component is no LoRA builder of a text decoder.
+        UserError: the component is not a LoRA builder of a text decoder.
     """
     with torch.device("meta"), set_default_dtype(dtype):
         decoder = config.instantiate(cfg_model, key="model")
@@ -67,19 +77,25 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
         )
     adopt(decoder, cfg_model)
     init_adapters(decoder, seed, device)
-    _share_rope(decoder, torch.device("cpu") if device.type == "meta" else device)  # Llama's needs values
+    _share_rope(decoder, torch.device("cpu") if device.type == "meta" else device)  # Llama's table needs real values
     use_fused_norms(decoder)
     return decoder
 
 
 def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int) -> list[str]:
-    """Refuse a 4-bit base model where it cannot run or should not.
+    """Check that ``profile`` and the number of ranks allow a 4-bit base model, if ``decoder`` has one.
+
+    Args:
+        decoder: model with adapters.
+        profile: the machine's profile, which may lock ``quantize_base``.
+        overrides: keys set on the command line; an override lifts the lock.
+        ranks: processes of this run.
 
     Returns:
-        a line if the user insists on what ``profile`` locks.
+        Warnings: one line if the user overrides the profile's lock.
 
     Raises:
-        UserError: locked, or several ranks.
+        UserError: the profile locks it without an override, or several ranks run.
     """
     if not any(layer._quantize_base for _, layer in adapters(decoder)):
         return []
@@ -89,7 +105,7 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
 
 
 def _share_rope(decoder: TransformerDecoder, device: torch.device) -> None:
-    # torchtune keeps the same table in every layer: 3.7 GB for 28 layers at 131k positions
+    # torchtune keeps one copy of the table per layer: 3.7 GB for 28 layers at 131k positions
     shared: dict[Any, nn.Module] = {}
     for module in list(decoder.modules()):
         rope = getattr(module, "pos_embeddings", None)
@@ -105,13 +121,18 @@ def _share_rope(decoder: TransformerDecoder, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """Base weights as the config's checkpointer reads them, in torchtune's names."""
+    """Base weights as the config's checkpointer reads them.
+
+    Attributes:
+        state: tensors by torchtune's names.
+        model_type: torchtune's ModelType name.
+    """
 
     state: Mapping[str, Tensor]
     model_type: str
 
     def fingerprint(self) -> str:
-        """Tells one base model from another: names, shapes and a sample of every tensor's values."""
+        """Hash that identifies the base model: names, shapes, dtypes and a sample of every tensor's values."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state.items()):
             flat = tensor.reshape(-1)
@@ -122,27 +143,27 @@ class Weights:
 
 
 def read_weights(cfg_checkpointer) -> Weights:
-    """Base weights, memory-mapped where the format allows.
+    """Read the base weights, memory-mapped where the format allows.
 
     Raises:
-        UserError: if files are missing, torn or of another architecture.
+        UserError: files are missing, damaged or of another architecture.
     """
     cfg = config.without(cfg_checkpointer, "adapter_checkpoint")  # torchtune reads it only when resuming
     try:
         state = config.instantiate(cfg, key="checkpointer").load_checkpoint()[MODEL_KEY]
     except UserError:
         raise
-    except Exception as error:  # torchtune raises bare Exception for names it does not know
+    except Exception as error:  # torchtune raises a bare Exception for unknown names
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise UserError(f"checkpointer: cannot read {cfg.checkpoint_dir}: {error}{cause}") from error
     return Weights(state, str(cfg.model_type))
 
 
 def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) -> None:
-    """Copy ``weights`` into the frozen parameters, one tensor at a time, each rank its shard.
+    """Copy ``weights`` into the frozen parameters, one tensor at a time; each rank copies its shard.
 
     Raises:
-        UserError: naming every parameter that is missing, unexpected or of another shape.
+        UserError: parameters are missing, unexpected or of another shape; the message names the first three.
     """
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
     _check_fit(frozen, weights.state)
@@ -175,7 +196,7 @@ def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Non
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
             f"the checkpoint does not fit model: {'; '.join(problems[:3])}{more}. "
-            "Name the builder of these weights (size, base or instruct) in model._component_"
+            "Set model._component_ to the builder of these weights (size, base or instruct)"
         )
 
 
@@ -184,10 +205,15 @@ def _plain(name: str) -> str:
 
 
 def load_adapter(decoder: TransformerDecoder, state: Mapping[str, Tensor], source: str) -> None:
-    """Copy adapter weights, in torchtune's names, into ``decoder``.
+    """Copy adapter weights into ``decoder``.
+
+    Args:
+        decoder: model with adapters.
+        state: weights by torchtune's names.
+        source: where they come from, for the error message.
 
     Raises:
-        UserError: naming what does not fit.
+        UserError: weights are missing, unexpected or of another shape; the message names the first three.
     """
     parameters = adapter_parameters(decoder)
     problems = [f"missing {name}" for name in parameters if name not in state]

@@ -1,8 +1,8 @@
-"""LoRA and DoRA layers: torchtune's modules with adapters in fp32 over a base of any dtype.
+"""LoRA and DoRA layers: torchtune's modules with fp32 adapters over a base of any dtype.
 
-Adapters stay fp32 because an update below 2**-8 of a bf16 weight vanishes; they are cast where they
-meet activations. The layers keep torchtune's classes' parameters and names, so builders and
-checkpoints do not notice.
+Adapters stay in fp32 because an update below 2**-8 of a bf16 weight vanishes. The layers cast them to
+the activations' dtype. Parameters and names are those of torchtune's classes, so torchtune's builders
+and checkpoints work unchanged.
 """
 
 import math
@@ -18,7 +18,7 @@ from rocm_ext.errors import UserError
 
 
 class Lora(LoRALinear):
-    """``y = W x + b + alpha / rank * B A dropout(x)``, W frozen (arXiv:2106.09685)."""
+    """LoRA with frozen W: ``y = W x + b + alpha / rank * B A dropout(x)`` (arXiv:2106.09685)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim]."""
@@ -32,7 +32,7 @@ class Lora(LoRALinear):
 
 
 class _LoraFunction(torch.autograd.Function):
-    """One node for the whole layer: both products accumulate in place, nothing but x is kept."""
+    """One autograd node for the whole layer: it accumulates both products in place and saves only x."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale):  # type: ignore[override]
@@ -58,10 +58,10 @@ class _LoraFunction(torch.autograd.Function):
 
 
 class Dora(DoRALinear):
-    """``y = m * (W + s B A) x / ||W + s B A|| + b``, row-wise norms (arXiv:2402.09353).
+    """DoRA with row-wise norms: ``y = m * (W + s B A) x / ||W + s B A|| + b`` (arXiv:2402.09353).
 
-    torchtune 0.6.1 also scales the bias by ``m / ||…||``, which neither the paper nor PEFT does; there
-    an adapter trained on a model with biases (Qwen2.5) gives other logits than here.
+    torchtune 0.6.1 also scales the bias by ``m / ||…||``; the paper and PEFT do not. On a model with biases
+    (Qwen2.5) the same adapter therefore gives other logits in torchtune than here.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,20 +71,20 @@ class Dora(DoRALinear):
         a, b = self.lora_a.weight, self.lora_b.weight
         base = base_linear(self, x) if self.bias is None else base_linear(self, x) - self.bias
         low = F.linear(F.linear(self.dropout(x), a.to(x.dtype)), (self.scaling * b).to(x.dtype))
-        # the norm is a constant in the backward pass (section 4.3 of the paper)
+        # The backward pass treats the norm as a constant (section 4.3 of the paper).
         factor = (self.magnitude / self.weight_norm()).to(x.dtype)
         out = factor * (base + low)
         return out if self.bias is None else out + self.bias
 
     @torch.no_grad()
     def weight_norm(self) -> Tensor:
-        """[out_dim], fp32: the length of each row of W + s B A."""
+        """Return the norm of each row of W + s B A: [out_dim], fp32."""
         update = self.scaling * (self.lora_b.weight.float() @ self.lora_a.weight.float())
         return torch.linalg.vector_norm(dense(self.weight).float() + update, dim=1)
 
     @torch.no_grad()
     def initialize_dora_magnitude(self) -> None:
-        """Start from the base model: m = ||W + s B A||, and B is zero."""
+        """Set m = ||W + s B A||. B is still zero, so training starts from the base model."""
         self.magnitude.copy_(self.weight_norm())
 
 
@@ -92,7 +92,7 @@ Adapter = Lora | Dora
 
 
 def base_linear(layer: LoRALinear | DoRALinear, x: Tensor) -> Tensor:
-    """The frozen layer alone: [..., in_dim] -> [..., out_dim]."""
+    """Apply the frozen layer without its adapter: [..., in_dim] -> [..., out_dim]."""
     if not layer._quantize_base:
         return F.linear(x, layer.weight, layer.bias)
     out = linear_nf4(input=x, weight=layer.weight)
@@ -100,23 +100,27 @@ def base_linear(layer: LoRALinear | DoRALinear, x: Tensor) -> Tensor:
 
 
 def dense(weight: Tensor) -> Tensor:
-    """``weight`` as an ordinary tensor, de-quantised and gathered from all ranks where it must be."""
+    """Return ``weight`` as an ordinary tensor: gather a sharded one from all ranks, dequantise a 4-bit one."""
     if hasattr(weight, "full_tensor"):
         weight = weight.full_tensor()  # type: ignore[operator]
     return weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight  # type: ignore
 
 
 def adopt(model: nn.Module, cfg_model) -> None:
-    """Turn torchtune's LoRA layers in ``model`` into ours and make them the only trainable part.
+    """Replace torchtune's LoRA layers in ``model`` by this module's and freeze everything but the adapters.
+
+    Args:
+        model: torchtune decoder.
+        cfg_model: the config's ``model``, which names the adapted layers.
 
     Raises:
-        UserError: if there are none, or ``lora_attn_modules`` names a layer that is not there.
+        UserError: ``model`` has no LoRA layers, or ``lora_attn_modules`` names a layer it does not have.
     """
     model.requires_grad_(False)
     found = set()
     for name, module in model.named_modules():
         if type(module) in (LoRALinear, DoRALinear):
-            # keeps parameters, names and hooks, as FSDP2 does it
+            # keeps parameters, names and hooks; FSDP2 uses the same technique
             module.__class__ = Lora if type(module) is LoRALinear else Dora
             found.add(name.rsplit(".", 1)[-1])
     for parameter in adapter_parameters(model).values():
@@ -133,14 +137,14 @@ def adopt(model: nn.Module, cfg_model) -> None:
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
-    """The adapted layers of ``model`` by name, wrappers' prefixes left out."""
+    """Yield the adapted layers of ``model`` with their names, without wrappers' prefixes."""
     for name, module in model.named_modules():
         if isinstance(module, Lora | Dora):
             yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), module
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name, e.g. ``layers.0.attn.q_proj.lora_a.weight``."""
+    """Return the trainable parameters by name, e.g. ``layers.0.attn.q_proj.lora_a.weight``."""
     return {
         f"{name}.{key}": layer.get_parameter(key) for name, layer in adapters(model) for key in layer.adapter_params()
     }
@@ -148,9 +152,10 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
-    """Fresh fp32 adapters on ``device``: A Kaiming-uniform, B zero; DoRA's m waits for the weights.
+    """Create fresh fp32 adapters on ``device``: A is Kaiming-uniform, B is zero.
 
-    They depend on ``seed`` and the order of layers alone, not on device or ranks.
+    DoRA's m is zero here; :meth:`Dora.initialize_dora_magnitude` sets it once the weights are loaded. The
+    values depend only on ``seed`` and the order of layers; they are the same on every device and rank.
     """
     generator = torch.Generator().manual_seed(seed)
     for _, layer in adapters(model):
@@ -163,7 +168,7 @@ def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
 
 
 def rank_and_alpha(layer: Adapter) -> tuple[int, float]:
-    """LoRA's r and alpha of a layer."""
+    """Return LoRA's r and alpha of a layer."""
     rank = layer.lora_a.weight.shape[0]
-    alpha = layer.alpha if isinstance(layer, Lora) else round(layer.scaling * rank, 6)  # DoRALinear keeps the quotient
+    alpha = layer.alpha if isinstance(layer, Lora) else round(layer.scaling * rank, 6)  # DoRALinear stores alpha / r
     return rank, alpha

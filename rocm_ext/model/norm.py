@@ -1,4 +1,4 @@
-"""RMSNorm without a detour through fp32 copies."""
+"""RMSNorm without fp32 copies of its input."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,8 +8,8 @@ from torchtune.modules import RMSNorm
 class FusedRMSNorm(RMSNorm):
     """torchtune's RMSNorm as one kernel call.
 
-    torchtune converts the input to fp32 first, which keeps a fp32 copy for the backward pass and rules
-    out the fused kernel; torch's rms_norm computes bf16 inputs in fp32 inside.
+    torchtune first converts the input to fp32. That keeps an fp32 copy for the backward pass and rules out
+    the fused kernel. torch's ``rms_norm`` computes bf16 inputs in fp32 internally.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ class FusedRMSNorm(RMSNorm):
 
 
 def use_fused_norms(model: nn.Module) -> None:
-    """Make every RMSNorm of ``model`` a fused one; parameters and names stay."""
+    """Turn every RMSNorm of ``model`` into a :class:`FusedRMSNorm`; parameters and names stay the same."""
     for module in model.modules():
         if type(module) is RMSNorm:
             module.__class__ = FusedRMSNorm

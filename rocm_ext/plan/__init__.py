@@ -1,1 +1,1 @@
-"""What a run will take, worked out before it starts: memory, work and time."""
+"""Plan a run before it starts: memory, work and time."""

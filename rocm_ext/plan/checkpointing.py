@@ -1,6 +1,6 @@
 """Activation checkpointing: none, full, every n-th layer, or as few layers as memory allows.
 
-A checkpointed layer keeps its input alone and is computed again in the backward pass: memory for a
+A checkpointed layer keeps only its input. The backward pass computes the layer again, which saves memory for a
 third more compute.
 """
 
@@ -12,15 +12,18 @@ from rocm_ext.plan.memory import MemoryPlan, readable
 
 
 def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int) -> tuple[list[int], str]:
-    """Which layers to checkpoint under ``enable_activation_checkpointing: setting``, and why.
+    """Choose the layers to checkpoint.
 
     Args:
-        setting: False, True, n for every n-th layer, or ``auto``.
+        setting: ``enable_activation_checkpointing``: False, True, n for every n-th layer, or ``auto``.
         plan: memory by part.
         budget: bytes that this rank may use.
 
+    Returns:
+        Indices of the layers, and the reason.
+
     Raises:
-        UserError: for any other setting.
+        UserError: any other setting.
     """
     layers = plan.layers
     if setting is False:
@@ -28,7 +31,7 @@ def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int
     if setting is True:
         return list(range(layers)), "on in the config"
     if isinstance(setting, int) and setting >= 1:
-        return list(range(0, layers, setting)), f"every {setting}. layer, as the config says"
+        return list(range(0, layers, setting)), f"every {setting}. layer, set in the config"
     if setting != "auto":
         raise UserError(
             f"enable_activation_checkpointing is {setting!r}; expected False, True, a number n >= 1 "
@@ -38,11 +41,11 @@ def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int
     peak = plan.peak(chosen)
     why = f"{readable(peak)} planned of {readable(budget)}"
     if peak > budget:
-        why += "; likely too much, lower batch_size, tokens_per_micro_batch or tokenizer.max_seq_len"
+        why += "; probably too much: lower batch_size, tokens_per_micro_batch or tokenizer.max_seq_len"
     return chosen, why
 
 
 def apply_checkpointing(decoder: TransformerDecoder, layers: list[int]) -> None:
-    """Wrap the ``layers`` of ``decoder``."""
+    """Wrap the ``layers`` of ``decoder`` in torch's checkpoint wrapper."""
     for i in layers:
         decoder.layers[i] = checkpoint_wrapper(decoder.layers[i])  # type: ignore[index]

@@ -1,7 +1,7 @@
-"""What a training step costs: its parts are run on fake tensors, which have shapes and no memory.
+"""Measure the costs of a training step by running its parts on fake tensors, which have shapes but no memory.
 
-The very code that trains is run, so a change of a layer changes the estimate with it. A layer and the loss
-take a fraction of a second, however large the model.
+This runs the code that trains, so the estimate follows every change of a layer. A layer and the loss take a
+fraction of a second for models of any size.
 """
 
 import copy
@@ -32,16 +32,27 @@ _ATTENTION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel: its floating-point operations, and the bytes that it reads and writes."""
+    """One kernel.
+
+    Attributes:
+        flops: floating-point operations.
+        bytes: read and written.
+    """
 
     flops: int
     bytes: int
 
 
 class Tally(TorchDispatchMode):
-    """Counts what runs under it: operations, and bytes of the tensors that are alive.
+    """Counts operations and the bytes of live tensors while it is active.
 
-    Memory that a kernel takes for itself while it runs is not seen, nor is that of tensors made before.
+    It does not see a kernel's own workspace. Tensors that existed before count once an operation returns
+    them; :meth:`ignore` excludes them.
+
+    Attributes:
+        now: bytes of live tensors.
+        peak: maximum of ``now`` since the last :meth:`restart`.
+        operations: kernels since the last :meth:`restart`.
     """
 
     def __init__(self) -> None:
@@ -51,11 +62,11 @@ class Tally(TorchDispatchMode):
         self.operations: list[Operation] = []
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count ``tensors``, which were there before."""
+        """Exclude ``tensors``, which existed before, from the count."""
         self._sizes.update((t.untyped_storage()._cdata, 0) for t in tensors)
 
     def restart(self) -> None:
-        """Forget operations and the peak so far; what is alive stays counted."""
+        """Clear the operations and set the peak to the bytes that are live now."""
         self.peak, self.operations = self.now, []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +104,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    name = func._overloadpacket.__name__.rstrip("_")  # addmm_ costs what addmm costs
+    name = func._overloadpacket.__name__.rstrip("_")  # addmm_ costs the same as addmm
     if attention := _ATTENTION.get(name):
         return int(attention(*(t.shape for t in args if isinstance(t, Tensor)))) // 2  # causal
     count: Any = flop_registry.get(getattr(torch.ops.aten, name, None))
@@ -102,12 +113,12 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """One transformer layer, for one micro-batch.
+    """Costs of one transformer layer for one micro-batch.
 
     Attributes:
-        entry: bytes of its input, all that a checkpointed layer keeps.
-        kept: bytes beside its input that a layer keeps for the backward pass.
-        working: bytes that its backward pass needs at its peak, beside those.
+        entry: bytes of its input; a checkpointed layer keeps nothing else.
+        kept: further bytes that an ordinary layer keeps for the backward pass.
+        working: further bytes that the backward pass needs at its peak.
         forward: kernels of the forward pass.
         backward: kernels of the backward pass.
     """
@@ -121,10 +132,10 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class LossCosts:
-    """Final norm, output layer and loss of one micro-batch, forward and backward.
+    """Costs of the final norm, output layer and loss for one micro-batch, forward and backward.
 
     Attributes:
-        working: bytes at the peak, beside the hidden states that come in.
+        working: bytes at the peak, in addition to the incoming hidden states.
         operations: kernels.
     """
 
@@ -134,11 +145,11 @@ class LossCosts:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which operations are one kernel where it will run.
+    """Operations that the target device runs as one fused kernel.
 
     Attributes:
-        attention: else the scores are kept.
-        norm: else RMSNorm keeps copies in fp32.
+        attention: False: the layer keeps the attention scores.
+        norm: False: RMSNorm keeps fp32 copies.
     """
 
     attention: bool
@@ -146,7 +157,12 @@ class Kernels:
 
     @classmethod
     def on(cls, device: torch.device, bf16: bool) -> "Kernels":
-        """Those of this torch on ``device``; GPUs without bf16 (gfx906 and older) have no fused attention."""
+        """Return this torch's fused kernels on ``device``.
+
+        Args:
+            device: the target.
+            bf16: whether it has bf16; GPUs without it (gfx906 and older) have no fused attention.
+        """
         cuda = device.type == "cuda"
         return cls(attention=bf16 or not cuda, norm=cuda and hasattr(torch.ops.aten, "_fused_rms_norm_backward"))
 
@@ -154,10 +170,10 @@ class Kernels:
 def simulate_layer(
     layer: nn.Module, width: int, lengths: Sequence[int], dtype: torch.dtype, kernels: Kernels
 ) -> LayerCosts:
-    """Run a layer forward and backward.
+    """Run a layer forward and backward on fake tensors.
 
     Args:
-        layer: of a torchtune decoder, without weights; takes packed rows where its attention can.
+        layer: of a torchtune decoder, without weights; it gets packed rows if its attention supports them.
         width: of hidden states.
         lengths: tokens of each sequence in the micro-batch.
         dtype: of weights and activations.
@@ -189,15 +205,15 @@ def simulate_loss(
     dtype: torch.dtype,
     kernels: Kernels,
 ) -> LossCosts:
-    """Run final norm, a frozen output layer and the loss, and their gradients.
+    """Run the final norm, a frozen output layer and the objective, forward and backward, on fake tensors.
 
     Args:
         norm: of a torchtune decoder, without weights.
         width: of hidden states.
         vocabulary: rows of the output layer.
-        objective: with ``chunk_tokens`` set.
+        objective: computes the loss from hidden states; ``chunk_tokens`` must be set.
         lengths: tokens of each sequence in the micro-batch.
-        targets: those of its tokens that have a label.
+        targets: number of its tokens with a label.
         dtype: of weights and activations.
         kernels: of the device.
     """
@@ -213,7 +229,7 @@ def simulate_loss(
 
 
 class _KernelNorm(FusedRMSNorm):
-    """What torch's RMSNorm does on a GPU; on CPUs it is several operations."""
+    """torch's RMSNorm as on a GPU: one kernel. On CPUs it is several operations."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _OneKernel.apply(x)
@@ -232,10 +248,10 @@ class _OneKernel(torch.autograd.Function):
 
 @contextmanager
 def _fake(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, Tally]]:
-    """A copy of ``module`` on fake CPU tensors, in training, and a tally of what it does."""
+    """Yield a copy of ``module`` on fake CPU tensors, in training mode, and an active tally."""
     fake = copy.deepcopy(module)
     for _, layer in adapters(fake):
-        if layer._quantize_base:  # de-quantised for each product
+        if layer._quantize_base:  # each product dequantises the weight
             shape, dtype = layer.weight.shape, layer.weight.dtype
             layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
             layer._quantize_base = False
@@ -243,7 +259,7 @@ def _fake(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, Tally]]:
         if kernels.norm and type(norm) is FusedRMSNorm:
             norm.__class__ = _KernelNorm
     fake = fake.to("meta").train()
-    # gfx906: torch's math path. The CPU's fused kernel keeps what a GPU's keeps.
+    # gfx906 uses torch's math path. The CPU's fused kernel keeps the same tensors as a GPU's.
     backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]
     with FakeTensorMode(), sdpa_kernel(backends):
         fake._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))

@@ -1,4 +1,4 @@
-"""How much memory training takes, by part, before anything is loaded."""
+"""Estimate the memory of training, by part, before anything is loaded."""
 
 import copy
 from collections.abc import Collection, Iterable, Sequence
@@ -14,7 +14,7 @@ from rocm_ext.model.lora import adapter_parameters, adapters
 from rocm_ext.objectives import Objective
 from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, simulate_layer, simulate_loss
 
-# QLoRA's NF4: 4 bits, an 8-bit scale for 64 of them, an fp32 scale for 256 of those
+# QLoRA's NF4: 4 bits per value, an 8-bit scale per 64 values, an fp32 scale per 256 of these scales
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
@@ -23,14 +23,14 @@ class MemoryPlan:
     """Bytes that training needs on one rank, by part.
 
     Attributes:
-        weights: the frozen base model and the tables of position embeddings, this rank's shard of them.
-        gathered: with several ranks, the parts of the model that are whole at once.
+        weights: this rank's shard of the frozen base model, and the position embeddings' tables.
+        gathered: the parts of the model that FSDP2 gathers at once; 0 on one rank.
         adapter: trainable parameters, fp32.
-        gradients: of those.
-        optimizer: its state.
-        layer: what each layer costs.
-        loss: what final norm, output layer and loss cost.
-        layers: how many there are.
+        gradients: of the trainable parameters.
+        optimizer: state of the optimiser.
+        layer: costs of each layer.
+        loss: costs of final norm, output layer and loss.
+        layers: number of layers.
     """
 
     weights: int
@@ -44,28 +44,32 @@ class MemoryPlan:
 
     @property
     def fixed(self) -> int:
-        """What is there throughout."""
+        """Bytes that are allocated during the whole run."""
         return self.weights + self.gathered + self.adapter + self.gradients + self.optimizer
 
     def activations(self, checkpointed: Collection[int]) -> int:
-        """The most that layers keep and compute with at once, with these layers checkpointed; the loss apart."""
+        """Peak bytes of the layers' activations and working memory, without the loss.
+
+        Args:
+            checkpointed: indices of the checkpointed layers.
+        """
         whole, entry = self.layer.entry + self.layer.kept, self.layer.entry
         before, most = 0, 0
-        for i in range(self.layers):  # at its backward pass a layer is whole, later ones are gone
+        for i in range(self.layers):  # layer i's backward pass has its whole activations; later layers' are freed
             most = max(most, before + whole + self.layer.working)
             before += entry if i in checkpointed else whole
         return max(most, before)
 
     def at_loss(self, checkpointed: Collection[int]) -> int:
-        """What layers keep when the loss is computed."""
+        """Bytes that the layers keep while the loss is computed, with ``checkpointed`` layers."""
         return (self.layers + 1) * self.layer.entry + (self.layers - len(checkpointed)) * self.layer.kept
 
     def peak(self, checkpointed: Collection[int]) -> int:
-        """Bytes at the worst moment."""
+        """Peak bytes of a training step with ``checkpointed`` layers."""
         return self.fixed + max(self.activations(checkpointed), self.at_loss(checkpointed) + self.loss.working)
 
     def fewest(self, budget: int) -> list[int]:
-        """The fewest layers that must be checkpointed to stay within ``budget`` bytes; all of them if none suffices."""
+        """Return the fewest layers to checkpoint within ``budget`` bytes; all layers if that is still too much."""
         for count in range(self.layers):
             if self.peak(layers := spread(count, self.layers)) <= budget:
                 return layers
@@ -73,7 +77,7 @@ class MemoryPlan:
 
 
 def spread(count: int, layers: int) -> list[int]:
-    """``count`` of ``layers`` layers, evenly."""
+    """Choose ``count`` of ``layers`` layers, spread evenly."""
     return [int(i * layers / count) for i in range(count)]
 
 
@@ -89,17 +93,17 @@ def plan_memory(
     targets: int,
     kernels: Kernels,
 ) -> MemoryPlan:
-    """Plan training with micro-batches of these rows. Call it before the model is sharded, wrapped or loaded.
+    """Plan the memory of training. Call it before the model is sharded, wrapped or loaded.
 
     Args:
-        decoder: with adapters; frozen weights on the meta device.
-        objective: what the step minimises.
+        decoder: model with adapters; frozen weights are on the meta device.
+        objective: computes the loss from hidden states.
         lengths: tokens of each row of the largest micro-batch.
         dtype: of weights and activations.
-        device: where it will run.
+        device: the target.
         optimizer: its node in the config.
-        ranks: over how many the frozen weights are sharded.
-        targets: those of its tokens that have a label.
+        ranks: number of ranks that share the frozen weights.
+        targets: number of the micro-batch's tokens with a label.
         kernels: of ``device``.
     """
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
@@ -119,7 +123,7 @@ def plan_memory(
 
 
 def frozen_bytes(module: nn.Module) -> int:
-    """Of the frozen parameters, those in 4 bits too."""
+    """Bytes of the frozen parameters, including those stored in 4 bits."""
     quantized = {id(layer.weight) for _, layer in adapters(module) if layer._quantize_base}
     frozen = [p for p in _distinct(module.parameters()) if not p.requires_grad]
     return int(sum(p.numel() * (_NF4_BYTES if id(p) in quantized else p.element_size()) for p in frozen))
@@ -130,31 +134,33 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _gathered(decoder: TransformerDecoder) -> int:
-    # FSDP2 keeps embeddings and output layer whole, and gathers the next layer while one computes
+    # FSDP2 keeps the embeddings and the output layer gathered, and gathers the next layer while one computes.
     layers = [frozen_bytes(layer) for layer in decoder.layers]  # type: ignore[union-attr]
     return frozen_bytes(decoder) - sum(layers) + 2 * max(layers)
 
 
 def _state_per_byte(node: Any) -> float:
-    """Bytes of optimiser state for each byte of parameters: 2 for AdamW, which is also assumed of an optimiser that
-    does not step on the CPU (bitsandbytes')."""
+    """Bytes of optimiser state per byte of parameters: 2 for AdamW.
+
+    The same number is assumed for an optimiser that cannot step on the CPU (bitsandbytes').
+    """
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = config.instantiate(node, [parameter], key="optimizer")
     try:
         optimizer.step()
-    except Exception:  # whatever its kernels raise, or LBFGS, which wants a closure
+    except Exception:  # kernels raise anything; LBFGS needs a closure
         return 2.0
     state = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor) and t.numel() > 1]
     return sum(t.nbytes for t in state) / parameter.nbytes
 
 
 def worst_rows(longest: int, tokens: int) -> list[int]:
-    """The rows that fill a micro-batch of ``tokens`` tokens with the most attention: as long as they get."""
+    """Return the row lengths that fill ``tokens`` tokens with the most attention: rows of ``longest`` and a rest."""
     whole, rest = divmod(tokens, longest)
     return [longest] * whole + [rest] * (rest > 0)
 
 
 def readable(size: float) -> str:
-    """``17179869184`` -> ``16.0 GiB``, ``1048576`` -> ``1.0 MiB``."""
+    """Format bytes: ``17179869184`` -> ``16.0 GiB``, ``1048576`` -> ``1.0 MiB``."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

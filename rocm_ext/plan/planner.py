@@ -1,7 +1,7 @@
-"""The work, time and memory of training and sampling, and the settings that fit best.
+"""Plan the work, time and memory of training and sampling, and find the settings that fit best.
 
-Weights stay on the meta device and layers run on fake tensors (:mod:`rocm_ext.plan.costs`), so a plan for a 72B takes
-seconds and no memory. The recipes use the same planner for their ``auto`` values.
+Weights stay on the meta device and layers run on fake tensors (:mod:`rocm_ext.plan.costs`), so a plan for a 72B
+model takes seconds and no memory. The recipes use the same planner for their ``auto`` values.
 """
 
 import math
@@ -26,16 +26,16 @@ from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions, Workload
 
-_GAIN = 1.02  # what another setting must gain to be worth a change
+_GAIN = 1.02  # the speed-up that justifies another setting
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step of one rank: work and expected time.
+    """Work and expected time of one optimiser step on one rank.
 
     Attributes:
-        tokens: real ones, of this rank.
-        micro_batches: how many it is cut into.
+        tokens: of this rank, without padding.
+        micro_batches: their number.
         flops: floating-point operations.
         bytes: read and written by kernels.
         seconds: expected.
@@ -54,11 +54,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to run a step.
+    """One way to run a step.
 
     Attributes:
-        micro_batch: most tokens computed at once.
-        checkpointed: layers that are computed again.
+        micro_batch: tokens computed at once at most.
+        checkpointed: indices of the checkpointed layers.
         memory: by part.
         step: work and time.
         peak: bytes.
@@ -78,14 +78,14 @@ class TrainingPlanner:
     """Plans the training of one model with one config on one machine.
 
     Args:
-        cfg: of either recipe.
-        decoder: with adapters, without weights.
-        objective: what the step minimises.
+        cfg: config of either recipe.
+        decoder: model with adapters, without weights.
+        objective: computes the loss from hidden states.
         dtype: of weights and activations.
-        device: where it will run; the planner itself computes nothing there.
-        rows: what is trained on.
-        ranks: how many share the work.
-        figures: tells how fast the machine is; asked where a time is wanted.
+        device: the target; the planner computes nothing there.
+        rows: the training data.
+        ranks: number of ranks that share the work.
+        figures: returns the machine's speeds; called only when the plan needs a time.
         kernels: of ``device``.
     """
 
@@ -108,25 +108,28 @@ class TrainingPlanner:
 
     @cached_property
     def figures(self) -> Figures:
-        """How fast the machine is."""
+        """The machine's speeds."""
         return self._ask()
 
     @property
     def rows_per_step(self) -> int:
-        """Rows that an optimiser step sees, over all ranks."""
+        """Rows of an optimiser step over all ranks."""
         return rows_per_step(self.cfg, self.ranks)
 
     def memory(self, micro_batch: int) -> MemoryPlan:
-        """Memory with micro-batches of so many tokens at most: of the largest that the rows make, if they are known,
-        else of one that is full of the longest rows, every token with a label."""
-        if not self.rows.each:  # no micro-batch has more rows than a step
+        """Plan memory for micro-batches of at most ``micro_batch`` tokens.
+
+        With known rows it plans for the largest micro-batch that they form. With unknown rows it plans for a
+        micro-batch full of rows of the longest length, every token with a label.
+        """
+        if not self.rows.each:  # a micro-batch has at most the rows of a step
             most = min(micro_batch, math.ceil(self.rows_per_step / self.ranks) * self.rows.longest)
             return self._plan(worst_rows(self.rows.longest, most), most)
         lengths, targets = self._largest(micro_batch)
         return self._plan(lengths, targets)
 
     def _largest(self, micro_batch: int) -> tuple[list[int], int]:
-        """Tokens of each row of the largest micro-batch, and the most labels of one."""
+        """Return the row lengths of the largest micro-batch, and the largest number of labels in any micro-batch."""
         cfg, each = self.cfg, self.rows.each
         steps = Steps(len(each), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
         packed = isinstance(getattr(self.decoder.layers[0], "attn", None), PackedAttention)  # type: ignore[index]
@@ -160,7 +163,13 @@ class TrainingPlanner:
         return self._plans[key]
 
     def choice(self, micro_batch: int, checkpointed: Collection[int] | None, budget: int) -> Choice:
-        """A step with micro-batches of so many tokens; None checkpoints as few layers as ``budget`` bytes allow."""
+        """Plan a step.
+
+        Args:
+            micro_batch: tokens computed at once at most.
+            checkpointed: indices of layers; None: as few layers as ``budget`` allows.
+            budget: bytes that a rank may use.
+        """
         memory = self.memory(micro_batch)
         layers = memory.fewest(budget) if checkpointed is None else sorted(checkpointed)
         return Choice(micro_batch, layers, memory, self._step(micro_batch, len(layers)))
@@ -182,14 +191,14 @@ class TrainingPlanner:
         )
 
     def _gathering(self, plan: MemoryPlan) -> float:
-        """Seconds to gather every layer's weights from all ranks, forward and backward, beside the computation."""
+        """Seconds to gather every layer's weights from all ranks, forward and backward, in parallel with computing."""
         return 2 * plan.weights * (self.ranks - 1) / self.figures.link
 
     def _seconds(self, operations: Sequence[Operation]) -> float:
         return self.figures.seconds(operations, dtype_name(self.dtype))
 
     def fit(self, budget: int) -> Choice:
-        """The fastest way to run a step within ``budget`` bytes; the smallest where none fits."""
+        """Return the fastest way to run a step within ``budget`` bytes, or the smallest if none fits."""
         longest = self.rows.longest
         per_rank = self.rows_per_step / self.ranks * self.rows.mean
         best = self.choice(longest, None, budget)
@@ -203,27 +212,27 @@ class TrainingPlanner:
         return best
 
     def better(self, choice: Choice, other: Choice, budget: int) -> Choice:
-        """``choice``, unless it does not fit or ``other`` is clearly faster."""
+        """Return ``other`` if it fits and ``choice`` does not fit or is clearly slower; else ``choice``."""
         if other.peak <= budget and (choice.peak > budget or other.step.seconds * _GAIN < choice.step.seconds):
             return other
         return choice
 
 
 def _padded(lengths: Sequence[int]) -> int:
-    """Tokens of rows that are padded to the longest."""
+    """Tokens of rows padded to the longest."""
     return len(lengths) * max(lengths, default=0)
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """Sampling in this process.
+    """Memory and speed of sampling in this process.
 
     Attributes:
         layout: bytes of the sampler's own layout of the weights.
         slots: answers decoded at once.
         cache: bytes of keys and values of all slots.
-        working: bytes beside these.
-        tokens_per_second: of answers, with all slots full.
+        working: further bytes.
+        tokens_per_second: answer tokens with all slots full.
     """
 
     layout: int
@@ -234,7 +243,7 @@ class SamplingPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes beside the model, its adapter and what training leaves."""
+        """Peak bytes of sampling, in addition to the model and what training keeps allocated."""
         return self.layout + self.cache + self.working
 
 
@@ -242,12 +251,12 @@ class SamplingPlanner:
     """Plans sampling with :class:`rocm_ext.generation.LocalEngine`.
 
     Args:
-        cfg: of ``raft_rocm``.
-        decoder: with adapters, all of it on the meta device.
-        device: where it will run.
+        cfg: config of ``raft_rocm``.
+        decoder: model with adapters, all of it on the meta device.
+        device: the target.
         asked: prompts and answers.
-        ranks: over how many the weights are sharded; each samples from a copy of its own.
-        figures: how fast the machine is.
+        ranks: number of ranks that share the weights; each samples from its own copy.
+        figures: the machine's speeds.
     """
 
     def __init__(
@@ -266,7 +275,7 @@ class SamplingPlanner:
         self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
 
     def plan(self, free: int) -> SamplingPlan:
-        """With as many slots as ``free`` bytes hold, or as the config says."""
+        """Plan sampling with the config's slots, or with as many as fit into ``free`` bytes."""
         cfg, decoder, asked = self._cfg, self._decoder, self._asked
         length = asked.longest + cfg.max_new_tokens
         graphs = self._device.type == "cuda" and cfg.engine.get("graphs") is not False
@@ -281,12 +290,17 @@ class SamplingPlanner:
         return SamplingPlan(self._layout, slots, cache, memory.bytes(slots) - cache, speed)
 
     def step_seconds(self, slots: int) -> float:
-        """One token for each of ``slots`` answers."""
+        """Seconds to decode one token for each of ``slots`` answers."""
         return decode_seconds(self._decoder, slots, self._asked.mean + self._asked.answer / 2, self._figures)
 
     def seconds(self, prompts: float, samples: int, slots: int) -> float:
-        """Prefilling ``prompts``, those of one rank, and decoding ``samples`` answers to each; no batch ends before its
-        longest answer."""
+        """Seconds to prefill one rank's prompts and decode their answers; a batch lasts as long as its longest answer.
+
+        Args:
+            prompts: number of prompts of one rank.
+            samples: answers per prompt.
+            slots: answers decoded at once.
+        """
         asked = self._asked
         steps = max(prompts * samples * asked.answer / slots, self._cfg.max_new_tokens)
         prefill = prompts * asked.mean * _flops_per_token(self._decoder) / _rate(self._decoder, self._figures)
@@ -294,8 +308,8 @@ class SamplingPlanner:
 
 
 def _layout_bytes(made: Decoder, decoder: TransformerDecoder, ranks: int) -> int:
-    """What the sampler's weights take that are not the model's own."""
-    if ranks > 1:  # gathered
+    """Bytes of the sampler's weights that it does not share with the model."""
+    if ranks > 1:  # every rank gathers a copy
         return sum(p.nbytes for p in decoder.parameters() if not p.requires_grad)
     own = {p.untyped_storage()._cdata for p in decoder.parameters()}
     parts = [tensor for layer in made.layers for matrix in vars(layer).values() for tensor in tensors_of(matrix)]
@@ -304,8 +318,14 @@ def _layout_bytes(made: Decoder, decoder: TransformerDecoder, ranks: int) -> int
 
 
 def decode_seconds(decoder: Decoder, slots: int, context: float, figures: Figures) -> float:
-    """One token for each of ``slots`` answers that look back on ``context`` tokens; reading weights and cache and
-    computing do not overlap."""
+    """Seconds to decode one token for each answer. Reading weights and cache does not overlap with computing.
+
+    Args:
+        decoder: the model's layout for sampling.
+        slots: answers decoded at once.
+        context: mean tokens that an answer attends to.
+        figures: the machine's speeds.
+    """
     read = decoder.weight_bytes + slots * context * decoder.bytes_per_position
     computing = slots * _flops_per_token(decoder) / _rate(decoder, figures)
     return (read / figures.bandwidth + computing) / figures.decode_efficiency
@@ -320,5 +340,5 @@ def _rate(decoder: Decoder, figures: Figures) -> float:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``bf16``."""
+    """Return a dtype's name in configs: ``torch.bfloat16`` -> ``bf16``."""
     return next(name for name, known in DTYPES.items() if known == dtype)

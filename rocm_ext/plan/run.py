@@ -1,4 +1,4 @@
-"""The plan of one config on one machine: what ``rocm-ext plan`` prints."""
+"""Plan one config on one machine; ``rocm-ext plan`` prints the result."""
 
 import math
 from dataclasses import dataclass
@@ -30,21 +30,21 @@ from rocm_ext.plan.workload import Known, Questions, Workload, kept_rows, questi
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run takes.
+    """The plan of one run.
 
     Attributes:
-        machine: what the plan is for.
-        here: whether that is this machine.
-        figures: how fast it is.
+        machine: description of the target machine.
+        here: whether the target is this machine.
+        figures: the target's speeds.
         dtype: of weights and activations.
         ranks: processes that share the work.
-        budget: bytes that a process may take, and why.
-        parameters: of the model, and how many of them are trained.
-        rows: what is trained on, in RAFT in a cycle.
-        now: a training step as the config runs it.
-        best: the fastest way to run it within the budget.
-        steps: optimiser steps of all epochs, in RAFT of a cycle; None where the rows are not known.
-        cycle: what sampling in this process adds in RAFT.
+        budget: bytes that a process may use, and the reason.
+        parameters: all parameters of the model, and the trained ones.
+        rows: the training data; in RAFT those of a cycle.
+        now: a training step as configured.
+        best: the fastest training step within the budget.
+        steps: optimiser steps of all epochs, in RAFT of a cycle; None if the number of rows is unknown.
+        cycle: the plan of RAFT's sampling; None without sampling in this process.
     """
 
     machine: str
@@ -62,17 +62,17 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the config, as it is, stays within the budget."""
+        """Whether the unchanged config stays within the budget."""
         peaks = [self.now.peak, self.cycle.peak if self.cycle else 0]
         return max(peaks) <= self.budget[0]
 
     @property
     def training_seconds(self) -> float | None:
-        """All epochs, in RAFT of a cycle."""
+        """Seconds of all epochs, in RAFT of a cycle; None if the number of rows is unknown."""
         return None if self.steps is None else self.steps * self.now.step.seconds
 
     def changes(self) -> dict[str, Any]:
-        """The keys to change so that the config runs as ``best`` says."""
+        """Return the keys that turn the config into ``best``, with their values."""
         keys: dict[str, Any] = {}
         if self.best.micro_batch != self.now.micro_batch:
             keys["tokens_per_micro_batch"] = self.best.micro_batch
@@ -83,13 +83,13 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class CyclePlan:
-    """Sampling in a cycle of RAFT.
+    """The plan of sampling in a cycle of RAFT.
 
     Attributes:
         asked: prompts and answers.
-        sampling: how.
-        peak: bytes while it samples.
-        seconds: of sampling and of evaluating; None where the number of prompts is not known.
+        sampling: memory and speed.
+        peak: bytes while sampling.
+        seconds: of sampling and of evaluating; each is None if the number of prompts is unknown.
     """
 
     asked: Questions
@@ -102,14 +102,14 @@ def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: in
     """Plan a run.
 
     Args:
-        cfg: of either recipe, from :func:`rocm_ext.config.load`.
-        machine: where this runs; the plan is for ``cfg.hardware``.
-        bench: what ``rocm-ext bench`` wrote; None: where it writes to by default, if it is there.
+        cfg: config of either recipe, from :func:`rocm_ext.config.load`.
+        machine: this machine; the plan is for ``cfg.hardware``.
+        bench: file that ``rocm-ext bench`` wrote; None: this machine's default file, if it exists.
         ranks: processes that share the work.
-        known: of the data, where they are not here.
+        known: sizes that the user gives for data that are not on disk.
 
     Raises:
-        UserError: the model cannot be built, or nothing is known of the machine.
+        UserError: the recipe would refuse the config, or the machine's speeds are unknown.
     """
     profile = load_profile(cfg.hardware)
     here = profile.memory["of"] == "host" or profile.fits(machine)
@@ -154,10 +154,10 @@ def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: in
 def _check(
     cfg: DictConfig, profile: Profile, machine: Machine, decoder: TransformerDecoder, ranks: int, here: bool
 ) -> None:
-    """Refuse what the recipe would refuse: there is nothing to plan.
+    """Make the recipe's own checks.
 
     Raises:
-        UserError: as the recipe says it.
+        UserError: the recipe would refuse the config; the message is the recipe's.
     """
     settings: Any = OmegaConf.to_container(cfg)
     overrides = list(cfg.hardware_overrides)
@@ -166,7 +166,9 @@ def _check(
     adapter_files.check_model_type(cfg.checkpointer.model_type)
     check_max_seq_len(cfg.tokenizer.get("max_seq_len"))
     if here and cfg.device != "cpu" and machine.backend == "cpu":
-        raise UserError(f"device={cfg.device}: found {machine}. For this machine device=cpu, for another hardware=NAME")
+        raise UserError(
+            f"device={cfg.device}: found {machine}. Set device=cpu to plan for this machine, hardware=NAME for another"
+        )
 
 
 def _nominal_dtype(requested: str, figures: Figures) -> str:
@@ -202,10 +204,10 @@ def _cycle(
     ranks: int,
 ) -> CyclePlan | None:
     if not str(cfg.engine[config.COMPONENT]).endswith("LocalEngine"):
-        return None  # servers have memory and speed of their own
+        return None  # servers have their own memory and speed
     config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
     if (longest := asked.longest + cfg.max_new_tokens) > (context := decoder.max_seq_len):
-        raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens, the model takes {context}")
+        raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}")
     planner = SamplingPlanner(cfg, decoder, target, asked, ranks=ranks, figures=figures)
     fixed = training.memory.fixed
     sampling = planner.plan(budget - fixed)

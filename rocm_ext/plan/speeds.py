@@ -1,4 +1,4 @@
-"""How fast a machine is: measured by ``rocm-ext bench``, else as its data sheet says."""
+"""A machine's speeds, measured by ``rocm-ext bench`` or taken from its data sheet."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,17 +18,17 @@ from rocm_ext.plan.costs import Operation
 
 @dataclass(frozen=True)
 class Figures:
-    """What a machine reaches.
+    """The speeds that a machine reaches.
 
     Attributes:
-        source: where the numbers are from.
-        measured: whether they were measured on that machine.
+        source: origin of the numbers.
+        measured: whether ``rocm-ext bench`` measured them on that machine.
         flops: floating-point operations per second of matrix products, by dtype (bf16, fp16, fp32).
-        bandwidth: bytes per second, read and written, of its memory.
-        memory: bytes of the device; None where that has to be looked up on the machine itself.
-        efficiency: time that a training step should take over the time that it takes; 1 until measured.
-        decode_efficiency: the same of a decoding step.
-        link: bytes per second that a GPU receives from the others; PCIe 4 unless known.
+        bandwidth: of memory, in bytes per second, read and written.
+        memory: bytes of the device; None if only the machine itself can tell.
+        efficiency: computed over measured time of a training step; 1 until measured.
+        decode_efficiency: computed over measured time of a decoding step; 1 until measured.
+        link: bytes per second that a GPU receives from the others; PCIe 4 by default.
     """
 
     source: str
@@ -41,15 +41,19 @@ class Figures:
     link: float = 25e9
 
     def seconds(self, operations: Iterable[Operation], dtype: str) -> float:
-        """How long ``operations`` take one after another, each bound by compute or by memory."""
+        """Seconds of ``operations`` in sequence, each bound by compute or by memory.
+
+        Raises:
+            UserError: there is no figure for ``dtype``.
+        """
         rate = self.rate(dtype)
         return sum(max(op.flops / rate, op.bytes / self.bandwidth) for op in operations) / self.efficiency
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s in ``dtype``.
+        """FLOP/s of matrix products in ``dtype``.
 
         Raises:
-            UserError: there is no figure for it.
+            UserError: there is no figure for ``dtype``.
         """
         if dtype not in self.flops:
             raise UserError(f"no figure for {dtype} on this machine ({self.source}); there are {', '.join(self.flops)}")
@@ -57,15 +61,15 @@ class Figures:
 
 
 def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -> Figures:
-    """The best that is known about the machine that ``profile`` describes.
+    """Return the best figures available for the machine that ``profile`` describes.
 
     Args:
         profile: the run's hardware.
-        machine: where this runs; another machine's figures are its data sheet's.
-        bench: what ``rocm-ext bench`` wrote, here or on such a machine; None: its file of this machine, if any.
+        machine: this machine. If ``profile`` describes another one, the figures come from its data sheet.
+        bench: file that ``rocm-ext bench`` wrote on such a machine; None: this machine's default file, if it exists.
 
     Raises:
-        UserError: ``bench`` was named and is none, or of other hardware; or there are no figures at all.
+        UserError: ``bench`` is not a bench file or comes from other hardware, or the profile has no figures.
     """
     measured = BenchFile.read(bench) if bench else of_this_machine(machine) if _is(profile, machine) else None
     if measured and bench and not _is(profile, replace(machine, **_known(measured.machine))):
@@ -79,12 +83,12 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -
         return measure_cpu()
     archs = [arch for arch in profile.figures if arch != "reached"]
     if not archs:
-        raise UserError(f"hardware={profile.name} has no figures of its machine; measure it: rocm-ext bench")
+        raise UserError(f"hardware={profile.name} has no figures for its machine; measure it with rocm-ext bench")
     own = profile.fits(machine) and machine.arch in archs
     sheet, reached = profile.figures[str(machine.arch) if own else archs[0]], profile.figures["reached"]
     return Figures(
-        source=f"data sheet of {sheet['machine']}, of which {reached['compute']:.0%} of compute and "
-        f"{reached['bandwidth']:.0%} of bandwidth are taken to be reached",
+        source=f"data sheet of {sheet['machine']}, assuming {reached['compute']:.0%} of its compute and "
+        f"{reached['bandwidth']:.0%} of its bandwidth",
         measured=False,
         flops={d: sheet[d] * 1e12 * reached["compute"] for d in ("bf16", "fp16", "fp32") if d in sheet},
         bandwidth=sheet["bandwidth"] * 1e9 * reached["bandwidth"],
@@ -93,7 +97,7 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -
 
 
 def _sizes(sheet: Mapping[str, Any], reached: Mapping[str, float]) -> dict[str, Any]:
-    """What bench does not measure: the memory of the machine that is sold, and what a GPU receives from others."""
+    """Return the figures that bench does not measure: the memory of the machine as sold, and the GPUs' link."""
     link = {"link": sheet["link"] * 1e9 * reached["bandwidth"]} if "link" in sheet else {}
     return {"memory": int(sheet["memory"] * GIB), **link}
 
@@ -107,7 +111,7 @@ def _known(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_cpu() -> Figures:
-    """Figures of this CPU, in half a second: a matrix product in each dtype, and a copy."""
+    """Measure this CPU in half a second: a matrix product in fp32 and bf16, and a copy."""
     flops = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         a, b = torch.randn(512, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
@@ -115,12 +119,12 @@ def measure_cpu() -> Figures:
     source = torch.zeros(32 * 2**20 // 4)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
-    why = "matrix products and copies of this CPU, measured just now; a step takes longer than they add up to"
+    why = "matrix products and copies on this CPU, measured just now; a step takes longer than their sum"
     return Figures(why, False, flops, bandwidth)
 
 
 def _fastest(work: Callable[[], Any], seconds: float = 0.1) -> float:
-    """Seconds of the fastest of some calls."""
+    """Seconds of the fastest call among those that fit into ``seconds``; at least three calls."""
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds

@@ -1,4 +1,4 @@
-"""How much there is to train on and to sample, as far as it can be known before anything is downloaded."""
+"""Estimate how much data a run trains on and samples, before anything is downloaded."""
 
 from dataclasses import dataclass, replace
 from glob import glob
@@ -14,19 +14,19 @@ from rocm_ext.data.batches import count_labels
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 
-_LONGEST_ROW, _PROMPT = 2048, 128  # tokens, where neither the config nor its data says
-_RIGHT = 0.5  # share of answers taken to be right
-_LOOKED_AT = 2000  # rows that are tokenised to know how long they are
+_LONGEST_ROW, _PROMPT = 2048, 128  # tokens assumed if neither the config nor its data tells
+_RIGHT = 0.5  # assumed share of right answers
+_LOOKED_AT = 2000  # rows that are tokenised to estimate lengths
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the user says of data that are not here; None: not said.
+    """Sizes that the user gives for data that are not on disk; None: not given.
 
     Attributes:
-        rows: to train on; in RAFT prompts of a cycle.
+        rows: number of training rows; in RAFT prompts per cycle.
         row_tokens: mean tokens of a row; in RAFT of a prompt.
-        answer_tokens: RAFT: mean tokens of an answer.
+        answer_tokens: mean tokens of an answer, in RAFT.
     """
 
     rows: int | None = None
@@ -36,15 +36,15 @@ class Known:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained on, in an SFT run or in a cycle of RAFT.
+    """The training data of an SFT run or of a cycle of RAFT.
 
     Attributes:
         longest: tokens of the longest row.
-        mean: tokens of a row.
-        supervised: share of the tokens that have a label.
-        count: rows; None: unknown.
-        source: where these numbers are from.
-        each: tokens and labels of every row; empty: not known.
+        mean: mean tokens of a row.
+        supervised: share of tokens with a label.
+        count: number of rows; None: unknown.
+        source: origin of these numbers.
+        each: tokens and labels of every row; empty: unknown.
     """
 
     longest: int
@@ -57,15 +57,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is sampled in a cycle of RAFT.
+    """The prompts and answers of a cycle of RAFT.
 
     Attributes:
         prompts: per cycle; None: unknown.
         held_out: prompts of an evaluation; None: unknown.
         longest: tokens of the longest prompt.
-        mean: tokens of a prompt.
+        mean: mean tokens of a prompt.
         answer: mean tokens of an answer.
-        source: where these numbers are from.
+        source: origin of these numbers.
     """
 
     prompts: int | None
@@ -77,7 +77,14 @@ class Questions:
 
 
 def sft_rows(cfg: DictConfig, known: Known) -> Workload:
-    """The rows of an SFT config: counted where data and tokenizer are on disk, else assumed to be of full length."""
+    """Estimate the rows of an SFT config.
+
+    It tokenises up to 2,000 rows if data and tokenizer are on disk. Otherwise it assumes rows of full length.
+
+    Args:
+        cfg: the config.
+        known: sizes given by the user, which take precedence.
+    """
     limit = cfg.tokenizer.get("max_seq_len")
     if _is_local(cfg.dataset) and _tokenizer_is_here(cfg):
         tokenizer = config.instantiate(cfg.tokenizer, key="tokenizer")
@@ -89,14 +96,14 @@ def sft_rows(cfg: DictConfig, known: Known) -> Workload:
     else:
         longest = limit or _LONGEST_ROW
         found = Workload(
-            longest, longest, 1.0, None, "the data are not here: rows of full length assumed, all of it trained"
+            longest, longest, 1.0, None, "data not on disk: rows of full length assumed, with a label on every token"
         )
     mean = min(known.row_tokens or found.mean, found.longest)
     return replace(found, mean=mean, count=known.rows or found.count)
 
 
 def describe(rows: Rows, count: int, source: str) -> Workload:
-    """What tokenised ``rows``, of ``count`` that there are, look like."""
+    """Summarise tokenised ``rows``, a sample of ``count`` rows."""
     lengths = [sum(each) for each in rows.lengths]
     targets = [count_labels(*row)[0] for row in zip(rows.labels, rows.lengths, strict=True)]
     each = tuple(zip(lengths, targets, strict=True))
@@ -104,8 +111,8 @@ def describe(rows: Rows, count: int, source: str) -> Workload:
 
 
 def questions(cfg: DictConfig, known: Known) -> Questions:
-    """The prompts of a RAFT config and the answers to expect."""
-    count, held_out, lengths, source = None, _count(cfg.eval_prompts), [_PROMPT], "prompts assumed, they are not here"
+    """Estimate the prompts and answers of a RAFT config; sizes in ``known`` take precedence."""
+    count, held_out, lengths, source = None, _count(cfg.eval_prompts), [_PROMPT], "prompts assumed, not on disk"
     if _is_local(cfg.prompts) and _tokenizer_is_here(cfg):
         tokenizer = config.instantiate(cfg.tokenizer, key="tokenizer")
         prompts = config.instantiate(cfg.prompts, key="prompts")
@@ -124,12 +131,12 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
 
 
 def expected_answer(cfg: DictConfig) -> float:
-    """Mean tokens of an answer, before any was sampled."""
+    """Mean tokens of an answer, assumed before any is sampled: half of ``max_new_tokens``."""
     return cfg.max_new_tokens / 2
 
 
 def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
-    """What a cycle of RAFT trains on, if half of the answers are right."""
+    """Estimate the rows that a cycle of RAFT trains on, assuming that half of the answers are right."""
     each = cfg.samples_per_prompt * _RIGHT
     each = min(each, cfg.max_per_prompt or each)
     mean = asked.mean + asked.answer
@@ -143,7 +150,7 @@ def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
 
 
 def _is_local(node: Any) -> bool:
-    """Whether the rows of a component are files that are here."""
+    """Whether the rows of a component are files on this machine."""
     if OmegaConf.is_list(node):
         return all(map(_is_local, node))
     if not OmegaConf.is_dict(node):
@@ -157,7 +164,7 @@ def _tokenizer_is_here(cfg: DictConfig) -> bool:
 
 
 def _count(node: Any) -> int | None:
-    """Held-out prompts that a split like ``test[:200]`` promises."""
+    """Number of held-out prompts from a split such as ``test[:200]`` or from ``limit``; None: unknown."""
     if node is None:
         return 0
     number = str(node.get("split", "")).partition("[:")[2].rstrip("]")

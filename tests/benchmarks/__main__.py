@@ -1,4 +1,4 @@
-"""Side by side with what users would pick instead: `python -m tests.benchmarks`, and --help for parts of it."""
+"""Compare this library with its alternatives: `python -m tests.benchmarks`; the options select parts."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ SMALL_SET = (
     Task("sft", "small", 32768, "bf16", (STOCK,)),
     Task("sampling", "small", 32768, "fp32", (GENERATE, CONTINUOUS)),
 )
-SLOW_SET = (  # peers that take their time
+SLOW_SET = (  # slow peers
     Task("sft", "small", 152064, "fp32", (TRL,)),
     Task("sft", "small", 32768, "bf16", (TRL,)),
     Task("sft", "small", 152064, "bf16", (STOCK,)),
@@ -46,6 +46,7 @@ COMPARE = {"sft": sft.compare, "sampling": sampling.compare}
 
 
 def main() -> None:
+    """Run the comparisons, print the table, and exit with 1 if one failed."""
     args = parse()
     others, rows, failures = OtherPrograms(), [], 0
     try:
@@ -60,11 +61,11 @@ def main() -> None:
                     print(f"failed: {error}", file=sys.stderr)
             print(f"    took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        print("stopped; what was measured until now:", file=sys.stderr)
+        print("interrupted; results so far:", file=sys.stderr)
     busy = others.cores()
     print(f"{machine()}, {date.today()}\n\n{table(rows)}")
     if busy > others.WORTH_TELLING:
-        print(f"warning: other programs took {busy:.1f} cores meanwhile", file=sys.stderr)
+        print(f"warning: other programs used {busy:.1f} cores during the benchmark", file=sys.stderr)
     if args.json:
         content = {"machine": machine(), "date": str(date.today()), "cores_of_other_programs": busy, "rows": rows}
         args.json.write_text(json.dumps(content, indent=1) + "\n")
@@ -72,7 +73,7 @@ def main() -> None:
 
 
 def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], list[dict]]]]:
-    """What to say of each, and what measures it in a folder of its own."""
+    """Yield a headline and a function for each comparison; the function measures it in the folder it gets."""
     tasks = chosen(args)
     gated: dict[str, set[str]] = {work: set() for work in PEERS}
     for number, task in enumerate(tasks, 1):
@@ -83,33 +84,36 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
 
 
 def parse() -> argparse.Namespace:
+    """Parse the command line; exit with 2 if an option would have no effect."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     option = parser.add_argument
     option("--work", nargs="+", choices=[*PEERS, "cycle"], default=[*PEERS, "cycle"])
-    option("--shape", choices=SHAPES, help="this one and --vocab, --dtype, --peers instead of the set")
-    option("--vocab", type=int, nargs="+", help="vocabularies of --shape (32768)")
-    option("--dtype", nargs="+", choices=sft.TOLERANCES, help="of --shape (fp32)")
-    option("--peers", nargs="+", choices=[*sft.PEERS, *sampling.PEERS], help="for --shape (those of the set)")
-    option("--all", action="store_true", help="on a CPU also what takes long")
-    option("--rounds", type=int, default=6, help="turns of each side; even numbers balance their order (6)")
+    option("--shape", choices=SHAPES, help="run this shape instead of the default set; see --vocab, --dtype, --peers")
+    option("--vocab", type=int, nargs="+", help="vocabulary sizes for --shape (default: 32768)")
+    option("--dtype", nargs="+", choices=sft.TOLERANCES, help="dtypes for --shape (default: fp32)")
+    option("--peers", nargs="+", choices=[*sft.PEERS, *sampling.PEERS], help="peers for --shape (default: the set's)")
+    option("--all", action="store_true", help="on a CPU, also run the slow comparisons")
+    option("--rounds", type=int, default=6, help="turns of each side; even numbers balance their order (default: 6)")
     option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config for sft")
-    option("--attention", default="sdpa", help="of transformers' models on a GPU, e.g. flash_attention_2 (sdpa)")
-    option("--json", type=Path, help="write the rows here, too")
+    option(
+        "--attention", default="sdpa", help="transformers' attention on a GPU, e.g. flash_attention_2 (default: sdpa)"
+    )
+    option("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     if args.shape is None and (args.vocab or args.dtype or args.peers):
-        parser.error("--vocab, --dtype and --peers describe what --shape names; add --shape")
+        parser.error("--vocab, --dtype and --peers apply to --shape only; add --shape")
     if args.shape is not None and args.all:
-        parser.error("--all is about the set, which --shape replaces; leave one of them out")
+        parser.error("--all extends the default set, which --shape replaces; drop one of them")
     if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: at least 1")
+        parser.error(f"--rounds {args.rounds}: must be at least 1")
     args.gpu = gpu()
     if not chosen(args) and "cycle" not in args.work:
-        parser.error("no peer of --peers does the work of --work")
+        parser.error("none of --peers supports the work in --work")
     return args
 
 
 def chosen(args: argparse.Namespace) -> list[Task]:
-    """The set of this machine, or what was asked for."""
+    """Return the default set of this machine, or the tasks that the options select."""
     if args.shape is None:
         tasks = GPU_SET if args.gpu else SMALL_SET + (SLOW_SET if args.all else ())
         return [task for task in tasks if task.work in args.work]
@@ -124,14 +128,14 @@ def chosen(args: argparse.Namespace) -> list[Task]:
 
 
 def gpu() -> bool:
-    """Whether torch sees one."""
+    """Whether torch sees a GPU."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def machine() -> str:
-    """What the table was measured on."""
+    """Describe this machine for the table."""
     import torch
 
     name = torch.cuda.get_device_name() if gpu() else processor()

@@ -1,7 +1,7 @@
-"""RAFT: the share of a cycle's time in which nothing is generated and no step is trained.
+"""RAFT: the share of a cycle's time spent outside generation and training.
 
-Loading verifiers, verdicts that are waited for, filtering, merging and restoring weights, files. Measured on the pocket
-model, whose generation and training take so little that the rest shows most.
+This share loads verifiers, waits for verdicts, filters answers, merges and restores weights, and writes files. It is
+measured on the pocket model, because its generation and training are so short that the rest is most visible.
 """
 
 import subprocess
@@ -13,10 +13,10 @@ from tests.benchmarks.protocol import Failed, Side
 
 
 def measure(base: Path, runs: int) -> list[dict]:
-    """A row of the table, from ``runs`` runs of two cycles."""
+    """Measure ``runs`` runs of two cycles and return one row of the table."""
     done = subprocess.run([sys.executable, "-m", "rocm_ext.cli", "pocket", str(base / "pocket")], capture_output=True)
     if done.returncode:
-        raise Failed(f"no pocket model: {done.stderr.decode()[-2000:]}")
+        raise Failed(f"cannot make the pocket model: {done.stderr.decode()[-2000:]}")
     shares = []
     for number in range(runs):
         arguments = ["-m", "tests.benchmarks.sides.cycle_ours", "--config", "cpu_pocket_raft", f"pocket={base}/pocket",

@@ -1,11 +1,11 @@
-"""What watching the hardware costs, as a share of one core.
+"""Measure the cost of watching the hardware, as a share of one core.
 
     python -m tests.benchmarks.monitor                # this machine
     python -m tests.benchmarks.monitor --tree mi300x  # a copy of a server's files
 
-The recorder is measured as the recipes have it: processor time of its thread, by the thread's own clock, over wall
-time, its start included. The command is measured in a pseudo-terminal: processor time of the process, its start left
-out. On a copy the kernel's own work is missing: a real GPU's firmware is asked for power and load at each reading.
+The recorder runs as in the recipes. Its cost is its thread's processor time, by the thread's own clock, over wall
+time, including its start. The command runs in a pseudo-terminal. Its cost is the process's processor time, without
+its start. A copy lacks the kernel's own work: on a real GPU each reading asks the firmware for power and load.
 """
 
 import argparse
@@ -28,9 +28,12 @@ from tests import sysfs
 
 
 def main() -> None:
+    """Measure the recorder at two intervals and the command, and print their shares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", choices=("strix_halo", "mi300x", "mi50"), help="a copy instead of this machine")
-    parser.add_argument("--seconds", type=float, default=60, help="to measure for")
+    parser.add_argument(
+        "--tree", choices=("strix_halo", "mi300x", "mi50"), help="measure on this copy instead of this machine"
+    )
+    parser.add_argument("--seconds", type=float, default=60, help="duration of each measurement (default: 60)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = getattr(sysfs, args.tree)(Path(folder) / "root") if args.tree else Path("/")
@@ -41,7 +44,7 @@ def main() -> None:
 
 
 def recorder(folder: Path, root: Path, interval: float, seconds: float) -> tuple[float, int]:
-    """Share of a core, and readings made."""
+    """Measure the recorder's share of a core; return it and the number of readings."""
     path = folder / HARDWARE_LOG
     path.unlink(missing_ok=True)
     with recording(folder, interval, root):
@@ -52,12 +55,12 @@ def recorder(folder: Path, root: Path, interval: float, seconds: float) -> tuple
 
 
 def command(root: Path, seconds: float) -> float:
-    """Share of a core of the live table, without its start."""
+    """Measure the live table's share of a core, without its start."""
     return max(0.0, _lifetime(root, seconds) - _lifetime(root, 1)) / (seconds - 1)
 
 
 def _lifetime(root: Path, seconds: float) -> float:
-    """Processor time of ``rocm-ext monitor`` that is stopped after ``seconds``."""
+    """Run ``rocm-ext monitor`` for ``seconds`` and return its processor time."""
     before = _children()
     pid, terminal = pty.fork()
     if pid == 0:

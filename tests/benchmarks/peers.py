@@ -1,7 +1,7 @@
-"""The peers' own virtual environments, made when they are first needed, pinned.
+"""The peers' virtual environments, with pinned packages, made on first use.
 
-torch itself is not installed again: both sides compute with the very build that this library runs on, which
-no index may have (ROCm, a vendor's image). The environment sees it, and what it needs, through links.
+The environments share this library's torch, so all sides compute with the same build. A package index may not have
+that build (ROCm, a vendor's image). Links make torch and its requirements visible to the environment.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from rocm_ext.hardware.bench_file import cache_folder
 from tests.benchmarks.protocol import Failed
 
-# What a user of the peer installs beside torch, as of 2026-11.
+# The packages that a user of the peer installs in addition to torch, as of 2026-11.
 PINS = {
     "torchtune": ["torchtune==0.6.1", "torchao==0.13.0", "datasets==5.2.0"],
     "trl": ["trl==1.16.0", "transformers==5.23.0", "peft==0.19.1", "accelerate==1.15.0", "datasets==5.2.0"],
@@ -27,7 +27,7 @@ ON_A_GPU = {"trl": ["liger-kernel==0.6.4"]}
 
 
 def python(peer: str, gpu: bool = False) -> Path:
-    """The interpreter of ``peer``'s environment; the first call takes a minute or two.
+    """Return the interpreter of ``peer``'s environment; the first call takes a minute or two to make it.
 
     Raises:
         Failed: pip could not install the pinned packages.
@@ -37,7 +37,7 @@ def python(peer: str, gpu: bool = False) -> Path:
     folder = (cache_folder() or Path(tempfile.gettempdir())) / "peers" / f"{peer}-{key.hexdigest()[:12]}"
     found = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not (folder / "ready").exists():
-        print(f"making the environment of {peer} ({', '.join(pins)}) in {folder}", file=sys.stderr, flush=True)
+        print(f"making an environment for {peer} ({', '.join(pins)}) in {folder}", file=sys.stderr, flush=True)
         venv.create(folder, with_pip=True, clear=True)
         lib = subprocess.check_output(
             [found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
@@ -51,7 +51,7 @@ def python(peer: str, gpu: bool = False) -> Path:
 
 
 def link_torch(target: Path) -> None:
-    """Fill ``target`` with links to torch and its requirements, each with its metadata, which pip reads."""
+    """Fill ``target`` with links to torch, its requirements, and their metadata for pip."""
     target.mkdir()
     for name in closure("torch"):
         distribution = metadata.distribution(name)
@@ -62,7 +62,7 @@ def link_torch(target: Path) -> None:
 
 
 def closure(name: str, seen: set[str] | None = None) -> Iterator[str]:
-    """``name`` and all installed distributions that it needs."""
+    """Yield ``name`` and all installed distributions that it requires."""
     seen = set() if seen is None else seen
     if name in seen:
         return

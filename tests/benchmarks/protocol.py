@@ -1,7 +1,7 @@
-"""How sides are compared: a process each, told over a pipe what to do next, so that they take turns on one machine.
+"""Run each side in its own process and give it orders over a pipe, so that the sides take turns on one machine.
 
-Only ratios of times from the same round count. Rounds alternate their order (A B C, C B A, …), so that a machine
-that slowly gets busier or hotter favours nobody by much.
+Only ratios of times within a round count. Rounds alternate their order (A B C, C B A, …), so a machine that slowly
+gets busier or hotter hardly favours any side.
 """
 
 import os
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 1800  # seconds
+PATIENCE = 1800  # seconds to wait for an answer
 
 
 class Failed(Exception):
-    """A side ended, or a gate did not open; the message is for the user."""
+    """A side ended early or a gate failed; the message is for the user."""
 
 
 class Side:
@@ -30,14 +30,14 @@ class Side:
         name: in the table.
         python: interpreter of its environment.
         arguments: of the interpreter.
-        log: file for all that it prints.
+        log: file for its output.
     """
 
     def __init__(self, name: str, python: Path, arguments: Sequence[str], log: Path) -> None:
         self.name, self._log = name, log
         self._pipe, theirs = Pipe()
         self.began = time.perf_counter()
-        # the spin count of our CPU profile for all: threads that wait do not run into another side's turn
+        # All sides use our CPU profile's spin count, so that waiting threads do not spin into another side's turn.
         common = {"GOMP_SPINCOUNT": "20000", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
                   "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
         autoload = {} if name.startswith("ours") else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -50,10 +50,10 @@ class Side:
         theirs.close()
 
     def ask(self, **order: Any) -> dict[str, Any]:
-        """Its answer to ``order``.
+        """Send an order and return the answer.
 
         Raises:
-            Failed: it ended instead, or hangs.
+            Failed: the side ended or hangs.
         """
         try:
             self._pipe.send(order)
@@ -65,7 +65,7 @@ class Side:
             raise Failed(f"{self.name} ended:\n{self._log.read_text()[-3000:]}") from error
 
     def end(self) -> None:
-        """Kill it and what it started: it has nothing to save."""
+        """Kill the process and its children; they have nothing to save."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -79,14 +79,14 @@ class Side:
 
 
 def in_turn(sides: Sequence[Side], rounds: int) -> Iterator[Side]:
-    """The sides in the order A B C C B A …"""
+    """Yield the sides in the order A B C C B A …"""
     for number in range(rounds):
         yield from sides[:: 1 if number % 2 == 0 else -1]
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median and range, over the rounds, of a peer's seconds by ours."""
+    """Median and range, over the rounds, of a peer's seconds divided by ours."""
 
     median: float
     low: float
@@ -94,10 +94,10 @@ class Ratio:
 
     @classmethod
     def of(cls, theirs: Sequence[float], ours: Sequence[float]) -> "Ratio":
-        """From the seconds of each round."""
+        """Compute the ratios from the seconds of each round."""
         ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
         return cls(statistics.median(ratios), min(ratios), max(ratios))
 
     def describe(self) -> dict[str, Any]:
-        """For the table."""
+        """Return the table's columns."""
         return {"speedup": self.median, "range": [self.low, self.high]}

@@ -1,10 +1,14 @@
-"""Sampling: seconds until every answer to the same prompts has the length that a seeded trace gives it.
+"""Sampling: seconds until every answer to the same prompts has the length that a seeded trace sets.
 
-Each side is given the trace in its own way; only tokens up to an answer's end count. The model has no adapter.
+Each side gets the trace in its own way. Only tokens up to an answer's end count. The model has no adapter.
 
-Gates: greedy answers are ours token by token, in fp32, also before bf16 is timed (there: about as probable as the best
-token); the sampled tokens of the last timed round are as probable as the model says, log p - E[log p] has the mean zero
-within its error; our reported log-probabilities are the model's.
+Gates:
+
+- In fp32 each side's greedy answers equal ours token by token. This must hold before bf16 is timed, too. In bf16
+  greedy tokens must be about as probable as the best token.
+- The sampled tokens of the last timed round have the model's probabilities: log p - E[log p] has mean zero within its
+  error.
+- Our reported log-probabilities equal the model's.
 """
 
 import argparse
@@ -27,7 +31,14 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to sample: module of the side, its environment, what it is told, and how it computes (:func:`computed`)."""
+    """A way to sample.
+
+    Attributes:
+        module: of the side.
+        environment: of :data:`tests.benchmarks.peers.PINS`.
+        option: argument of the side.
+        prefill: how it computes, see :func:`computed`.
+    """
 
     module: str
     environment: str
@@ -45,7 +56,13 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Trace:
-    """Prompts, samples of each, median and most tokens of an answer."""
+    """A sampling load.
+
+    Attributes:
+        prompts: their number.
+        samples: answers per prompt.
+        median, most: tokens of an answer.
+    """
 
     prompts: int
     samples: int
@@ -53,7 +70,7 @@ class Trace:
     most: int
 
     def make(self, vocab: int) -> tuple[Prompts, list[int]]:
-        """The prompts' tokens, and the length of every answer: log-normal, sigma 0.7."""
+        """Return the prompts' tokens and the length of every answer, log-normal with sigma 0.7."""
         rng = np.random.default_rng(1)
         lengths, _ = gsm8k_lengths(rng, self.prompts)
         prompts = [rng.integers(1, vocab, n).tolist() for n in lengths]
@@ -65,7 +82,17 @@ CPU, GPU = Trace(16, 8, 67, 256), Trace(64, 8, 200, 1024)
 
 
 def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -> list[dict]:
-    """Gate and time one model; a row of the table for each peer. ``gated``: those that passed in fp32, added to."""
+    """Gate and time one model; return a row of the table per peer.
+
+    Args:
+        base: empty folder.
+        task: the comparison.
+        args: of the command.
+        gated: peers that have passed the fp32 gate; this call adds to them.
+
+    Raises:
+        Failed: a side fails a gate or ends early.
+    """
     work = GPU if args.gpu else CPU
     model = write_random_model(base / "model", task.shape, task.vocab, initializer_range=0.06)
     prompts, trace = work.make(task.vocab)
@@ -76,14 +103,14 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
         sides, until_warm = gate(stack, base, model, task, work, prompts, args)
         gated.update(task.peers)
         for side in sides:
-            sample(side, prompts, trace)  # shapes that the gate did not have
+            sample(side, prompts, trace)  # warms up the shapes that the gate did not use
         runs: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
         last = {}
         for side in in_turn(sides, args.rounds):
             last[side.name] = sample(side, prompts, trace)
             runs[side.name].append(last[side.name]["seconds"])
             if [len(tokens) for tokens in last[side.name]["answers"]] != trace:
-                raise Failed(f"{side.name} made answers of other lengths")
+                raise Failed(f"{side.name} gave answers of wrong lengths")
     with judge(base, model, work, args) as knows:
         for name, answer in last.items():
             check_sampled(name, answer, knows.ask(prompts=prompts, answers=answer["answers"]), task.dtype)
@@ -104,21 +131,24 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
 
 
 def computed(task: Task, prompts: Prompts, trace: Sequence[int], way: str) -> float:
-    """Matrix products that a side's way takes, relative to others."""
+    """FLOP of the matrix products that a side computes in its way; only ratios between sides have a meaning."""
     lengths, rows, steps = [len(prompt) for prompt in prompts], len(trace), max(trace)
-    if way == "ours":  # each prompt once
+    if way == "ours":  # computes each prompt once
         return flops(task.shape, task.vocab, sum(lengths) + sum(trace), sum(trace))
-    every = rows * (max(lengths) + steps)  # each sample's prompt, padded; every row until the longest ends
+    every = rows * (max(lengths) + steps)  # every sample's padded prompt, and every row until the longest ends
     return flops(task.shape, task.vocab, every, every if way == "all logits" else rows * steps)
 
 
 def gate(
     stack: ExitStack, base: Path, model: Path, task: Task, work: Trace, prompts: Prompts, args: argparse.Namespace
 ) -> tuple[list[Side], dict[str, float]]:
-    """The sides' processes after their greedy answers, and the seconds from each one's start until it had given them.
+    """Start the sides and check their greedy answers.
+
+    Returns:
+        The sides, and the seconds from each side's start to its greedy answers.
 
     Raises:
-        Failed: a side does not answer as the model does.
+        Failed: a side's answers are not the model's.
     """
     sides, until_warm, greedy = [], {}, {}
     for name in ("ours", *task.peers):
@@ -132,7 +162,7 @@ def gate(
 
 
 def start(base: Path, model: Path, name: str, dtype: str, work: Trace, args: argparse.Namespace) -> Side:
-    """A side's process, which waits for orders."""
+    """Start a side's process, which waits for orders."""
     peer = PEERS.get(name)
     python = Path(sys.executable) if peer is None else peers.python(peer.environment, args.gpu)
     module = "sample_ours" if peer is None else peer.module
@@ -142,19 +172,23 @@ def start(base: Path, model: Path, name: str, dtype: str, work: Trace, args: arg
 
 
 def judge(base: Path, model: Path, work: Trace, args: argparse.Namespace) -> Side:
-    """A process that tells how probable answers are, in fp32."""
+    """Start a process that computes the probabilities of answers in fp32."""
     options = [str(model), "fp32", str(work.most), "judge", "sdpa"]
     return Side("judge", peers.python("trl", args.gpu), ["-m", "tests.benchmarks.sides.sample_transformers", *options],
                 base / "judge.log")  # fmt: skip
 
 
 def sample(side: Side, prompts: Prompts, trace: list[int], greedy: bool = False) -> dict:
-    """The side's report."""
+    """Let the side sample and return its report."""
     return side.ask(prompts=prompts, trace=trace, greedy=greedy)
 
 
 def check_greedy(name: str, answers: Prompts, ours: Prompts, judged: dict, dtype: str) -> None:
-    """Raises :class:`Failed` unless greedy answers are the best ones."""
+    """Check greedy answers.
+
+    Raises:
+        Failed: in fp32 they differ from ours, or a token is clearly less probable than the best one.
+    """
     if dtype == "fp32" and answers != ours:
         raise Failed(f"greedy answers of {name} differ from ours")
     if judged["behind"] > (1e-3 if dtype == "fp32" else 0.5):
@@ -162,12 +196,16 @@ def check_greedy(name: str, answers: Prompts, ours: Prompts, judged: dict, dtype
 
 
 def check_sampled(name: str, answer: dict, judged: dict, dtype: str) -> None:
-    """Raises :class:`Failed` unless sampled tokens have the model's probabilities, and ours say which."""
+    """Check sampled tokens.
+
+    Raises:
+        Failed: they do not have the model's probabilities, or our reported log-probabilities are not the model's.
+    """
     surprise = judged["surprise"]
     mean, error = statistics.fmean(surprise), statistics.stdev(surprise) / len(surprise) ** 0.5
     if abs(mean) > 4 * error:
-        raise Failed(f"sampled tokens of {name} are off by {mean:.3f} +- {error:.3f}")
+        raise Failed(f"log-probabilities of tokens sampled by {name} are off by {mean:.3f} +- {error:.3f}")
     if name == "ours":
         said, found = statistics.fmean(answer["logprobs"]), statistics.fmean(judged["logprobs"])
         if abs(said - found) > (1e-4 if dtype == "fp32" else 0.02):
-            raise Failed(f"our log-probabilities have the mean {said:.4f}, not {found:.4f}")
+            raise Failed(f"our log-probabilities have mean {said:.4f}, the model's {found:.4f}")

@@ -1,9 +1,10 @@
 """LoRA SFT: seconds of an optimiser step on the same rows, from the same adapter, with the same AdamW.
 
-Gate: in fp32 the losses of 20 steps agree to 1e-5 relative with ours before anything is timed, also before bf16 is,
-whose own losses may differ by 5 %. In bf16 torchtune's adapters and optimiser are bf16, ours and PEFT's fp32.
+Gate: in fp32 the losses of 20 steps must agree with ours to 1e-5 relative before timing starts. The fp32 gate also
+precedes bf16, whose own losses may differ by 5 %. In bf16 torchtune's adapters and optimiser state are bf16; ours and
+PEFT's are fp32.
 
-"As shipped" are batch size, loss, AdamW and flags of qwen2_5/0.5B_lora_single_device.yaml; rank, rate, its schedule and
+"As shipped" means batch size, loss, AdamW and flags of qwen2_5/0.5B_lora_single_device.yaml. Rank, rate, schedule and
 rows are the same for all sides.
 """
 
@@ -33,7 +34,7 @@ from tests.benchmarks.work import (
 from tests.tiny import run_config, write_yaml
 
 GATE, WARM_UP = 20, 2  # steps
-TOLERANCES = {"fp32": 1e-5, "bf16": 0.05}  # of a step's loss
+TOLERANCES = {"fp32": 1e-5, "bf16": 0.05}  # relative, of a step's loss
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,11 @@ class Peer:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def all_logits(self, gpu: bool) -> bool:
-        """Whether it computes those of tokens that no label follows, too; TRL's fused head does where Triton is not."""
+        """Whether it also computes logits of tokens without a label; without Triton TRL's fused head does so."""
         return self.environment == "torchtune" or not gpu
 
     def padding_free(self, args: argparse.Namespace) -> bool:
-        """Whether rows lie end to end."""
+        """Whether it packs rows end to end."""
         return self.environment == "trl" and args.gpu and args.attention != "sdpa"
 
 
@@ -74,7 +75,17 @@ PEERS = {
 
 
 def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -> list[dict]:
-    """Gate and time one model; a row of the table for each peer. ``gated``: those that passed in fp32, added to."""
+    """Gate and time one model; return a row of the table per peer.
+
+    Args:
+        base: empty folder.
+        task: the comparison.
+        args: of the command.
+        gated: peers that have passed the fp32 gate; this call adds to them.
+
+    Raises:
+        Failed: a side fails the gate or ends early.
+    """
     write_random_model(base / "model", task.shape, task.vocab)
     steps = write_steps(base / "rows.jsonl", task.vocab, GATE, WARM_UP + args.rounds)
     write_adapter(base)
@@ -90,14 +101,14 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
 def gate(
     stack: ExitStack, base: Path, task: Task, steps: int, args: argparse.Namespace
 ) -> tuple[list[Side], dict[str, float], dict[str, float]]:
-    """Ours and the peers' processes, after their first steps, which have short rows.
+    """Start ours and the peers, run their first steps, which have short rows, and compare the losses.
 
     Returns:
-        the sides; largest relative difference of their losses from ours; seconds from each one's start, beyond what
-        these steps take once they are warm: imports, set-up, compiling.
+        The sides; the largest relative difference of each side's losses from ours; the seconds that each side needed
+        beyond the time of warm steps: imports, set-up, compiling.
 
     Raises:
-        Failed: a difference is above the tolerance, in fp32 1e-5.
+        Failed: a difference exceeds the tolerance, in fp32 1e-5.
     """
     sides, losses, until_warm = [], {}, {}
     for name in ("ours", *task.peers):
@@ -110,19 +121,19 @@ def gate(
     apart = {name: difference(found, losses["ours"]) for name, found in losses.items()}
     for name, value in apart.items():
         if not value <= TOLERANCES[task.dtype]:
-            raise Failed(f"losses of {name} are up to {value:.1e} from ours: {losses[name]} against {losses['ours']}")
+            raise Failed(f"losses of {name} differ from ours by {value:.1e}: {losses[name]} against {losses['ours']}")
     return sides, apart, until_warm
 
 
 def python(name: str, args: argparse.Namespace) -> Path:
-    """The interpreter of a side."""
+    """Return a side's interpreter."""
     return peers.python(PEERS[name].environment, args.gpu) if name in PEERS else Path(sys.executable)
 
 
 def command(
     base: Path, name: str, peer: Peer | None, dtype: str, steps: int, args: argparse.Namespace
 ) -> list[str | Path]:
-    """Arguments of the side's interpreter; writes the config that they name."""
+    """Write the side's config and return the arguments of its interpreter."""
     rate = 3e-4
     if peer is not None and peer.environment == "trl":
         work = {"dtype": dtype, "batch_size": peer.batch, "sequences_per_step": SEQUENCES_PER_STEP, "steps": steps,
@@ -145,7 +156,7 @@ def command(
             "overwrite_output_dir": True,
             "batch_size": 2,
             "num_workers": 0,
-        }  # peers load in-process, too
+        }  # peers also load rows in their process
         cfg |= {"sequences_per_step": SEQUENCES_PER_STEP}
         cfg["checkpointer"]["adapter_checkpoint"] = str(base / "adapter.pt")
         return ["-m", "rocm_ext.recipes.lora_finetune_rocm", "--config", write_yaml(path, cfg), *args.ours]
@@ -156,7 +167,7 @@ def command(
         "gradient_accumulation_steps": SEQUENCES_PER_STEP // peer.batch, "resume_from_checkpoint": False,
         "enable_activation_checkpointing": False, "compile": False, "log_every_n_steps": 1,
         "save_adapter_weights_only": True, "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-        # a constant rate, in the scheduler that the recipe insists on
+        # The recipe requires a scheduler; this one keeps the rate constant.
         "lr_scheduler": {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
                          "num_warmup_steps": 0, "num_cycles": 0.0}, **peer.changes,
     }  # fmt: skip
@@ -164,14 +175,14 @@ def command(
 
 
 def difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference."""
+    """Return the largest relative difference."""
     return max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
 
 
 def measure(
     sides: Sequence[Side], task: Task, steps: list, apart: dict[str, float], until_warm: dict[str, float], args: Any
 ) -> list[dict]:
-    """Let the sides take turns on the same steps."""
+    """Time the sides in turns on the same steps; return a row of the table per peer."""
     for side in sides:
         warm = [seconds for seconds, _ in side.ask(steps=WARM_UP)["steps"]]
         until_warm[side.name] += max(0.0, sum(warm) - WARM_UP * warm[-1])

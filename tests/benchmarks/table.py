@@ -4,26 +4,26 @@ from collections.abc import Sequence
 from typing import Any
 
 GIB = 2**30
-_COLUMNS = ("work", "model", "against", "ours is as fast", "explained by saved work", "peak memory, ours / theirs",
+_COLUMNS = ("work", "model", "against", "speed-up", "of which by skipped work", "peak memory, ours / theirs",
             "until warm, ours / theirs")  # fmt: skip
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each comparison, and one for the cycle's share."""
+    """Format a line per comparison, and a sentence on the cycle's share."""
     lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(cells(row) for row in rows if row["work"] != "cycle")]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     for row in rows:
         if row["work"] == "cycle":
             low, high = row["range"]
             text += (
-                f"\n\nRAFT, pocket model: {row['outside']:.1%} ({low:.1%}-{high:.1%}, {row['runs']} runs) of the "
-                "cycles' time is neither generation nor training."
+                f"\n\nRAFT, pocket model: cycles spend {row['outside']:.1%} ({low:.1%}-{high:.1%}, {row['runs']} runs) "
+                "of their time outside generation and training."
             )
     return text
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Of one comparison."""
+    """Format the cells of one comparison."""
     low, high = row["range"]
     memory = " / ".join(f"{value / GIB:.2f}" for value in row["peak_memory"]) + " GiB"
     warm = " / ".join(f"{value:.0f}" for value in row["until_warm"]) + " s"

@@ -1,4 +1,4 @@
-"""The work that sides are given: a model with random weights, rows of token ids, lengths of answers."""
+"""The sides' work: a model with random weights, rows of token ids, lengths of answers."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.tiny import run_config, write_model
 
-# Qwen2.5's shapes; small ones have 64 dimensions a head and a group of two heads on a KV head
+# Qwen2.5's shapes; the small ones have 64 dimensions per head and two heads per KV head
 SHAPES = {
     "tiny": {"hidden_size": 128, "intermediate_size": 704, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1},
@@ -23,7 +23,7 @@ SHAPES = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
            "num_key_value_heads": 4, "tie_word_embeddings": False},
 }  # fmt: skip
-# torchtune's own config adapts these and the MLP; rank 32 at width 896 is rank 8 at the small shape's
+# torchtune's own config adapts these and the MLP. Its rank 32 at width 896 corresponds to rank 8 at the small width.
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "lora_rank": 8, "lora_alpha": 16}
 SEQUENCES_PER_STEP = 32
 IGNORE = -100
@@ -40,20 +40,20 @@ class Task:
     peers: tuple[str, ...]
 
     def describe(self, peer: str) -> dict[str, Any]:
-        """What the table says of it."""
+        """Return the table's columns that describe the comparison with ``peer``."""
         return {"work": self.work, "shape": self.shape, "vocab": self.vocab, "dtype": self.dtype, "peer": peer,
                 "parameters": parameters(self.shape, self.vocab)}  # fmt: skip
 
 
 def parameters(shape: str, vocab: int) -> int:
-    """Weights of the model, norms and biases left out."""
+    """Count the model's weights, without norms and biases."""
     c = SHAPES[shape]
     tables = 1 if c.get("tie_word_embeddings", True) else 2
     return layer_weights(shape) * c["num_hidden_layers"] + tables * vocab * c["hidden_size"]
 
 
 def layer_weights(shape: str) -> int:
-    """Of a layer's seven matrices."""
+    """Count the weights of a layer's seven matrices."""
     c = SHAPES[shape]
     width = c["hidden_size"]
     kv = width * c["num_key_value_heads"] // c["num_attention_heads"]
@@ -61,7 +61,7 @@ def layer_weights(shape: str) -> int:
 
 
 def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
-    """A Hugging Face folder of ``shape`` with ``vocab`` tokens."""
+    """Write a Hugging Face folder with random weights, of ``shape`` with ``vocab`` tokens."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -71,10 +71,11 @@ def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
 
 
 def gsm8k_lengths(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of ``rows`` prompts and answers, as those of GSM8K's training split in Qwen2.5's chat template.
+    """Draw the token counts of ``rows`` prompts and answers like those of GSM8K's training split.
 
-    Log-normal with its medians (51 and 104) and deviations, cut at its extremes, counted in words, digits and runs of
-    signs, which is what Qwen2.5's tokenizer makes of such text; a default system prompt and the roles are 34 more.
+    They are log-normal with GSM8K's medians (51 and 104) and deviations, cut at its extremes. GSM8K's numbers count
+    words, digits and runs of signs, which are the tokens of Qwen2.5's tokenizer for such text. The default system
+    prompt and the roles of Qwen2.5's chat template add 34 tokens.
     """
     prompts = np.exp(rng.normal(np.log(51), 0.36, rows)).clip(11, 206) + 34
     answers = np.exp(rng.normal(np.log(104), 0.43, rows)).clip(26, 436) + 2
@@ -82,10 +83,10 @@ def gsm8k_lengths(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.n
 
 
 def write_steps(path: Path, vocab: int, short: int, full: int) -> list[list[tuple[int, int]]]:
-    """Write the rows of ``short`` steps with rows of 12 to 24 tokens, for gates, and ``full`` steps of GSM8K's lengths.
+    """Write the rows of ``short`` steps of 12 to 24 tokens, for gates, and of ``full`` steps of GSM8K's lengths.
 
     Returns:
-        of each step, tokens and trained tokens of its rows.
+        For each step, the tokens and the trained tokens of its rows.
     """
     rng = np.random.default_rng(1)
     steps = []
@@ -103,7 +104,7 @@ def write_steps(path: Path, vocab: int, short: int, full: int) -> list[list[tupl
 
 
 def write_adapter(base: Path) -> None:
-    """``adapter.pt`` as torchtune reads it and ``peft/``: the initial adapter of all sides."""
+    """Write the initial adapter of all sides: ``adapter.pt`` in torchtune's format, and ``peft/``."""
     import torch
     from omegaconf import OmegaConf
 
@@ -118,13 +119,20 @@ def write_adapter(base: Path) -> None:
 
 
 def flops(shape: str, vocab: int, tokens: int, logits: int) -> float:
-    """Of the matrix products of a LoRA step: forward and input gradient of ``tokens`` tokens and ``logits`` of them."""
+    """FLOP of a LoRA step's matrix products, forward and input gradients.
+
+    Args:
+        shape: of :data:`SHAPES`.
+        vocab: rows of the output layer.
+        tokens: that pass through the layers.
+        logits: number of tokens that pass through the output layer.
+    """
     c = SHAPES[shape]
     return 4.0 * (tokens * layer_weights(shape) * c["num_hidden_layers"] + logits * c["hidden_size"] * vocab)
 
 
 def padded(steps: Sequence[Sequence[tuple[int, int]]], batch: int) -> int:
-    """Tokens that batches of ``batch`` rows, padded to their longest, hold."""
+    """Count the tokens of batches of ``batch`` rows, padded to their longest row."""
     return sum(
         batch * max(tokens for tokens, _ in rows[i : i + batch]) for rows in steps for i in range(0, len(rows), batch)
     )

@@ -1,1 +1,1 @@
-"""What runs inside a side's process. Peers' environments have no ``rocm_ext``: only ``*_ours`` may import it."""
+"""The code of the sides' processes. Peers' environments have no ``rocm_ext``, so only ``*_ours`` may import it."""

@@ -1,6 +1,6 @@
-"""Our RAFT recipe, with a clock around generation, training steps and whole cycles: ``… cycle_ours --config NAME …``.
+"""Time generation, training steps and whole cycles of our RAFT recipe: ``… cycle_ours --config NAME …``.
 
-It begins unasked: the recipe may start the process anew, and an order that was heard would be lost.
+It starts without an order, because the recipe may restart the process, which would lose the order.
 """
 
 import time
@@ -17,7 +17,7 @@ SECONDS = {"generation": 0.0, "training": 0.0, "cycles": 0.0}
 
 
 def timed(what: str, function: Callable) -> Callable:
-    """``function``, its seconds added up under ``what``."""
+    """Wrap ``function`` so that its seconds add up under ``what``."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -30,7 +30,7 @@ def timed(what: str, function: Callable) -> Callable:
 
 
 def timed_iterator(what: str, function: Callable) -> Callable:
-    """A generator function, with the seconds that its consumer waits added up."""
+    """Wrap a generator function so that the seconds its consumer waits add up under ``what``."""
 
     def call(*args: Any, **kwargs: Any) -> Iterator[Any]:
         step = timed(what, lambda items: next(items, None))

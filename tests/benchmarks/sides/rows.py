@@ -1,4 +1,4 @@
-"""The rows of a training benchmark, ready token ids in the order in which every side sees them."""
+"""The rows of a training benchmark: token ids in the order in which every side trains on them."""
 
 import json
 from pathlib import Path

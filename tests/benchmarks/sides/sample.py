@@ -1,4 +1,4 @@
-"""What the samplers' sides share: answering orders with a clock, and torchtune's model."""
+"""Shared by the sampling sides: timed answers to orders, and torchtune's model."""
 
 import json
 import time
@@ -10,14 +10,14 @@ import torch
 
 from tests.benchmarks.sides.talk import hear, peak_memory, pipe, reset_peak
 
-PAD = 0  # in no prompt
+PAD = 0  # prompts do not contain it
 Answers = list[list[int]]  # of prompt 0: sample 0, 1, ...; of prompt 1: ...
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def serve(generate: Callable[[list[list[int]], list[int], bool], Answers], extra: Callable[[], dict] = dict) -> None:
-    """Answer orders of ``prompts``, ``trace`` (tokens of each answer) and ``greedy`` for ever."""
+    """Answer orders endlessly; each has ``prompts``, ``trace`` (tokens of each answer) and ``greedy``."""
     while True:
         order = hear()
         reset_peak()
@@ -30,13 +30,13 @@ def serve(generate: Callable[[list[list[int]], list[int], bool], Answers], extra
 
 
 def padded(prompts: list[list[int]]) -> torch.Tensor:
-    """[p, s], filled up on the left."""
+    """Pad prompts on the left: [p, s]."""
     width = max(map(len, prompts))
     return torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts], device=DEVICE)
 
 
 def torchtune_decoder(folder: Path, dtype: torch.dtype) -> Any:
-    """The weights in torchtune's model."""
+    """Load a Hugging Face folder into torchtune's model."""
     from safetensors.torch import load_file
     from torchtune.models.qwen2 import qwen2
     from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune

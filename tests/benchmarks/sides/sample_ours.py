@@ -1,5 +1,7 @@
-"""Our sampler: ``… sample_ours MODEL DTYPE MOST``. Each sample has the trace's limit in place of ``max_new_tokens``,
-looked at when it is reached; slots are made for the longest answer that is allowed."""
+"""Our sampler: ``… sample_ours MODEL DTYPE MOST``.
+
+Each sample ends at the trace's limit instead of ``max_new_tokens``. Slots have room for the longest allowed answer.
+"""
 
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ LOGPROBS: list[float] = []
 
 
 class NoText:
-    """A tokenizer without stop tokens; nobody turns tokens into text."""
+    """A tokenizer without stop tokens and without text."""
 
     stop_tokens = (-1,)
 
@@ -24,7 +26,7 @@ class NoText:
 
 
 class Traced(LocalSession):
-    """Ends each answer where the trace says."""
+    """Ends each answer at the trace's length."""
 
     limits: dict[tuple[str, int], Sampling]
 
@@ -34,6 +36,7 @@ class Traced(LocalSession):
 
 
 def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
+    """Sample with our session and keep the log-probabilities."""
     samples, temperature = len(trace) // len(prompts), 0.0 if greedy else 1.0
     requests = [
         Request(str(i), k, sample_seed(0, 0, str(i), k), tuple(prompt))
@@ -53,7 +56,7 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
 
 
 def free_memory() -> int:
-    """Half of what the device has left."""
+    """Half of the device's free memory."""
     import psutil
     import torch
 

@@ -1,8 +1,8 @@
 """torchtune: ``… sample_torchtune MODEL DTYPE MOST [lean]``: ``generation.generate`` with a local cache, left-padded.
 
-As its PPO recipe calls it. It decodes all rows until the last has ended, so it is told to make that many tokens, which
-spares it looking for stop tokens. It gathers the logits of all steps; ``lean`` keeps it from that, by its own hook.
-Rows whose logits do not fit into half of the memory come in several batches.
+The call is that of torchtune's PPO recipe. torchtune decodes all rows until the last one has ended. So this side asks
+for that many tokens, which saves the search for stop tokens. torchtune gathers the logits of all steps; ``lean`` drops
+them through torchtune's own hook. If the logits do not fit into half of the memory, the rows run in several batches.
 """
 
 import os
@@ -22,6 +22,7 @@ LEAN = "lean" in sys.argv[4:]
 
 
 def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
+    """Sample in batches whose logits fit into half of the memory."""
     samples, longest = len(trace) // len(prompts), max(map(len, prompts))
     per_row = 4 * MODEL.tok_embeddings.num_embeddings * (longest + (0 if LEAN else 2 * max(trace)))
     at_once = max(1, min(len(prompts), memory() // 2 // per_row // samples))
@@ -34,6 +35,7 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
 
 
 def batch(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
+    """Sample one batch with torchtune's ``generate``."""
     tokens = padded(prompts).repeat_interleave(len(trace) // len(prompts), 0)
     rows, width = tokens.shape
     length = width + max(trace)
@@ -51,7 +53,7 @@ def batch(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
 
 
 def memory() -> int:
-    """The device's, in bytes."""
+    """Bytes of the device's memory."""
     if DEVICE.type == "cuda":
         return torch.cuda.mem_get_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,10 +1,10 @@
 """transformers: ``… sample_transformers MODEL DTYPE MOST generate|continuous|judge ATTENTION``.
 
-generate: one batch, left-padded, with ``num_return_sequences``. A ``StoppingCriteria`` tells which rows have ended, as
-that for EOS does; all rows are decoded until the last one has ended.
-continuous: what ``generate_batch`` does with ``num_return_sequences`` (a prompt is computed once for its samples) and a
-manager that is kept; each sample has a limit of its own. All requests run at once: fewer were slower on a CPU.
-judge: how probable given answers are.
+generate: one left-padded batch with ``num_return_sequences``. A ``StoppingCriteria`` ends rows, like the one for EOS.
+transformers decodes all rows until the last one has ended.
+continuous: the same as ``generate_batch`` with ``num_return_sequences``, which computes a prompt once for its samples,
+but it keeps the manager, and each sample has its own limit. All requests run at once; fewer were slower on a CPU.
+judge: computes the probabilities of given answers.
 """
 
 import sys
@@ -33,7 +33,7 @@ MOST = int(sys.argv[3])
 
 
 class Traced(StoppingCriteria):
-    """Ends each row where the trace says."""
+    """Ends each row at the trace's length."""
 
     def __init__(self, ends: torch.Tensor) -> None:
         self._ends = ends
@@ -43,11 +43,12 @@ class Traced(StoppingCriteria):
 
 
 def how(greedy: bool) -> dict:
-    """Arguments of GenerationConfig."""
+    """Return the arguments of GenerationConfig."""
     return {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0}
 
 
 def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
+    """Sample with ``model.generate``."""
     tokens = padded(prompts)
     width = tokens.shape[1]
     out = MODEL.generate(
@@ -59,6 +60,7 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
 
 
 def continuous(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
+    """Sample with continuous batching; it keeps one manager per setting."""
     samples = len(trace) // len(prompts)
     if (greedy, samples) not in MANAGERS:
         while MANAGERS:
@@ -76,7 +78,7 @@ class Manager:
             **how(greedy),
         )  # fmt: skip
         requests = prompts * samples
-        blocks = None if DEVICE.type == "cuda" else 2 * requests  # on a CPU it would take 60 % of the memory
+        blocks = None if DEVICE.type == "cuda" else 2 * requests  # on a CPU the default takes 60 % of the memory
         options = ContinuousBatchingConfig(num_blocks=blocks)
         self._manager = MODEL.init_continuous_batching(
             generation_config=config, continuous_batching_config=options,
@@ -90,11 +92,12 @@ class Manager:
         self._manager.stop(block=True)
 
     def generate(self, prompts: list[list[int]], trace: list[int]) -> Answers:
+        """Add all requests, wait for their answers, and return them in order."""
         self._run += 1
         names = []
         for i, prompt in enumerate(prompts):
             name = f"{self._run}-{i}"
-            # a child inherits the limit of its request, which is its last sample
+            # The request itself is the last sample; the others are its children and would inherit its limit.
             children = [f"{name}__child#{k}" for k in range(self._samples - 1)]
             names += [*children, name]
             LIMITS.update(zip(children, trace[i * self._samples :], strict=False))
@@ -112,7 +115,7 @@ class Manager:
 
 
 def fork(self: RequestState, name: str) -> RequestState:
-    """A child, with its own limit."""
+    """Fork a child and give it its own limit."""
     child = FORK(self, name)
     child.max_new_tokens = child._new_tokens_limit = LIMITS[name]
     return child
@@ -124,7 +127,10 @@ MANAGERS: dict[tuple[bool, int], Manager] = {}
 
 
 def judge() -> None:
-    """Of every token of given answers: log p, and by how much it is above its mean; the largest gap to the best."""
+    """Score given answers endlessly.
+
+    For every token it sends log p and log p - E[log p]; for all tokens together the largest gap to the best token.
+    """
     while True:
         order = hear()
         prompts, answers = order["prompts"], order["answers"]

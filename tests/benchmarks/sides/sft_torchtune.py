@@ -1,4 +1,4 @@
-"""torchtune's LoRA recipe from a given adapter: ``… sft_torchtune ADAPTER --config YAML``."""
+"""Run torchtune's LoRA recipe from a given adapter: ``… sft_torchtune ADAPTER --config YAML``."""
 
 import importlib.util
 import sys
@@ -10,7 +10,7 @@ from torchtune.config import parse
 
 
 def load_recipe():
-    """torchtune's recipe module; its ``recipes`` package cannot be imported, only its files."""
+    """Load torchtune's recipe module from its file, because its ``recipes`` package refuses imports."""
     root = Path(importlib.util.find_spec("torchtune").origin).parents[1]
     path = root / "recipes" / "lora_finetune_single_device.py"
     spec = importlib.util.spec_from_file_location("torchtune_lora", path)
@@ -20,7 +20,7 @@ def load_recipe():
 
 
 class FromAdapter(load_recipe().LoRAFinetuneRecipeSingleDevice):
-    """The recipe itself loads an adapter only when it resumes."""
+    """torchtune's recipe, starting from ``ADAPTER``; the original loads an adapter only when it resumes."""
 
     def _setup_model(self, *args, **kwargs):
         kwargs["lora_weights_state_dict"] = torch.load(ADAPTER)
@@ -29,7 +29,7 @@ class FromAdapter(load_recipe().LoRAFinetuneRecipeSingleDevice):
 
 @parse
 def main(cfg):
-    """Its own ``recipe_main``."""
+    """Do the same as torchtune's ``recipe_main``."""
     recipe = FromAdapter(cfg=cfg)
     recipe.setup(cfg=cfg)
     recipe.train()
@@ -37,7 +37,7 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    # on a CPU it refuses bf16, for want of NCCL
+    # On a CPU torchtune refuses bf16, because NCCL is missing.
     torchtune.training.precision.verify_bf16_support = lambda: True
     ADAPTER = sys.argv.pop(1)
     main()

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer over PEFT, as its documentation says, on given rows from a given adapter: ``… sft_trl WORK``."""
+"""Run TRL's SFTTrainer with PEFT, as documented, on given rows from a given adapter: ``… sft_trl WORK``."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from tests.benchmarks.sides.talk import Pace
 
 
 class Paced(TrainerCallback):
-    """Steps as the harness orders them; the loss of a step is logged after its end."""
+    """Runs the steps that the harness orders. TRL logs a step's loss after its end."""
 
     def __init__(self) -> None:
         self._pace = Pace()

@@ -1,4 +1,4 @@
-"""A side's end of the pipe to :mod:`tests.benchmarks.protocol`, and a metric logger that is paced by it."""
+"""A side's end of the pipe to :mod:`tests.benchmarks.protocol`, and a metric logger that runs steps on order."""
 
 import contextlib
 import os
@@ -13,12 +13,12 @@ from typing import Any
 
 @cache
 def pipe() -> Connection:
-    """To the harness, which passes its number on."""
+    """Open the pipe to the harness, which passes its file descriptor in the environment."""
     return Connection(int(os.environ["BENCHMARK_PIPE"]))
 
 
 def hear() -> dict[str, Any]:
-    """The next order; the process ends with the harness."""
+    """Wait for the next order; if the harness has ended, end this process."""
     try:
         return pipe().recv()
     except EOFError:
@@ -26,31 +26,31 @@ def hear() -> dict[str, Any]:
 
 
 def peak_memory() -> int:
-    """Bytes: of the GPU's tensors, or else of the process, libraries included."""
+    """Peak bytes of the GPU's tensors; without a GPU, of the process including libraries."""
     import torch
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    lines = Path("/proc/self/status").read_text().splitlines()  # getrusage's peak is also the parent's before exec
+    lines = Path("/proc/self/status").read_text().splitlines()  # getrusage's peak includes the parent's before exec
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def reset_peak() -> None:
-    """From now on :func:`peak_memory` tells what comes after."""
+    """Reset the peak that :func:`peak_memory` returns."""
     import torch
 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
-        with contextlib.suppress(OSError):  # a kernel without it
+        with contextlib.suppress(OSError):  # some kernels lack this file
             Path("/proc/self/clear_refs").write_text("5")
 
 
 class Pace:
     """Lets a trainer run as many steps as the harness orders, then reports the seconds and the loss of each.
 
-    What passes between a report and the next order does not count.
+    The time between a report and the next order does not count.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Pace:
         self._wait()
 
     def step(self, loss: float) -> None:
-        """One more step is over. The very first one's time holds what was left of the set-up."""
+        """Record the end of a step. The first step's time includes the rest of the set-up."""
         if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
             sys.modules["torch"].cuda.synchronize()
         now = time.perf_counter()
@@ -75,7 +75,7 @@ class Pace:
 
 
 class StepLogger:
-    """A torchtune metric logger that is a :class:`Pace`."""
+    """A torchtune metric logger that calls :class:`Pace` at every step."""
 
     def __init__(self) -> None:
         self._pace = Pace()
@@ -85,7 +85,7 @@ class StepLogger:
             self._pace.step(float(payload["loss"]))
 
     def log_config(self, config: object) -> None:
-        """Part of torchtune's interface; there is nothing to log."""
+        """Do nothing; torchtune's interface requires this method."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing; no file is open."""
