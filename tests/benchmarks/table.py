@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 GIB = 2**30
-_COLUMNS = ("work", "model", "against", "ours is as fast", "explained by saved work", "peak memory, ours / theirs",
+_COLUMNS = ("work", "model", "against", "speed-up", "of which by skipped work", "peak memory, ours / theirs",
             "until warm, ours / theirs")  # fmt: skip
 
 
