@@ -8,6 +8,7 @@ import argparse
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from rocm_ext.cli import bench, compare, doctor, eval, monitor, plan, pocket, report, verify
 from rocm_ext.errors import UserError
@@ -43,7 +44,24 @@ def _parser() -> argparse.ArgumentParser:
         prog="rocm-ext",
         description="Tools around the torchtune-rocm recipes. The recipes themselves run with `tune run`.",
     )
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="print the versions of this library, torchtune and torch"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints versions from the packages' metadata: importing torch would take seconds."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        for name in ("torchtune-rocm", "torchtune", "torch"):
+            try:
+                print(name, version(name))
+            except PackageNotFoundError:
+                print(name, "is not installed")
+        sys.exit()

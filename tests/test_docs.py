@@ -1,0 +1,72 @@
+"""What the documents name exists: linked files and headings, commands with their options, configs, components."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rocm_ext import cli, config
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+HEADS = sorted((ROOT / "recipe_configs").glob("*.yaml"))
+THEIRS = {"my_run.yaml", "MACHINE_MODEL"}  # files and names that stand for a user's own
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{target} does not exist"
+        assert not anchor or anchor in anchors(found), f"{target} has no such heading"
+
+
+def commands(text: str) -> list[list[str]]:
+    """The arguments of each ``rocm-ext`` and ``tune run`` command in shell blocks and heads of configs."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE) or [text.split("\n\n")[0]]
+    lines = [line.lstrip("# ").strip() for block in blocks for line in block.splitlines()]
+    split = [shlex.split(line, comments=True) for line in lines if re.match(r"(rocm-ext|tune run) ", line)]
+    return [words for words in split if words]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *HEADS], ids=name)
+def test_commands_and_configs_are_real(page):
+    for words in commands(page.read_text()):
+        if words[0] == "rocm-ext":  # argparse ends the program where an argument is missing
+            args, more = cli._parser().parse_known_args(words[1:])
+            assert all("=" in word for word in more), f"{more} of {words} are no options"
+            configs = [args.config] if getattr(args, "config", None) else []
+        else:
+            configs = [words[words.index("--config") + 1]]
+        for each in configs:
+            assert each in THEIRS or config.find(each).is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_names_can_be_imported(page):
+    text = page.read_text().split("\n### Changed")[0]  # there stand names that are gone
+    for dotted in set(re.findall(r"\brocm_ext(?:\.[A-Za-z_]+)+\b", text)) - {"rocm_ext.recipes"}:
+        parts = dotted.split(".")
+        for count in range(len(parts), 0, -1):
+            try:
+                found = importlib.import_module(".".join(parts[:count]))
+                break
+            except ModuleNotFoundError:
+                continue
+        for part in parts[count:]:
+            found = getattr(found, part)
