@@ -14,8 +14,9 @@ from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 
-from rocm_ext.data import sft_dataset, sources
-from rocm_ext.data.render import IGNORE, ROLES, render_conversation, render_prompt
+from rocm_ext.data import loading, sft_dataset
+from rocm_ext.data.messages import ROLES
+from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset, origin_of, tokenize
 from rocm_ext.errors import UserError
 
@@ -433,7 +434,7 @@ def test_hub(qwen, monkeypatch):
         calls.append((args, kwargs))
         return datasets.Dataset.from_list([ROWS["messages"]])
 
-    monkeypatch.setattr(sources, "load_dataset", load)
+    monkeypatch.setattr(loading, "load_dataset", load)
     rows = sft_dataset(qwen, source="owner/name", name="main", data_files="x.json", split="test")
     assert calls == [(("owner/name", "main"), {"data_files": "x.json", "split": "test"})]
     assert rows.origin(0) == "owner/name[test] row 0"
@@ -443,7 +444,7 @@ def test_hub_out_of_reach(qwen, monkeypatch):
     def load(*args, **kwargs):
         raise ConnectionError("Couldn't reach\nthe Hub")
 
-    monkeypatch.setattr(sources, "load_dataset", load)
+    monkeypatch.setattr(loading, "load_dataset", load)
     with pytest.raises(UserError) as error:
         sft_dataset(qwen, source="owner/name")
     for piece in ("owner/name", "ConnectionError: Couldn't reach the Hub", "hf download", "No file"):

@@ -138,12 +138,17 @@ def test_runs_of_the_same_name(tmp_path):
     assert "b/out" in text
 
 
-def test_prompts_come_from_the_runs_own_file(tmp_path):
+def prompts(folder: Path) -> dict[str, Any]:
+    """The setting ``prompts`` of a run, whose file is written into a folder."""
     rows = [{"id": f"prompt{i}", "prompt": f"What is {i} and {i}?", "answer": "7"} for i in range(6)]
-    data = write_jsonl(tmp_path / "prompts.jsonl", rows)
-    node = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(data)}
+    data = write_jsonl(folder / "prompts.jsonl", rows)
+    return {"_component_": "rocm_ext.data.prompt_dataset", "source": str(data)}
+
+
+def test_prompts_come_from_the_runs_own_file(tmp_path):
+    node = prompts(tmp_path)
     assert "What is 1 and 1?" in report(raft(tmp_path / "run", RIGHT, prompts=node))
-    data.unlink()
+    Path(node["source"]).unlink()
     shutil.rmtree(tmp_path / "run")
     assert "What is" not in report(raft(tmp_path / "run", RIGHT, prompts=node))
 
@@ -290,9 +295,13 @@ def test_any_values_in_its_files(tmp_path_factory, data):
     assert "</html>" in report(run)
 
 
-def test_it_needs_no_torch(run):
+def test_it_needs_no_torch(run, tmp_path):
+    samples = raft(tmp_path / "raft", RIGHT, prompts=prompts(tmp_path))
+    page = tmp_path / "page.html"
     code = "import sys; from rocm_ext.cli import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code, "report", str(run)]).returncode == 0
+    arguments = ["report", str(run), str(samples), "-o", str(page)]
+    assert subprocess.run([sys.executable, "-c", code, *arguments]).returncode == 0
+    assert "What is 1 and 1?" in page.read_text()
 
 
 # ---- curves

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from rocm_ext.errors import UserError
-from rocm_ext.verifiers import Limits, Pool, PythonTests, Run, Sandbox, Verdict, bubblewrap
-from rocm_ext.verifiers.process import children_of
-from rocm_ext.verifiers.sandbox import interpreter
+from rocm_ext.verifiers import Limits, Pool, PythonTests, Run, Sandbox, Verdict
+from rocm_ext.verifiers.sandbox import bubblewrap, interpreter
+from rocm_ext.verifiers.sandbox.process import children_of
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 ROW = {"tests": "def test_solution():\n    assert f(2) == 4\n    assert f(3) == 9\n    assert f(-10) == 100",
@@ -491,7 +491,8 @@ def test_without_privileges(sized: bool, tmp_path: Path):
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-from rocm_ext.verifiers import PythonTests, bubblewrap, Sandbox, Limits
+from rocm_ext.verifiers import PythonTests, Sandbox, Limits
+from rocm_ext.verifiers.sandbox import bubblewrap
 if not {sized}: bubblewrap.sized = lambda: False
 v = PythonTests(timeout=10, python="/usr/bin/python3")
 v.check()

@@ -3,7 +3,20 @@
 YAML files name two components of this package: ``rocm_ext.data.sft_dataset`` and ``rocm_ext.data.prompt_dataset``.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from rocm_ext.data.prompts import prompt_dataset
-from rocm_ext.data.sources import sft_dataset
+
+if TYPE_CHECKING:
+    from rocm_ext.data.sources import sft_dataset
 
 __all__ = ["prompt_dataset", "sft_dataset"]
+
+
+def __getattr__(name: str) -> Any:
+    # sources imports torch; `rocm-ext report` reads prompts without it
+    if name == "sft_dataset":
+        from rocm_ext.data.sources import sft_dataset
+
+        return sft_dataset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.data.render import string, to_messages
-from rocm_ext.data.sources import load_rows
+from rocm_ext.data.loading import load_rows
+from rocm_ext.data.messages import string, to_turns
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.log import log
 
@@ -202,7 +202,7 @@ def _conversation(turns: Any) -> tuple[dict[str, str], ...]:
     """Check a row's messages and reduce them to ``{role, content}``; the last must be a user's turn."""
     # torchtune calls the role of tools ipython; servers call it tool
     roles = {"ipython": "tool"}
-    messages = [{"role": roles.get(m.role, m.role), "content": m.text_content} for m in to_messages(turns)]
+    messages = [{"role": roles.get(m.role, m.role), "content": m.content} for m in to_turns(turns)]
     if not messages:
         raise UserError("messages is empty; expected a conversation that ends with a user's turn")
     if messages[-1]["role"] != "user":

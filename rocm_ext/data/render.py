@@ -13,11 +13,10 @@ from typing import Any
 
 from torchtune.data import Message
 
+from rocm_ext.data.messages import to_turns
 from rocm_ext.errors import UserError
 
 IGNORE = -100
-ROLES = {role: role for role in ("system", "user", "assistant", "ipython")}
-ROLES |= {"human": "user", "gpt": "assistant", "tool": "ipython"}
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping]) -> list[int]:
@@ -132,43 +131,7 @@ def to_messages(turns: Any) -> list[Message]:
     Raises:
         UserError: a message is malformed.
     """
-    if not isinstance(turns, (list, tuple)):
-        raise UserError(f"a conversation must be a list of messages, found {type(turns).__name__}")
-    return [_to_message(turn, f"message {number}") for number, turn in enumerate(turns)]
-
-
-def _to_message(turn: Any, where: str) -> Message:
-    if not isinstance(turn, Mapping):
-        raise UserError(f"{where} must be an object with role and content, found {type(turn).__name__}")
-    role, weight = turn.get("role", turn.get("from")), turn.get("weight")
-    if not isinstance(role, str) or role not in ROLES:
-        raise UserError(f"{where}: unknown role {role!r}; known: {', '.join(ROLES)}")
-    if turn.get("tool_calls"):
-        raise UserError(f"{where}: tool_calls are not supported; write the call into content as the model does")
-    content = turn.get("content", turn.get("value"))
-    if isinstance(content, list):  # OpenAI's parts
-        for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text":
-                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise UserError(f"{where}: content of type {kind!r}; only text is supported, no images")
-        content = "".join(string(part.get("text"), f"{where}: text") for part in content)
-    content = string(content, f"{where}: content")
-    if ROLES[role] == "assistant" and not content.strip():
-        raise UserError(f"{where}: the assistant's content is empty")
-    if weight not in (None, 0, 1):
-        raise UserError(f"{where}: weight must be 0 or 1, found {weight!r}")
-    return Message(ROLES[role], content, masked=ROLES[role] != "assistant" or weight == 0)
-
-
-def string(value: Any, what: str) -> str:
-    """Return ``value`` if it is a string.
-
-    Raises:
-        UserError: it is not; the message calls it ``what``.
-    """
-    if not isinstance(value, str):
-        raise UserError(f"{what} must be a string, found {type(value).__name__}")
-    return value
+    return [Message(turn.role, turn.content, masked=turn.masked) for turn in to_turns(turns)]
 
 
 def to_text(tokenizer: Any, tokens: Sequence[int]) -> str:

@@ -1,16 +1,14 @@
 """Read conversations from files or the hub, and recognise their schema."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from glob import glob, has_magic
-from pathlib import Path
 from typing import Any
 
-from datasets import ReadInstruction, load_dataset
 from torch.utils.data import Dataset
 
-from rocm_ext.data.render import render_conversation, string
+from rocm_ext.data.loading import load_rows
+from rocm_ext.data.messages import string
+from rocm_ext.data.render import render_conversation
 from rocm_ext.errors import UserError, nearest, one_line
 
 SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
@@ -22,7 +20,6 @@ SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
 }
 FIELDS = ("input", *(field for fields in SCHEMAS.values() for field in fields))
 NEEDS = ", ".join(f"{name} ({' + '.join(fields)})" for name, fields in SCHEMAS.items())
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def sft_dataset(
@@ -156,101 +153,3 @@ class ConversationDataset(Dataset):
         if any(isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from")) for m in messages):
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
-
-
-def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Callable[[int], str]]:
-    """Read the rows of a source.
-
-    Args:
-        source, split, data_files, name: as for :func:`sft_dataset`.
-
-    Returns:
-        The rows, and a function that names the origin of row i: ``file:line`` in JSON lines, else its index,
-        from 0.
-
-    Raises:
-        UserError: the source does not exist or cannot be read, or the split has no rows.
-    """
-    files = _local_files(source)
-    kinds = {LOADERS.get(Path(file).suffix) for file in files}
-    if len(kinds) > 1 or None in kinds:
-        raise UserError(f"{source}: expected {', '.join(LOADERS)} files, all of one kind")
-    if files and (data_files is not None or name is not None):
-        raise UserError(f"source {source} is a file: data_files and name do not apply to it")
-    if kinds == {"json"}:
-        # `datasets` gives every row the keys of all rows, refuses columns whose type varies, and does not report
-        # which line is malformed. So this module reads JSON itself.
-        rows, origins = _read_json(files, split)
-
-        def origin(index: int) -> str:
-            return origins[index]
-
-    else:
-        folder = Path(source).expanduser()
-        args = (kinds.pop(), None) if files else (str(folder) if folder.is_dir() else source, name)
-        try:
-            rows = load_dataset(*args, data_files=files or data_files, split=split)
-        except Exception as error:  # hub, network, file system and builder errors share no base class
-            hint = ""
-            if not files and not folder.is_dir() and source not in LOADERS.values():
-                hint = (
-                    ". No file or folder has this name; if it is a hub dataset and this machine is offline, "
-                    f"run `hf download --repo-type dataset {source} --local-dir DIR` and set source: DIR"
-                )
-            raise UserError(f"{source}: cannot load split {split!r}: {one_line(error)}{hint}") from error
-
-        def origin(index: int) -> str:
-            return f"{source}[{split}] row {index}"
-
-    if len(rows) == 0:
-        raise UserError(f"{source} has no rows in split {split!r}")
-    return rows, origin
-
-
-def _local_files(source: str) -> list[str]:
-    """Return the files that a path or a glob names; [] for a folder, a hub name or a loader's name.
-
-    Raises:
-        UserError: ``source`` looks like a path, but nothing exists there.
-    """
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [str(path)]
-    files = sorted(glob(str(path), recursive=True)) if has_magic(source) else []
-    path_like = path.suffix in LOADERS or has_magic(source) or source[:1] in "./~" or source.count("/") > 1
-    if path_like and not files and not path.is_dir():
-        raise UserError(f"{source}: no such file or folder (looked in {Path.cwd()})")
-    return files
-
-
-def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
-    """Read a split's rows and their origins from JSON lines or from a .json file with one list.
-
-    Raises:
-        UserError: a file cannot be read, a row is malformed, or ``split`` is invalid.
-    """
-    rows: list[tuple[Any, str]] = []
-    for file in files:
-        origin = file
-        try:
-            text = Path(file).read_text(encoding="utf-8-sig")
-            if Path(file).suffix == ".json" and text.lstrip().startswith("["):
-                rows += [(row, f"{file} row {index}") for index, row in enumerate(json.loads(text))]
-                continue
-            for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits at U+2028
-                origin = f"{file}:{number}"
-                if line.strip():
-                    rows.append((json.loads(line), origin))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file}: cannot read it as UTF-8 text: {one_line(error)}") from error
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{origin}: malformed JSON: {error}") from error
-    for row, origin in rows:
-        if not isinstance(row, dict):
-            raise UserError(f"{origin}: a row must be a JSON object, found {type(row).__name__}")
-    try:  # train[:100] and train[10%:] have the same meaning as in `datasets`
-        parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
-    except (ValueError, AssertionError) as error:
-        raise UserError(f"split {split!r}: {one_line(error)}; a file has one split, train") from error
-    rows = [pair for part in parts for pair in rows[part.from_ : part.to]]
-    return [row for row, _ in rows], [origin for _, origin in rows]

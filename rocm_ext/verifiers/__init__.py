@@ -10,11 +10,10 @@ from rocm_ext.verifiers.combine import All, Weighted
 from rocm_ext.verifiers.command import Command
 from rocm_ext.verifiers.compiled import Compile, Run
 from rocm_ext.verifiers.extract import extract_code
-from rocm_ext.verifiers.limits import Limits
 from rocm_ext.verifiers.maths import MathAnswer
-from rocm_ext.verifiers.pool import Pool
-from rocm_ext.verifiers.python_tests import PythonTests
-from rocm_ext.verifiers.sandbox import Outcome, Sandbox
+from rocm_ext.verifiers.python import PythonTests
+from rocm_ext.verifiers.sandbox import Limits, Outcome, Sandbox
+from rocm_ext.verifiers.workers import Pool
 
 __all__ = [
     "All", "Command", "Compile", "ExactMatch", "JsonSchema", "Limits", "MathAnswer", "Outcome", "Pool", "PythonTests",

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.verifiers.base import Result, correct, error, field, short, timeout, wrong
-from rocm_ext.verifiers.limits import Limits
-from rocm_ext.verifiers.sandbox import Outcome, Sandbox
+from rocm_ext.verifiers.sandbox import Limits, Outcome, Sandbox
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, short
-from rocm_ext.verifiers.process import Child, supervise
+from rocm_ext.verifiers.sandbox.process import Child, supervise
 
 
 class Command(Verifier):

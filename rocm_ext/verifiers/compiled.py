@@ -12,8 +12,7 @@ from rocm_ext.errors import UserError, nearest
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code
-from rocm_ext.verifiers.limits import Limits
-from rocm_ext.verifiers.sandbox import BOX, Sandbox
+from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox
 
 MAX_PROGRAM = 64 << 20  # bytes
 

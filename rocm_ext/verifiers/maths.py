@@ -13,8 +13,8 @@ from fractions import Fraction
 from typing import Any
 
 from rocm_ext.errors import UserError
-from rocm_ext.verifiers import worker
 from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.workers import worker
 
 TAIL = 20_000  # characters at the end of a completion that are looked at
 LONGEST = 500  # characters of an answer that is parsed
@@ -90,7 +90,7 @@ class MathAnswer(Verifier):
 
     def _elsewhere(self, found: str, gold: str) -> Result:
         """Compare in a worker: sympy cannot be stopped in this process, nor may this process be forked."""
-        from rocm_ext.verifiers.pool import Pool
+        from rocm_ext.verifiers.workers import Pool
 
         if self._pool is None:
             node = {

@@ -9,7 +9,7 @@ from typing import Any
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict
 from rocm_ext.verifiers.build import build
-from rocm_ext.verifiers.pool import Pool
+from rocm_ext.verifiers.workers import Pool
 
 GOLD_FIELDS = ("solution", "completion", "canonical_solution", "answer")
 

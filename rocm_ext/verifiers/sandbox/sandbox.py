@@ -38,9 +38,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_ext.errors import UserError, nearest
-from rocm_ext.verifiers import bubblewrap
-from rocm_ext.verifiers.limits import ENVIRONMENT, Limits, tool
-from rocm_ext.verifiers.process import Child, descendants, supervise
+from rocm_ext.verifiers.sandbox import bubblewrap
+from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
+from rocm_ext.verifiers.sandbox.process import Child, descendants, supervise
 
 KINDS = ("bubblewrap", "rlimits")
 BOX = "{box}"  # in argv: the folder with the run's files

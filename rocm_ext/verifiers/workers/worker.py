@@ -2,7 +2,7 @@
 
 In: ``{"node": ..., "parent": pid}`` first, then ``{"completion": ..., "row": ...}`` each. Out: ``{"ready": true}`` or
 ``{"error": ...}``, then ``{"verdict": ..., "reward": ..., "detail": ...}`` each. Started by
-:class:`rocm_ext.verifiers.pool.Pool`.
+:class:`rocm_ext.verifiers.Pool`.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.verifiers.process import children_of
+from rocm_ext.verifiers.sandbox.process import children_of
 
 RUNNING = False  # True in a worker: one thread, no device, so that it may fork
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_ext.errors import UserError
-from rocm_ext.verifiers import seccomp
-from rocm_ext.verifiers.limits import ENVIRONMENT, Limits, tool
+from rocm_ext.verifiers.sandbox import seccomp
+from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
 
 NO_BWRAP = (
     "bubblewrap (bwrap) is not installed: `apt install bubblewrap`, or set `sandbox: rlimits`, which limits time and "

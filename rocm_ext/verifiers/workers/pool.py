@@ -16,7 +16,7 @@ from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, error
-from rocm_ext.verifiers.process import descendants
+from rocm_ext.verifiers.sandbox.process import descendants
 
 START = 60.0  # seconds that a worker may take to build its verifier
 SAID = 2000  # bytes of a worker's last words
@@ -111,7 +111,8 @@ class _Worker:
 
     def start(self) -> None:
         # not -m, which puts the current directory first, where a `json.py` may lie
-        boot = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from rocm_ext.verifiers.worker import main;main()"
+        boot = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);"
+        boot += "from rocm_ext.verifiers.workers.worker import main;main()"
         command = [sys.executable, "-c", boot, json.dumps(sys.path)]
         with self._lock:
             if self._closed:

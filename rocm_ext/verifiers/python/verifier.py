@@ -17,9 +17,8 @@ from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code, parse_python
-from rocm_ext.verifiers.limits import Limits
-from rocm_ext.verifiers.process import supervise
-from rocm_ext.verifiers.sandbox import BOX, Sandbox, interpreter
+from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
+from rocm_ext.verifiers.sandbox.process import supervise
 
 JUDGE_MB = 1024  # the tests may need more memory than the code
 
