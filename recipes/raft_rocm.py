@@ -181,15 +181,15 @@ class RAFT:
 
     def _phase(self, cycle: int, what: str, adapter_of: int, requests: Sequence, prompts: Sequence[Prompt]) -> Phase:
         """Completions of ``requests`` with their verdicts, from the model with the adapter of a cycle."""
-        name = f"cycle {cycle} {what}"
         if signum := self.interrupt.agree(self.ranks):  # it came after the phase before had last looked
-            raise Interrupted(f"in {name}", signum)
+            raise Interrupted(f"in cycle {cycle}", signum)
         self.adapters.load(adapter_of)
         folder = self.adapters.folder(adapter_of)
         with self.interrupt:
             phase = self.rollouts.make(
                 Cycle(self.out, cycle).phase(what),
-                name,
+                cycle,
+                what,
                 requests,
                 {prompt.id: prompt.row for prompt in prompts},
                 lambda: self.engine.session(folder if folder.exists() else None),

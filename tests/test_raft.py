@@ -117,6 +117,12 @@ def assert_equal(out: Path, reference: Path) -> None:
 # ---- what a run writes
 
 
+def test_summary_is_plain_json(reference):
+    text = (reference / "summary.json").read_text()
+    assert text == json.dumps(json.loads(text), indent=2) + "\n"
+    assert [row["cycle"] for row in json.loads(text)["cycles"]] == [0, 1, 2]
+
+
 def test_every_arrow_is_a_file(reference):
     assert (reference / "cycle_0" / "eval.json").exists()
     for cycle in (1, 2):

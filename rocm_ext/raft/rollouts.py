@@ -211,6 +211,7 @@ class Rollouts:
     def make(
         self,
         folder: Path,
+        cycle: int,
         what: str,
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, Mapping[str, Any]],
@@ -220,7 +221,8 @@ class Rollouts:
 
         Args:
             folder: where those are.
-            what: name of the phase, for progress.
+            cycle: that the phase belongs to.
+            what: name of the phase.
             requests: all of the phase's, the same on every rank.
             rows: what verifiers need, by prompt id.
             session: makes an engine ready; called only where there is something to sample.
@@ -238,7 +240,7 @@ class Rollouts:
             if prompts[r.prompt_id] % self._ranks.world == self._ranks.rank
         }  # fmt: skip
         wanted = [(r, s) for r, s in requests if (k := (r.prompt_id, r.sample)) in mine and k not in samples.records]
-        progress = Progress(len(mine), len(mine) - len(wanted), self._ranks.is_main, what)
+        progress = Progress(len(mine), len(mine) - len(wanted), self._ranks.is_main, f"cycle {cycle} {what}")
         judge = _Judge(self._pool, verdicts, self._interrupt)
         for key in mine & samples.records.keys() - verdicts.records.keys():
             judge.submit(key, samples.records[key]["text"], rows[key[0]])
@@ -258,7 +260,7 @@ class Rollouts:
         judge.finish()
         progress.close()
         if signum := self._interrupt.agree(self._ranks):
-            raise Interrupted(f"in {what}", signum)
+            raise Interrupted(f"in cycle {cycle}", signum)
         samples.collect()
         verdicts.collect()
         self._check_errors(verdicts, len(requests))
