@@ -170,7 +170,7 @@ def test_what_transformers_serve_cannot_do_is_said_in_a_line(served, model_dir):
         chat_engine(served, model_dir, endpoint="completions").check()
     with pytest.raises(UserError, match=r"HTTP 400: Server is pinned to .*; requested 'other'"):
         chat_engine(served, model_dir, model="other").check()
-    with pytest.raises(UserError, match=r"does not list its models: HTTP 500: .*; name one in model"):
+    with pytest.raises(UserError, match=r"does not list its models: HTTP 500: .*; set model"):
         chat_engine(served, model_dir, model=None).check()
 
 
@@ -696,9 +696,9 @@ def test_check_finds_the_only_base_model(vllm, tokenizer):
 
 def test_check_wants_a_name_where_there_are_several_models(vllm, tokenizer):
     cards = {"data": [{"id": "a"}, {"id": "b"}, "c", {}]}
-    with pytest.raises(UserError, match="serves a, b; name one in model"):
+    with pytest.raises(UserError, match="serves a, b; set model to the name of one"):
         OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: cards}).url]).check()
-    with pytest.raises(UserError, match="serves no model; name one in model"):
+    with pytest.raises(UserError, match="serves no model; set model to the name of one"):
         OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: {"data": None}}).url]).check()
 
 
@@ -710,7 +710,7 @@ def test_check_names_a_model_that_is_not_served(vllm, tokenizer):
 
 def test_check_wants_one_model_of_all_servers(vllm, tokenizer):
     urls = [vllm(paths={MODELS: {"data": [{"id": name}]}}).url for name in "ab"]
-    with pytest.raises(UserError, match="the urls serve different models: a, b; name one in model"):
+    with pytest.raises(UserError, match="the urls serve different models: a, b; set model to one of them"):
         OpenAIEngine(tokenizer, urls=urls).check()
 
 

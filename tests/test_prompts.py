@@ -211,7 +211,7 @@ def test_the_real_mbpp():
 
 
 MALFORMED = {
-    "no prompt": ({"text": "a"}, {}, r":1: no prompt and no messages among the columns \['text'\]"),
+    "no prompt": ({"text": "a"}, {}, r":1: the columns \['text'\] have neither prompt nor messages"),
     "null": ({"prompt": None, "a": 1}, {}, ":1: no prompt"),
     "empty": ({"prompt": " \n"}, {}, ":1: prompt is empty"),
     "number": ({"prompt": 3}, {}, ":1: prompt must be text, found int"),

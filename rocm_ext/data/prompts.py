@@ -177,7 +177,7 @@ def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str
     if len(found) == 2:
         found = [column for column in found if column in mapping] or found
     if not found:
-        raise UserError(f"no prompt and no messages among the columns {list(fields)}; name yours in column_map")
+        raise UserError(f"the columns {list(fields)} have neither prompt nor messages; map yours with column_map")
     if found == ["prompt"]:
         return _from_text(fields["prompt"])
     if found == ["messages"]:

@@ -130,7 +130,7 @@ class OpenAIEngine:
         for server in self._servers:
             self._probe(server)
         if len(names := {server.model for server in self._servers}) > 1:
-            raise UserError(f"the urls serve different models: {', '.join(sorted(names))}; name one in model")
+            raise UserError(f"the urls serve different models: {', '.join(sorted(names))}; set model to one of them")
 
     @contextmanager
     def session(self, adapter: Path | None) -> Iterator["OpenAISession"]:
@@ -162,7 +162,7 @@ class OpenAIEngine:
         with httpx.Client(headers=self.headers, timeout=timeout, limits=limits) as client:
             listed = self._listed(client, server)
             if self.model is None and len(listed) != 1:
-                raise UserError(f"{server.url} serves {', '.join(listed) or 'no model'}; name one in model")
+                raise UserError(f"{server.url} serves {', '.join(listed) or 'no model'}; set model to the name of one")
             server.model = self.model or listed[0]
             for dialect in DIALECTS:
                 try:
@@ -188,7 +188,7 @@ class OpenAIEngine:
                 raise
             if self.model is not None:
                 return []
-            raise UserError(f"{server.url} does not list its models: {in_words(error)}; name one in model") from error
+            raise UserError(f"{server.url} does not list its models: {in_words(error)}; set model") from error
         cards = answer.get("data")
         cards = cards if isinstance(cards, list) else []
         # vLLM also lists adapters, perhaps those of a killed run; adapters name their parent.

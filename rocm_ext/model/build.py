@@ -100,7 +100,7 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
     if not any(layer._quantize_base for _, layer in adapters(decoder)):
         return []
     if ranks > 1:
-        raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or take bf16")
+        raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or use bf16")
     return check_locked(profile, {"quantize_base": True}, [key for key in overrides if key == "quantize_base"])
 
 

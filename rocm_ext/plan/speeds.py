@@ -56,7 +56,7 @@ class Figures:
             UserError: there is no figure for ``dtype``.
         """
         if dtype not in self.flops:
-            raise UserError(f"no figure for {dtype} on this machine ({self.source}); there are {', '.join(self.flops)}")
+            raise UserError(f"no figure for {dtype} on this machine ({self.source}); known: {', '.join(self.flops)}")
         return self.flops[dtype]
 
 
@@ -73,7 +73,7 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -
     """
     measured = BenchFile.read(bench) if bench else of_this_machine(machine) if _is(profile, machine) else None
     if measured and bench and not _is(profile, replace(machine, **_known(measured.machine))):
-        raise UserError(f"{bench} was measured on {measured.machine}, hardware={profile.name} is {profile.title}")
+        raise UserError(f"{bench} was measured on {measured.machine}, but hardware={profile.name} is {profile.title}")
     if measured:
         sheet = profile.figures.get(str(measured.machine.get("arch")), {})
         source = f"measured {measured.date} by rocm-ext bench"
