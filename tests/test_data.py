@@ -1,3 +1,5 @@
+"""Rendering, schemas, files, tokenisation and datasets."""
+
 import base64
 import json
 

@@ -1,3 +1,5 @@
+"""The OpenAI engine, against `transformers serve` and scripted servers."""
+
 import json
 import os
 import re

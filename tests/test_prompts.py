@@ -1,3 +1,5 @@
+"""Prompts: rows, formats, errors and overlap with held-out prompts."""
+
 import json
 import re
 from pathlib import Path
