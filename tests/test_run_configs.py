@@ -13,6 +13,7 @@ from torchtune import _recipe_registry
 from torchtune import config as torchtune_config
 
 from rocm_ext import config, registry
+from rocm_ext.config import layers
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import check_locked, load_profile
 from tests.test_device import CPU, STRIX
@@ -126,9 +127,9 @@ def test_departures_from_torchtune_say_so(name):
         assert ours[part]._component_ == stock[part]._component_
     assert ours.checkpointer.checkpoint_files == stock.checkpointer.checkpoint_files
     assert ours.checkpointer.model_type == stock.checkpointer.model_type
-    theirs = config._flatten(OmegaConf.to_container(stock))
+    theirs = layers._flatten(OmegaConf.to_container(stock))
     lines = {line.split(":")[0].strip(): line for line in text(name).splitlines() if ":" in line and line[0] != "#"}
-    for path, value in config._flatten(OmegaConf.to_container(ours)).items():
+    for path, value in layers._flatten(OmegaConf.to_container(ours)).items():
         key = path.split(".")[-1]
         said = re.search(r"# torchtune: ([\w.-]+?)(?=[;,. ]|$)", lines.get(key, ""))
         if key in PATHS or path not in theirs or key == "_component_":
@@ -213,7 +214,7 @@ optimizer: {_component_: torch.optim.AdamW, lr: 1e-3}
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """``run(yaml, *overrides)`` loads a small run config with these lines, as on Strix Halo."""
-    monkeypatch.setattr(config, "detect", lambda: STRIX)
+    monkeypatch.setattr(layers, "detect", lambda: STRIX)
     monkeypatch.chdir(tmp_path)
 
     def load_lines(lines: str = "", *overrides: str, base: str = COMPONENTS + "output_dir: out\n"):
@@ -252,9 +253,9 @@ def test_hardware_on_the_command_line_lifts_its_profile(run):
 
 
 def test_auto_on_a_machine_without_a_gpu(run, monkeypatch):
-    monkeypatch.setattr(config, "detect", lambda: CPU)
+    monkeypatch.setattr(layers, "detect", lambda: CPU)
     assert run().hardware == "cpu"
-    monkeypatch.setattr(config, "detect", lambda: replace(STRIX, arch="gfx1150"))
+    monkeypatch.setattr(layers, "detect", lambda: replace(STRIX, arch="gfx1150"))
     with pytest.raises(UserError, match=r"gfx1150.*hardware=strix_halo"):
         run()
 
