@@ -388,7 +388,7 @@ def test_file_that_is_not_utf8(qwen, tmp_path):
 def test_mixed_glob(qwen, write, tmp_path):
     write([ROWS["messages"]], "a.jsonl")
     write("prompt,completion\nq,a\n", "a.csv")
-    with pytest.raises(UserError, match="one kind at a time"):
+    with pytest.raises(UserError, match="all of one kind"):
         sft_dataset(qwen, source=str(tmp_path / "a.*"))
 
 

@@ -214,7 +214,7 @@ def test_the_real_mbpp():
 
 MALFORMED = {
     "no prompt": ({"text": "a"}, {}, r":1: the columns \['text'\] have neither prompt nor messages"),
-    "null": ({"prompt": None, "a": 1}, {}, ":1: no prompt"),
+    "null": ({"prompt": None, "a": 1}, {}, ":1: the columns .* have neither prompt nor messages"),
     "empty": ({"prompt": " \n"}, {}, ":1: prompt is empty"),
     "number": ({"prompt": 3}, {}, ":1: prompt must be text, found int"),
     "list": ({"prompt": list(user("a"))}, {}, "found list; a conversation goes in messages"),

@@ -1,4 +1,4 @@
-"""Rows from files, folders and the hub. Does not import torch."""
+"""Read rows from files, folders and the hub, without importing torch."""
 
 import json
 from collections.abc import Callable
@@ -14,23 +14,27 @@ LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 
 
 def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Callable[[int], str]]:
-    """The rows of a source and what tells the origin of row i: ``file:line`` in JSON lines, else its index, from 0.
+    """Read the rows of a source.
 
     Args:
         source, split, data_files, name: as for :func:`rocm_ext.data.sft_dataset`.
 
+    Returns:
+        The rows, and a function that names the origin of row i: ``file:line`` in JSON lines, else its index,
+        from 0.
+
     Raises:
-        UserError: there is no such source, it cannot be read, or the split has no rows.
+        UserError: the source does not exist or cannot be read, or the split has no rows.
     """
     files = _local_files(source)
     kinds = {LOADERS.get(Path(file).suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
-        raise UserError(f"{source}: only {', '.join(LOADERS)} files are read, one kind at a time")
+        raise UserError(f"{source}: expected {', '.join(LOADERS)} files, all of one kind")
     if files and (data_files is not None or name is not None):
         raise UserError(f"source {source} is a file: data_files and name do not apply to it")
     if kinds == {"json"}:
-        # Not through `datasets`: it gives every row the keys of all rows, refuses columns whose type varies,
-        # and does not say which line is malformed.
+        # `datasets` gives every row the keys of all rows, refuses columns whose type varies, and does not report
+        # which line is malformed. So this module reads JSON itself.
         rows, origins = _read_json(files, split)
 
         def origin(index: int) -> str:
@@ -59,7 +63,11 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
 
 
 def _local_files(source: str) -> list[str]:
-    """The files that a path or a glob names; none for a folder, a hub name or a loader's name."""
+    """Return the files that a path or a glob names; [] for a folder, a hub name or a loader's name.
+
+    Raises:
+        UserError: ``source`` looks like a path, but nothing exists there.
+    """
     path = Path(source).expanduser()
     if path.is_file():
         return [str(path)]
@@ -71,7 +79,11 @@ def _local_files(source: str) -> list[str]:
 
 
 def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
-    """The rows of a split and their origins, from JSON lines or a .json that holds one list."""
+    """Read a split's rows and their origins from JSON lines or from a .json file with one list.
+
+    Raises:
+        UserError: a file cannot be read, a row is malformed, or ``split`` is invalid.
+    """
     rows: list[tuple[Any, str]] = []
     for file in files:
         origin = file
@@ -80,20 +92,20 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
             if Path(file).suffix == ".json" and text.lstrip().startswith("["):
                 rows += [(row, f"{file} row {index}") for index, row in enumerate(json.loads(text))]
                 continue
-            for number, line in enumerate(text.split("\n"), 1):  # splitlines would split at U+2028 too
+            for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits at U+2028
                 origin = f"{file}:{number}"
                 if line.strip():
                     rows.append((json.loads(line), origin))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file}: cannot be read as UTF-8 text: {one_line(error)}") from error
+            raise UserError(f"{file}: cannot read it as UTF-8 text: {one_line(error)}") from error
         except (ValueError, RecursionError) as error:
             raise UserError(f"{origin}: malformed JSON: {error}") from error
     for row, origin in rows:
         if not isinstance(row, dict):
             raise UserError(f"{origin}: a row must be a JSON object, found {type(row).__name__}")
-    try:  # train[:100], train[10%:] mean what they mean in `datasets`
+    try:  # train[:100] and train[10%:] have the same meaning as in `datasets`
         parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
     except (ValueError, AssertionError) as error:
-        raise UserError(f"split {split!r}: {one_line(error)}; a file is one split, train") from error
+        raise UserError(f"split {split!r}: {one_line(error)}; a file has one split, train") from error
     rows = [pair for part in parts for pair in rows[part.from_ : part.to]]
     return [row for row, _ in rows], [origin for _, origin in rows]

@@ -1,4 +1,4 @@
-"""The messages of a conversation, as rows write them. Does not import torch."""
+"""Check the messages of a conversation in a row, without importing torch."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ class Turn(NamedTuple):
     """One message.
 
     Attributes:
-        role: torchtune's name of it, a value of :data:`ROLES`.
+        role: torchtune's name of the role, a value of :data:`ROLES`.
         content: text.
-        masked: nothing in it is trained on.
+        masked: True for a message without training tokens.
     """
 
     role: str
@@ -24,7 +24,7 @@ class Turn(NamedTuple):
 
 
 def to_turns(turns: Any) -> list[Turn]:
-    """The turns of a conversation, checked.
+    """Check a conversation and return its turns.
 
     Args:
         turns: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``; roles as in :data:`ROLES`.
@@ -44,13 +44,13 @@ def _to_turn(turn: Any, where: str) -> Turn:
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{where}: unknown role {role!r}; known: {', '.join(ROLES)}")
     if turn.get("tool_calls"):
-        raise UserError(f"{where}: tool_calls are not rendered; write the call in content as the model does")
+        raise UserError(f"{where}: tool_calls are not supported; write the call into content as the model does")
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):  # OpenAI's parts
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text":
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise UserError(f"{where}: content of type {kind!r}; only text is trained here, no images")
+                raise UserError(f"{where}: content of type {kind!r}; only text is supported, no images")
         content = "".join(string(part.get("text"), f"{where}: text") for part in content)
     content = string(content, f"{where}: content")
     if ROLES[role] == "assistant" and not content.strip():
@@ -61,7 +61,11 @@ def _to_turn(turn: Any, where: str) -> Turn:
 
 
 def string(value: Any, what: str) -> str:
-    """``value``, which must be text; ``what`` names it in the error."""
+    """Return ``value`` if it is a string.
+
+    Raises:
+        UserError: it is not; the message calls it ``what``.
+    """
     if not isinstance(value, str):
         raise UserError(f"{what} must be a string, found {type(value).__name__}")
     return value
