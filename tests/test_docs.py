@@ -12,7 +12,7 @@ from rocm_ext import cli, config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
-HEADS = sorted((ROOT / "recipe_configs").glob("*.yaml"))
+HEADS = sorted([*(ROOT / "recipe_configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
 THEIRS = {"my_run.yaml"}  # stands for a user's own
 OF_A_USERS_RECIPE = {"recipe", "extends", "lora_plus_ratio"}
 
