@@ -6,13 +6,15 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rocm_ext import cli, config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
-HEADS = sorted((ROOT / "recipe_configs").glob("*.yaml"))
-THEIRS = {"my_run.yaml", "MACHINE_MODEL"}  # files and names that stand for a user's own
+HEADS = sorted([*(ROOT / "recipe_configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
+THEIRS = {"my_run.yaml"}  # stands for a user's own
+OF_A_USERS_RECIPE = {"recipe", "extends", "lora_plus_ratio"}
 
 
 def name(path: Path) -> str:
@@ -70,3 +72,10 @@ def test_names_can_be_imported(page):
                 continue
         for part in parts[count:]:
             found = getattr(found, part)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_keys_are_known(page):
+    known = config.defaults("lora_finetune_rocm").keys() | config.defaults("raft_rocm").keys() | OF_A_USERS_RECIPE
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        assert yaml.safe_load(block).keys() <= known
