@@ -1,11 +1,13 @@
-"""Files and folders that are whole or absent: written aside, flushed to disk, renamed into place."""
+"""Files and folders that are whole or absent: written aside, flushed to disk, renamed into place; and JSON lines."""
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -63,6 +65,57 @@ def replace_text(path: Path, text: str) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines; none if the file does not exist.
+
+    The reader skips a last line without a line break that holds no object: a process is writing it, or was killed
+    while it did.
+
+    Args:
+        path: the file.
+        keys: every object must have these.
+        problems: where to note that the file cannot be read or how many lines are damaged, which are skipped; None:
+            these are errors.
+
+    Raises:
+        UserError: naming a damaged line, without ``problems``.
+        OSError: the file cannot be read, without ``problems``.
+    """
+    damaged = 0
+    try:
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                value = json_object(line)
+                if value is not None and all(key in value for key in keys):
+                    yield value
+                elif line.endswith(b"\n") and not line.isspace():
+                    damaged += 1
+                    if problems is None:
+                        having = f" with {' and '.join(keys)}" if keys else ""
+                        raise UserError(
+                            f"{path}:{number} is damaged; expected a JSON object{having}. Delete that line and go on "
+                            "with resume_from_checkpoint=True"
+                        )
+    except OSError as error:
+        if problems is None:
+            raise
+        problems.append(f"{path} cannot be read: {error.strerror or error}")
+    if damaged and problems is not None:
+        lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
+        problems.append(f"{path}: {lines} no JSON object and left out")
+
+
+def json_object(content: bytes) -> dict[str, Any] | None:
+    """The JSON object that ``content`` is; None if it is anything else."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+    return value if isinstance(value, dict) else None
 
 
 @contextmanager

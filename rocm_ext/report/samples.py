@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.report.raft import VERDICTS
-from rocm_ext.runs.reader import CycleFolder, Judged, Key, RunFolder
+from rocm_ext.runs.reader import CycleFolder, Judged, RunFolder, SampleKey
 
 PER_VERDICT = 2
 _PROMPTS = "rocm_ext.data.prompt_dataset"
@@ -40,8 +40,8 @@ def choose(run: RunFolder) -> tuple[str, list[Shown]]:
     return "", []
 
 
-def _choose(run: RunFolder, cycle: CycleFolder, judged: dict[Key, Judged], held_out: bool) -> list[Shown]:
-    by_verdict: dict[str, list[Key]] = {}
+def _choose(run: RunFolder, cycle: CycleFolder, judged: dict[SampleKey, Judged], held_out: bool) -> list[Shown]:
+    by_verdict: dict[str, list[SampleKey]] = {}
     for key in sorted(judged, key=_hash):
         by_verdict.setdefault(judged[key].verdict, []).append(key)
     order = [*VERDICTS, *sorted(by_verdict.keys() - set(VERDICTS))]
@@ -62,7 +62,7 @@ def _choose(run: RunFolder, cycle: CycleFolder, judged: dict[Key, Judged], held_
     ]
 
 
-def _hash(key: Key) -> str:
+def _hash(key: SampleKey) -> str:
     return hashlib.sha256(f"{key[0]}\0{key[1]}".encode(errors="backslashreplace")).hexdigest()
 
 

@@ -1,12 +1,12 @@
 """How far a run is, from the files it writes."""
 
-import json
 import os
 import re
 import time
 from pathlib import Path
 from typing import Any
 
+from rocm_ext.files import json_object
 from rocm_ext.runs.reader import is_rows, number, raft_finished, read_json, read_yaml
 
 _TAIL = 1 << 16  # bytes of a metrics.jsonl that are looked at: some hundred lines
@@ -68,12 +68,8 @@ def _last_values(path: Path) -> dict[str, Any]:
     """The newest of each value in a ``metrics.jsonl``."""
     values: dict[str, Any] = {}
     for line in _tail(path).splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):  # torn, as it is being written; or no metrics at all
-            continue
-        if isinstance(row, dict):
-            values |= {key: row[key] for key in _TOLD if type(row.get(key)) in (int, float) and abs(row[key]) < 1e300}
+        row = json_object(line) or {}  # nothing, where the line is being written or the tail begins within it
+        values |= {key: row[key] for key in _TOLD if type(row.get(key)) in (int, float) and abs(row[key]) < 1e300}
     return values
 
 

@@ -5,7 +5,6 @@ cannot be read is told in ``problems``. The recipes' own readers insist, as whoe
 import torch, which takes longer than all of this.
 """
 
-import json
 import math
 import re
 from collections import Counter
@@ -19,15 +18,16 @@ import numpy as np
 import yaml
 
 from rocm_ext.errors import UserError
+from rocm_ext.files import json_object, read_lines
 from rocm_ext.hardware.counters import HARDWARE_LOG
 from rocm_ext.runs.scores import wilson
 
-PHASES = ("sample", "train", "eval")
-GREEDY = -1  # index of a held-out prompt's greedy answer, as in rocm_ext.raft.evaluation
+PHASES = ("sample", "train", "eval")  # of a RAFT cycle
+GREEDY = -1  # index of a held-out prompt's greedy answer; those drawn at random count from 0
 _PAUSE = 60.0  # seconds: in a longer silence of its hardware.jsonl a run was not there
 _MOST = 1e12  # of seconds and prompts; more is junk
 _BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
-Key = tuple[str, int]  # prompt id, index of the sample
+SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
 class Columns:
@@ -127,26 +127,26 @@ class CycleFolder:
         return "begun"
 
     @cached_property
-    def judged(self) -> dict[Key, Judged]:
+    def judged(self) -> dict[SampleKey, Judged]:
         """The verdicts on what it sampled."""
         return self._read_verdicts(self.folder)
 
     @cached_property
-    def judged_held_out(self) -> dict[Key, Judged]:
+    def judged_held_out(self) -> dict[SampleKey, Judged]:
         """The verdicts of its evaluation, greedy answers at index :data:`GREEDY`."""
         return self._read_verdicts(self.folder / "eval")
 
-    def _read_verdicts(self, folder: Path) -> dict[Key, Judged]:
+    def _read_verdicts(self, folder: Path) -> dict[SampleKey, Judged]:
         found = {}
         for key, line in self._records(folder, "verdicts"):
             if isinstance(line.get("verdict"), str):
                 found[key] = Judged(line["verdict"], number(line.get("reward")), str(line.get("detail") or ""))
         return found
 
-    def _records(self, folder: Path, stem: str) -> Iterator[tuple[Key, dict[str, Any]]]:
+    def _records(self, folder: Path, stem: str) -> Iterator[tuple[SampleKey, dict[str, Any]]]:
         # while a run of several ranks goes on, each has a file of its own
         for path in sorted(folder.glob(f"{stem}*.jsonl")):
-            for line in read_lines(path, self._problems):
+            for line in read_lines(path, problems=self._problems):
                 prompt, sample = line.get("prompt_id"), line.get("sample")
                 if isinstance(prompt, str) and type(sample) is int:
                     yield (prompt, sample), line
@@ -158,7 +158,7 @@ class CycleFolder:
     @cached_property
     def answers(self) -> Answers:
         """Lengths and entropy of what it sampled."""
-        lengths: dict[Key, int] = {}
+        lengths: dict[SampleKey, int] = {}
         truncated, logprob, tokens = 0, 0.0, 0
         for key, line in self._records(self.folder, "samples"):
             if key in lengths or not isinstance(line.get("tokens"), list):
@@ -170,7 +170,7 @@ class CycleFolder:
         entropy = -logprob / tokens if tokens else None
         return Answers(np.array(list(lengths.values()), dtype=np.float64), truncated, entropy)
 
-    def texts(self, wanted: set[Key], held_out: bool = False) -> dict[Key, dict[str, Any]]:
+    def texts(self, wanted: set[SampleKey], held_out: bool = False) -> dict[SampleKey, dict[str, Any]]:
         """The records of some answers."""
         records = self._records(self.folder / "eval" if held_out else self.folder, "samples")
         return {key: line for key, line in records if key in wanted}
@@ -228,12 +228,14 @@ class RunFolder:
                 "output_dir of lora_finetune_rocm or raft_rocm" + "".join(f" ({p})" for p in self.problems[:1])
             )
         lines = [
-            line for line in read_lines(path / HARDWARE_LOG, self.problems) if 0 <= number(line.get("time")) < _MOST
+            line
+            for line in read_lines(path / HARDWARE_LOG, problems=self.problems)
+            if 0 <= number(line.get("time")) < _MOST
         ]
         self.hardware = sorted(lines, key=lambda line: line["time"])
 
     def _read_cycles(self, folders: Sequence[Path]) -> None:
-        lines = list(read_lines(self.path / "metrics.jsonl", self.problems))
+        lines = list(read_lines(self.path / "metrics.jsonl", problems=self.problems))
         listed = self.summary.get("cycles")
         rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
         self.cycles = [CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), self.problems) for p in folders]
@@ -335,7 +337,7 @@ def read_steps(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
     """Training steps and validations of a ``metrics.jsonl``, each by step; of two lines of a step the last counts."""
     steps: dict[float, dict[str, Any]] = {}
     validations: dict[float, dict[str, Any]] = {}
-    for line in read_lines(path, problems):
+    for line in read_lines(path, problems=problems):
         if math.isfinite(step := number(line.get("step"))):
             if "loss" in line:
                 steps[step] = line
@@ -344,31 +346,11 @@ def read_steps(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
     return Columns([steps[step] for step in sorted(steps)]), Columns([validations[s] for s in sorted(validations)])
 
 
-def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, none if it is missing. A last line that was torn, or is being written, is
-    no problem; other lines that hold no object are."""
-    bad = 0
-    try:
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            for line in file:
-                value = _parse(line)
-                if isinstance(value, dict):
-                    yield value
-                else:
-                    bad += line.endswith(b"\n") and not line.isspace()
-    except OSError as error:
-        problems.append(f"{path} cannot be read: {error.strerror or error}")
-    if bad:
-        problems.append(f"{path}: {bad} {'line is' if bad == 1 else 'lines are'} no JSON object and left out")
-
-
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     """A JSON object in a file; empty if it is missing or holds none."""
     content = _read_bytes(path, problems)
-    value = {} if content is None else _parse(content)
-    if not isinstance(value, dict):
+    value = {} if content is None else json_object(content)
+    if value is None:
         problems.append(f"{path} holds no JSON object and is left out")
         return {}
     return value
@@ -392,13 +374,6 @@ def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
         return path.read_bytes() if path.exists() else None
     except OSError as error:
         problems.append(f"{path} cannot be read: {error.strerror or error}")
-        return None
-
-
-def _parse(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
 
 
