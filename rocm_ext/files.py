@@ -1,4 +1,7 @@
-"""Files and folders that are whole or absent: written aside, flushed to disk, renamed into place; and JSON lines."""
+"""Files and folders that are written whole or not at all, and JSON lines.
+
+A new version is written beside the old one, flushed to disk and renamed into its place.
+"""
 
 import errno
 import json
@@ -14,20 +17,23 @@ from safetensors import SafetensorError
 from rocm_ext.errors import UserError
 
 _FULL = (
-    "no space left to write {}: the disk, a quota or a size limit is full. "
-    "What was there before is untouched; free some space and go on with resume_from_checkpoint=True"
+    "no space left to write {}: the disk is full, or a quota or size limit is reached. "
+    "Earlier files are untouched; free some space and go on with resume_from_checkpoint=True"
 )
 
 
 @contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
-    """A new folder to write into, which becomes ``path`` at the end, or vanishes on an exception.
+    """Yield a new folder that becomes ``path`` at the end; an exception removes it.
 
-    An earlier ``path`` is there until then, whole.
+    Until then an earlier ``path`` stays as it is.
+
+    Raises:
+        UserError: the disk is full or read-only.
     """
     aside = path.with_name(f".{path.name}.tmp")
     old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a kill
+    shutil.rmtree(aside, ignore_errors=True)  # a killed process may have left it
     try:
         with disk_errors(path):
             aside.mkdir(parents=True)
@@ -47,7 +53,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove ``path``, in one rename as far as anybody who looks for it can tell."""
+    """Remove a folder; other processes see it whole or not at all."""
     aside = path.with_name(f".{path.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -55,7 +61,11 @@ def remove_folder(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, which has its old content until the new one is whole."""
+    """Write ``text`` to ``path``, which keeps its old content until the new one is complete.
+
+    Raises:
+        UserError: the disk is full or read-only.
+    """
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with disk_errors(path):
@@ -105,8 +115,8 @@ def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None 
             raise
         problems.append(f"{path} cannot be read: {error.strerror or error}")
     if damaged and problems is not None:
-        lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
-        problems.append(f"{path}: {lines} no JSON object and left out")
+        lines = "1 line that is not a JSON object" if damaged == 1 else f"{damaged} lines that are not JSON objects"
+        problems.append(f"{path}: skipped {lines}")
 
 
 def json_object(content: bytes) -> dict[str, Any] | None:
@@ -137,7 +147,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 def _sync(path: Path) -> None:
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # there, fsync wants to write
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # fsync needs write access on Windows
     try:
         os.fsync(descriptor)
     finally:

@@ -405,7 +405,7 @@ def test_broken_lines_are_told_and_passed_over(base, tmp_path, capsys):
     path.write_bytes(b"\xff\x00junk\n[1]\n" + content + b'{"step": 3, "loss": "text"}\n{"step": 201, "lo')
     assert run(base, b) == 1  # step 3 now has no number
     out = capsys.readouterr().out
-    assert "2 lines are no JSON object and left out" in out
+    assert "skipped 2 lines that are not JSON objects" in out
 
 
 JUNK = st.one_of(

@@ -32,7 +32,7 @@ def test_a_damaged_line_is_named_or_skipped(tmp_path, damaged):
         list(read_lines(path, keys=["a"]))
     problems: list[str] = []
     assert list(read_lines(path, keys=["a"], problems=problems)) == [{"a": 1}, {"a": 2}]
-    assert problems == [f"{path}: 1 line is no JSON object and left out"]
+    assert problems == [f"{path}: skipped 1 line that is not a JSON object"]
 
 
 def test_files_that_cannot_be_read(tmp_path):

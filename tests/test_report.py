@@ -229,7 +229,7 @@ def test_torn_and_broken_lines(run):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n{"step": 121, "lo')
     text = words(report(run))
-    assert "metrics.jsonl: 1 line is no JSON object and left out" in text
+    assert "metrics.jsonl: skipped 1 line that is not a JSON object" in text
     assert "Steps 120" in text
 
 

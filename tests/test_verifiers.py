@@ -861,7 +861,7 @@ def test_json_schema():
     assert by_row('{"a": 1}', {"schema": json.dumps(schema)}).reward == 1
     with pytest.raises(ValueError, match="'schema'"):
         by_row.check_row({"schema": {"type": "no such type"}})
-    with pytest.raises(UserError, match="no JSON Schema"):
+    with pytest.raises(UserError, match="invalid JSON Schema"):
         JsonSchema({"type": 5})
 
 

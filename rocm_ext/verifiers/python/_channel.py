@@ -1,4 +1,4 @@
-"""Frames of JSON over pipes. Runs inside the sandboxes, of the standard library only."""
+"""Frames of JSON over pipes. This runs inside the sandboxes with the standard library alone."""
 
 import json
 import os
@@ -7,19 +7,19 @@ MAX_FRAME = 16 << 20  # bytes
 
 
 class Malformed(Exception):
-    """A message that says nothing sensible."""
+    """An invalid message."""
 
 
 class Unsendable(Exception):
-    """A value that cannot be put into a message."""
+    """A value that no message can hold."""
 
 
 class TooMuch(Unsendable):
-    """A value that is too large or too deep for a message."""
+    """A value that is too large or nested too deeply for a message."""
 
 
 class Closed(Exception):
-    """The other side is gone."""
+    """The other process has ended."""
 
 
 class Channel:
