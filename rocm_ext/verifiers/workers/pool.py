@@ -68,7 +68,7 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """Kill the workers and all that they started: running verifications end as ERROR, waiting ones are cancelled."""
+        """Kill the workers and all that they started: running verifications end as ERROR, waiting ones are dropped."""
         self._closed = True
         for worker in self._all:
             worker.close()
