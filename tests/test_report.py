@@ -168,7 +168,7 @@ def test_hardware_of_several_gpus_and_a_pause(tmp_path):
 def test_no_step_yet(tmp_path):
     folder = sft(tmp_path / "run", [], lines=[], finished=False)
     text = words(report(folder))
-    assert "No step has been recorded yet" in text
+    assert "The run has recorded no step yet" in text
     assert "Qwen2.5-7B-Instruct" in text
 
 
