@@ -56,6 +56,7 @@ class Program(Codec):
         self.shared = {n: k for n, k in plain_classes(self.namespace).items() if n in task["shared"]}
 
     def names(self, names):
+        """The values of those names that the code defines."""
         return {name: self.namespace[name] for name in names if name in self.namespace}
 
     def serve(self):
@@ -68,6 +69,7 @@ class Program(Codec):
                 self.channel.send(failure(self, Unsendable(f"the program returned {error}")))
 
     def answer(self, request):
+        """Do the judge's operation and return the answer to send."""
         table = []
         try:
             args = self.decode(request["a"], request["n"], table)
@@ -116,6 +118,7 @@ def lineage(kind):
 
 
 def failure(program, error):
+    """The answer that reports an exception."""
     try:
         says = str(error)[:1000]
     except BaseException:
@@ -136,6 +139,7 @@ def snapshot(value):
 
 
 def same(before, after):
+    """Whether two snapshots hold the same objects; False if either is None."""
     if before is None or after is None or len(before) != len(after):
         return False
     return all(a is b for a, b in zip(before, after, strict=True))
@@ -155,6 +159,7 @@ def fields(value):
 
 
 def call(function, *args, **keywords):
+    """The operation ``call``."""
     return function(*args, **keywords)
 
 
@@ -169,6 +174,7 @@ for module, names in (
 
 
 def main():
+    """Load the task in the file argv[3] and serve the judge over the pipes argv[1] and argv[2]."""
     with open(sys.argv[3]) as file:
         task = json.load(file)
     sys.path += task["path"]

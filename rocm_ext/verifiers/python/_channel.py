@@ -29,6 +29,12 @@ class Channel:
         self.reader, self.writer = reader, writer
 
     def send(self, message):
+        """Send a dict.
+
+        Raises:
+            TooMuch: it is larger than MAX_FRAME.
+            Closed: the other process has ended.
+        """
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > MAX_FRAME:
             raise TooMuch(f"a value of {len(data)} bytes is larger than {MAX_FRAME}")
@@ -40,6 +46,12 @@ class Channel:
                 raise Closed from None
 
     def receive(self):
+        """The next dict.
+
+        Raises:
+            Malformed: the message is not a JSON object, or too large.
+            Closed: the other process has ended.
+        """
         size = int.from_bytes(self._exactly(4), "big")
         if size > MAX_FRAME:
             raise Malformed(f"a message of {size} bytes")

@@ -116,6 +116,7 @@ class Judge(Codec):
         raise Gone(self.gone)
 
     def call_back(self, request):
+        """Call a function of the tests for the program, and return the answer to send."""
         table = []
         args = self.decode(request["a"], request["n"], table)
         try:
@@ -204,14 +205,17 @@ class Handle:
 
 
 def number_of(handle):
+    """The program's number of the object, read without asking the program."""
     return object.__getattribute__(handle, "_number")
 
 
 def ask(handle, op, *args, **keywords):
+    """Have the program do an operation on a handle's object; see :meth:`Judge.ask`."""
     return object.__getattribute__(handle, "_judge").ask(op, handle, *args, **keywords)
 
 
 def iter_handle(iterator):
+    """The values of an iterator in the program."""
     while True:
         try:
             value = ask(iterator, "next")
@@ -285,6 +289,11 @@ def run(task, judge):
     namespace.update({alias: found[name] for alias, name in tests.imported.items() if name in found})
     if entry and entry.isidentifier() and entry not in found:
         return {"kind": "failed", "detail": f"the code defines no {entry}", "passed": 0, "total": tests.total}
+    return take(tests, namespace, judge, task["all"])
+
+
+def take(tests, namespace, judge, go_on):
+    """Run the tests' statements and return the report; ``go_on``: after a unit that fails, too."""
     passed, detail = 0, ""
     for statements, reads in tests.steps:
         try:
@@ -298,7 +307,7 @@ def run(task, judge):
                 detail = f"{reads or ast.unparse(statements[0])[:100]}"
                 if not (isinstance(error, AssertionError) and not str(error)):
                     detail += f": {type(error).__name__}: {str(error)[:300]}"
-            if judge.gone or reads is None or not task["all"]:
+            if judge.gone or reads is None or not go_on:
                 break
         if judge.gone:
             break
@@ -310,10 +319,12 @@ def run(task, judge):
 
 
 def report(what):
+    """Write a line for the verifier."""
     os.write(RESULT, json.dumps(what).encode() + b"\n")
 
 
 def main():
+    """Judge the task in the file argv[3] over the pipes argv[1] and argv[2]."""
     global RESULT
     RESULT = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the tests may print

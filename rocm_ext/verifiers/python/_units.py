@@ -61,6 +61,7 @@ class Tests:
 
 
 def is_test(name):
+    """Whether a function of this name is a test."""
     return name == "check" or name.startswith("test")
 
 

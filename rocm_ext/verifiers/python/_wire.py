@@ -46,9 +46,11 @@ class Codec:
         self.shared = {}
 
     def opaque(self, value):
+        """The JSON of an object that is not plain data: a list of a tag and its parts."""
         raise Unsendable(f"an object of type {type(value).__name__}")
 
     def revive(self, tag, parts):
+        """The object that :meth:`opaque` of the other side encoded."""
         raise Malformed(f"tag {tag!r}")
 
     # to JSON
@@ -264,12 +266,14 @@ class Codec:
 
 
 def text(value):
+    """``value``, which must be a str."""
     if type(value) is not str:
         raise ValueError("no text")
     return value
 
 
 def integer(value):
+    """``value``, which must be an int."""
     if type(value) is not int:
         raise ValueError("no integer")
     return value

@@ -177,12 +177,7 @@ class Sandbox:
                 command += [arg.replace(BOX, "/box") for arg in argv]
                 cwd, environment = "/", {}  # the program can read bwrap's environment in /proc/1
             else:
-                folder = tempfile.mkdtemp(prefix="rocm-ext-")
-                for name, content in data.items():
-                    Path(folder, name).write_bytes(content)
-                    Path(folder, name).chmod(0o555)
-                cwd = str(Path(folder, "work"))
-                os.mkdir(cwd)
+                folder, cwd = _working_folder(data)
                 command = limits.prlimit(processes=False) + [arg.replace(BOX, folder) for arg in argv]
                 environment = ENVIRONMENT | {"HOME": cwd, "TMPDIR": cwd}
             try:
@@ -234,6 +229,17 @@ class Sandbox:
             )
         finally:
             running.close()
+
+
+def _working_folder(files: Mapping[str, bytes]) -> tuple[str, str]:
+    """A temporary folder that holds ``files``, and its empty subfolder to work in."""
+    folder = tempfile.mkdtemp(prefix="rocm-ext-")
+    for name, content in files.items():
+        Path(folder, name).write_bytes(content)
+        Path(folder, name).chmod(0o555)
+    work = str(Path(folder, "work"))
+    os.mkdir(work)
+    return folder, work
 
 
 @functools.cache
