@@ -1,13 +1,15 @@
-"""What goes wrong for reasons a user can mend, and how it is said."""
+"""Errors that the user can fix, and their messages."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """One line for the user: what was found, what was expected and what to do.
+    """An error that the user can fix; the recipes and ``rocm-ext`` print it without a traceback.
 
-    The recipes and ``rocm-ext`` print it without a traceback and exit with ``code``.
+    Args:
+        message: one line: what was found, what was expected and what to do.
+        code: exit code of the program.
     """
 
     def __init__(self, message: str, code: int = 1) -> None:
@@ -16,7 +18,15 @@ class UserError(Exception):
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """``; did you mean …?`` where a name is near, and the known names where they are few or none is near."""
+    """The end of a message about an unknown name.
+
+    Args:
+        name: the unknown name.
+        known: the names that exist.
+
+    Returns:
+        ``; did you mean …?`` if one is similar, and the known names if they are few or none is similar.
+    """
     names = sorted(known)
     match = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     guess = f"; did you mean {match[0]}?" if match else ""
@@ -24,6 +34,6 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What ``error`` says, without line breaks; with its type where the text alone would say little."""
+    """The message of ``error`` in one line, after its type unless that is UserError or ValueError."""
     text = " ".join(str(error).split())
     return text if type(error) in (UserError, ValueError) else f"{type(error).__name__}: {text}"

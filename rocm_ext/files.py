@@ -1,31 +1,39 @@
-"""Files and folders that are whole or absent: written aside, flushed to disk, renamed into place."""
+"""Files and folders that are written whole or not at all, and JSON lines.
+
+A new version is written beside the old one, flushed to disk and renamed into its place.
+"""
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from rocm_ext.errors import UserError
 
 _FULL = (
-    "no space left to write {}: the disk, a quota or a size limit is full. "
-    "What was there before is untouched; free some space and go on with resume_from_checkpoint=True"
+    "no space left to write {}: the disk is full, or a quota or size limit is reached. "
+    "Earlier files are untouched; free some space and go on with resume_from_checkpoint=True"
 )
 
 
 @contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
-    """A new folder to write into, which becomes ``path`` at the end, or vanishes on an exception.
+    """Yield a new folder that becomes ``path`` at the end; an exception removes it.
 
-    An earlier ``path`` is there until then, whole.
+    Until then an earlier ``path`` stays as it is.
+
+    Raises:
+        UserError: the disk is full or read-only.
     """
     aside = path.with_name(f".{path.name}.tmp")
     old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a kill
+    shutil.rmtree(aside, ignore_errors=True)  # a killed process may have left it
     try:
         with disk_errors(path):
             aside.mkdir(parents=True)
@@ -45,7 +53,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove ``path``, in one rename as far as anybody who looks for it can tell."""
+    """Remove a folder; other processes see it whole or not at all."""
     aside = path.with_name(f".{path.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -53,7 +61,11 @@ def remove_folder(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, which has its old content until the new one is whole."""
+    """Write ``text`` to ``path``, which keeps its old content until the new one is complete.
+
+    Raises:
+        UserError: the disk is full or read-only.
+    """
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with disk_errors(path):
@@ -63,6 +75,57 @@ def replace_text(path: Path, text: str) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines; none if the file does not exist.
+
+    The reader skips a last line without a line break that holds no object: a process is writing it, or was killed
+    while it did.
+
+    Args:
+        path: the file.
+        keys: every object must have these.
+        problems: where to note that the file cannot be read or how many lines are damaged, which are skipped; None:
+            these are errors.
+
+    Raises:
+        UserError: naming a damaged line, without ``problems``.
+        OSError: the file cannot be read, without ``problems``.
+    """
+    damaged = 0
+    try:
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                value = json_object(line)
+                if value is not None and all(key in value for key in keys):
+                    yield value
+                elif line.endswith(b"\n") and not line.isspace():
+                    damaged += 1
+                    if problems is None:
+                        having = f" with {' and '.join(keys)}" if keys else ""
+                        raise UserError(
+                            f"{path}:{number} is damaged; expected a JSON object{having}. Delete that line and go on "
+                            "with resume_from_checkpoint=True"
+                        )
+    except OSError as error:
+        if problems is None:
+            raise
+        problems.append(f"{path} cannot be read: {error.strerror or error}")
+    if damaged and problems is not None:
+        lines = "1 line that is not a JSON object" if damaged == 1 else f"{damaged} lines that are not JSON objects"
+        problems.append(f"{path}: skipped {lines}")
+
+
+def json_object(content: bytes) -> dict[str, Any] | None:
+    """The JSON object that ``content`` is; None if it is anything else."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+    return value if isinstance(value, dict) else None
 
 
 @contextmanager
@@ -84,7 +147,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 def _sync(path: Path) -> None:
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # there, fsync wants to write
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # fsync needs write access on Windows
     try:
         os.fsync(descriptor)
     finally:

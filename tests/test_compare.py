@@ -101,7 +101,7 @@ def test_hardly_any_steps(tmp_path, capsys, steps):
     b = sft(tmp_path / "b", curve(max(steps, 1))[:steps], finished=False)
     assert run(a, b) == 3
     out = capsys.readouterr().out
-    assert f"{steps} steps in common are too few" in out
+    assert f"{steps} common steps are too few" in out
     assert "B has not finished" in out
 
 
@@ -126,7 +126,7 @@ def test_other_rows(base, tmp_path, capsys):
     for line in lines:
         line["tokens"] += 7
     assert run(base, sft(tmp_path / "b", [], lines=lines, data_seed=1)) == 3
-    assert "from step 1 on the runs see other rows (other data_seed)" in capsys.readouterr().out
+    assert "from step 1 on the runs see different rows (different data_seed)" in capsys.readouterr().out
 
 
 def test_other_learning_rate(tmp_path, capsys):
@@ -153,7 +153,7 @@ def test_data_that_moved_is_the_same_data(base, tmp_path):
 def test_other_labels_on_the_same_rows(base, tmp_path, capsys):
     dataset = {"_component_": "rocm_ext.data.sft_dataset", "source": "train.jsonl", "train_on_input": True}
     assert run(base, sft(tmp_path / "b", curve(STEPS), dataset=dataset)) == 3
-    assert "other dataset.train_on_input" in capsys.readouterr().out
+    assert "different dataset.train_on_input" in capsys.readouterr().out
 
 
 def test_other_seeds(base, tmp_path, capsys):
@@ -292,7 +292,7 @@ def test_raft_on_other_prompts(tmp_path, capsys):
     b = raft(tmp_path / "b", [passing(0.3, 1, 200), passing(0.5, 2, 200)])
     assert run(a, b) == 3
     out = capsys.readouterr().out
-    assert "cannot be compared: they are of other prompts" in out
+    assert "cannot be compared: they are of different prompts" in out
     assert "McNemar" not in out
 
 
@@ -301,7 +301,7 @@ def test_raft_with_other_verifiers(tmp_path, capsys):
     a = raft(tmp_path / "a", right, verifier={"_component_": "rocm_ext.verifiers.MathAnswer"})
     b = raft(tmp_path / "b", right, verifier={"_component_": "rocm_ext.verifiers.ExactAnswer"})
     assert run(a, b) == 3
-    assert "other verifiers judged (other verifier._component_)" in capsys.readouterr().out
+    assert "different verifiers judged (different verifier._component_)" in capsys.readouterr().out
 
 
 def test_raft_without_verdicts_by_prompt(tmp_path, capsys):
@@ -356,7 +356,7 @@ def test_speed_that_differs_as_equal_runs_do(base, tmp_path, capsys):
 def test_a_baseline_without_finite_losses(tmp_path, capsys):
     a = sft(tmp_path / "a", [np.nan] * STEPS)
     assert run(a, sft(tmp_path / "b", curve(STEPS), speed=800)) == 3
-    assert "A's losses are not finite: nothing to compare with" in capsys.readouterr().out
+    assert "A's losses are not finite, so there is nothing to compare with" in capsys.readouterr().out
 
 
 def test_score_statistics():
@@ -405,7 +405,7 @@ def test_broken_lines_are_told_and_passed_over(base, tmp_path, capsys):
     path.write_bytes(b"\xff\x00junk\n[1]\n" + content + b'{"step": 3, "loss": "text"}\n{"step": 201, "lo')
     assert run(base, b) == 1  # step 3 now has no number
     out = capsys.readouterr().out
-    assert "2 lines are no JSON object and left out" in out
+    assert "skipped 2 lines that are not JSON objects" in out
 
 
 JUNK = st.one_of(

@@ -168,7 +168,7 @@ def test_hardware_of_several_gpus_and_a_pause(tmp_path):
 def test_no_step_yet(tmp_path):
     folder = sft(tmp_path / "run", [], lines=[], finished=False)
     text = words(report(folder))
-    assert "No step has been recorded yet" in text
+    assert "The run has recorded no step yet" in text
     assert "Qwen2.5-7B-Instruct" in text
 
 
@@ -229,7 +229,7 @@ def test_torn_and_broken_lines(run):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n{"step": 121, "lo')
     text = words(report(run))
-    assert "metrics.jsonl: 1 line is no JSON object and left out" in text
+    assert "metrics.jsonl: skipped 1 line that is not a JSON object" in text
     assert "Steps 120" in text
 
 

@@ -841,7 +841,7 @@ def test_regex_is_bounded_in_time():
     assert Regex(r"^(a|a)*(b|b)*$", timeout=0.3)("a" * 40 + "c" * 40, {}).verdict in (Verdict.TIMEOUT, Verdict.WRONG)
     assert Regex(r"(a|aa)+$", timeout=0.3)("a" * 100 + "c", {}).verdict is Verdict.TIMEOUT
     assert time.monotonic() - started < 3
-    with pytest.raises(UserError, match="no regular expression"):
+    with pytest.raises(UserError, match="not a regular expression"):
         Regex("(")
     with pytest.raises(ValueError, match="'p'"):
         Regex(field="p").check_row({"p": "("})
@@ -861,7 +861,7 @@ def test_json_schema():
     assert by_row('{"a": 1}', {"schema": json.dumps(schema)}).reward == 1
     with pytest.raises(ValueError, match="'schema'"):
         by_row.check_row({"schema": {"type": "no such type"}})
-    with pytest.raises(UserError, match="no JSON Schema"):
+    with pytest.raises(UserError, match="invalid JSON Schema"):
         JsonSchema({"type": 5})
 
 

@@ -7,10 +7,9 @@ from typing import Any
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.generation import Request, Sampling, sample_seed
 from rocm_ext.raft.rollouts import Phase
+from rocm_ext.runs.reader import GREEDY
 from rocm_ext.runs.scores import pass_at_k, wilson
 from rocm_ext.verifiers import Verdict
-
-GREEDY = -1  # index of a prompt's greedy answer; those drawn at random count from 0
 
 
 def eval_requests(

@@ -15,9 +15,8 @@ from typing import Any
 from rocm_ext.files import replace_text
 from rocm_ext.raft.cycles import Cycle, Filter, pass_rates
 from rocm_ext.ranks import Ranks
+from rocm_ext.runs.reader import PHASES
 from rocm_ext.train.metrics import Metrics
-
-PHASES = ("sample", "train", "eval")
 
 
 class History:

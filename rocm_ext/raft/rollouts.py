@@ -20,14 +20,13 @@ from typing import Any
 
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors, replace_text
+from rocm_ext.files import disk_errors, read_lines, replace_text
 from rocm_ext.generation import Completion, Request, Sampling, Session, sample_seed
 from rocm_ext.log import Progress
 from rocm_ext.ranks import Ranks
+from rocm_ext.runs.reader import SampleKey
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.verifiers import Pool, Result, Verdict
-
-SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
 @dataclass(frozen=True)
@@ -141,20 +140,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a journal, without a torn last one; none if there is no file.
 
     Raises:
-        UserError: naming a line that is no record.
+        UserError: naming a damaged line.
     """
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    records: list[dict[str, Any]] = []
-    # not splitlines: it also splits at characters that JSON does not escape
-    for number, line in enumerate(content[: _whole(content)].split(b"\n")[:-1], start=1):
-        try:
-            records.append(json.loads(line))
-            _ = records[-1]["prompt_id"], records[-1]["sample"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{number} is no record of a run; delete that line to have it done again") from error
-    return records
+    return list(read_lines(path, keys=("prompt_id", "sample")))
 
 
 def sampling_requests(

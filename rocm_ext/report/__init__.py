@@ -1,8 +1,8 @@
-"""One HTML file that shows runs: everything in it, nothing fetched, no script.
+"""One HTML file that shows runs; it is self-contained and has no script.
 
-What it shows comes from :mod:`rocm_ext.runs.reader`. The template escapes every text;
-:mod:`rocm_ext.report.text` makes it visible. A Content-Security-Policy in the page forbids scripts and the
-network even so.
+:mod:`rocm_ext.runs.reader` reads the runs. The template escapes every text, and :mod:`rocm_ext.report.text` replaces
+invisible characters. As a second line of defence, a Content-Security-Policy in the page forbids scripts and the
+network.
 """
 
 from collections.abc import Sequence
@@ -25,27 +25,27 @@ def write(folders: Sequence[Path], output: Path | None = None) -> Path:
     """Write the report of runs.
 
     Args:
-        folders: their output_dirs; one that is named twice is shown once.
-        output: the file; None: ``report.html`` in the only folder, or in the current one where there are several.
+        folders: their output_dirs; a folder that is named twice is shown once.
+        output: the file; None: ``report.html`` in the folder, or in the current folder if there are several.
 
     Returns:
         the file.
 
     Raises:
-        UserError: a folder holds no run, or the file cannot be written; nothing is written then.
+        UserError: a folder holds no run, or the file cannot be written. Then an earlier file stays as it is.
     """
     runs = [RunFolder(path) for path in {path.resolve(): path for path in folders}.values()]
     _name_apart(runs)
     target = output or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file, such as {target / 'report.html'}")
-    # as character references, since a file is written in the machine's own encoding
+    # as character references: replace_text writes the machine's encoding, whatever it is
     replace_text(target, render(runs).encode("ascii", "xmlcharrefreplace").decode("ascii"))
     return target
 
 
 def _name_apart(runs: Sequence[RunFolder]) -> None:
-    """Give runs in folders of the same name as much of their paths as tells them apart."""
+    """Rename runs whose folders have the same name: add as many parent folders as tell them apart."""
     for depth in range(2, 20):
         names = [run.name for run in runs]
         same = {name for name in names if names.count(name) > 1}
@@ -56,7 +56,7 @@ def _name_apart(runs: Sequence[RunFolder]) -> None:
 
 @np.errstate(all="ignore")  # damaged files may hold 1e308
 def render(runs: Sequence[RunFolder]) -> str:
-    """The page."""
+    """The page as HTML."""
     several = len(runs) > 1
     sections = [
         ("Cycles", raft.charts(runs), [run for run in runs if run.cycles]),
@@ -93,7 +93,7 @@ def _visible(value: Any) -> Any:
 
 
 def _differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[Any]]]:
-    """Settings of which some run has another value than the first, with each run's."""
+    """Settings in which some run differs from the first, with each run's value."""
     keys = {key for run in runs[1:] for key in runs[0].differing_settings(run)}
     flat = [run.settings() for run in runs]
     return [(key, [settings.get(key) for settings in flat]) for key in sorted(keys)]

@@ -1,4 +1,4 @@
-"""What a run is and came to, in a few facts."""
+"""A run's main facts."""
 
 import math
 import time
@@ -15,7 +15,7 @@ RECIPES = {"sft": "LoRA fine-tuning", "raft": "RAFT"}
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
-    """Names and values, those that are known."""
+    """Names and values of the facts that are known."""
     found = [*_setup(run), *_progress(run), *(_raft(run) if run.recipe == "raft" else _sft(run))]
     return [(name, value) for name, value in found if value]
 
@@ -57,13 +57,13 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
     if len(run.hardware) > 1:
         clock, pauses = running_time(run.hardware)
         times = "" if not len(pauses) else f", resumed {len(pauses)} time{'s' if len(pauses) > 1 else ''}"
-        yield "Running time", duration(float(clock[-1])) + times
+        yield "Running time", _time(float(clock[-1])) + times
     elif len(steps):
-        yield "Training time", duration(float(np.nansum(run.steps["seconds"])))
+        yield "Training time", _time(float(np.nansum(run.steps["seconds"])))
 
 
 def _last_sign(run: RunFolder) -> str:
-    """When an unfinished run last wrote something."""
+    """When an unfinished run last wrote a line."""
     files = [run.path / "metrics.jsonl", *(cycle.folder / "samples.jsonl" for cycle in run.cycles)]
     try:
         newest = max(path.stat().st_mtime for path in files if path.exists())
@@ -114,8 +114,8 @@ def _adapter(run: RunFolder) -> Iterator[tuple[str, str]]:
         yield "Adapter", str(path) + (f" ({kind})" if isinstance(kind, str) else "")
 
 
-def duration(seconds: float) -> str:
-    """75 -> 1 min 15 s."""
+def _time(seconds: float) -> str:
+    """75 -> 1 min 15 s; empty if it is not finite."""
     if not math.isfinite(seconds):
         return ""
     minutes, rest = divmod(round(seconds), 60)

@@ -1,7 +1,7 @@
 """Charts as inline SVG: small, of one size, readable at the width of a phone, coloured by the page's style sheet.
 
-Colours are classes (``c0`` … ``c4``, and from the sixth on dashed), so that light, dark and print differ in the style
-sheet alone. What a pointer shows is the SVG ``title`` of invisible columns: it needs no script.
+Colours are classes (``c0`` … ``c4``; from the sixth on, lines are dashed), so that the style sheet alone makes the
+light, dark and printed versions. A pointer shows the SVG ``title`` of invisible columns, which needs no script.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from rocm_ext.report.text import visible
 WIDTH, HEIGHT = 380.0, 216.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, WIDTH - 10.0, 14.0, HEIGHT - 36.0
 COLOURS, DASHES = 5, 3
-_COLUMNS = 48  # that show their values to a pointer
-_MARKS = 40  # for values that are not finite
+_COLUMNS = 48  # columns that show their values to a pointer
+_MARKS = 40  # most marks for values that are not finite or off the scale
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Line:
     """A curve.
 
     Attributes:
-        label: what it is of.
+        label: name of the curve.
         x, y: [n]; a NaN breaks the line.
-        colour: a run's, or another's where there is one run.
-        dash: tells lines of a colour apart.
-        faint: drawn in the background, without values for a pointer.
-        lost: a value that is not finite is a mishap, and marked.
+        colour: index of the run, or of the line if there is one run.
+        dash: index among the lines of one colour.
+        faint: draw it in the background, without values for a pointer.
+        lost: mark values that are not finite.
     """
 
     label: str
@@ -45,7 +45,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Spans:
-    """For each cycle a value with what is around it.
+    """A value with its interval for each cycle.
 
     Attributes:
         label, colour, dash: as of :class:`Line`.
@@ -59,7 +59,13 @@ class Spans:
 
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
-    """An SVG or HTML element; ``class_`` is ``class``, ``aria_label`` is ``aria-label``. All but Markup is escaped."""
+    """An SVG or HTML element.
+
+    Args:
+        name: of the element.
+        children: its content; all but Markup is escaped.
+        attributes: ``class_`` stands for ``class``, ``aria_label`` for ``aria-label``; None leaves one out.
+    """
     written = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _attribute(value))
         for key, value in attributes.items()
@@ -76,12 +82,12 @@ def _attribute(value: object) -> str:
 
 
 class Axis:
-    """From values to places.
+    """Maps values to positions.
 
     Args:
         low, high: values at the ends.
-        start, end: their places.
-        most: ticks at most.
+        start, end: their positions.
+        most: the largest number of ticks.
         whole: ticks are whole numbers.
     """
 
@@ -117,7 +123,7 @@ def _figure(title: str, unit: str, body: Markup, said: str, legend: Sequence[tup
 
 
 def line_style(colour: int, dash: int = 0) -> str:
-    """Classes of a line: colours first; where they are used up, dashes."""
+    """CSS classes of a line: first the colours, then the same colours with dashes."""
     return f"c{colour % COLOURS} d{(colour // COLOURS + dash) % DASHES}"
 
 
@@ -137,9 +143,10 @@ def line_chart(
     Args:
         title, unit: of the values.
         lines: at least one.
-        zero: begin at zero, if nothing is below.
-        whole: the other axis counts something.
-        marks: upright lines with a text, at places of the other axis.
+        x_title: of the x axis.
+        zero: begin the y axis at 0, if no value is below.
+        whole: ticks of the x axis are whole numbers.
+        marks: (x, text) of vertical lines.
         legend: name the lines.
     """
     xs = np.concatenate([line.x for line in lines])
@@ -173,7 +180,7 @@ def _path(line: Line, x: Axis, y: Axis) -> Markup:
 
 
 def _outside(line: Line, x: Axis, y: Axis) -> Markup:
-    """Where values are not finite, a cross at the bottom; where they are off the scale, a triangle at the top."""
+    """A cross at the bottom for values that are not finite, a triangle at the top for those off the scale."""
     parts = []
     lost = np.flatnonzero(~np.isfinite(line.y)) if line.lost else np.array([], dtype=int)
     for at in lost[thin(line.y[lost], _MARKS)]:
@@ -200,7 +207,7 @@ def _marks(x: Axis, marks: Sequence[tuple[float, str]]) -> Markup:
 
 
 def _columns(lines: Sequence[Line], x: Axis, x_title: str) -> Markup:
-    """Columns that tell the values below a pointer."""
+    """Invisible columns that show the values under a pointer."""
     places = np.unique(np.concatenate([line.x for line in lines]))
     if len(places) > _COLUMNS:
         places = places[np.linspace(0, len(places) - 1, _COLUMNS).astype(int)]
@@ -218,7 +225,7 @@ def _columns(lines: Sequence[Line], x: Axis, x_title: str) -> Markup:
 
 
 def _said(lines: Sequence[Line], x_title: str) -> str:
-    """What a screen reader says."""
+    """The text for screen readers."""
     parts = []
     for line in lines:
         finite = np.flatnonzero(np.isfinite(line.y))
@@ -236,12 +243,13 @@ def _cycle_axis(cycles: Sequence[int]) -> Axis:
 
 
 def span_chart(title: str, unit: str, spans: Sequence[Spans], *, legend: bool = False, zero: bool = False) -> Markup:
-    """Values by cycle with their intervals, joined by a line; or boxes, where five numbers are given.
+    """Values by cycle with their intervals, joined by a line; or boxes, if a cycle has five numbers.
 
     Args:
+        title, unit: of the values.
         spans: at least one, with at least one cycle.
-        legend: name them.
-        zero: begin at zero.
+        legend: name the spans.
+        zero: begin the y axis at 0.
     """
     cycles = sorted({cycle for each in spans for cycle in each.at})
     x = _cycle_axis(cycles)
@@ -310,12 +318,13 @@ def _cycle_columns(cycles: Sequence[int], x: Axis, told: Mapping[str, Mapping[in
 def stacked_chart(
     title: str, unit: str, bars: Mapping[int, Mapping[str, float]], styles: Mapping[str, str], *, share: bool = False
 ) -> Markup:
-    """A bar per cycle, made of parts.
+    """A bar for each cycle, made of parts.
 
     Args:
+        title, unit: of the sizes.
         bars: cycle -> part -> size.
-        styles: part -> its class, in the order of the parts from the bottom up.
-        share: sizes are shown as parts of 100 %.
+        styles: part -> its CSS class, from the bottom up.
+        share: show sizes as parts of 100 %.
     """
     cycles = sorted(bars)
     totals = {cycle: sum(bars[cycle].values()) or 1.0 for cycle in cycles}

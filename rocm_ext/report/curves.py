@@ -1,4 +1,4 @@
-"""Numbers made ready to be drawn: fewer points, smoother lines, and the text of numbers on axes."""
+"""Prepares numbers for charts: fewer points, smoother lines, ticks and their labels."""
 
 import math
 from collections.abc import Sequence
@@ -6,13 +6,18 @@ from itertools import pairwise
 
 import numpy as np
 
-POINTS = 1000  # of a curve, at most: a screen has no more columns
+POINTS = 1000  # most points of a curve; a chart has no more columns of pixels
 _HUGE = 1e100  # an axis ends here, so that no arithmetic overflows
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def thin(y: np.ndarray, most: int = POINTS) -> np.ndarray:
-    """Indices of about ``most`` of the points at most, with every stretch's lowest and highest, and its first NaN."""
+    """Indices of about ``most`` points: the lowest, the highest and the first NaN of every stretch.
+
+    Args:
+        y: [n] values.
+        most: keep all points if there are no more than these.
+    """
     if len(y) <= most:
         return np.arange(len(y))
     kept = {0, len(y) - 1}
@@ -28,7 +33,12 @@ def thin(y: np.ndarray, most: int = POINTS) -> np.ndarray:
 
 
 def smooth(y: np.ndarray, width: int) -> np.ndarray:
-    """The mean of the ``width`` points around each, of those that are finite; NaN where none is."""
+    """The running mean of the finite values among ``width`` points; NaN if none is finite.
+
+    Args:
+        y: [n] values.
+        width: odd number of points around each.
+    """
     finite = np.isfinite(y)
     half = width // 2
     low = np.maximum(np.arange(len(y)) - half, 0)
@@ -40,16 +50,16 @@ def smooth(y: np.ndarray, width: int) -> np.ndarray:
 
 
 def smoothing_width(points: int) -> int:
-    """How many points to smooth a curve of ``points`` over: a twenty-fifth; 1 for short ones."""
+    """The width for :func:`smooth` for a curve of ``points`` points: a twenty-fifth of them, 1 for short curves."""
     return 2 * (points // 50) + 1
 
 
 def value_range(curves: Sequence[np.ndarray], zero: bool) -> tuple[float, float]:
-    """What an axis shows of ``curves``: all of it, but for spikes so high that nothing else could be seen.
+    """The range of an axis: all values, except spikes that would flatten everything else.
 
     Args:
         curves: may hold values that are not finite.
-        zero: begin at 0, where nothing is below; done anyway where that is near.
+        zero: begin at 0 if no value is below. The axis does so anyway if the lowest value is near 0.
     """
     values = np.concatenate([c[np.isfinite(c)] for c in curves])
     if not len(values):
@@ -68,10 +78,12 @@ def value_range(curves: Sequence[np.ndarray], zero: bool) -> tuple[float, float]
 
 
 def ticks(low: float, high: float, most: int = 5, whole: bool = False) -> list[float]:
-    """Round numbers between ``low`` and ``high``, ``most`` of them at most, 1, 2 or 5 times a power of ten apart.
+    """Round numbers between ``low`` and ``high``, whose distance is 1, 2 or 5 times a power of ten.
 
     Args:
-        whole: only whole numbers.
+        low, high: ends of the axis.
+        most: the largest number of ticks.
+        whole: whole numbers only.
     """
     step = 10.0 ** math.floor(math.log10(max(high - low, 1e-300) / most))
     while whole and step < 1:
@@ -85,7 +97,7 @@ def ticks(low: float, high: float, most: int = 5, whole: bool = False) -> list[f
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Their texts, all with the same prefix and as many digits as tell them apart: 10k, 12.5k; 0.02; 2e-4."""
+    """The labels of ticks, all with the same prefix and enough digits to differ: 10.0k, 12.5k; 0.02; 2e-4."""
     top = max(map(abs, values), default=0.0)
     if not top:
         return ["0"] * len(values)
@@ -106,7 +118,7 @@ def _exponent(value: float, digits: int) -> str:
 
 
 def short_number(value: float) -> str:
-    """Four digits of it, with a prefix: 12.35k, 0.01234, 2e-05."""
+    """``value`` with four digits and a prefix: 12.35k, 0.01234, 2e-05."""
     if not math.isfinite(value):
         return "not finite"
     size, prefix = next(((s, p) for s, p in _PREFIXES if abs(value) >= s and abs(value) >= 1e4), (1.0, ""))
@@ -114,11 +126,15 @@ def short_number(value: float) -> str:
 
 
 def memory_unit(values: Sequence[np.ndarray]) -> tuple[float, str]:
-    """Bytes of the unit to show them in, and its name."""
+    """The unit for sizes of memory: its bytes and its name.
+
+    Args:
+        values: bytes; may hold NaN.
+    """
     top = max((float(np.nanmax(v)) for v in values if np.isfinite(v).any()), default=0.0)
     return (2.0**30, "GiB") if top >= 2**30 else (2.0**20, "MiB")
 
 
 def time_unit(longest: float) -> tuple[float, str]:
-    """Seconds of the unit to show times up to ``longest`` seconds in, and its name."""
+    """The unit for times up to ``longest`` seconds: its seconds and its name."""
     return (3600.0, "hours") if longest > 7200 else (60.0, "minutes") if longest > 180 else (1.0, "seconds")

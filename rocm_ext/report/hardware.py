@@ -14,7 +14,7 @@ from rocm_ext.runs.reader import RunFolder, is_rows, number, running_time
 _Read = Callable[[Mapping[str, Any]], float]
 _GPU = (
     ("GPU load", "%", ("busy",)),
-    ("GPU memory", "bytes", ("vram_used", "gtt_used")),  # what a GPU has of its own, and of the host's
+    ("GPU memory", "bytes", ("vram_used", "gtt_used")),  # the GPU's own memory, and the host's that it uses
     ("GPU power", "W", ("power",)),
     ("GPU temperature", "°C", ("temperature",)),
     ("GPU clock", "MHz", ("clock",)),
@@ -27,8 +27,10 @@ _HOST = (
 
 
 def charts(runs: Sequence[RunFolder]) -> list[Markup]:
-    """A chart for each counter that some run has readings of, over the time that the run ran. One run's GPUs are
-    lines of their own; of several runs each is one line, the mean of its GPUs."""
+    """A chart for each counter that some run recorded, over its running time.
+
+    A single run has a line for each GPU; of several runs, each has one line, the mean of its GPUs.
+    """
     clocks = [running_time(run.hardware) for run in runs]
     size, x_title = time_unit(max((float(clock[-1]) for clock, _ in clocks if len(clock)), default=0.0))
     several = len(runs) > 1
@@ -40,7 +42,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Markup]:
             y = np.array([read(line) for line in runs[owner].hardware])
             if np.isfinite(y).any():
                 clock, pauses = clocks[owner]
-                # a NaN where it paused, so that no line is drawn across
+                # a NaN at each pause breaks the line
                 x, y = np.insert(clock, pauses, clock[pauses]) / size, np.insert(y, pauses, np.nan)
                 lines.append(Line(label, x, y, colour))
         if lines:
@@ -50,7 +52,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Markup]:
 
 
 def _sources(runs: Sequence[RunFolder]) -> list[tuple[str, str, list[tuple[str, int, int, _Read]]]]:
-    """Title and unit of each counter, with its lines: label, colour, index of the run, and how it is read."""
+    """Title and unit of each counter, with its lines: label, colour, index of the run, and a function that reads it."""
     found = []
     for title, unit, keys in _GPU:
         if len(runs) == 1:
@@ -86,7 +88,7 @@ def gpu_names(run: RunFolder) -> list[str]:
 
 
 def _gpu(names: Sequence[str], keys: Sequence[str]) -> _Read:
-    """Reads the sum of some counters of a GPU, and the mean of that over GPUs."""
+    """A function that sums some counters of each GPU and returns the mean over the GPUs."""
 
     def read(line: Mapping[str, Any]) -> float:
         gpus = line.get("gpus")

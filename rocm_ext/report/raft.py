@@ -1,4 +1,4 @@
-"""Charts and a table of RAFT's cycles."""
+"""Charts and a table of a RAFT run's cycles."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ _RULE_STYLES = {
 
 
 def charts(runs: Sequence[RunFolder]) -> list[Markup]:
-    """Charts by cycle of the runs of RAFT among ``runs``."""
+    """Charts by cycle of the RAFT runs among ``runs``."""
     cycles = [(colour, run) for colour, run in enumerate(runs) if run.cycles]
     raft, several = [run for _, run in cycles], len(runs) > 1
     drawn = [
@@ -99,13 +99,13 @@ def _times(run: RunFolder, several: bool) -> Markup | None:
 
 
 def _verdict_styles(run: RunFolder) -> dict[str, str]:
-    """The known verdicts', and those that a verifier of the user's may have made up."""
+    """Styles of the known verdicts and of others in the files."""
     others = sorted({verdict for cycle in run.cycles for verdict in cycle.verdicts()} - set(VERDICTS))
     return {**_VERDICT_STYLES, **dict.fromkeys(others, "v2")}
 
 
 def rewards(cycle: CycleFolder) -> dict[str, float]:
-    """How many of a cycle's answers have which reward."""
+    """How many of a cycle's answers have a reward in each range."""
     values = np.array([judged.reward for judged in cycle.judged.values()])
     return {
         "1": float((values >= 1).sum()),
@@ -117,7 +117,7 @@ def rewards(cycle: CycleFolder) -> dict[str, float]:
 
 
 def fates(cycle: CycleFolder) -> dict[str, float]:
-    """What became of a cycle's answers, by the rule of the filter that dropped them."""
+    """How many of a cycle's answers were kept, and how many each rule of the filter dropped."""
     counts = cycle.row.get("filter")
     if isinstance(counts, dict):
         named = {str(rule).replace("_", " "): number(count) for rule, count in counts.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.report.raft import VERDICTS
-from rocm_ext.runs.reader import CycleFolder, Judged, Key, RunFolder
+from rocm_ext.runs.reader import CycleFolder, Judged, RunFolder, SampleKey
 
 PER_VERDICT = 2
 _PROMPTS = "rocm_ext.data.prompt_dataset"
@@ -15,7 +15,7 @@ _PROMPTS = "rocm_ext.data.prompt_dataset"
 
 @dataclass(frozen=True)
 class Shown:
-    """An answer as the page shows it; ``prompt`` is None where it could not be found."""
+    """An answer as the page shows it; ``prompt`` is None if it was not found."""
 
     prompt_id: str
     prompt: str | None
@@ -26,10 +26,10 @@ class Shown:
 
 
 def choose(run: RunFolder) -> tuple[str, list[Shown]]:
-    """Answers of the newest cycle that has some, :data:`PER_VERDICT` of each verdict, by a hash: the same each time.
+    """Answers of the newest cycle that has some: :data:`PER_VERDICT` of each verdict, chosen by a hash.
 
     Returns:
-        what they are of, and them; empty where there are none.
+        a description of the choice, and the answers; both are empty if the run has none.
     """
     for cycle in reversed(run.cycles):
         for judged, held_out in ((cycle.judged, False), (cycle.judged_held_out, True)):
@@ -40,8 +40,8 @@ def choose(run: RunFolder) -> tuple[str, list[Shown]]:
     return "", []
 
 
-def _choose(run: RunFolder, cycle: CycleFolder, judged: dict[Key, Judged], held_out: bool) -> list[Shown]:
-    by_verdict: dict[str, list[Key]] = {}
+def _choose(run: RunFolder, cycle: CycleFolder, judged: dict[SampleKey, Judged], held_out: bool) -> list[Shown]:
+    by_verdict: dict[str, list[SampleKey]] = {}
     for key in sorted(judged, key=_hash):
         by_verdict.setdefault(judged[key].verdict, []).append(key)
     order = [*VERDICTS, *sorted(by_verdict.keys() - set(VERDICTS))]
@@ -62,23 +62,25 @@ def _choose(run: RunFolder, cycle: CycleFolder, judged: dict[Key, Judged], held_
     ]
 
 
-def _hash(key: Key) -> str:
+def _hash(key: SampleKey) -> str:
     return hashlib.sha256(f"{key[0]}\0{key[1]}".encode(errors="backslashreplace")).hexdigest()
 
 
 def _prompts(run: RunFolder, ids: Collection[str], held_out: bool) -> dict[str, str]:
-    """The last turn of prompts by id, from the run's own data, where that is a file that is still there: nothing is
-    fetched for a report, and no component of the user's is run."""
+    """The last turn of prompts by id, from the run's own data if that is a file that still exists.
+
+    A report downloads nothing and runs no component of the user's.
+    """
     node: Any = run.setting("eval_prompts" if held_out else "prompts")
     if not isinstance(node, dict) or node.get("_component_") != _PROMPTS:
         return {}
     source = node.get("source")
     if not isinstance(source, str) or not Path(source).is_file():
         return {}
-    from rocm_ext.data.prompts import prompt_dataset
+    from rocm_ext.data.prompts import prompt_dataset  # here: `datasets` takes a second to import
 
     try:
         prompts = prompt_dataset(**{key: value for key, value in node.items() if key != "_component_"})
-    except Exception:  # the file may be another by now, and a report has more to say than this
+    except Exception:  # the file may have changed since; the report is useful without prompts
         return {}
     return {prompt.id: prompt.messages[-1]["content"] for prompt in prompts if prompt.id in ids}

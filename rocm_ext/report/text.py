@@ -1,18 +1,22 @@
-"""Text of models, data and configs, made fit to be shown.
+"""Makes text of models, data and configs fit to be shown.
 
-It may hold anything: markup, control characters, half a surrogate pair, characters that turn the direction of what
-follows, megabytes in one line. Escaping is left to the template; this leaves nothing invisible in it.
+It may hold anything: markup, control characters, half a surrogate pair, characters that change the direction of the
+text, megabytes in one line. This module replaces invisible characters; the template escapes markup.
 """
 
 import unicodedata
 
-_KEPT = "\n\t\u200c\u200d"  # the joiners are part of how many scripts, and emoji, are written
+_KEPT = "\n\t\u200c\u200d"  # many scripts, and emoji, need the joiners
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def visible(text: str, limit: int) -> str:
-    """``text`` with every character that has no shape of its own spelt out, and its middle left out if it is longer
-    than ``limit`` characters."""
+    """``text`` with a visible escape for every invisible character, and without its middle if it is too long.
+
+    Args:
+        text: any text.
+        limit: most characters of ``text`` to show.
+    """
     if text.isascii() and text.isprintable() and len(text) <= limit:
         return text
     if len(text) > limit:

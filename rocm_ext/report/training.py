@@ -13,7 +13,16 @@ from rocm_ext.runs.reader import RunFolder
 
 @dataclass(frozen=True)
 class _Curve:
-    """A column of ``metrics.jsonl``: ``noisy`` ones are smoothed; of ``finite`` ones a NaN is a mishap."""
+    """A column of ``metrics.jsonl``.
+
+    Attributes:
+        key: of the column.
+        title, unit: of the chart.
+        scale: factor from the column to the unit.
+        zero: begin the axis at 0.
+        noisy: smooth the curve.
+        finite: mark values that are not finite.
+    """
 
     key: str
     title: str
@@ -33,11 +42,11 @@ _CURVES = (
     _Curve("padding", "Padding", "% of computed tokens", scale=100),
     _Curve("peak_memory", "Peak memory", "", zero=True),
 )
-_FEW = 3  # runs; of more, the noise of each would cover the others
+_FEW = 3  # runs; the noise of more would hide the curves
 
 
 def charts(runs: Sequence[RunFolder]) -> list[Markup]:
-    """A chart for each column that some run has values of."""
+    """A chart for each column in which some run has values."""
     marks = _cycle_marks(runs[0]) if len(runs) == 1 else []
     return [drawn for curve in _CURVES if (drawn := _chart(curve, runs, marks)) is not None]
 
@@ -54,7 +63,7 @@ def _chart(curve: _Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float
     for colour, (run, each, y) in enumerate(zip(runs, columns, values, strict=True)):
         if not len(y) or (not np.isfinite(y).any() and not curve.finite):
             continue
-        if curve.key == "padding" and not np.nanmax(y):  # none, as always where rows are packed: a fact, no curve
+        if curve.key == "padding" and not np.nanmax(y):  # always 0 where rows are packed; the card says "none"
             continue
         label = run.name if len(runs) > 1 else curve.title.lower()
         x, y = each["step"], y * scale
@@ -75,7 +84,7 @@ def _chart(curve: _Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float
 
 
 def _cycle_marks(run: RunFolder) -> list[tuple[float, str]]:
-    """Where a RAFT run's cycles begin."""
+    """The step at which each cycle of a RAFT run begins, with its name."""
     if run.recipe != "raft":
         return []
     cycles = run.steps["cycle"]

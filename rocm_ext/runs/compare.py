@@ -1,7 +1,7 @@
 """Two runs, a safe baseline A and a faster setting B: is B faster, and does it train the same?
 
-The measurements are in the dataclasses below, each with why it is made as it is.
-:mod:`rocm_ext.runs.decision` turns them into an answer.
+The dataclasses below hold the measurements and say how they are made. :mod:`rocm_ext.runs.decision` turns them into
+an answer.
 """
 
 import math
@@ -24,11 +24,11 @@ from rocm_ext.runs.intervals import (
 )
 from rocm_ext.runs.reader import GREEDY, PHASES, CycleFolder, RunFolder, number, running_time
 
-WARM_UP = 10  # steps at a run's beginning that say nothing of its speed: compilation, caches, clocks
+WARM_UP = 10  # steps at a run's beginning that do not show its speed: compilation, caches, clocks
 _DATA = {"dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long"}
 _STEP_SIZE = {"sequences_per_step", "gradient_accumulation_steps", "batch_size"}
 _RATE = {"optimizer.lr", "lr_scheduler", "epochs", "max_steps_per_epoch"}
-_PLACES = ("source", "data_files", "path", "_path", "_file", "_dir")  # where a thing is, not what it is
+_PLACES = ("source", "data_files", "path", "_path", "_file", "_dir")  # settings that say where a file is
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Losses:
     """The losses of two SFT runs.
 
     Attributes:
-        steps: that both have.
-        first: relative difference at step 1. Both runs have the same weights there (an adapter adds nothing at
-            first), so it is what a setting does to one forward pass; None where step 1 is missing.
-        last_half: relative difference over the last half of ``steps``, which the answer rests on: until then runs
-            that go apart have not had the time to.
-        all: over all of them.
+        steps: number of steps that both runs have.
+        first: relative difference at step 1. Both runs have the same weights there (a new adapter adds nothing), so it
+            shows the effect of a setting on one forward pass; None if step 1 is missing.
+        last_half: relative difference over the last half of ``steps``, which decides: in the first half, runs may not
+            have had the time to diverge.
+        all: relative difference over all ``steps``.
         values: mean losses of A and B in the last half.
-        validation: step, A, B of the last validation at the same step, of equally many labels; None if there is none.
-        best_validation: A, B, of finished runs whose validations are all of equally many labels.
-        not_comparable: why training losses at the same step are of different things; empty if they are not.
-        attributable: whether a difference can be the settings' doing; with other seeds it may as well be chance.
+        validation: step, A, B of the last validation at the same step with equally many labels; None if there is none.
+        best_validation: A, B, if both runs are finished and all their validations have equally many labels.
+        not_comparable: why training losses at the same step measure different things; empty if they do not.
+        attributable: whether the settings can explain a difference; with different seeds it may be chance.
     """
 
     steps: int
@@ -65,11 +65,11 @@ class Scores:
     """Held-out scores of two RAFT runs after one cycle.
 
     Attributes:
-        cycle: 0 is before any training, where a difference is the settings' effect on sampling alone.
+        cycle: 0 is before any training, where settings can affect sampling alone.
         a, b: correct, total.
         gain: of B, as a share of prompts.
-        p: that both are right equally often (exact McNemar test); None where verdicts by prompt are missing.
-        not_comparable: why these are scores of different things; empty if they are not.
+        p: p-value that both are right equally often (exact McNemar test); None without verdicts by prompt.
+        not_comparable: why the scores measure different things; empty if they do not.
     """
 
     cycle: int
@@ -82,21 +82,27 @@ class Scores:
 
 @dataclass(frozen=True)
 class Stability:
-    """What went wrong on the way, in steps that both runs have.
+    """What went wrong in A and in B, in steps that both runs have.
 
-    Steps where both spike had hard rows; those where one does count against it. A few of them are chance: B is less
-    stable if it has so many more than A that a fair coin would give as many in less than 5 % of cases.
+    If both spike at a step, its rows are hard; a spike of one alone counts against that run. A few spikes are chance:
+    B is less stable if a fair coin would give it as many of them in less than 5 % of cases.
+
+    Attributes:
+        resumed: how often, according to hardware.jsonl.
+        not_finite: losses that are not finite.
+        skipped: steps whose gradient was not finite; fp16 skips one now and then.
+        loss_spikes, grad_spikes: of A alone, of B alone.
     """
 
-    resumed: tuple[int, int] = (0, 0)  # times, as far as hardware.jsonl tells
-    not_finite: tuple[int, int] = (0, 0)  # losses
-    skipped: tuple[int, int] = (0, 0)  # steps whose gradient was not finite: fp16 skips one now and then
-    loss_spikes: tuple[int, int] = (0, 0)  # of A alone, of B alone
+    resumed: tuple[int, int] = (0, 0)
+    not_finite: tuple[int, int] = (0, 0)
+    skipped: tuple[int, int] = (0, 0)
+    loss_spikes: tuple[int, int] = (0, 0)
     grad_spikes: tuple[int, int] = (0, 0)
 
     @property
     def problem(self) -> str:
-        """Why B is less stable than A; empty if it is not."""
+        """Why B is less stable than A; empty if it is as stable."""
         if self.not_finite[1] > self.not_finite[0]:
             return f"{self.not_finite[1]} losses of B are not finite"
         for what, (a, b) in (("loss", self.loss_spikes), ("gradient", self.grad_spikes)):
@@ -107,15 +113,19 @@ class Stability:
 
 @dataclass
 class Comparison:
-    """All that :func:`compare` found.
+    """The measurements of :func:`compare`.
 
     Attributes:
-        settings: that differ, by name: A's value, B's.
+        a, b: the runs.
+        settings: those that differ, by name: A's value, B's.
         speed: of B, as a multiple of A's. SFT: ratio of median tokens/s after warm-up. RAFT: ratio of the time that
-            the cycles of both took, with the slowest and fastest cycle's as its ends.
-        memory: peak bytes; NaN where unknown.
+            both runs' cycles took for the same work; the slowest and the fastest cycle are the ends of the interval.
+        memory: peak bytes of A and B; NaN if unknown.
         rates: other measures of speed and size by name: A's value, B's.
-        notes: what the reader should know.
+        stability: what went wrong.
+        losses: of SFT runs.
+        scores: of RAFT runs, by cycle.
+        notes: messages for the reader.
     """
 
     a: RunFolder
@@ -135,7 +145,7 @@ def compare(a: RunFolder, b: RunFolder) -> Comparison:
     """Measure two runs against each other.
 
     Raises:
-        UserError: they are of different recipes, or the same folder.
+        UserError: the runs are of different recipes, or are the same folder.
     """
     if a.path.resolve() == b.path.resolve():
         raise UserError(f"{a.path} and {b.path} are the same folder; name two runs")
@@ -150,11 +160,11 @@ def compare(a: RunFolder, b: RunFolder) -> Comparison:
     found = made(a, b, settings, memory)
     for which, run in (("A", a), ("B", b)):
         if not run.finished:
-            found.notes.append(f"{which} has not finished: what comes later is not known")
+            found.notes.append(f"{which} has not finished: its later steps are unknown")
         found.notes += [f"{which}: {problem}" for problem in run.problems]
     machines = a.fact("machine"), b.fact("machine")
     if None not in machines and machines[0] != machines[1]:
-        found.notes.append(f"other machines: A on {machines[0]}, B on {machines[1]}")
+        found.notes.append(f"different machines: A on {machines[0]}, B on {machines[1]}")
     return found
 
 
@@ -220,24 +230,24 @@ def _losses(a: RunFolder, b: RunFolder, columns: Mapping[str, tuple[np.ndarray, 
 def _rows_differ(columns: Mapping[str, tuple[np.ndarray, np.ndarray]], settings: Mapping[str, Any]) -> str:
     """Why the steps of the two runs saw different rows; empty if they saw the same.
 
-    Steps of the same rows have equally many tokens, and where tokens vary from step to step, steps with equally
-    many all along have the same rows: that is measured, and does not mind a data set that has moved. Settings speak
-    where tokens do not vary, and on which of the tokens are labels.
+    The numbers of tokens decide first: steps with different numbers saw different rows; if the numbers vary from step
+    to step and are always equal, the rows are the same, even if the data set has moved. The settings decide if the
+    numbers do not vary, and always about which tokens are labels.
     """
     tokens_a, tokens_b = columns["tokens"]
     known = np.isfinite(tokens_a) & np.isfinite(tokens_b)
     other = np.flatnonzero(known & (tokens_a != tokens_b))
     named = [key for key in settings if key.split(".")[0] in _DATA | _STEP_SIZE or key == "max_steps_per_epoch"]
     if len(other):
-        because = f" (other {', '.join(named)})" if named else ""
-        return f"from step {columns['step'][0][other[0]]:.0f} on the runs see other rows{because}"
+        because = f" (different {', '.join(named)})" if named else ""
+        return f"from step {columns['step'][0][other[0]]:.0f} on the runs see different rows{because}"
     proven = known.all() and len(set(tokens_a)) > 1
     decisive = [
         key
         for key in named
         if key.split(".")[0] in _DATA and not key.endswith(_PLACES) and (key.startswith("dataset.") or not proven)
     ]
-    return f"the runs see other rows (other {', '.join(decisive)})" if decisive else ""
+    return f"the runs see different rows (different {', '.join(decisive)})" if decisive else ""
 
 
 def _rate_differs(columns: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
@@ -331,8 +341,10 @@ def _compare_raft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[floa
 
 
 def _seconds_of_same_work(a: CycleFolder, b: CycleFolder) -> tuple[float, float] | None:
-    """Seconds in which A's cycle sampled and trained its tokens, and those that B would take for as many: fewer answers
-    are less work and no speed. None where the tokens are not known."""
+    """Seconds that A's cycle took to sample and train, and those that B would take for as many tokens.
+
+    Fewer answers are less work, not more speed. None if the tokens are unknown.
+    """
     both = [0.0, 0.0]
     for phase in ("sample", "train"):
         tokens = [number(cycle.phases.get(phase, {}).get("tokens")) for cycle in (a, b)]
@@ -352,11 +364,11 @@ def _scores(a: CycleFolder, b: CycleFolder, judges: Sequence[str]) -> Scores:
     assert a.scores is not None
     assert b.scores is not None
     totals = (a.scores["correct"], a.scores["prompts"]), (b.scores["correct"], b.scores["prompts"])
-    why = f"other verifiers judged (other {', '.join(judges)})" if judges else ""
+    why = f"different verifiers judged (different {', '.join(judges)})" if judges else ""
     right_a, right_b = _greedy(a), _greedy(b)
     if right_a.keys() != right_b.keys() or len(right_a) != totals[0][1]:
         other = bool(right_a and right_b) or totals[0][1] != totals[1][1]
-        why = why or ("they are of other prompts" if other else "")
+        why = why or ("they are of different prompts" if other else "")
         return Scores(a.number, *totals, unpaired_gain(*totals), None, why)
     a_only = sum(right and not right_b[prompt] for prompt, right in right_a.items())
     b_only = sum(right and not right_a[prompt] for prompt, right in right_b.items())

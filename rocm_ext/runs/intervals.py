@@ -1,6 +1,6 @@
 """How much of a difference between two runs is chance.
 
-Plain numpy: these run in a tool that starts in a tenth of a second.
+Plain numpy, since ``rocm-ext compare`` must start quickly.
 """
 
 import math
@@ -17,37 +17,38 @@ _SPIKE = 6.0  # robust standard deviations
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its 95 % interval, whose ends are infinite where nothing is known of it."""
+    """An estimate with its 95 % interval, whose ends are infinite if it is unknown."""
 
     value: float
     low: float
     high: float
 
     def within(self, margin: float) -> bool:
-        """Whether all of it lies between ``-margin`` and ``margin``."""
+        """Whether the whole interval lies between ``-margin`` and ``margin``."""
         return -margin < self.low and self.high < margin
 
     def excludes(self, value: float) -> bool:
+        """Whether ``value`` lies outside of the interval."""
         return self.low > value or self.high < value
 
 
 def relative_difference(a: np.ndarray, b: np.ndarray) -> Interval:
-    """The mean of ``b - a``, relative to the mean of ``a``, with an interval that knows of autocorrelation.
+    """The mean of ``b - a``, relative to the mean of ``a``, with an interval that accounts for autocorrelation.
 
     The losses of two runs at one step are of the same rows, so most of their noise is common and cancels in the
-    difference. What is left is autocorrelated: weights that differ at one step differ at the next. The plain
-    standard error of a mean would be too small by as much. So the differences are cut into 8 consecutive batches,
-    whose means hardly depend on each other if a batch is longer than the memory of the noise, and Student's t with 7
-    degrees of freedom gives the interval (batch means, Conway 1963; that few batches lose little, Schmeiser 1982).
-    Where the batches are too short for that, it shows as a positive lag-1 correlation r of their means, and the
-    variance is multiplied by (1 + r) / (1 - r), with r corrected for its bias of -1/8.
+    difference. The rest is autocorrelated: weights that differ at one step differ at the next. This would make the
+    plain standard error of a mean too small. So the differences are cut into 8 consecutive batches, whose means are
+    almost independent if a batch is longer than the correlation time, and Student's t with 7 degrees of freedom gives
+    the interval (batch means, Conway 1963; so few batches lose little, Schmeiser 1982). If the batches are too short
+    for that, their means have a positive lag-1 correlation r, and the variance is multiplied by (1 + r) / (1 - r),
+    with r corrected for its bias of -1/8.
 
     In simulation (AR(1) noise, 3,000 draws) the interval covers the truth in 96, 94 and 82 % of cases for
     correlations of 0, 0.5 and 0.9 from step to step and 50 steps, in 96, 96 and 96 % for 500 steps. Measured pairs of
     runs that differ in rounding alone have about 0.1.
 
-    It is the interval of these two runs. Another pair would end elsewhere by as much as a change of seed does, which
-    no single pair can tell; that is what a tolerance is for.
+    The interval is for these two runs. Another pair of runs would differ from them by as much as a change of seed
+    makes, which one pair cannot show; the tolerance of the comparison covers that.
 
     Args:
         a, b: [n] finite values at the same steps.
@@ -70,16 +71,17 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> Interval:
 
 
 def more_steps(found: Interval, steps: int, tolerance: float) -> int:
-    """About how many steps more it takes to tell, as an interval narrows with the root of their number.
+    """About how many more steps decide; an interval narrows with the square root of their number.
 
     Args:
-        found: a relative difference that leaves it open whether it is within ``tolerance``.
-        steps: that it is from.
+        found: a relative difference whose interval does not show whether it is within ``tolerance``.
+        steps: how many it was measured over.
+        tolerance: the limit.
     """
     half, off = (found.high - found.low) / 2, abs(found.value)
     if not math.isfinite(half):
         return max(1, 2 * BATCHES - steps)
-    # a difference under the tolerance has to be shown to be so, one above it to be no chance
+    # a difference under the tolerance must be shown to stay there, one above it to exclude zero
     goal = tolerance - off if off < tolerance else off
     return max(1, math.ceil(steps * ((half / max(goal, 1e-9)) ** 2 - 1)))
 
@@ -87,9 +89,10 @@ def more_steps(found: Interval, steps: int, tolerance: float) -> int:
 def ratio_of_medians(a: np.ndarray, b: np.ndarray) -> Interval:
     """The median of ``b`` over that of ``a``, with an interval from 8 consecutive stretches.
 
-    Medians, since a step that waited for something else says nothing about a setting. Speeds drift (clocks follow
-    temperature), so the stretches are as long as they can be: Student's t on the logarithms of their ratios. It covers
-    one run each, and not what else the machines did: runs with equal settings were measured to differ by 10 %.
+    It uses medians, since a step that waited for another program says nothing about a setting. Speeds drift as clocks
+    follow temperature, so the stretches are as long as possible; Student's t on the logarithms of their ratios gives
+    the interval. It covers these two runs, not what else the machines did: runs with equal settings were measured to
+    differ by 10 %.
 
     Args:
         a, b: [n] finite values.
@@ -106,14 +109,14 @@ def ratio_of_medians(a: np.ndarray, b: np.ndarray) -> Interval:
 
 
 def spikes(values: np.ndarray, least: float) -> np.ndarray:
-    """Which values stand out above their surroundings.
+    """Which values stand out above their neighbours.
 
-    Compared with the running median of 31, a spike is ``least`` times as high at least, and more than 6 robust
-    standard deviations (1.4826 x the median absolute one) of the logarithm of that ratio. Values that are not finite
-    are spikes.
+    A spike is at least ``least`` times the running median of 31 values, and the logarithm of that ratio is above 6
+    robust standard deviations (1.4826 x the median absolute deviation). Values that are not finite are spikes.
 
     Args:
         values: [n], of a loss or a gradient norm.
+        least: ratio to the running median.
 
     Returns:
         [n] bool.
@@ -131,19 +134,29 @@ def spikes(values: np.ndarray, least: float) -> np.ndarray:
 
 
 def more_often(a_only: int, b_only: int) -> float:
-    """The chance of ``b_only`` or more of all, if either were as likely as the other (one-sided sign test)."""
+    """The probability of ``b_only`` or more of all cases if both sides are equally likely (one-sided sign test)."""
     total = a_only + b_only
     return sum(math.comb(total, k) for k in range(b_only, total + 1)) / 2**total
 
 
 def mcnemar(a_only: int, b_only: int) -> float:
-    """Exact two-sided p-value that two runs are right equally often, from the prompts that only one got right."""
+    """The exact two-sided p-value of McNemar's test that two runs are right equally often.
+
+    Args:
+        a_only, b_only: prompts that only one of them got right.
+    """
     return min(1.0, 2 * more_often(min(a_only, b_only), max(a_only, b_only)))
 
 
 def paired_gain(a_only: int, b_only: int, total: int) -> Interval:
-    """Share of prompts that B got right less A's, over the same prompts; Agresti and Min's (2005) interval, which
-    adds half a prompt to each cell and so holds for few, too."""
+    """The share of prompts that B got right minus A's, over the same prompts.
+
+    Agresti and Min's (2005) interval, which adds half a prompt to each cell and so holds for few prompts, too.
+
+    Args:
+        a_only, b_only: prompts that only one of them got right.
+        total: all prompts.
+    """
     value = (b_only - a_only) / total
     center, n = (b_only - a_only) / (total + 2), total + 2
     half = Z95 * math.sqrt(max(0.0, (a_only + b_only + 1) / n - center**2) / n)
@@ -151,7 +164,11 @@ def paired_gain(a_only: int, b_only: int, total: int) -> Interval:
 
 
 def unpaired_gain(a: tuple[int, int], b: tuple[int, int]) -> Interval:
-    """The same over prompts that are not the same, ``(correct, total)`` each; Newcombe's (1998) method 10."""
+    """The share of prompts that B got right minus A's, over different prompts; Newcombe's (1998) method 10.
+
+    Args:
+        a, b: (correct, total).
+    """
     (low_a, high_a), (low_b, high_b) = wilson(*a), wilson(*b)
     p, q = a[0] / a[1], b[0] / b[1]
     value = q - p

@@ -1,16 +1,16 @@
-"""How far a run is, from the files it writes."""
+"""How far a run has come, read from its files."""
 
-import json
 import os
 import re
 import time
 from pathlib import Path
 from typing import Any
 
+from rocm_ext.files import json_object
 from rocm_ext.runs.reader import is_rows, number, raft_finished, read_json, read_yaml
 
-_TAIL = 1 << 16  # bytes of a metrics.jsonl that are looked at: some hundred lines
-_PHASES = {  # of a RAFT cycle, by the files that it is writing
+_TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
+_WRITTEN_BY = {  # file of a RAFT cycle -> the phase that writes it
     "samples.jsonl": "sampling",
     "verdicts.jsonl": "sampling",
     "metrics.jsonl": "training",
@@ -21,12 +21,12 @@ _TOLD = ("step", "epoch", "loss", "tokens_per_second", "val_loss")
 
 
 def progress(out: Path) -> dict[str, Any]:
-    """What the run in ``out`` wrote last; whatever is missing or torn is left out.
+    """The newest values that the run in ``out`` wrote; missing and torn ones are absent.
 
     Returns:
         ``cycle`` and ``phase`` of a RAFT run; ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss`` of
-        the training that goes on or was last; ``seconds_ago``, since something was written; ``finished``; or
-        ``problem``, why there is nothing of all this.
+        the current or last training; ``seconds_ago``, since the last write; ``finished``; or ``problem``, why there is
+        no run to show.
     """
     if not out.is_dir():
         return {"problem": f"{out} {'is a file' if out.exists() else 'does not exist'}"}
@@ -37,10 +37,10 @@ def progress(out: Path) -> dict[str, Any]:
         told = _last_values(out / "metrics.jsonl")
     else:
         cycle, folder = cycles[-1]
-        written, file = max((_written(folder / name), name) for name in _PHASES)
+        written, file = max((_written(folder / name), name) for name in _WRITTEN_BY)
         told = {"cycle": cycle}
         if written:
-            told["phase"] = _PHASES[file]
+            told["phase"] = _WRITTEN_BY[file]
         told |= _last_values(folder / "metrics.jsonl")
     if written:
         told["seconds_ago"] = round(max(0.0, time.time() - written), 1)
@@ -51,8 +51,8 @@ def progress(out: Path) -> dict[str, Any]:
 
 
 def _finished(out: Path, cycles: list[tuple[int, Path]], told: dict[str, Any]) -> bool:
-    """Not by the times of files, which copies of them need not have."""
-    unreadable: list[str] = []  # as a file may be that is being written
+    # not from the files' times, which copying may change
+    unreadable: list[str] = []  # not shown: a file may be unreadable while the run writes it
     summary = read_json(out / "summary.json", unreadable)
     if not cycles:
         return number(summary.get("steps")) == told.get("step")
@@ -68,12 +68,8 @@ def _last_values(path: Path) -> dict[str, Any]:
     """The newest of each value in a ``metrics.jsonl``."""
     values: dict[str, Any] = {}
     for line in _tail(path).splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):  # torn, as it is being written; or no metrics at all
-            continue
-        if isinstance(row, dict):
-            values |= {key: row[key] for key in _TOLD if type(row.get(key)) in (int, float) and abs(row[key]) < 1e300}
+        row = json_object(line) or {}  # empty if the run is writing the line or the tail begins inside it
+        values |= {key: row[key] for key in _TOLD if type(row.get(key)) in (int, float) and abs(row[key]) < 1e300}
     return values
 
 

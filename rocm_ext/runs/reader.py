@@ -1,11 +1,10 @@
-"""The folder of a run, of either recipe, read as far as it goes.
+"""Reads the folder of a run as far as possible.
 
-A run may be going on, killed, or copied in part. So nothing here insists on a file: what is missing is empty, what
-cannot be read is told in ``problems``. The recipes' own readers insist, as whoever goes on with a run must, and they
-import torch, which takes longer than all of this.
+A run may still be going on, may have been killed, or may be copied in part. So this reader needs no file: missing ones
+are empty, and ``problems`` lists those that cannot be read. The recipes' own readers are strict, since a run must not
+continue from damaged files; and they import torch, which takes longer than all that happens here.
 """
 
-import json
 import math
 import re
 from collections import Counter
@@ -19,19 +18,20 @@ import numpy as np
 import yaml
 
 from rocm_ext.errors import UserError
+from rocm_ext.files import json_object, read_lines
 from rocm_ext.hardware.counters import HARDWARE_LOG
 from rocm_ext.runs.scores import wilson
 
-PHASES = ("sample", "train", "eval")
-GREEDY = -1  # index of a held-out prompt's greedy answer, as in rocm_ext.raft.evaluation
-_PAUSE = 60.0  # seconds: in a longer silence of its hardware.jsonl a run was not there
-_MOST = 1e12  # of seconds and prompts; more is junk
+PHASES = ("sample", "train", "eval")  # of a RAFT cycle
+GREEDY = -1  # index of a held-out prompt's greedy answer; those drawn at random count from 0
+_PAUSE = 60.0  # seconds without a line in hardware.jsonl after which a run counts as paused
+_MOST = 1e12  # seconds or prompts; a file with more is damaged
 _BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
-Key = tuple[str, int]  # prompt id, index of the sample
+SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
 class Columns:
-    """Lines of numbers, such as those of ``metrics.jsonl``, by column."""
+    """The lines of a file such as ``metrics.jsonl``, by column."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
         self.lines = lines
@@ -44,13 +44,13 @@ class Columns:
         return np.array([number(line.get(key)) for line in self.lines], dtype=np.float64)
 
     def has(self, key: str) -> np.ndarray:
-        """[n] bool: whether a line says anything of it."""
+        """[n] bool: whether a line has the key."""
         return np.array([key in line for line in self.lines], dtype=bool)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A verdict on an answer, as ``verdicts.jsonl`` has it. ``reward`` is NaN where there is none."""
+    """A verdict on an answer, from ``verdicts.jsonl``. ``reward`` is NaN if the line has none."""
 
     verdict: str
     reward: float
@@ -59,11 +59,11 @@ class Judged:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a cycle's answers are like.
+    """Lengths and entropy of a cycle's answers.
 
     Attributes:
-        lengths: [n] tokens of each.
-        truncated: how many ``max_new_tokens`` cut off.
+        lengths: [n] tokens of each answer.
+        truncated: how many answers ``max_new_tokens`` cut off.
         entropy: nats per token, see :func:`rocm_ext.raft.rollouts.entropy`; None without log-probs.
     """
 
@@ -77,11 +77,11 @@ class CycleFolder:
 
     Attributes:
         number: k; cycle 0 holds the evaluation before any training.
-        steps: of its training.
-        summary: of its training; empty before its end.
-        seconds: that its phases took, as far as they ended.
-        phases: the last line that each phase left in the run's ``metrics.jsonl``.
-        row: its entry in the run's ``summary.json``, if there is one.
+        steps: optimiser steps of its training.
+        summary: of its training; empty before the end.
+        seconds: duration of each phase that ended.
+        phases: the last line of each phase in the run's ``metrics.jsonl``.
+        row: its entry in the run's ``summary.json``; empty if there is none.
     """
 
     def __init__(self, folder: Path, lines: Sequence[Mapping[str, Any]], row: Mapping[str, Any], problems: list[str]):
@@ -97,7 +97,7 @@ class CycleFolder:
 
     @cached_property
     def scores(self) -> dict[str, Any] | None:
-        """``eval.json`` with its intervals; None where there is none, or none to be read."""
+        """``eval.json`` with its intervals; None if it is missing or damaged."""
         read = read_json(self.folder / "eval.json", self._problems)
         total, correct = number(read.get("prompts")), number(read.get("correct"))
         if not 0 <= correct <= total < _MOST or total < 1:
@@ -113,7 +113,7 @@ class CycleFolder:
 
     @property
     def state(self) -> str:
-        """How far it is: ``begun``, ``sampling``, ``training``, ``trained``, ``evaluating`` or ``complete``."""
+        """``begun``, ``sampling``, ``training``, ``trained``, ``evaluating`` or ``complete``."""
         if (self.folder / "eval.json").exists() or (self.row and self.number):
             return "complete"
         for sign, state in (
@@ -127,38 +127,38 @@ class CycleFolder:
         return "begun"
 
     @cached_property
-    def judged(self) -> dict[Key, Judged]:
-        """The verdicts on what it sampled."""
+    def judged(self) -> dict[SampleKey, Judged]:
+        """The verdicts on the cycle's answers."""
         return self._read_verdicts(self.folder)
 
     @cached_property
-    def judged_held_out(self) -> dict[Key, Judged]:
-        """The verdicts of its evaluation, greedy answers at index :data:`GREEDY`."""
+    def judged_held_out(self) -> dict[SampleKey, Judged]:
+        """The verdicts of its evaluation; greedy answers have the index :data:`GREEDY`."""
         return self._read_verdicts(self.folder / "eval")
 
-    def _read_verdicts(self, folder: Path) -> dict[Key, Judged]:
+    def _read_verdicts(self, folder: Path) -> dict[SampleKey, Judged]:
         found = {}
         for key, line in self._records(folder, "verdicts"):
             if isinstance(line.get("verdict"), str):
                 found[key] = Judged(line["verdict"], number(line.get("reward")), str(line.get("detail") or ""))
         return found
 
-    def _records(self, folder: Path, stem: str) -> Iterator[tuple[Key, dict[str, Any]]]:
-        # while a run of several ranks goes on, each has a file of its own
+    def _records(self, folder: Path, stem: str) -> Iterator[tuple[SampleKey, dict[str, Any]]]:
+        # in a running run, each rank has a file of its own
         for path in sorted(folder.glob(f"{stem}*.jsonl")):
-            for line in read_lines(path, self._problems):
+            for line in read_lines(path, problems=self._problems):
                 prompt, sample = line.get("prompt_id"), line.get("sample")
                 if isinstance(prompt, str) and type(sample) is int:
                     yield (prompt, sample), line
 
     def verdicts(self) -> Counter[str]:
-        """How many answers have which verdict."""
+        """How many answers got each verdict."""
         return Counter(judged.verdict for judged in self.judged.values())
 
     @cached_property
     def answers(self) -> Answers:
-        """Lengths and entropy of what it sampled."""
-        lengths: dict[Key, int] = {}
+        """Lengths and entropy of the cycle's answers."""
+        lengths: dict[SampleKey, int] = {}
         truncated, logprob, tokens = 0, 0.0, 0
         for key, line in self._records(self.folder, "samples"):
             if key in lengths or not isinstance(line.get("tokens"), list):
@@ -170,14 +170,14 @@ class CycleFolder:
         entropy = -logprob / tokens if tokens else None
         return Answers(np.array(list(lengths.values()), dtype=np.float64), truncated, entropy)
 
-    def texts(self, wanted: set[Key], held_out: bool = False) -> dict[Key, dict[str, Any]]:
-        """The records of some answers."""
+    def texts(self, wanted: set[SampleKey], held_out: bool = False) -> dict[SampleKey, dict[str, Any]]:
+        """The records of the answers ``wanted``, by key; ``held_out``: those of the evaluation."""
         records = self._records(self.folder / "eval" if held_out else self.folder, "samples")
         return {key: line for key, line in records if key in wanted}
 
     @cached_property
     def kept(self) -> int | None:
-        """How many answers it trains on; None before that is known."""
+        """How many answers the cycle trains on; None before they are chosen."""
         path = self.folder / "kept.jsonl"
         try:
             return path.read_bytes().count(b"\n") if path.exists() else None
@@ -192,15 +192,15 @@ class RunFolder:
         path: the folder.
 
     Attributes:
-        name: to tell it from others; the folder's.
+        name: the folder's; the report changes it where two runs share it.
         recipe: ``sft`` or ``raft``.
         config: content of ``config.yaml``.
-        summary: content of ``summary.json``; empty before the end of SFT, or of RAFT's first cycle.
-        steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … In RAFT those of all cycles, counted through.
+        summary: content of ``summary.json``; empty before the end of SFT or of RAFT's first cycle.
+        steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … A RAFT run counts them across its cycles.
         validations: ``step``, ``val_loss``.
         cycles: of RAFT, in order.
         hardware: lines of ``hardware.jsonl``, by time.
-        problems: what could not be read, for people.
+        problems: messages about files that could not be read.
 
     Raises:
         UserError: ``path`` holds no run.
@@ -224,16 +224,18 @@ class RunFolder:
         known = {"model", "checkpointer", "output_dir"} <= self.config.keys()
         if not (known or self.cycles or len(self.steps) or len(self.validations)):
             raise UserError(
-                f"{path} holds no run: neither config.yaml nor metrics.jsonl of one can be read there; expected the "
+                f"{path} holds no run: neither its config.yaml nor its metrics.jsonl can be read; expected the "
                 "output_dir of lora_finetune_rocm or raft_rocm" + "".join(f" ({p})" for p in self.problems[:1])
             )
         lines = [
-            line for line in read_lines(path / HARDWARE_LOG, self.problems) if 0 <= number(line.get("time")) < _MOST
+            line
+            for line in read_lines(path / HARDWARE_LOG, problems=self.problems)
+            if 0 <= number(line.get("time")) < _MOST
         ]
         self.hardware = sorted(lines, key=lambda line: line["time"])
 
     def _read_cycles(self, folders: Sequence[Path]) -> None:
-        lines = list(read_lines(self.path / "metrics.jsonl", self.problems))
+        lines = list(read_lines(self.path / "metrics.jsonl", problems=self.problems))
         listed = self.summary.get("cycles")
         rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
         self.cycles = [CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), self.problems) for p in folders]
@@ -246,14 +248,14 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run has ended by itself, with all its steps or cycles."""
         if self.recipe == "raft":
             whole = all(cycle.state == "complete" for cycle in self.cycles)
             return whole and raft_finished(self.path, self.config, self.cycles[-1].number if self.cycles else 0)
         return number(self.summary.get("steps")) == len(self.steps)
 
     def setting(self, key: str) -> Any:
-        """A value of ``config.yaml`` by its dotted name; None where there is none."""
+        """A value of ``config.yaml`` by its dotted name; None if the file has no such key."""
         node: Any = self.config
         for part in key.split("."):
             node = node.get(part) if isinstance(node, Mapping) else None
@@ -264,8 +266,10 @@ class RunFolder:
         return _flatten(self.config)
 
     def differing_settings(self, other: "RunFolder") -> dict[str, tuple[Any, Any]]:
-        """Settings that differ, by name, with this run's value and the other's. Where a run writes to is none, and
-        paths below that are the same in both."""
+        """Settings that differ, by name, with this run's value and the other's.
+
+        The output folder does not count as a setting, and paths below it are equal in both runs.
+        """
         mine, theirs = self._own_settings(), other._own_settings()
         return {
             key: (mine.get(key), theirs.get(key))
@@ -283,21 +287,23 @@ class RunFolder:
         }
 
     def fact(self, key: str) -> Any:
-        """What a summary says of the run: ``machine``, ``dtype``, ``ranks``. In RAFT each cycle's training has it."""
+        """A value of a summary: ``machine``, ``dtype`` or ``ranks``. In RAFT it is in the summaries of the cycles."""
         found = [self.summary, *(cycle.summary for cycle in self.cycles)]
         return next((each[key] for each in found if each.get(key) is not None), None)
 
 
 def raft_finished(path: Path, config: Mapping[str, Any], last: int) -> bool:
-    """Whether a RAFT run, whose cycle ``last`` is complete, came to its end. ``adapter/`` alone does not say so: a run
-    that goes on with more cycles has that of the shorter one. Where the config lets a run stop early, it is believed.
+    """Whether a RAFT run whose cycle ``last`` is complete has ended.
+
+    ``adapter/`` alone does not show it: a run that continues with more cycles still has the adapter of the shorter
+    run. If the config lets a run stop early, the adapter decides.
     """
     may_stop = any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "skip_solved"))
     return (path / "adapter").exists() and (may_stop or not last < number(config.get("cycles")))
 
 
 def number(value: Any) -> float:
-    """A JSON number as a float; NaN for anything else."""
+    """A JSON number as a float; NaN for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -307,7 +313,7 @@ def number(value: Any) -> float:
 
 
 def _finite(values: Any) -> np.ndarray:
-    """Those of a list of numbers that are finite; none if it is no such list."""
+    """The finite numbers of a list; empty if it is not a list of numbers."""
     try:
         numbers = np.array(values if isinstance(values, list) else [], dtype=np.float64)
     except (ValueError, TypeError, OverflowError):
@@ -316,13 +322,19 @@ def _finite(values: Any) -> np.ndarray:
 
 
 def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether it is a list of JSON objects."""
+    """Whether ``value`` is a list of JSON objects."""
     return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
 def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds that a run had run at each line of ``hardware.jsonl``, and the lines before which it had paused: killed
-    and resumed, it may have been away for days."""
+    """The running time of a run, without the pauses between a kill and a resume.
+
+    Args:
+        lines: of ``hardware.jsonl``, by time.
+
+    Returns:
+        [n] seconds at each line; indices of the lines before which the run had paused.
+    """
     times = np.array([number(line.get("time")) for line in lines], dtype=np.float64)
     steps = np.diff(times, prepend=times[:1])
     usual = float(np.median(steps[1:])) if len(steps) > 1 else 0.0
@@ -332,10 +344,10 @@ def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.nda
 
 
 def read_steps(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
-    """Training steps and validations of a ``metrics.jsonl``, each by step; of two lines of a step the last counts."""
+    """Training steps and validations in a ``metrics.jsonl``, each in order; the last line of a step counts."""
     steps: dict[float, dict[str, Any]] = {}
     validations: dict[float, dict[str, Any]] = {}
-    for line in read_lines(path, problems):
+    for line in read_lines(path, problems=problems):
         if math.isfinite(step := number(line.get("step"))):
             if "loss" in line:
                 steps[step] = line
@@ -344,45 +356,25 @@ def read_steps(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
     return Columns([steps[step] for step in sorted(steps)]), Columns([validations[s] for s in sorted(validations)])
 
 
-def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, none if it is missing. A last line that was torn, or is being written, is
-    no problem; other lines that hold no object are."""
-    bad = 0
-    try:
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            for line in file:
-                value = _parse(line)
-                if isinstance(value, dict):
-                    yield value
-                else:
-                    bad += line.endswith(b"\n") and not line.isspace()
-    except OSError as error:
-        problems.append(f"{path} cannot be read: {error.strerror or error}")
-    if bad:
-        problems.append(f"{path}: {bad} {'line is' if bad == 1 else 'lines are'} no JSON object and left out")
-
-
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """A JSON object in a file; empty if it is missing or holds none."""
+    """The JSON object in a file; empty if the file is missing or holds none, which ``problems`` then says."""
     content = _read_bytes(path, problems)
-    value = {} if content is None else _parse(content)
-    if not isinstance(value, dict):
-        problems.append(f"{path} holds no JSON object and is left out")
+    value = {} if content is None else json_object(content)
+    if value is None:
+        problems.append(f"{path} holds no JSON object and is skipped")
         return {}
     return value
 
 
 def read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
-    """A YAML mapping in a file; empty if it is missing or holds none."""
+    """The YAML mapping in a file; empty if the file is missing or holds none, which ``problems`` then says."""
     content = _read_bytes(path, problems)
     try:
         value = {} if content is None else yaml.safe_load(content.decode())
     except (yaml.YAMLError, ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        problems.append(f"{path} holds no YAML mapping and is left out")
+        problems.append(f"{path} holds no YAML mapping and is skipped")
         return {}
     return {str(key): each for key, each in value.items()}
 
@@ -392,13 +384,6 @@ def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
         return path.read_bytes() if path.exists() else None
     except OSError as error:
         problems.append(f"{path} cannot be read: {error.strerror or error}")
-        return None
-
-
-def _parse(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
 
 

@@ -1,4 +1,4 @@
-"""Shares of right answers, with the interval that says how much of them is chance."""
+"""Shares of right answers, with confidence intervals."""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +8,14 @@ Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
 @dataclass(frozen=True)
 class Score:
-    """``correct`` of ``total`` answers are right."""
+    """How many of ``total`` answers are correct."""
 
     correct: int
     total: int
 
     @property
     def accuracy(self) -> float:
+        """The share of correct answers."""
         return self.correct / self.total
 
     def __str__(self) -> str:
@@ -27,7 +28,7 @@ class Score:
 def wilson(k: float, n: int) -> tuple[float, float]:
     """The 95 % score interval of the proportion ``k / n`` (Wilson 1927), as fractions.
 
-    Unlike the normal approximation it stays within 0 and 1 and has a width at ``k = 0`` and ``k = n``.
+    Unlike the normal approximation, it stays within 0 and 1, and its width is positive at ``k = 0`` and ``k = n``.
     """
     p, z2 = k / n, Z95**2
     center = (p + z2 / (2 * n)) / (1 + z2 / n)
@@ -36,6 +37,11 @@ def wilson(k: float, n: int) -> tuple[float, float]:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that one of ``k`` answers is right, estimated without bias from ``correct`` of ``n`` (Chen et
-    al. 2021, arXiv:2107.03374)."""
+    """The unbiased estimate of the probability that one of ``k`` answers is right (Chen et al. 2021, arXiv:2107.03374).
+
+    Args:
+        n: answers drawn.
+        correct: how many of them are right.
+        k: at most ``n``.
+    """
     return 1 - math.comb(n - correct, k) / math.comb(n, k)

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from rocm_ext.files import disk_errors, replace_text
+from rocm_ext.files import disk_errors, read_lines, replace_text
 
 
 class Metrics:
@@ -22,7 +22,7 @@ class Metrics:
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True) -> None:
-        lines = [line for line in read_metrics(path) if keep(line)] if path.exists() else []
+        lines = [line for line in read_metrics(path) if keep(line)]
         replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._path = path
 
@@ -33,14 +33,12 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``, without a torn last one."""
-    lines = []
-    for line in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
+    """The lines of a ``metrics.jsonl``, without a torn last one.
+
+    Raises:
+        UserError: naming a damaged line.
+    """
+    return list(read_lines(path))
 
 
 def summarize(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Programs that judge what a model wrote: maths, code by tests, text, and verifiers of your own.
 
-Free of torch: verification runs in processes of its own (:class:`Pool`), which start in a fraction of a second.
+Nothing here imports torch: verification runs in separate processes (:class:`Pool`), which start in a fraction of a
+second.
 """
 
 from rocm_ext.verifiers.answers import ExactMatch, JsonSchema, Regex

@@ -1,4 +1,4 @@
-"""Answers that are compared as text, matched or validated."""
+"""Answers judged as text: by equality, a regular expression or a JSON schema."""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ MAX_JSON = 1 << 20  # characters
 
 
 class ExactMatch(Verifier):
-    """Whether the completion is the text of a row's field.
+    """Whether the completion equals the text in a row's field.
 
     Args:
         field: the row's field with the expected text.
-        ignore_case: compare without regard to case.
-        strip: leave out white space at both ends.
+        ignore_case: ignore case.
+        strip: ignore white space at both ends.
     """
 
     def __init__(self, field: str = "answer", ignore_case: bool = False, strip: bool = True) -> None:
@@ -39,13 +39,13 @@ class ExactMatch(Verifier):
 
 
 class Regex(Verifier):
-    """Whether a regular expression (of the ``regex`` package) is found in the completion.
+    """Whether a regular expression (of the ``regex`` package) matches the completion.
 
     Args:
-        pattern: for all rows; or
+        pattern: the pattern for all rows; or
         field: the row's field with its pattern.
-        full: the whole completion must match, but for white space at its ends.
-        timeout: seconds for the search. A pattern that backtracks for longer gives TIMEOUT.
+        full: the pattern must match the whole completion, apart from white space at its ends.
+        timeout: seconds for the search; a search that takes longer gives TIMEOUT.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Regex(Verifier):
             search = pattern.fullmatch if self.full else pattern.search
             found = search(completion.strip() if self.full else completion, timeout=self.timeout)
         except TimeoutError:
-            return timeout(f"the pattern was not done after {self.timeout:g} s")
+            return timeout(f"the search took more than {self.timeout:g} s")
         return correct(f"found {short(found[0], 80)!r}") if found else wrong("no match")
 
     @staticmethod
@@ -82,20 +82,20 @@ class Regex(Verifier):
         import regex
 
         try:
-            return regex.compile(pattern)  # which keeps the last ones
+            return regex.compile(pattern)  # regex caches compiled patterns
         except regex.error as error:
-            raise ValueError(f"{short(pattern, 80)!r} is no regular expression: {error}") from error
+            raise ValueError(f"{short(pattern, 80)!r} is not a regular expression: {error}") from error
 
 
 class JsonSchema(Verifier):
-    """Whether the completion holds JSON that fits a JSON Schema.
+    """Whether the completion holds JSON that is valid under a JSON Schema.
 
-    The JSON is the last fenced block (tagged json or untagged), else the whole text. References to other
-    documents are not fetched.
+    The JSON is the last fenced block (tagged json or untagged), or the whole text where there is no such block. The
+    verifier fetches no documents that the schema refers to.
 
     Args:
-        schema: for all rows; or
-        field: the row's field with its schema, an object or its JSON text.
+        schema: the schema for all rows; or
+        field: the row's field with its schema, as an object or as JSON text.
     """
 
     def __init__(self, schema: Mapping[str, Any] | None = None, field: str | None = None) -> None:
@@ -143,14 +143,14 @@ class JsonSchema(Verifier):
             try:
                 schema = json.loads(schema)
             except ValueError as error:
-                raise ValueError(f"the schema is no JSON: {error}") from error
+                raise ValueError(f"the schema is not JSON: {error}") from error
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         try:
             kind.check_schema(schema)
         except jsonschema.SchemaError as error:
-            raise ValueError(f"no JSON Schema: {short(error.message, 150)}") from error
+            raise ValueError(f"invalid JSON Schema: {short(error.message, 150)}") from error
         return kind(schema, registry=referencing.Registry())
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

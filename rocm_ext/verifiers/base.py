@@ -10,13 +10,13 @@ DETAIL = 300  # characters
 
 
 class Verdict(str, Enum):
-    """How a completion was judged. The values are the names."""
+    """The judgement on a completion. Each value equals its name."""
 
     CORRECT = "CORRECT"  # right
     WRONG = "WRONG"  # wrong, in whole or in part
-    UNPARSED = "UNPARSED"  # holds no answer to judge
-    TIMEOUT = "TIMEOUT"  # the completion's code ran into a time limit
-    ERROR = "ERROR"  # our fault or the user's: it says nothing about the completion
+    UNPARSED = "UNPARSED"  # the completion holds no answer
+    TIMEOUT = "TIMEOUT"  # the completion's code exceeded a time limit
+    ERROR = "ERROR"  # the verifier or the row is at fault, not the completion
 
     def __str__(self) -> str:
         return self.value
@@ -24,10 +24,15 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """A verdict, its reward in [0, 1] (None exactly for ERROR), and why, in one line of at most 300 characters.
+    """A verdict with its reward and the reason.
+
+    Attributes:
+        verdict: the judgement.
+        reward: in [0, 1]; None for ERROR and for nothing else.
+        detail: the reason, in one line of at most 300 characters.
 
     Raises:
-        ValueError: a reward that does not fit the verdict or the range.
+        ValueError: the reward does not fit the verdict or is out of range.
     """
 
     verdict: Verdict
@@ -49,29 +54,33 @@ class Result:
 
 
 class Verifier:
-    """Judges one completion of one row. Deterministic, and it does not raise because of the completion.
+    """Judges one completion of one row. It is deterministic, and no completion makes it raise.
 
-    Write your own as a class with ``__call__``; the rest is optional.
+    A verifier of your own is a class with ``__call__``; all else is optional.
+
+    Attributes:
+        needs: the fields that a row must have.
     """
 
-    needs: tuple[str, ...] = ()  # the fields a row must have
+    needs: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise UserError where this machine cannot run the verifier."""
+        """Raise UserError if this machine cannot run the verifier."""
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise UserError or ValueError, naming the field, for a row that cannot be verified."""
+        """Raise UserError or ValueError, naming the field, if the row cannot be verified."""
         for name in self.needs:
             field(row, name)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        """The judgement on ``completion``, given the prompt's ``row``."""
         raise NotImplementedError
 
 
 def short(text: object, length: int = DETAIL) -> str:
-    """Text in one printable line; its middle is left out where it is longer than ``length`` characters."""
+    """``text`` in one printable line of at most ``length`` characters; a longer text loses its middle."""
     text = str(text)
-    if len(text) > 4 * length:  # before the splitting: it may be megabytes
+    if len(text) > 4 * length:  # first, since splitting megabytes takes long
         text = text[: 2 * length] + text[-2 * length :]
     line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     half = (length - 3) // 2
@@ -79,10 +88,15 @@ def short(text: object, length: int = DETAIL) -> str:
 
 
 def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = object) -> Any:
-    """A row's field.
+    """The value of a row's field.
+
+    Args:
+        row: the row.
+        name: the field.
+        kind: the type that the value must have.
 
     Raises:
-        ValueError: it is missing, None or of another type.
+        ValueError: the field is missing, None or of another type.
     """
     value = row.get(name)
     if value is None:
@@ -95,20 +109,25 @@ def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = obj
 
 
 def correct(detail: object = "") -> Result:
+    """CORRECT with reward 1."""
     return Result(Verdict.CORRECT, 1.0, str(detail))
 
 
 def wrong(detail: object = "", reward: float = 0.0) -> Result:
+    """WRONG, perhaps with a part of the reward."""
     return Result(Verdict.WRONG, reward, str(detail))
 
 
 def unparsed(detail: object = "") -> Result:
+    """UNPARSED with reward 0."""
     return Result(Verdict.UNPARSED, 0.0, str(detail))
 
 
 def timeout(detail: object = "") -> Result:
+    """TIMEOUT with reward 0."""
     return Result(Verdict.TIMEOUT, 0.0, str(detail))
 
 
 def error(detail: object = "") -> Result:
+    """ERROR, which has no reward."""
     return Result(Verdict.ERROR, None, str(detail))

@@ -1,4 +1,4 @@
-"""Verifiers from the nodes of a configuration."""
+"""Verifiers built from nodes of a configuration."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ KEY = "_component_"
 
 
 class Wrapped(Verifier):
-    """A user's object that has no more than ``__call__``."""
+    """A user's object that is callable but no :class:`Verifier`."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -36,23 +36,23 @@ class Wrapped(Verifier):
 
 
 def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
-    """The verifier that a node describes: ``{_component_: rocm_ext.verifiers.MathAnswer, ...}``.
+    """Build the verifier that a node describes: ``{_component_: rocm_ext.verifiers.MathAnswer, ...}``.
 
-    Nodes among its arguments, and in lists of them, are built too. Modules in the current directory are found.
+    Nodes among the arguments, and in lists of them, are built too. A module may be in the current directory.
 
     Raises:
-        UserError: what is named does not exist, does not take the arguments, or raises.
+        UserError: the component does not exist, does not take these arguments, or raises.
     """
     if isinstance(node, Verifier):
         return node
     if not isinstance(node, Mapping) or not isinstance(node.get(KEY), str):
-        raise UserError(f"a verifier is a mapping with {KEY}: module.Class, found {_shown(node)}")
+        raise UserError(f"a verifier must be a mapping with {KEY}: module.Class, found {_shown(node)}")
     path = node[KEY]
     made = _find(path)
     args = {name: _built(value) for name, value in node.items() if name != KEY}
     try:
         signature = inspect.signature(made)
-    except (TypeError, ValueError):  # made in C
+    except (TypeError, ValueError):  # written in C
         signature = None
     if signature is not None:
         known = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -69,11 +69,11 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{path} cannot be made: {one_line(error)}") from error
+        raise UserError(f"{path} cannot be built: {one_line(error)}") from error
     if isinstance(verifier, Verifier):
         return verifier
     if not callable(verifier):
-        raise UserError(f"{path} makes a {type(verifier).__name__}, which is not callable as (completion, row)")
+        raise UserError(f"{path} builds a {type(verifier).__name__}, which is not callable as (completion, row)")
     return Wrapped(verifier)
 
 
@@ -84,7 +84,7 @@ def _built(value: Any) -> Any:
 
 
 def _find(path: str) -> Any:
-    """What a dotted path names."""
+    """The class or function that a dotted path names."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise UserError(f"{KEY}: {path!r} must be module.Class, such as rocm_ext.verifiers.MathAnswer")

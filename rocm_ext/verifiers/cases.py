@@ -1,4 +1,4 @@
-"""Programs of stdin and stdout, judged by cases. What is expected never enters the sandbox."""
+"""Programs that read stdin and write stdout, judged by cases. The expected output never enters the sandbox."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,26 @@ from rocm_ext.verifiers.sandbox import Limits, Outcome, Sandbox
 
 @dataclass(frozen=True)
 class CaseResults:
-    """How many cases ran to a successful end, how many printed what is expected, and what went wrong first."""
+    """What became of a program's cases.
+
+    Attributes:
+        total: cases of the row.
+        ran: those in which the program ended with status 0.
+        right: those of them in which it printed the expected output.
+        detail: the first failure.
+        timed_out: the program exceeded the time limit.
+        broken: the sandbox's own failure; empty if there is none.
+    """
 
     total: int
     ran: int
     right: int
     detail: str
     timed_out: bool
-    broken: str  # our own failure
+    broken: str
 
     def result(self, partial_credit: bool) -> Result:
-        """All or nothing, or the share of right cases. A time limit is worth nothing."""
+        """The result: with ``partial_credit`` the share of right cases, else 1 or 0. A timeout is worth 0."""
         if self.broken:
             return error(self.broken)
         if self.timed_out:
@@ -35,7 +44,7 @@ def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The (input, output) pairs of a row.
 
     Raises:
-        ValueError: ``cases`` is no list of ``{"input": str, "output": str}``, or empty.
+        ValueError: ``cases`` is not a list of ``{"input": str, "output": str}``, or is empty.
     """
     cases = field(row, "cases", (list, tuple))
     for index, case in enumerate(cases):
@@ -54,10 +63,14 @@ def run_cases(
     limits: Limits,
     go_on: bool,
 ) -> CaseResults:
-    """Run the program once per case; ``limits.seconds`` are for all of them together.
+    """Run the program once per case.
 
     Args:
-        go_on: after a case that fails; a program that ran into the time limit is never run again.
+        sandbox: where it runs.
+        argv, files: as for :meth:`Sandbox.start`.
+        cases: (input, expected output) pairs.
+        limits: of each run, but ``seconds`` are for all cases together.
+        go_on: continue after a case that fails. A timeout always ends the row.
     """
     left = limits.seconds
     ran = right = 0
@@ -69,7 +82,7 @@ def run_cases(
             broken = f"the sandbox did not start: {outcome.stderr.decode('utf-8', 'replace')}"
             return CaseResults(len(cases), ran, right, detail, False, broken)
         if outcome.timed_out:
-            return CaseResults(len(cases), ran, right, f"case {index}: not done after {limits.seconds:g} s in all",
+            return CaseResults(len(cases), ran, right, f"case {index}: still running after {limits.seconds:g} s in all",
                                True, "")  # fmt: skip
         problem = failure(outcome)
         ran += not problem
@@ -84,7 +97,7 @@ def run_cases(
 
 
 def failure(outcome: Outcome) -> str:
-    """How a run failed; empty if it did not."""
+    """How a run failed; empty if it succeeded."""
     if outcome.killed:
         return outcome.killed
     if outcome.returncode != 0:
@@ -94,7 +107,7 @@ def failure(outcome: Outcome) -> str:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Whether two texts are the same but for white space at the ends of lines and of the text."""
+    """Whether two texts are equal apart from white space at the ends of lines and of the text."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.rstrip().split("\n")]

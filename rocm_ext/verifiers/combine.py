@@ -1,4 +1,4 @@
-"""Verifiers made of verifiers."""
+"""Verifiers that combine others."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,9 +25,12 @@ class _Several(Verifier):
 
 
 class All(_Several):
-    """CORRECT if all are, asked in order; else the verdict of the first that is not, and the least reward so far.
+    """CORRECT if all verifiers say so; else the verdict of the first that disagrees and the least reward so far.
 
-    Those after the first that is not CORRECT are not asked: put the cheap ones first.
+    They judge in order, and the first verdict that is not CORRECT ends it: put the cheap ones first.
+
+    Args:
+        verifiers: their nodes.
     """
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
@@ -43,12 +46,12 @@ class All(_Several):
 
 
 class Weighted(_Several):
-    """The weighted mean of the rewards; an ERROR in any is an ERROR.
+    """The weighted mean of the verifiers' rewards; an ERROR of any of them is an ERROR.
 
     Args:
-        weights: one for each verifier, not negative; their sum is the whole.
-        threshold: the reward from which on the verdict is CORRECT. Below it is the first verdict that is not
-            CORRECT.
+        verifiers: their nodes.
+        weights: one for each verifier, not negative; they are divided by their sum.
+        threshold: the verdict is CORRECT from this reward on; below it, the first verdict that is not CORRECT.
     """
 
     def __init__(self, verifiers: Sequence[Any], weights: Sequence[float], threshold: float = 1.0) -> None:
@@ -75,7 +78,7 @@ class Weighted(_Several):
         reward = min(1.0, reward / sum(self.weights))
         if reward >= self.threshold - 1e-9:
             verdict = Verdict.CORRECT
-        elif verdict is Verdict.CORRECT:  # each is content, but not with all of it
+        elif verdict is Verdict.CORRECT:  # all said CORRECT with partial rewards
             verdict = Verdict.WRONG
         return Result(verdict, reward, "; ".join(details))
 

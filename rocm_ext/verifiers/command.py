@@ -1,4 +1,4 @@
-"""A program of the user's own as the verifier."""
+"""A program of the user's as the verifier."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from rocm_ext.verifiers.sandbox.process import Child, supervise
 class Command(Verifier):
     """Asks any program: JSON ``{"completion", "row"}`` on its stdin, ``{"verdict", "reward", "detail"}`` on its stdout.
 
-    The program is trusted: it runs as you, in the current directory, without a sandbox. One that fails, hangs or
-    answers anything else gives ERROR. It is killed with its process group in the end.
+    The program is trusted: it runs as you, in the current directory, without a sandbox. If it fails, hangs or answers
+    anything else, the verdict is ERROR. In the end its process group is killed.
 
     Args:
-        command: program and arguments; no shell.
+        command: program and arguments, run without a shell.
         timeout: seconds of wall time.
     """
 
@@ -45,7 +45,7 @@ class Command(Verifier):
             return error(f"{self.command[0]} cannot be run: {problem}")
         child = Child(process, request)
         if not supervise([child], self.timeout):
-            return error(f"{self.command[0]} was not done after {self.timeout:g} s")
+            return error(f"{self.command[0]} was still running after {self.timeout:g} s")
         if child.killed:
             return error(f"{self.command[0]} {child.killed}")
         if child.returncode != 0:

@@ -1,4 +1,4 @@
-"""C, C++, Rust and Go: whether it compiles, and what the program prints."""
+"""C, C++, Rust and Go: whether the code compiles, and what the program prints."""
 
 import functools
 import os
@@ -19,7 +19,14 @@ MAX_PROGRAM = 64 << 20  # bytes
 
 @dataclass(frozen=True)
 class Language:
-    """A source file's name, the compilers to look for, and the shell command that makes /tmp/out of it."""
+    """How a language is compiled.
+
+    Attributes:
+        file: name of the source file.
+        compilers: programs to look for, in this order.
+        command: shell command that compiles ``$SRC`` with ``$CC`` into ``out``.
+        install: Debian package of the compiler.
+    """
 
     file: str
     compilers: tuple[str, ...]
@@ -37,7 +44,7 @@ LANGUAGES = {
 
 
 class Compile(Verifier):
-    """Whether the completion's code compiles, in the sandbox. The row needs nothing.
+    """Whether the completion's code compiles, in the sandbox. A row needs no fields.
 
     Args:
         language: c (C17), cpp (C++17), rust (2021) or go.
@@ -70,9 +77,9 @@ class Compile(Verifier):
             raise UserError(f"{compiler(self.language)[0]} does not work in the sandbox: {short(result, 200)}")
 
     def compiled(self, code: str) -> tuple[bytes | None, Result | None]:
-        """The program, or the result that says why there is none."""
+        """The program, or the result that says why ``code`` gave none."""
         language = LANGUAGES[self.language]
-        # The program leaves over stdout: nothing of the host can be written in the sandbox.
+        # stdout carries the program out, since the sandbox cannot write to the host
         script = f'cd "$TMPDIR" && {language.command} >/dev/null && cat out'
         argv = [
             "/usr/bin/env",
@@ -86,7 +93,7 @@ class Compile(Verifier):
         if not outcome.started:
             return None, error(f"the sandbox did not start: {outcome.stderr.decode('utf-8', 'replace')}")
         if outcome.timed_out:
-            return None, timeout(f"not compiled after {self.compile_limits.seconds:g} s")
+            return None, timeout(f"still compiling after {self.compile_limits.seconds:g} s")
         if outcome.killed:
             return None, wrong(f"the compiler {outcome.killed}")
         if outcome.returncode != 0 or not outcome.stdout:
@@ -105,15 +112,16 @@ class Compile(Verifier):
 class Run(Compile):
     """What the completion's program prints for the row's ``cases``, a list of ``{input, output}``.
 
-    The reward is graded: ``compiles`` for code that compiles; up to ``runs`` more for the share of cases in which
-    the program ends with status 0; the rest up to 1 for the share whose output is right, but for trailing white
-    space. Only all right is CORRECT.
+    The reward is graded: ``compiles`` for code that compiles; up to ``runs`` for the share of cases in which the
+    program ends with status 0; the remainder for the share in which it prints the expected output, where trailing
+    white space does not count. The verdict is CORRECT if all cases are right.
 
     Args:
-        language, memory_mb, sandbox: as for Compile; memory_mb is the program's.
-        timeout: seconds of wall time for all cases of a row together. Running into it is TIMEOUT and worth nothing.
+        language, sandbox: as for :class:`Compile`.
+        timeout: seconds of wall time for all cases of a row together; beyond them the verdict is TIMEOUT, reward 0.
+        memory_mb: for the program.
+        compiles, runs: parts of the reward.
         compile_timeout: seconds for the compiler.
-        compiles, runs: the shares.
     """
 
     def __init__(
@@ -154,10 +162,10 @@ class Run(Compile):
 
 @functools.cache
 def compiler(language: str) -> tuple[str, tuple[str, ...]]:
-    """The compiler's path and the folders besides the system that it needs.
+    """The path of a language's compiler, and the folders outside of /usr that it needs.
 
     Raises:
-        UserError: there is none.
+        UserError: no compiler is installed, or it does not run.
     """
     names = LANGUAGES[language].compilers
     path = next(filter(None, map(shutil.which, names)), None)
@@ -171,7 +179,7 @@ def compiler(language: str) -> tuple[str, tuple[str, ...]]:
         real = os.path.realpath(path)
         return path, () if real.startswith("/usr/") else (os.path.dirname(os.path.dirname(real)),)
     root = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
-    inside = os.path.join(root, "bin", names[0])  # rustup's own command would need the home
+    inside = os.path.join(root, "bin", names[0])  # rustup's wrapper reads the home, which the sandbox hides
     if not root or not os.path.exists(inside):
-        raise UserError(f"language {language}: {path} does not run; it should print its folder for {' '.join(ask)}")
+        raise UserError(f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder")
     return inside, () if root.startswith("/usr/") or root == "/usr" else (root,)

@@ -1,4 +1,4 @@
-"""The code in what a model wrote."""
+"""Finding the code in a completion."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ TAGS = {
     "json": ("json", "jsonc", "json5"),
 }
 FENCE = re.compile(r"^[ \t]{0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$")
-SIGNS = {  # what a line of unfenced code begins with
+SIGNS = {  # how a line of unfenced code begins
     "c": re.compile(r"^\s*(#include\b|(static |unsigned |const )*(int|void|char|long|double|float)\s+\w+\s*\()", re.M),
     "cpp": re.compile(r"^\s*(#include\b|using namespace\b|(int|void|auto)\s+\w+\s*\(|template\s*<)", re.M),
     "rust": re.compile(r"^\s*(pub\s+)?(fn|use|struct|impl|mod)\s+\w+", re.M),
@@ -24,19 +24,20 @@ MAX_PARSED = 200_000  # characters
 
 
 def extract_code(text: str, language: str) -> str | None:
-    """The code that a completion means as its answer; None if there is none.
+    """The code in a completion that is its answer; None if it holds no code.
 
-    Fences are lines of three or more backticks or tildes, with an optional tag; the closing one is of the same
-    character, at least as long, and has no tag. An unclosed block ends with the text. In this order:
+    A fence is a line of three or more backticks or tildes with an optional tag. The closing fence uses the same
+    character, is at least as long and has no tag. An unclosed block ends with the text. The first of these counts:
 
     1. the last closed block tagged for ``language`` (python: python, py, python3; ...)
     2. the last block, if it is unclosed and tagged for the language: the answer was cut off
     3. the last closed block without a tag, then the last unclosed one without a tag
-    4. a text without any fence, if it is code: for Python, if it parses; for others, if a line begins as code does
+    4. a text without any fence that is code: Python if it parses, another language if a line begins like code
 
-    Blocks tagged for another language are never taken. Line ends become ``\\n``.
+    Blocks tagged for another language never count. Line ends become ``\\n``.
 
     Args:
+        text: the completion.
         language: python, c, cpp, rust, go or json.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -66,10 +67,10 @@ def extract_code(text: str, language: str) -> str | None:
 
 
 def parse_python(source: str) -> ast.Module:
-    """The syntax tree, without the warnings about it.
+    """The syntax tree of ``source``, without printing the parser's warnings.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python, or too deep.
+        SyntaxError, ValueError, RecursionError, MemoryError: it is not Python, or nested too deeply.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,5 +86,5 @@ def _is_code(text: str, language: str) -> bool:
         body = parse_python(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    # one word, or words with commas, parse too
+    # a word, or words with commas, parse as an expression
     return any(not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call) for node in body)

@@ -1,4 +1,4 @@
-"""Mathematical answers, compared by what they mean, with math-verify."""
+"""Mathematical answers, compared by value with math-verify."""
 
 import contextlib
 import functools
@@ -16,16 +16,16 @@ from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.workers import worker
 
-TAIL = 20_000  # characters at the end of a completion that are looked at
+TAIL = 20_000  # characters at the end of a completion that are searched
 LONGEST = 500  # characters of an answer that is parsed
-MEMORY = 2 << 30  # bytes of address space beyond what the worker has, for sympy
+MEMORY = 2 << 30  # bytes of address space that sympy may use beyond the worker's own
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
 BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|(?<!\\)[{}]")
 PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is|are|equals|=|:)[*_ \t]*:?[*_ \t]*([^\n]+)", re.I)
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 NUMBER = re.compile(rf"(?<![\w.])-?[$€£]?-?(?:{DIGITS})(?:/-?\d+(?!\.\d))?%?")
 PLAIN = re.compile(rf"([-+]?(?:{DIGITS}))\.?(?:\s+([A-Za-z]{{3,}}))?")
-SOME = r"(.{1,1000}?)"  # bounded: an unclosed one would be looked for to the end of the text
+SOME = r"(.{1,1000}?)"  # bounded: the search for the end of an unclosed formula would read the whole text
 MATHS = re.compile(rf"\$\${SOME}\$\$|(?<!\\)\$([^$\n]{{1,1000}}?)(?<!\\)\$|\\\[{SOME}\\\]|\\\({SOME}\\\)", re.S)
 EXPRESSION = re.compile(r"[\w\s+\-*/^().,=|\\{}\[\]<>!%$]{1,200}")
 ROW = re.compile(r"\d\s+\d|\d,\s")  # of numbers
@@ -35,20 +35,20 @@ NO_UNIT = FUNCTIONS | {"hundred", "thousand", "million", "billion", "trillion", 
 
 
 class MathAnswer(Verifier):
-    """Whether the completion's final answer means what the row's does.
+    """Whether the completion's final answer equals the row's.
 
-    The final answer is the last ``\\boxed{...}`` or ``#### ...``; without one, what follows the last "answer is";
-    else the last formula or number of the last line, else of the text. One answer is judged, however many
-    there are; ``\\boxed{1, 2}`` is the set of both. Only the last 20,000 characters are looked at.
+    The final answer is the last ``\\boxed{...}`` or ``#### ...``; without one, the text after the last "answer is";
+    else the last formula or number of the last line, else of the text. Only this one answer is judged;
+    ``\\boxed{1, 2}`` is the set of both. The search covers the last 20,000 characters.
 
-    Decimal numbers are compared exactly; all else by math-verify (to six digits), in a process that is killed when
-    it takes too long.
+    Two decimal numbers are compared exactly. math-verify compares all else (to six digits), in a process that is
+    killed at the time limit.
 
     Args:
         field: the row's field with the gold answer: text that ends like GSM8K's (``#### 72``), has a ``\\boxed{}``,
             or is the bare answer.
         tolerance: relative error allowed between two decimal numbers.
-        timeout: seconds for one comparison by math-verify. The answer's fault: a verdict TIMEOUT.
+        timeout: seconds for one comparison by math-verify; one that takes longer gives TIMEOUT.
     """
 
     def __init__(self, field: str = "answer", tolerance: float = 0.0, timeout: float = 5.0) -> None:
@@ -70,7 +70,8 @@ class MathAnswer(Verifier):
             return
         gold = gold_answer(field(row, self.field, str))
         if number(gold) is None and (len(gold) > LONGEST or not _parse(gold)):
-            raise ValueError(f"field {self.field!r} holds no answer that can be parsed: {short(row[self.field], 80)!r}")
+            found = short(row[self.field], 80)
+            raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {found!r}")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         gold = gold_answer(str(row[self.field]))
@@ -78,18 +79,18 @@ class MathAnswer(Verifier):
         if found is None:
             return unparsed("no answer found")
         if len(found) > LONGEST:
-            return wrong(f"an answer of {len(found)} characters")
+            return wrong(f"the answer has {len(found)} characters; at most {LONGEST} are compared")
         mine, golden = number(found), number(gold)
         if mine is not None and golden is not None:
             near = abs(mine - golden) <= abs(golden) * Fraction(self.tolerance)
             return correct(f"found {found}") if near else wrong(f"found {found}")
         if worker.RUNNING:
-            _library()  # before the fork, for all of them
+            _library()  # before the fork, so that every child has it
             return forked(functools.partial(_compare, gold, found, self.tolerance), self.timeout)
         return self._elsewhere(found, gold)
 
     def _elsewhere(self, found: str, gold: str) -> Result:
-        """Compare in a worker: sympy cannot be stopped in this process, nor may this process be forked."""
+        """Compare in a worker: this process cannot stop sympy and must not fork."""
         from rocm_ext.verifiers.workers import Pool
 
         if self._pool is None:
@@ -107,7 +108,7 @@ class MathAnswer(Verifier):
 
 
 def gold_answer(text: str) -> str:
-    """The answer that a row's field holds: marked as in :func:`final_answer`, or the whole of it."""
+    """The answer in a row's field: the marked one, as in :func:`final_answer`, or the whole text."""
     marked = _marked(text)
     if marked is None and PHRASE.search(text):
         marked = final_answer(text)
@@ -118,7 +119,7 @@ def gold_answer(text: str) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """The text of a completion's final answer; see :class:`MathAnswer`. None if there is none."""
+    """The text of a completion's final answer, as :class:`MathAnswer` defines it; None if it has none."""
     text = text[-TAIL:]
     marked = _marked(text)
     if marked is not None:
@@ -150,14 +151,14 @@ def _formulas(text: str) -> list[str]:
 
 
 def _prose(text: str) -> bool:
-    """Whether words, or several numbers in a row that no brackets hold, say that a text is no single expression."""
+    """Whether a text is no single expression: it has words, or several numbers in a row without brackets."""
     words = [word for word in WORD.findall(text) if word.lower() not in FUNCTIONS]
     held = text[:1] in "([{" and text[-1:] in ")]}"
     return bool(words) or not (held or number(text) is not None or ROW.search(text) is None)
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    """Position and content of the box that is closed last; one that is in another is part of it."""
+    """Position and content of the box that is closed last; a box inside another is part of it."""
     found, opened = None, []
     for match in BRACE.finditer(text):
         if match[0] != "}":
@@ -168,7 +169,10 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
 
 def number(answer: str) -> Fraction | None:
-    """The exact value of a decimal number, perhaps with currency sign, thousands commas and a unit; else None."""
+    """The exact value of a decimal number; None for any other text.
+
+    It may have a currency sign, thousands commas and a unit.
+    """
     if len(answer) > LONGEST:
         return None
     bare = re.sub(r"\\[$!, ]|\\(?:text|mathrm)\{[^{}\d]*\}|[$€£]", "", answer).strip()
@@ -179,10 +183,14 @@ def number(answer: str) -> Fraction | None:
 
 
 def forked(compare: Callable[[], bool], seconds: float) -> Result:
-    """The result of a comparison in a child process, which is killed after ``seconds`` and limited in memory.
+    """Run a comparison in a forked child that has limited time and memory.
 
-    Only for processes with one thread and no device: this forks. Python's own timers cannot interrupt sympy within
-    one multiplication of huge numbers.
+    Call it in a process with one thread and no GPU only. A timer in the same process would not do: Python cannot
+    interrupt sympy within one multiplication of huge numbers.
+
+    Args:
+        compare: returns whether two answers are equal.
+        seconds: after which the child is killed.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -196,7 +204,7 @@ def forked(compare: Callable[[], bool], seconds: float) -> Result:
         os._exit(0)
     os.close(writer)
     try:
-        poll = select.poll()  # ends at the child's end, too
+        poll = select.poll()  # also returns when the child ends
         poll.register(reader, select.POLLIN)
         answer = os.read(reader, 1) if poll.poll(seconds * 1000) else None
     finally:
@@ -205,10 +213,10 @@ def forked(compare: Callable[[], bool], seconds: float) -> Result:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if answer is None:
-        return timeout(f"comparing took more than {seconds:g} s")
+        return timeout(f"the comparison took more than {seconds:g} s")
     if not answer:
         return wrong("the answer cannot be compared")
-    return correct() if answer == b"1" else wrong("not the same")
+    return correct() if answer == b"1" else wrong("the answers differ")
 
 
 def _compare(gold: str, found: str, tolerance: float) -> bool:
@@ -224,7 +232,10 @@ def _compare(gold: str, found: str, tolerance: float) -> bool:
 
 
 def _parse(answer: str) -> list:
-    """What math-verify makes of one answer. Left alone, it would take a box within, and overlook text that hedges."""
+    """Parse one answer with math-verify.
+
+    Inner boxes and text commands are unwrapped first: math-verify would judge an inner box alone and ignore text.
+    """
     answer = re.sub(r"\\(?:boxed|fbox)[ \t]*\{", "{", answer)
     answer = re.sub(r"\\(?:text\w*|math(?:rm|bf|sf|it)|[hm]box)\s*\{([^{}]*\d[^{}]*)\}", r" \1 ", answer)
     math_verify = _library()
@@ -236,6 +247,6 @@ def _parse(answer: str) -> list:
 def _library() -> Any:
     import math_verify
 
-    for name in ("math_verify", "latex2sympy2_extended"):  # it warns that nobody limits its time; forked does
+    for name in ("math_verify", "latex2sympy2_extended"):  # they warn that no timeout is set; forked has one
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return math_verify

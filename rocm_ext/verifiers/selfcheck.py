@@ -1,4 +1,4 @@
-"""Whether a verifier accepts the answers that its data hold to be right."""
+"""Whether a verifier accepts the right answers in its data."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -16,10 +16,13 @@ GOLD_FIELDS = ("solution", "completion", "canonical_solution", "answer")
 
 @dataclass
 class Summary:
-    """What became of the rows' gold answers.
+    """The verdicts on the rows' gold answers.
 
-    ``verdicts``: how many of each. ``mean_reward``: over the rows that have one (no ERROR), None without any.
-    ``failures``: the first that are not CORRECT, as (origin, result).
+    Attributes:
+        rows: rows checked.
+        verdicts: how many answers got each verdict.
+        mean_reward: over the answers with a reward, which ERROR has not; None if there are none.
+        failures: (origin, result) of the first answers that are not CORRECT.
     """
 
     rows: int = 0
@@ -41,13 +44,13 @@ def self_check(
 
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`.
-        rows: (origin, row) each; the origin, such as ``file:line``, is for messages.
-        gold_field: where the gold answer is; None: the first of solution, completion, canonical_solution and
+        rows: (origin, row) pairs; messages name the origin, such as ``file:line``.
+        gold_field: the field with the gold answer; None: the first of solution, completion, canonical_solution and
             answer that a row has.
         workers: processes.
-        limit: only so many rows; None: all.
+        limit: check the first ``limit`` rows only; None: all.
         timeout: seconds for one verification as a whole.
-        show: how many failures to keep.
+        show: keep at most this many failures.
 
     Raises:
         UserError: the verifier cannot be built or cannot run here, or a row lacks what it needs or a gold answer.
@@ -80,7 +83,7 @@ def self_check(
             except (UserError, ValueError) as error:
                 raise UserError(f"{origin}: {error}") from error
             waiting.append((origin, pool.submit(gold, row)))
-            if len(waiting) > 4 * workers:  # rows may be more than fit into memory
+            if len(waiting) > 4 * workers:  # rows may not fit into memory
                 take()
         while waiting:
             take()

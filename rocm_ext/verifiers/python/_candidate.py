@@ -1,6 +1,6 @@
 """The tested program's side: runs the model's code and answers the judge's calls with values.
 
-Holds nothing that is worth stealing: neither the tests nor what they expect come here.
+It holds no secrets: neither the tests nor the expected values reach this process.
 """
 
 import builtins
@@ -18,7 +18,7 @@ PLAIN = (list, dict, set, tuple, frozenset, str, bytes, bytearray)
 
 
 class Program(Codec):
-    """The model's namespace, and the objects of it that the judge has handles of."""
+    """The model's namespace, and those of its objects that the judge has handles for."""
 
     def __init__(self, channel):
         super().__init__()
@@ -36,7 +36,7 @@ class Program(Codec):
             names = lineage(value)
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
-            self.objects.append(value)  # keeps it alive, and its id its own
+            self.objects.append(value)  # keeps it alive, so that no other object gets its id
         return ["h", self.numbers[id(value)], kind.__name__, names]
 
     def revive(self, tag, parts):
@@ -52,14 +52,15 @@ class Program(Codec):
         """Run the trusted set-up and the model's code."""
         exec(compile(task["setup"], "setup", "exec", dont_inherit=True), self.namespace)
         exec(compile(task["code"], "solution", "exec", dont_inherit=True), self.namespace)
-        # the model may have defined them again
+        # after the model's code, which may have redefined them
         self.shared = {n: k for n, k in plain_classes(self.namespace).items() if n in task["shared"]}
 
     def names(self, names):
+        """The values of those names that the code defines."""
         return {name: self.namespace[name] for name in names if name in self.namespace}
 
     def serve(self):
-        """Answer until the judge is gone."""
+        """Answer until the judge ends."""
         while True:
             request = self.channel.receive()
             try:
@@ -68,6 +69,7 @@ class Program(Codec):
                 self.channel.send(failure(self, Unsendable(f"the program returned {error}")))
 
     def answer(self, request):
+        """Do the judge's operation and return the answer to send."""
         table = []
         try:
             args = self.decode(request["a"], request["n"], table)
@@ -87,7 +89,7 @@ class Program(Codec):
 
 
 class Callback:
-    """A function of the tests that was given to the program."""
+    """A function of the tests that the program got as an argument."""
 
     def __init__(self, program, number):
         self.program, self.number = program, number
@@ -116,6 +118,7 @@ def lineage(kind):
 
 
 def failure(program, error):
+    """The answer that reports an exception."""
     try:
         says = str(error)[:1000]
     except BaseException:
@@ -128,7 +131,7 @@ def failure(program, error):
 
 
 def snapshot(value):
-    """What a mutable value holds at the moment; None if that is hard to tell."""
+    """The present content of a mutable value; None if its type does not show it."""
     if isinstance(value, (list, set, bytearray, deque)):
         return list(value)
     pairs = value if isinstance(value, dict) else getattr(value, "__dict__", None)
@@ -136,13 +139,14 @@ def snapshot(value):
 
 
 def same(before, after):
+    """Whether two snapshots hold the same objects; False if either is None."""
     if before is None or after is None or len(before) != len(after):
         return False
     return all(a is b for a, b in zip(before, after, strict=True))
 
 
 def downcast(value):
-    """The builtin value of an instance of a subclass; None if it is none."""
+    """The builtin value of an instance of a builtin type's subclass; None for any other object."""
     for base in PLAIN:
         if isinstance(value, base):
             return dict(dict.items(value)) if base is dict else base(base.__iter__(value))
@@ -155,6 +159,7 @@ def fields(value):
 
 
 def call(function, *args, **keywords):
+    """The operation ``call``."""
     return function(*args, **keywords)
 
 
@@ -169,6 +174,7 @@ for module, names in (
 
 
 def main():
+    """Load the task in the file argv[3] and serve the judge over the pipes argv[1] and argv[2]."""
     with open(sys.argv[3]) as file:
         task = json.load(file)
     sys.path += task["path"]

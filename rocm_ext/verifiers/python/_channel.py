@@ -1,4 +1,4 @@
-"""Frames of JSON over pipes. Runs inside the sandboxes, of the standard library only."""
+"""Frames of JSON over pipes. This runs inside the sandboxes with the standard library alone."""
 
 import json
 import os
@@ -7,19 +7,19 @@ MAX_FRAME = 16 << 20  # bytes
 
 
 class Malformed(Exception):
-    """A message that says nothing sensible."""
+    """An invalid message."""
 
 
 class Unsendable(Exception):
-    """A value that cannot be put into a message."""
+    """A value that no message can hold."""
 
 
 class TooMuch(Unsendable):
-    """A value that is too large or too deep for a message."""
+    """A value that is too large or nested too deeply for a message."""
 
 
 class Closed(Exception):
-    """The other side is gone."""
+    """The other process has ended."""
 
 
 class Channel:
@@ -29,6 +29,12 @@ class Channel:
         self.reader, self.writer = reader, writer
 
     def send(self, message):
+        """Send a dict.
+
+        Raises:
+            TooMuch: it is larger than MAX_FRAME.
+            Closed: the other process has ended.
+        """
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > MAX_FRAME:
             raise TooMuch(f"a value of {len(data)} bytes is larger than {MAX_FRAME}")
@@ -40,6 +46,12 @@ class Channel:
                 raise Closed from None
 
     def receive(self):
+        """The next dict.
+
+        Raises:
+            Malformed: the message is not a JSON object, or too large.
+            Closed: the other process has ended.
+        """
         size = int.from_bytes(self._exactly(4), "big")
         if size > MAX_FRAME:
             raise Malformed(f"a message of {size} bytes")

@@ -1,10 +1,10 @@
-"""The tests' side: runs the user's tests against values that the tested program answers with.
+"""The tests' side: runs the user's tests against values that the tested program returns.
 
-The model's code is never in this process. A name that the tests take from the solution is a handle, and calling it
-sends the arguments to the program and gets plain data back, as exact builtin types. So the tests compare with what
-they expect here, and the program never sees that: all it can do is to return values. Objects that are no plain data
-stay in the program and are handles here. Nothing that the tests hold is ever shown to a handle for it to judge:
-``==``, ``in`` and arithmetic with plain data take the handle's value, if it has one, and decide here.
+The model's code never runs in this process. A name that the tests take from the solution is a handle: calling it sends
+the arguments to the program and gets plain data back, as exact builtin types. The comparison with the expected value
+happens here, so the program never sees that value and can only return its own. Other objects stay in the program and
+are handles here. A handle never judges the tests' values: ``==``, ``in`` and arithmetic with plain data ask the program
+for the handle's value, if it has one, and decide here.
 """
 
 import ast
@@ -35,7 +35,7 @@ COMMON = {
 
 
 class Gone(BaseException):
-    """The program has ended or talks nonsense; no test can catch this and pass."""
+    """The program has ended or sent a malformed message. Not an Exception, so that no test catches it and passes."""
 
 
 class Judge(Codec):
@@ -75,7 +75,7 @@ class Judge(Codec):
         return self.handles[number]
 
     def exception(self, lineage, number=None):
-        """The exception class of that name: a builtin, one of the set-up's, or one made for the program's."""
+        """The class for an exception of the program: a builtin, one of the set-up's, or a new class of that name."""
         name = lineage[0]
         found = getattr(builtins, name, None) or self.shared_exceptions.get(name)
         if isinstance(found, type) and issubclass(found, BaseException):
@@ -89,7 +89,7 @@ class Judge(Codec):
         return self.exceptions[key]
 
     def ask(self, op, *args, **keywords):
-        """What the program answers to an operation; raises what it raises."""
+        """Have the program do an operation; returns or raises what it returns or raises."""
         if self.gone:
             raise Gone(self.gone)
         table = []
@@ -116,6 +116,7 @@ class Judge(Codec):
         raise Gone(self.gone)
 
     def call_back(self, request):
+        """Call a function of the tests for the program, and return the answer to send."""
         table = []
         args = self.decode(request["a"], request["n"], table)
         try:
@@ -125,13 +126,13 @@ class Judge(Codec):
             return {"exc": [kind.__name__ for kind in type(error).__mro__], "text": str(error)[:1000]}
 
     def raised(self, reply):
-        """The exception that the program has raised."""
+        """The exception that the program raised."""
         names = reply["exc"]
         if type(names) is not list or not names or not all(type(name) is str for name in names):
             raise Malformed("an exception without a name")
         says = str(reply.get("text", ""))[:1000]
         kind = self.exception(names)
-        if not issubclass(kind, Exception):  # the program wants to leave
+        if not issubclass(kind, Exception):  # such as SystemExit: the program wants to end
             self.gone = f"the program raised {names[0]}: {says}"
             return Gone(self.gone)
         try:
@@ -144,7 +145,7 @@ class Judge(Codec):
 
 
 class Handle:
-    """An object of the program's: a function, class, instance, iterator."""
+    """An object in the program: a function, class, instance or iterator."""
 
     __slots__ = ("_judge", "_name", "_number")
 
@@ -153,7 +154,7 @@ class Handle:
             object.__setattr__(self, slot, value)
 
     def __getattr__(self, name):
-        if name[:2] == name[-2:] == "__" and name not in VISIBLE:  # numpy would take memory by __array_interface__
+        if name[:2] == name[-2:] == "__" and name not in VISIBLE:  # numpy would read any address: __array_interface__
             raise AttributeError(name)
         return ask(self, "getattr", name)
 
@@ -204,14 +205,17 @@ class Handle:
 
 
 def number_of(handle):
+    """The program's number of the object, read without asking the program."""
     return object.__getattribute__(handle, "_number")
 
 
 def ask(handle, op, *args, **keywords):
+    """Have the program do an operation on a handle's object; see :meth:`Judge.ask`."""
     return object.__getattribute__(handle, "_judge").ask(op, handle, *args, **keywords)
 
 
 def iter_handle(iterator):
+    """The values of an iterator in the program."""
     while True:
         try:
             value = ask(iterator, "next")
@@ -221,7 +225,7 @@ def iter_handle(iterator):
 
 
 def _operator(op):
-    # With plain data on the other side the program would be shown what the tests expect of it.
+    # with plain data as the other operand, the program would see what the tests expect
     def method(self, other):
         return ask(self, op, other) if type(other) is Handle else NotImplemented
 
@@ -237,14 +241,14 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", 
 
 
 def ours(name):
-    """What a name that the tests forgot to import means; the program's own may be anything."""
+    """The library function or module of a name that the tests did not import; the program's could be anything."""
     if name in COMMON:
         return getattr(importlib.import_module(COMMON[name]), name)
     return importlib.import_module(MODULES[name]) if name in MODULES else None
 
 
 def run(task, judge):
-    """Run the tests; the report for the verifier."""
+    """Run the tests and return the report for the verifier."""
     namespace = {"__name__": "tests", "__builtins__": builtins}
     try:
         for source in task["trusted"]:
@@ -255,7 +259,7 @@ def run(task, judge):
     if "random" in task["tests"]:
         importlib.import_module("random").seed(0)
     entry = task["entry_point"]
-    namespace.pop(entry, None)  # the set-up's may be the bare signature
+    namespace.pop(entry, None)  # the set-up may define it as a bare signature
     judge.shared = {n: k for n, k in plain_classes(namespace).items() if n in task["shared"]}
     judge.shared_exceptions = {
         n: k for n, k in namespace.items() if isinstance(k, type) and issubclass(k, BaseException)
@@ -285,6 +289,11 @@ def run(task, judge):
     namespace.update({alias: found[name] for alias, name in tests.imported.items() if name in found})
     if entry and entry.isidentifier() and entry not in found:
         return {"kind": "failed", "detail": f"the code defines no {entry}", "passed": 0, "total": tests.total}
+    return take(tests, namespace, judge, task["all"])
+
+
+def take(tests, namespace, judge, go_on):
+    """Run the tests' statements and return the report; ``go_on``: after a unit that fails, too."""
     passed, detail = 0, ""
     for statements, reads in tests.steps:
         try:
@@ -298,7 +307,7 @@ def run(task, judge):
                 detail = f"{reads or ast.unparse(statements[0])[:100]}"
                 if not (isinstance(error, AssertionError) and not str(error)):
                     detail += f": {type(error).__name__}: {str(error)[:300]}"
-            if judge.gone or reads is None or not task["all"]:
+            if judge.gone or reads is None or not go_on:
                 break
         if judge.gone:
             break
@@ -310,10 +319,12 @@ def run(task, judge):
 
 
 def report(what):
+    """Write a line for the verifier."""
     os.write(RESULT, json.dumps(what).encode() + b"\n")
 
 
 def main():
+    """Judge the task in the file argv[3] over the pipes argv[1] and argv[2]."""
     global RESULT
     RESULT = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the tests may print

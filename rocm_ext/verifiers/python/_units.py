@@ -1,18 +1,19 @@
-"""The user's tests, taken apart. Runs inside the judge's sandbox, of the standard library only."""
+"""The user's tests, split into units. This runs inside the judge's sandbox with the standard library alone."""
 
 import ast
 
 
 class Broken(Exception):
-    """The tests themselves do not work."""
+    """The tests themselves are wrong."""
 
 
 class Tests:
     """The user's tests, split into units that pass or fail on their own.
 
-    A unit is an assert statement, at top level or in a test function of nothing but asserts; any other test
-    function as a whole; or ``check(candidate)``. ``steps``: (statements, how the unit reads, or None for what
-    only prepares).
+    A unit is an assert statement, at top level or in a test function that consists of asserts; any other test
+    function as a whole; or ``check(candidate)``.
+
+    ``steps`` holds (statements, text of the unit) pairs; the text is None for statements that only prepare.
     """
 
     def __init__(self, source, entry_point):
@@ -24,7 +25,7 @@ class Tests:
             else:
                 body.append(statement)
         functions = {s.name for s in body if isinstance(s, ast.FunctionDef) and is_test(s.name)}
-        called = {called_name(statement) for statement in body} & functions  # `check(f)` may be there already
+        called = {called_name(statement) for statement in body} & functions  # the tests may call `check(f)` themselves
         self.steps, calls = [], []
         for statement in body:
             if not isinstance(statement, ast.FunctionDef) or statement.name not in functions - called:
@@ -46,11 +47,11 @@ class Tests:
             raise Broken("the tests hold no assert, no test function and no check()")
 
     def names(self):
-        """The names that the tests load, and may mean the program's by."""
+        """The names that the tests use; some may be the program's."""
         return {node.id for node in self._nodes() if isinstance(node, ast.Name)}
 
     def defined(self):
-        """The names that the tests themselves import and define."""
+        """The names that the tests themselves import or define."""
         found = {n.name for n in self._nodes() if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
         imports = [alias for n in self._nodes() if isinstance(n, (ast.Import, ast.ImportFrom)) for alias in n.names]
         return found | {(alias.asname or alias.name).split(".")[0] for alias in imports}
@@ -60,10 +61,11 @@ class Tests:
 
 
 def is_test(name):
+    """Whether a function of this name is a test."""
     return name == "check" or name.startswith("test")
 
 
 def called_name(statement):
-    """``f`` of the statement ``f(...)``."""
+    """The name ``f`` if the statement is ``f(...)``; else None."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     return call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None

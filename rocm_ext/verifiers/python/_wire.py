@@ -1,8 +1,8 @@
-"""How values cross between the judge of tests and the tested program: as JSON, and only plain data.
+"""How values cross between the judge of the tests and the tested program: as JSON of plain data.
 
-Runs inside the sandboxes, of the standard library only. A message holds a graph: containers that can change
-are numbered nodes, so that shared ones stay shared, cycles work, and what a call did to its arguments can be told.
-Decoding makes exact builtin types and nothing else: a value cannot bring code, nor equal what it is not.
+This runs inside the sandboxes with the standard library alone. A message holds a graph: mutable containers are
+numbered nodes, so that shared ones stay shared, cycles work, and the judge learns how a call changed its arguments.
+Decoding makes exact builtin types and nothing else: a value cannot carry code or fake equality.
 """
 
 import builtins
@@ -38,25 +38,33 @@ NUMPY_KINDS = "biufcSU"
 class Codec:
     """Values to JSON and back.
 
-    ``shared``: name -> class that both sides have defined from the same trusted source; their instances travel
-    by their attributes. What is neither that nor plain data is left to ``opaque`` and ``revive``.
+    ``shared``: name -> class that both sides define from the same trusted source; their instances cross as
+    attributes. Subclasses encode and decode all other objects in ``opaque`` and ``revive``.
     """
 
     def __init__(self):
         self.shared = {}
 
     def opaque(self, value):
+        """The JSON of an object that is not plain data: a list of a tag and its parts."""
         raise Unsendable(f"an object of type {type(value).__name__}")
 
     def revive(self, tag, parts):
+        """The object that :meth:`opaque` of the other side encoded."""
         raise Malformed(f"tag {tag!r}")
 
     # to JSON
 
     def encode(self, roots, table, changed=()):
-        """The JSON of ``roots``, of the nodes they need beyond those in ``table``, and of the ``changed`` of those.
+        """Values to JSON.
 
-        The new nodes' values are appended to ``table``.
+        Args:
+            roots: the values.
+            table: values of the nodes that the other side knows; those of new nodes are appended.
+            changed: indices of known nodes to send again.
+
+        Returns:
+            the JSON of the roots, of the new nodes, and of the changed ones with their indices.
         """
         memo = {id(value): index for index, value in enumerate(table)}
         start = len(table)
@@ -68,7 +76,7 @@ class Codec:
         return encoded, nodes, updates
 
     def _content(self, value, memo, table):
-        """The JSON of what a node holds."""
+        """The JSON of a node's content."""
 
         def each(values):
             return [self._encode(v, memo, table, 0) for v in values]
@@ -135,7 +143,7 @@ class Codec:
                 return ["np", value.dtype.str, list(value.shape), value.tobytes().hex()]
             if isinstance(value, numpy.generic) and value.dtype.kind in NUMPY_KINDS:
                 return self._encode(value.item(), memo, table, depth)
-        for base in (int, float, str, complex):  # an instance of a subclass is its number or text
+        for base in (int, float, str, complex):  # an instance of a subclass crosses as its number or text
             if issubclass(kind, base):
                 return self._encode(base.__add__(value, base()), memo, table, depth)
         return self.opaque(value)
@@ -143,15 +151,15 @@ class Codec:
     # from JSON
 
     def decode(self, roots, nodes, table):
-        """The values of ``roots``; the new nodes are appended to ``table``.
+        """JSON to values; those of the new nodes are appended to ``table``.
 
         Raises:
-            Malformed: the message makes no sense.
+            Malformed: the message is invalid.
         """
         try:
             start = len(table)
             table += [self._empty(node) for node in nodes]
-            # what has a hash may take it from its attributes: those first
+            # fill objects first: their hash, which dicts and sets need, may depend on their attributes
             for late in (False, True):
                 for index, node in enumerate(nodes):
                     if (node[0] in DICTS or node[0] == "s") is late:
@@ -179,7 +187,7 @@ class Codec:
         return {"l": list, "s": set, "ba": bytearray}[tag]()
 
     def fill(self, value, node, table):
-        """Make a node hold what the message says instead of what it held."""
+        """Replace a node's content with that in the message."""
         tag = node[0]
         kind = self.shared[node[1]] if tag == "o" else {tag: kind for kind, tag in TAGS.items()}[tag]
         if type(value) is not kind:
@@ -188,7 +196,7 @@ class Codec:
             for name in state(value):
                 object.__delattr__(value, name)
             for name, item in node[2]:
-                if type(name) is not str or callable(getattr(kind, name, None)):  # in the place of a method
+                if type(name) is not str or callable(getattr(kind, name, None)):  # it would replace a method
                     raise ValueError(f"an attribute {name!r}")
                 object.__setattr__(value, name, self._decode(item, table, 0))
             return
@@ -258,12 +266,14 @@ class Codec:
 
 
 def text(value):
+    """``value``, which must be a str."""
     if type(value) is not str:
         raise ValueError("no text")
     return value
 
 
 def integer(value):
+    """``value``, which must be an int."""
     if type(value) is not int:
         raise ValueError("no integer")
     return value
@@ -273,14 +283,14 @@ NAMED: dict = {}
 
 
 def named(name, fields):
-    """The named tuple type; the same one for the same name and fields."""
+    """The named tuple type of that name and fields, always the same object."""
     if (name, fields) not in NAMED:
         NAMED[name, fields] = collections.namedtuple(name, fields)
     return NAMED[name, fields]
 
 
 def state(value):
-    """The attributes of an object, those in slots too."""
+    """The attributes of an object, including those in slots."""
     found = {}
     for kind in reversed(type(value).__mro__):
         slots = vars(kind).get("__slots__", ())
@@ -291,7 +301,7 @@ def state(value):
 
 
 def plain_classes(namespace):
-    """The classes defined in a namespace whose instances are no more than their attributes."""
+    """The classes defined in a namespace whose instances consist of their attributes alone."""
     name = namespace["__name__"]
 
     def own(kind):

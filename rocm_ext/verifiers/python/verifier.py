@@ -24,33 +24,34 @@ JUDGE_MB = 1024  # the tests may need more memory than the code
 
 
 class PythonTests(Verifier):
-    """Whether Python code passes its row's tests.
+    """Whether Python code passes the tests in its row.
 
     Row fields:
 
     - ``tests``: source with asserts, ``test_*`` functions or ``check(candidate)``; or a list of assert statements
-    - ``entry_point``: the name that must be defined, and what ``check`` is called with; it may be an expression
+    - ``entry_point``: the name that the code must define and that ``check`` is called with; it may be an expression
       such as ``Solution().two_sum``
     - ``test_setup``: imports and definitions for both sides; the model's code runs with them and can read them
-    - ``code_prefix``: HumanEval's prompt, a signature with its docstring, put before code that does not define
-      the entry point itself. Helpers in it are trusted: the tests use these
-    - ``cases`` instead of ``tests``: a list of ``{input, output}`` for a program of stdin and stdout. Trailing
-      white space of lines and of the whole does not count
+    - ``code_prefix``: HumanEval's prompt, a signature with its docstring; it precedes code that does not define the
+      entry point itself. Its helper functions are trusted: the tests use them
+    - ``cases`` instead of ``tests``: a list of ``{input, output}`` for a program that reads stdin and writes stdout.
+      White space at the ends of lines and of the output does not count
 
     The code and the tests run in two processes, each in its own sandbox. The code's process gets the arguments of
-    the calls that the tests make and returns values; it sees neither the tests' source nor what they expect.
-    Values cross as plain data of exact builtin types. Objects of the code's own classes stay with the code: the
-    tests may construct them, call methods and read attributes; with ``==``, two of them compare by class and
-    attributes, and one compares with plain data by the value of the builtin it derives from. An assert that
-    compares with what the code's own classes or helper functions compute is as trustworthy as these, and one that
-    computes what it expects from an argument after the call trusts the call not to have changed it.
+    the calls that the tests make, and returns values; it sees neither the tests' source nor the expected values.
+    Values cross as plain data of exact builtin types. Objects of the code's own classes stay in its process: the
+    tests can construct them, call their methods and read their attributes. ``==`` compares two such objects by class
+    and attributes, and compares one with plain data by the value of the builtin type that it derives from.
+
+    Two kinds of assert trust the code. One compares with a value that the code's own classes or helper functions
+    compute. The other computes the expected value from an argument after the call, which may have changed it.
 
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
         memory_mb: for the code.
         partial_credit: the reward is the share of tests that pass; else it is 1 or 0.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
-        python: the interpreter; its installed packages can be imported.
+        python: the interpreter; the code can import its installed packages.
     """
 
     def __init__(
@@ -87,14 +88,14 @@ class PythonTests(Verifier):
             try:
                 parse_python(source)
             except (SyntaxError, ValueError) as error:
-                raise ValueError(f"field {name!r} is no Python: {error}") from error
+                raise ValueError(f"field {name!r} is not Python: {error}") from error
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         code = extract_code(completion, "python")
         prefix = row.get("code_prefix") or ""
         entry = row.get("entry_point") or ""
         if code is None and prefix and "```" not in completion and completion.strip():
-            code = completion.replace("\r\n", "\n")  # the bare body
+            code = completion.replace("\r\n", "\n")  # the body alone, without a fence
         if code is None:
             return unparsed("no Python code")
         if row.get("cases") is not None:
@@ -140,7 +141,7 @@ class PythonTests(Verifier):
             in_time = supervise([first.child, second.child], self.limits.seconds - (time.monotonic() - began))
             stderr = bytes(first.child.stderr or second.child.stderr).decode("utf-8", "replace")
             if not in_time:
-                return timeout(f"not done after {self.limits.seconds:g} s")
+                return timeout(f"still running after {self.limits.seconds:g} s")
             if second.child.killed:
                 return wrong(f"the code {second.child.killed}")
             result = self._result(first.child.stdout, stderr)
@@ -154,7 +155,7 @@ class PythonTests(Verifier):
         return self._sandbox.start(argv, files, limits=limits, pass_fds=fds)
 
     def _result(self, said: bytes, stderr: str) -> Result:
-        """The verdict from what the judge has said, which the program has no way to write."""
+        """The verdict in the judge's output, which the program cannot write to."""
         reports = [json.loads(line) for line in said.split(b"\n")[:-1]]  # whole lines only
         started = "started" in reports
         last = reports[-1] if reports and isinstance(reports[-1], dict) else None
@@ -179,7 +180,7 @@ def tests_of(row: Mapping[str, Any]) -> str:
     """The source of a row's tests.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the row has none.
     """
     tests = field(row, "tests", (str, list, tuple))
     source = tests if isinstance(tests, str) else "\n".join(map(str, tests))

@@ -1,4 +1,4 @@
-"""Making bubblewrap's command line, in the way that works on this machine."""
+"""Bubblewrap's command line, in the form that works on this machine."""
 
 import contextlib
 import functools
@@ -18,26 +18,32 @@ NO_BWRAP = (
     "bubblewrap (bwrap) is not installed: `apt install bubblewrap`, or set `sandbox: rlimits`, which limits time and "
     "memory but lets the model's code read and write your files and use the network"
 )
-_ids = itertools.count(os.getpid() * 64)  # concurrent workers start apart
+_ids = itertools.count(os.getpid() * 64)  # concurrent workers begin at different user ids
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How bubblewrap can be used on this machine."""
+    """How bubblewrap works on this machine.
 
-    real_id: bool  # as root, without a user namespace
-    proc: bool  # a /proc can be mounted; not in an unprivileged container
+    Attributes:
+        real_id: as root, without a user namespace.
+        proc: it can mount a /proc, which an unprivileged container forbids.
+    """
+
+    real_id: bool
+    proc: bool
 
 
 def command_line(
     files: Mapping[str, bytes], readable: Sequence[str], limits: Limits, status: int
 ) -> tuple[list[str], list[int]]:
-    """The command line up to the program, and the descriptors that it reads, which the caller closes.
+    """The command line in front of the program, and the descriptors that it reads; the caller closes them.
 
     Args:
         files: name -> content, put into /box.
         readable: folders shown at the same path.
-        status: the descriptor that bwrap tells its status to.
+        limits: of the run.
+        status: the descriptor to which bwrap writes its status.
     """
     mode = usable_mode()
     opened: list[int] = []
@@ -60,12 +66,12 @@ def command_line(
     for folder, size in (("/tmp", limits.tmp_mb << 20), ("/dev/shm", 16 << 20)):
         if sized():
             command += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
-        elif folder == "/tmp":  # it counts as memory instead
+        elif folder == "/tmp":  # its content counts as memory instead
             command += ["--perms", "1777", "--tmpfs", folder]
     made: set[str] = set()
     for folder in readable:
         if not folder.startswith("/usr/"):
-            # bwrap makes missing parents for their owner alone
+            # bwrap would create missing parents that only their owner can read
             for parent in reversed(Path(folder).parents[:-1]):
                 if str(parent) not in made:
                     made.add(str(parent))
@@ -86,7 +92,7 @@ def command_line(
 def _namespaces(mode: Mode) -> list[str]:
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     options += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox", "--cap-drop", "ALL"]
-    if mode.real_id:  # setpriv takes the id from inside and loses both capabilities by that
+    if mode.real_id:  # setpriv changes the id inside, which drops both capabilities
         return [*options, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [*options, "--unshare-user", "--uid", "65534", "--gid", "65534"]
 
@@ -99,7 +105,7 @@ def _drop_id(mode: Mode) -> list[str]:
 
 
 def _nobody() -> int:
-    """A user id that no other run has at the moment, or nobody's where a container maps few ids."""
+    """A user id that no other run has at the moment; nobody's if a container maps few ids."""
     mapped = [
         int(line.split()[0]) + int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines()
     ]
@@ -108,7 +114,7 @@ def _nobody() -> int:
 
 @functools.cache
 def _system() -> list[str]:
-    """The read-only system."""
+    """The options that show the system read-only."""
     command = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
         if os.path.islink(name):
@@ -131,14 +137,18 @@ def sized() -> bool:
 
 @functools.cache
 def _counts_apart() -> bool:
-    """Whether RLIMIT_NPROC in a user namespace leaves out the user's other processes."""
+    """Whether RLIMIT_NPROC in a user namespace ignores the user's processes outside of it."""
     release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in platform.release().split(".")[:2])
     return release >= (5, 14)
 
 
 @functools.cache
 def usable_mode() -> Mode:
-    """The first way to use bubblewrap that works here; UserError if none does."""
+    """The first mode of bubblewrap that works on this machine.
+
+    Raises:
+        UserError: none works; with advice.
+    """
     bwrap = tool("bwrap", NO_BWRAP)
     modes = [Mode(real_id=False, proc=True), Mode(real_id=False, proc=False)]
     if os.geteuid() == 0:
@@ -155,7 +165,7 @@ def usable_mode() -> Mode:
 
 
 def advice() -> str:
-    """What may be done where bubblewrap does not work."""
+    """What the user can do if bubblewrap does not work."""
 
     def setting(name: str) -> str:
         with contextlib.suppress(OSError):
@@ -171,4 +181,4 @@ def advice() -> str:
         return "; user namespaces are off: `sudo sysctl user.max_user_namespaces=10000`"
     if any(os.path.exists(name) for name in ("/.dockerenv", "/run/.containerenv")):
         return "; in a container: start it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined`"
-    return "; or set `sandbox: rlimits`, which does not keep the code from your files and the network"
+    return "; or set `sandbox: rlimits`, which leaves your files and the network open to the code"

@@ -1,4 +1,4 @@
-"""Child processes whose output, time and memory are bounded."""
+"""Child processes with limited output, time and memory."""
 
 import contextlib
 import os
@@ -11,21 +11,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-POLL = 0.05  # seconds between looks at the memory of the children
+POLL = 0.05  # seconds between checks of the children's memory
 CHUNK = 1 << 16
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass
 class Child:
-    """A started process: what it is fed, what it has said so far, and what it may use.
+    """A started process: its input, its output so far, and its limits.
 
     Args:
-        process: the leader of a process group, with binary pipes for those of stdin, stdout and stderr that are wanted.
+        process: the leader of a process group; its stdin, stdout and stderr are binary pipes or None.
         feed: bytes for stdin, which is closed after them.
-        output_bytes: of stdout, and of stderr; a process that says more is killed.
-        memory_mb, processes: of the process with all its descendants, looked at every 50 ms; None: no limit.
-        unsized_tmp: count what lies in the process's /tmp as memory.
+        output_bytes: of stdout, and of stderr; a process that prints more is killed.
+        memory_mb, processes: of the process with all its descendants, checked every 50 ms; None: no limit.
+        unsized_tmp: count the content of the process's /tmp as memory.
+
+    Attributes:
+        stdout, stderr: the output so far.
+        killed: the limit for which we killed it; empty if we did not.
+        too_big: that limit was the memory.
     """
 
     process: subprocess.Popen
@@ -36,17 +41,18 @@ class Child:
     unsized_tmp: bool = False
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
-    killed: str = ""  # why we killed it
-    too_big: bool = False  # killed for the memory
+    killed: str = ""
+    too_big: bool = False
 
     @property
     def returncode(self) -> int | None:
+        """The process's, once it was reaped; -n after signal n."""
         return self.process.returncode
 
     def kill(self, why: str = "") -> None:
-        """Kill the process and its process group. What is in a PID namespace below it dies with it.
+        """Kill the process and its process group; a PID namespace below it dies with it.
 
-        Before it is reaped only: afterwards its number may be somebody else's.
+        Once the process is reaped this does nothing: another process may have its number.
         """
         if self.process.returncode is None:
             self.killed = self.killed or why
@@ -54,7 +60,7 @@ class Child:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill what is left of the process and take back its descriptors."""
+        """Kill the process if it still runs, and close its pipes."""
         self.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
@@ -64,10 +70,14 @@ class Child:
 
 
 def supervise(children: Sequence[Child], seconds: float) -> bool:
-    """Feed, read and watch ``children`` until the first of them has ended, and end the others.
+    """Feed, read and watch ``children`` until the first of them ends; then kill the others.
+
+    Args:
+        children: started processes.
+        seconds: of wall time; at their end all are killed.
 
     Returns:
-        whether ``seconds`` of wall time were enough.
+        whether the first ended in time.
     """
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
@@ -92,9 +102,9 @@ def supervise(children: Sequence[Child], seconds: float) -> bool:
                 return False
             for key, _ in selector.select(min(deadline, next_look) - now):
                 if key.data is None:
-                    children[0].kill()  # it has ended; perhaps not all of its process group
+                    children[0].kill()  # it ended, but others of its process group may still run
                     children[0].process.wait()
-                    for other in list(selector.get_map().values()):  # the rest of what it said
+                    for other in list(selector.get_map().values()):  # the rest of its output
                         if other.data is not None and other.data[0] is children[0] and other.data[1] is not None:
                             while _read(other.fileobj, *other.data):
                                 pass
@@ -111,7 +121,7 @@ def supervise(children: Sequence[Child], seconds: float) -> bool:
 
 
 def _read(stream: Any, child: Child, buffer: bytearray) -> bool:
-    """Read what is there; False at the end."""
+    """Read what the pipe holds; False at its end."""
     try:
         data = os.read(stream.fileno(), CHUNK)
     except BlockingIOError:
@@ -125,7 +135,7 @@ def _read(stream: Any, child: Child, buffer: bytearray) -> bool:
 
 
 def _write(child: Child) -> bool:
-    """Write what fits; False when all is written or nobody reads."""
+    """Write what the pipe takes; False when all is written or nobody reads."""
     assert child.process.stdin is not None
     try:
         count = os.write(child.process.stdin.fileno(), child.feed[:CHUNK])
@@ -150,7 +160,7 @@ def _look(child: Child) -> None:
         child.kill(f"started more than {child.processes} processes")
     used = 0
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # ended meanwhile
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the process has ended
             used += int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * PAGE
     if child.unsized_tmp and pids:
         with contextlib.suppress(OSError):
@@ -162,7 +172,7 @@ def _look(child: Child) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that ``pid`` and its descendants started and that still run; none where /proc does not say."""
+    """The running descendants of process ``pid``; none without /proc."""
     found: list[int] = []
     todo = [pid]
     while todo:
@@ -173,7 +183,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that ``pid`` started and that still run."""
+    """The running children of process ``pid``."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):

@@ -1,28 +1,31 @@
 """Running code that nobody has read: a model's.
 
-``Sandbox("bubblewrap")`` gives each run, by bubblewrap, namespaces of its own (no network; processes that end with
-the run, daemons too), a read-only system (/usr, the libraries, the interpreter's or compiler's folder; no home, no
-repository, nothing of /etc but what the loader needs), a /tmp of limited size in memory that vanishes, an empty
-environment, no capabilities, a user id of nobody's, a filter of system calls (x86-64), and limits: wall and CPU
-time, memory, processes, file size, open files, output.
+``Sandbox("bubblewrap")`` runs each program under bubblewrap. The program has
 
-As root the run has a real user id from 2 000 000 000 up that nobody else has, so that it may not start more
-processes than it should; as another user it has a user namespace, in which the kernel counts its processes apart
-from the user's others since Linux 5.14. Elsewhere processes are counted from outside, every 50 ms.
+- its own namespaces: no network, and all its processes, daemons too, end with the run
+- a read-only system: /usr, the libraries, the interpreter's or compiler's folder. It sees no home, no repository, and
+  of /etc what the loader needs
+- a /tmp in memory, of limited size, that vanishes with the run
+- an empty environment, no capabilities, an unprivileged user id, and a filter of system calls (x86-64)
+- limits on wall and CPU time, memory, processes, file size, open files and output
 
-What this does not cover:
+If you are root, the run has a real user id from 2 000 000 000 up that no other process has, so that the kernel can
+limit its number of processes. If not, it has a user namespace; since Linux 5.14 the kernel counts processes there
+apart from the user's others. On older kernels we count the processes from outside, every 50 ms.
 
-- holes in the kernel or in bubblewrap: both sides share one kernel. For more, use a virtual machine
-- side channels: CPU caches, timing, load; the code can see the machine's CPU and kernel version
-- memory is limited for each process by the address space and for all processes of a run together by looks at their
-  resident memory, 50 ms apart: in between, at most processes x memory may be used. No cgroup is made. What the kernel
-  holds for the run besides (pipes, sockets, page tables) is bounded by the numbers of processes and open files only
-- what is installed in the interpreter's folder can be read: keep secrets out of site-packages
-- a machine that is not x86-64 has no filter of system calls; nested user namespaces are then possible
+The sandbox does not protect against
 
-``Sandbox("rlimits")`` only sets the limits, a temporary working folder and an empty environment: the code reads
-and writes whatever you may, reaches the network, and can signal and outlive you. It is for code that you trust,
-where bubblewrap cannot be had, and is never chosen by itself.
+- security holes in the kernel or in bubblewrap, since the run shares the kernel. A virtual machine protects more
+- side channels: CPU caches, timing, load. The code can see the machine's CPU and kernel version
+- short peaks of memory. The address space limits each process; all processes of a run together are limited by checks
+  of their resident memory, 50 ms apart. Between two checks they may use up to processes x memory. There is no cgroup.
+  The numbers of processes and open files alone limit what the kernel holds for the run (pipes, sockets, page tables)
+- reading what is installed in the interpreter's folder: keep secrets out of site-packages
+- nested user namespaces on a machine that is not x86-64, which has no filter of system calls
+
+``Sandbox("rlimits")`` sets the limits, a temporary working folder and an empty environment, and isolates nothing: the
+code can read and write all your files, use the network, and signal or outlive your processes. Use it for code that you
+trust, on machines without bubblewrap. It is never a fallback.
 """
 
 import contextlib
@@ -48,10 +51,16 @@ BOX = "{box}"  # in argv: the folder with the run's files
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. ``returncode`` is 128 + n or -n after signal n.
+    """How a run ended.
 
-    ``started`` is False where the sandbox itself failed, with its words in ``stderr``. ``killed`` says which limit
-    we killed it for, if not for the time; ``too_big``: it was the memory.
+    Attributes:
+        returncode: of the program; 128 + n or -n after signal n.
+        stdout, stderr: its output.
+        seconds: wall time.
+        timed_out: it exceeded the wall or CPU time.
+        started: False if the sandbox itself failed; ``stderr`` says why.
+        killed: the limit for which we killed it, other than time; empty if we did not.
+        too_big: that limit was the memory.
     """
 
     returncode: int
@@ -72,7 +81,7 @@ class Running:
         self._status, self._folder = status, folder
 
     def started(self) -> bool:
-        """Whether the sandbox was set up; known only once the run has ended by itself."""
+        """Whether the sandbox could be set up. Call it after the run has ended by itself."""
         if self._status is None:
             return True
         os.set_blocking(self._status, False)
@@ -81,10 +90,10 @@ class Running:
         return False
 
     def close(self) -> None:
-        """Kill the run with all that it started, and forget its files."""
+        """Kill the run and all its processes, and remove its files."""
         daemons = descendants(self.child.process.pid) if self._folder else []
         self.child.close()
-        for pid in daemons:  # without a PID namespace only what still hangs below it can be found
+        for pid in daemons:  # without a PID namespace we find only those that are still its descendants
             with contextlib.suppress(OSError):
                 os.kill(pid, 9)
         if self._status is not None:
@@ -95,14 +104,14 @@ class Running:
 
 
 class Sandbox:
-    """Runs programs under limits; see the module's text for what each kind does and does not.
+    """Runs programs under limits; the module's docstring says what each kind protects.
 
     Args:
         kind: ``bubblewrap`` or ``rlimits``.
-        readable: folders that the program needs besides the system, seen read-only at the same path.
+        readable: further folders that the program needs; it sees them read-only at the same path.
 
     Raises:
-        UserError: an unknown kind, or a folder that would expose the home.
+        UserError: the kind is unknown, or a folder would expose the home.
     """
 
     def __init__(self, kind: str = "bubblewrap", readable: Sequence[str] = ()) -> None:
@@ -112,14 +121,17 @@ class Sandbox:
         for folder in readable:
             path = Path(folder).resolve()
             if path == home or path in home.parents:
-                raise UserError(f"the sandbox would have to show {folder}, which holds your home; install it elsewhere")
+                raise UserError(
+                    f"the program needs {folder}, which holds your home; the sandbox hides that, so install the "
+                    "program elsewhere"
+                )
         self.kind, self.readable = kind, tuple(dict.fromkeys(readable))
 
     def check(self) -> None:
         """Run a tiny program.
 
         Raises:
-            UserError: this machine cannot; with what to do about it.
+            UserError: that fails on this machine; with advice.
         """
         if not sys.platform.startswith("linux"):
             raise UserError(f"the sandbox needs Linux, this is {sys.platform}")
@@ -140,12 +152,12 @@ class Sandbox:
         limits: Limits | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Running:
-        """Start a program; the caller supervises it and then closes it.
+        """Start a program. The caller supervises it and closes it in the end.
 
         Args:
             argv: absolute program and arguments, in which ``{box}`` stands for the folder with ``files``.
-            files: name -> content; read-only and executable in the sandbox.
-            stdin: None: empty.
+            files: name -> content, read-only and executable in the sandbox.
+            stdin: the program's input; None: empty.
             limits: None: the defaults.
             pass_fds: descriptors that the program inherits under the same numbers.
         """
@@ -163,14 +175,9 @@ class Sandbox:
                     stack.callback(os.close, fd)
                 fds += [*opened, writer]
                 command += [arg.replace(BOX, "/box") for arg in argv]
-                cwd, environment = "/", {}  # bwrap's own environment can be read in /proc/1
+                cwd, environment = "/", {}  # the program can read bwrap's environment in /proc/1
             else:
-                folder = tempfile.mkdtemp(prefix="rocm-ext-")
-                for name, content in data.items():
-                    Path(folder, name).write_bytes(content)
-                    Path(folder, name).chmod(0o555)
-                cwd = str(Path(folder, "work"))
-                os.mkdir(cwd)
+                folder, cwd = _working_folder(data)
                 command = limits.prlimit(processes=False) + [arg.replace(BOX, folder) for arg in argv]
                 environment = ENVIRONMENT | {"HOME": cwd, "TMPDIR": cwd}
             try:
@@ -191,7 +198,7 @@ class Sandbox:
                 if folder:
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
-        spare = 4  # bwrap's own and what sets the limits
+        spare = 4  # processes of bwrap, setpriv and prlimit
         child = Child(process, stdin or b"", limits.output_bytes, limits.memory_mb, limits.processes + spare)
         child.unsized_tmp = self.kind == "bubblewrap" and not bubblewrap.sized()
         return Running(child, status, folder)
@@ -203,7 +210,7 @@ class Sandbox:
         stdin: bytes | None = None,
         limits: Limits | None = None,
     ) -> Outcome:
-        """Run a program to its end or to a limit; the arguments are those of :meth:`start`."""
+        """Run a program until it ends or exceeds a limit; the arguments are those of :meth:`start`."""
         limits = limits or Limits()
         begin = time.monotonic()
         running = self.start(argv, files, stdin, limits)
@@ -224,12 +231,23 @@ class Sandbox:
             running.close()
 
 
+def _working_folder(files: Mapping[str, bytes]) -> tuple[str, str]:
+    """A temporary folder that holds ``files``, and its empty subfolder to work in."""
+    folder = tempfile.mkdtemp(prefix="rocm-ext-")
+    for name, content in files.items():
+        Path(folder, name).write_bytes(content)
+        Path(folder, name).chmod(0o555)
+    work = str(Path(folder, "work"))
+    os.mkdir(work)
+    return folder, work
+
+
 @functools.cache
 def interpreter(executable: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The folders that a Python interpreter needs to be readable, and those with its installed packages.
+    """The folders that a Python interpreter must be able to read, and those with its installed packages.
 
     Raises:
-        UserError: it does not run.
+        UserError: the interpreter does not run.
     """
     code = "import os,site,sys;p=[sys.prefix,sys.base_prefix,os.path.realpath(sys.base_prefix)];"
     code += "print(*p,sep='\\0',end='\\1');print(*site.getsitepackages(),sep='\\0',end='')"

@@ -1,7 +1,8 @@
-"""The system calls that sandboxed code has no business with, as a classic BPF program for x86-64.
+"""The system calls that sandboxed code may not make, as a classic BPF program for x86-64.
 
-A deny list: defence in depth behind the namespaces. It closes ways to memory that no limit counts (shared memory
-segments, memfd, a tmpfs mounted in a nested user namespace) and parts of the kernel with a history of holes.
+This deny list is defence in depth behind the namespaces. It closes ways to memory that no limit counts (shared memory
+segments, memfd, a tmpfs mounted in a nested user namespace), and parts of the kernel with a history of security
+holes.
 """
 
 import platform
@@ -24,7 +25,7 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opc
 
 
 def program() -> bytes | None:
-    """``struct sock_filter[]`` for ``bwrap --seccomp``; None where the machine is no x86-64."""
+    """``struct sock_filter[]`` for ``bwrap --seccomp``; None if the machine is not x86-64."""
     if platform.machine() != "x86_64":
         return None
 
@@ -39,7 +40,7 @@ def program() -> bytes | None:
         op(LOAD, number),
         op(AT_LEAST, X32, false=1),
         op(RETURN, KILL),
-        # glibc falls back to clone, whose flags can be seen: clone3 has them behind a pointer
+        # glibc falls back to clone, whose flags a filter can see; clone3 passes them behind a pointer
         op(EQUAL, CLONE3, false=1),
         op(RETURN, ERRNO | ENOSYS),
     ]

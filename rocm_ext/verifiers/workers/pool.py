@@ -1,4 +1,4 @@
-"""Verification in processes of its own, beside generation."""
+"""Verification in separate processes, at the same time as generation."""
 
 import contextlib
 import json
@@ -19,23 +19,22 @@ from rocm_ext.verifiers.base import Result, Verdict, error
 from rocm_ext.verifiers.sandbox.process import descendants
 
 START = 60.0  # seconds that a worker may take to build its verifier
-SAID = 2000  # bytes of a worker's last words
 
 
 class Pool:
     """Workers that verify completions; a context manager.
 
-    The workers are new interpreters without torch, not forks: a process that uses a GPU must not be forked. Each
-    builds the verifier once. One that dies or hangs is replaced.
+    The workers are new interpreters without torch, since a process that uses a GPU must not fork. Each builds the
+    verifier once. The pool replaces a worker that dies or hangs.
 
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`; JSON data.
         workers: how many processes.
-        timeout: seconds of wall time for one verification as a whole. A backstop against verifiers that hang, which
-            is an ERROR; the time of a model's code is limited by the verifier itself.
+        timeout: seconds of wall time for one verification as a whole; one that takes longer gives ERROR. It stops
+            verifiers that hang; the verifier itself limits the time of a model's code.
 
     Raises:
-        UserError: on entering, where a worker cannot build the verifier.
+        UserError: on entering, if a worker cannot build the verifier.
     """
 
     def __init__(self, node: Mapping[str, Any], workers: int, timeout: float) -> None:
@@ -69,7 +68,7 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """Kill the workers and what they started, at once. Verifications under way end as ERROR or are cancelled."""
+        """Kill the workers and all that they started: running verifications end as ERROR, waiting ones are dropped."""
         self._closed = True
         for worker in self._all:
             worker.close()
@@ -78,11 +77,11 @@ class Pool:
             worker.release()
 
     def submit(self, completion: str, row: Mapping[str, Any]) -> "Future[Result]":
-        """A future that gets the result; the verifier cannot make it raise."""
+        """A future for the result; no verifier makes it raise."""
         return self._threads.submit(self._verify, completion, row)
 
     def _verify(self, completion: str, row: Mapping[str, Any]) -> Result:
-        worker = self._idle.get()  # there are as many as threads
+        worker = self._idle.get()  # never waits: there are as many workers as threads
         try:
             request = json.dumps({"completion": completion, "row": dict(row)}, default=_plain)
             return worker.verify(request, self._timeout)
@@ -99,7 +98,7 @@ class Pool:
 
 
 class _Worker:
-    """One process and the pipes to it. Used by one thread at a time; ``close`` by any."""
+    """One process and its pipes. One thread at a time uses it; any thread may call ``close``."""
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -110,7 +109,7 @@ class _Worker:
         self._dead: list[subprocess.Popen] = []
 
     def start(self) -> None:
-        # not -m, which puts the current directory first, where a `json.py` may lie
+        # not -m: it puts the current directory first on sys.path, where a user's `json.py` may lie
         boot = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);"
         boot += "from rocm_ext.verifiers.workers.worker import main;main()"
         command = [sys.executable, "-c", boot, json.dumps(sys.path)]
@@ -134,7 +133,7 @@ class _Worker:
         """Wait until the verifier is built.
 
         Raises:
-            UserError: it cannot be.
+            UserError: building it failed.
         """
         line = self._line(deadline)
         message = json.loads(line) if line else {}
@@ -153,17 +152,17 @@ class _Worker:
         try:
             sent = self._send(request, deadline)
         except BrokenPipeError:
-            sent = True  # it has died; reading says so
+            sent = True  # the worker died; reading finds the end of its output
         line = self._line(deadline) if sent else None
         if line:
             answer = json.loads(line)
             return Result(Verdict(answer["verdict"]), answer["reward"], answer["detail"])
-        ended = f"verifier hung for {timeout:g} s" if line is None else f"verifier's process {self._end()}"
+        ended = f"the verifier hung for {timeout:g} s" if line is None else f"the verifier's process {self._end()}"
         self.kill()
         return error("verification was ended" if self._closed else ended)
 
     def kill(self) -> None:
-        """Kill the process, its group and whatever else hangs below it."""
+        """Kill the process, its group and all its descendants."""
         with self._lock:
             process, self._process = self._process, None
         if process is None:
@@ -171,10 +170,10 @@ class _Worker:
         below = []
         if process.returncode is None:
             with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGSTOP)  # it starts nothing more
+                os.kill(process.pid, signal.SIGSTOP)  # so that it starts no more processes
                 below = descendants(process.pid)
                 os.killpg(process.pid, signal.SIGKILL)
-        for pid in below:  # in groups of their own
+        for pid in below:  # they may be in other process groups
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -183,7 +182,7 @@ class _Worker:
             self.release()
 
     def close(self) -> None:
-        """Kill the process for good. Its pipes stay open: the thread of a verification may be reading them."""
+        """Kill the process and start no other. Its pipes stay open, since another thread may be reading them."""
         self._closed = True
         self.kill()
 
@@ -196,7 +195,7 @@ class _Worker:
                     stream.close()
 
     def _end(self) -> str:
-        """How the process ended, or is about to."""
+        """How the process ended or is about to end."""
         process = self._process
         if process is None:
             return "was ended"
@@ -207,7 +206,7 @@ class _Worker:
         return f"died of signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with {code}"
 
     def _send(self, text: str, deadline: float) -> bool:
-        """Whether all of a line was taken before the deadline."""
+        """Send a line; whether the process took all of it before the deadline."""
         process = self._process
         if process is None or process.stdin is None:
             raise BrokenPipeError
@@ -223,7 +222,7 @@ class _Worker:
         return True
 
     def _line(self, deadline: float) -> bytes | None:
-        """A line that the process says; empty at its end, None at the deadline."""
+        """The next line of the process's output; empty at its end, None at the deadline."""
         process = self._process
         if process is None or process.stdout is None:
             return b""
@@ -242,11 +241,11 @@ class _Worker:
 
 
 def _plain(value: Any) -> Any:
-    """JSON for what rows of datasets hold besides: arrays, other mappings, dates."""
+    """JSON for other values in rows of data sets: arrays, mappings, dates."""
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "isoformat"):
         return value.isoformat()
-    raise TypeError(f"a {type(value).__name__} is no JSON")
+    raise TypeError(f"a {type(value).__name__} is not JSON")

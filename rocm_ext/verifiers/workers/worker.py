@@ -1,8 +1,8 @@
-"""A process that verifies: one JSON object per line comes in, one goes out.
+"""A process that verifies: it reads one JSON object per line and answers each with one.
 
-In: ``{"node": ..., "parent": pid}`` first, then ``{"completion": ..., "row": ...}`` each. Out: ``{"ready": true}`` or
-``{"error": ...}``, then ``{"verdict": ..., "reward": ..., "detail": ...}`` each. Started by
-:class:`rocm_ext.verifiers.Pool`.
+It reads ``{"node": ..., "parent": pid}`` first, then ``{"completion": ..., "row": ...}`` each time. It answers
+``{"ready": true}`` or ``{"error": ...}``, then ``{"verdict": ..., "reward": ..., "detail": ...}`` each time.
+:class:`rocm_ext.verifiers.Pool` starts it.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from typing import Any
 
 from rocm_ext.verifiers.sandbox.process import children_of
 
-RUNNING = False  # True in a worker: one thread, no device, so that it may fork
+RUNNING = False  # True in a worker, which has one thread and no GPU and may fork
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; Linux only."""
+    """Have the kernel kill this process when the thread that started it ends. Linux only."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -29,13 +29,13 @@ def die_with(parent: int) -> None:
 
 
 def adopt() -> None:
-    """Become the parent of what is orphaned below; see :func:`reap`."""
+    """Become the parent of orphaned descendants; see :func:`reap`."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap() -> None:
-    """Reap the inits of ended sandboxes. bwrap does not wait for them, nor does PID 1 in many a container."""
+    """Reap the init processes of ended sandboxes: neither bwrap nor PID 1 of many containers waits for them."""
     for pid in children_of(os.getpid()):
         with contextlib.suppress(OSError):
             if "(bwrap) Z" in Path(f"/proc/{pid}/stat").read_text():
@@ -50,9 +50,10 @@ def blame(problem: BaseException) -> str:
 
 
 def main() -> None:
+    """Answer requests until stdin ends."""
     global RUNNING
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    # The protocol's descriptors are ours alone: what a verifier or its children print goes to stderr.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    # the protocol has descriptors of its own; whatever a verifier or its children print goes to stderr
     reader = os.fdopen(os.dup(0), "r", encoding="utf-8", newline="\n")
     writer = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -84,8 +85,8 @@ def main() -> None:
             result: Any = verifier(request["completion"], request["row"])
             if not isinstance(result, Result):
                 result = error(f"{type(verifier).__name__} returned {type(result).__name__}, not a Result")
-            result = Result(result.verdict, result.reward, result.detail)  # checked again: it may have been built oddly
-        except BaseException as problem:  # SystemExit too: a verifier is to return
+            result = Result(result.verdict, result.reward, result.detail)  # a subclass may have skipped the checks
+        except BaseException as problem:  # SystemExit too: a verifier must not end the worker
             result = error(blame(problem))
         reap()
         say({"verdict": str(result.verdict), "reward": result.reward, "detail": result.detail})
