@@ -17,7 +17,7 @@ from rocm_ext.errors import UserError
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """What came of a measurement.
 
     Attributes:
@@ -38,8 +38,8 @@ class Row:
 
 
 def run(
-    spec: Spec, items: Sequence[Item], timeout: float, tell: Callable[[Row], None], environ: Mapping[str, str]
-) -> list[Row]:
+    spec: Spec, items: Sequence[Item], timeout: float, tell: Callable[[Measurement], None], environ: Mapping[str, str]
+) -> list[Measurement]:
     """Measure ``items``; each is told as soon as it is known.
 
     Args:
@@ -52,23 +52,23 @@ def run(
     Raises:
         UserError: no child can work with this config.
     """
-    rows: dict[int, Row] = {}
+    done: dict[int, Measurement] = {}
 
     def record(index: int, status: str, result: dict[str, Any] | None = None, detail: str = "") -> None:
-        rows[index] = Row(items[index], status, result or {}, detail)
-        tell(rows[index])
+        done[index] = Measurement(items[index], status, result or {}, detail)
+        tell(done[index])
 
     for index, item in enumerate(items):
         if item.skip:
             record(index, "skipped", detail=item.skip)
-    while waiting := [index for index in range(len(items)) if index not in rows]:
+    while waiting := [index for index in range(len(items)) if index not in done]:
         own = items[waiting[0]].environ
         same = [index for index in waiting if items[index].environ == own]
         with _Child(spec, [(index, items[index]) for index in same], {**environ, **own}) as child:
             _follow(child, timeout, record)
-        if not rows.keys() & set(same):
+        if not done.keys() & set(same):
             record(same[0], "crashed", detail=child.last_words())
-    return [rows[index] for index in range(len(items))]
+    return [done[index] for index in range(len(items))]
 
 
 def _follow(child: "_Child", timeout: float, record: Callable[..., None]) -> None:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
-from rocm_ext.bench.runner import Row
+from rocm_ext.bench.runner import Measurement
 from rocm_ext.bench.training import longest_row, probe_config
 from rocm_ext.generation.decoder import Decoder
 from rocm_ext.model.attention import use_packed_attention
@@ -24,7 +24,7 @@ from rocm_ext.plan.speeds import Figures
 _GAIN = 1.03  # what another setting must gain, beyond the spread of both, to replace the one there is
 
 
-def figures(rows: Sequence[Row], cfg: DictConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def figures(rows: Sequence[Measurement], cfg: DictConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """What :class:`rocm_ext.plan.speeds.Figures` holds of a machine; nothing without matrix products and copies."""
     flops = {}
     copies = [row.result["value"] for row in _ok(rows, "bandwidth", what="device copy")]
@@ -46,7 +46,7 @@ def figures(rows: Sequence[Row], cfg: DictConfig, dtype: torch.dtype, device: to
 
 
 def _training_efficiency(
-    rows: Sequence[Row], cfg: DictConfig, shape: TransformerDecoder, device: torch.device, roofline: Figures
+    rows: Sequence[Measurement], cfg: DictConfig, shape: TransformerDecoder, device: torch.device, roofline: Figures
 ) -> dict[str, float]:
     """What of the roofline a training step reaches."""
     measured = _ok(rows, "training", compile=False, base="as configured")
@@ -69,7 +69,7 @@ def _training_efficiency(
     return {"efficiency": choice.step.seconds / fastest.result["seconds"]}
 
 
-def _decoding_efficiency(rows: Sequence[Row], shape: TransformerDecoder, roofline: Figures) -> dict[str, float]:
+def _decoding_efficiency(rows: Sequence[Measurement], shape: TransformerDecoder, roofline: Figures) -> dict[str, float]:
     """What of the roofline a decoding step reaches."""
     measured = _ok(rows, "decoding")
     if not measured:
@@ -96,14 +96,14 @@ class Winner:
     reason: str
 
 
-def winners(rows: Sequence[Row], cfg: DictConfig) -> list[Winner]:
+def winners(rows: Sequence[Measurement], cfg: DictConfig) -> list[Winner]:
     """The settings that were fastest, where the difference is more than noise."""
     found = [_library(rows), *_loader(rows, cfg), _compile(rows), _size(rows, "training", "rows", "batch_size")]
     found.append(_size(rows, "decoding", "slots", "engine.slots"))
     return [winner for winner in found if winner is not None]
 
 
-def _library(rows: Sequence[Row]) -> Winner | None:
+def _library(rows: Sequence[Measurement]) -> Winner | None:
     """Forward and dgrad count: LoRA's frozen weights have no wgrad."""
     seconds: dict[str, float] = {}
     dtypes = [row.item.values["dtype"] for row in _ok(rows, "gemm")]
@@ -123,7 +123,7 @@ def _library(rows: Sequence[Row]) -> Winner | None:
     return Winner(name, value, f"{best} is {gain:.2f} times as fast as {worst} in forward and dgrad, {dtype}")
 
 
-def _loader(rows: Sequence[Row], cfg: DictConfig) -> list[Winner]:
+def _loader(rows: Sequence[Measurement], cfg: DictConfig) -> list[Winner]:
     measured = _ok(rows, "loader")
     now = _ok(rows, "loader", num_workers=cfg.num_workers, pin_memory=cfg.pin_memory)
     if not measured or not now:
@@ -136,7 +136,7 @@ def _loader(rows: Sequence[Row], cfg: DictConfig) -> list[Winner]:
     return [Winner(key, best.item.values[key], reason) for key in ("num_workers", "pin_memory")]
 
 
-def _compile(rows: Sequence[Row]) -> Winner | None:
+def _compile(rows: Sequence[Measurement]) -> Winner | None:
     for compiled in _ok(rows, "training", compile=True):
         for plain in _ok(rows, "training", compile=False, base="as configured", rows=compiled.item.values["rows"]):
             faster, slower = (compiled, plain) if _value(compiled) > _value(plain) else (plain, compiled)
@@ -146,7 +146,7 @@ def _compile(rows: Sequence[Row]) -> Winner | None:
     return None
 
 
-def _size(rows: Sequence[Row], probe: str, what: str, key: str) -> Winner | None:
+def _size(rows: Sequence[Measurement], probe: str, what: str, key: str) -> Winner | None:
     """The smallest size that is about as fast as the fastest."""
     plain = {"compile": False, "base": "as configured"} if probe == "training" else {}
     measured = _ok(rows, probe, **plain)
@@ -158,7 +158,7 @@ def _size(rows: Sequence[Row], probe: str, what: str, key: str) -> Winner | None
     return Winner(key, chosen.item.values[what], f"tokens/s: {told}")
 
 
-def _ok(table: Iterable[Row], probe: str, /, **values: Any) -> list[Row]:
+def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Measurement]:
     """The rows of a probe that were measured, with these values."""
     return [
         row
@@ -167,9 +167,9 @@ def _ok(table: Iterable[Row], probe: str, /, **values: Any) -> list[Row]:
     ]
 
 
-def _value(row: Row) -> float:
+def _value(row: Measurement) -> float:
     return row.result["value"]
 
 
-def _beats(best: Row, other: Row) -> bool:
+def _beats(best: Measurement, other: Measurement) -> bool:
     return best.result["low"] > other.result["high"] and _value(best) > _GAIN * _value(other)

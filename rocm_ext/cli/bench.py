@@ -13,7 +13,7 @@ from rocm_ext.cli._options import add_overrides
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from rocm_ext.bench.runner import Row
+    from rocm_ext.bench.runner import Measurement
     from rocm_ext.bench.summary import Winner
 
 _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "tokens/s")}
@@ -114,7 +114,13 @@ def _check_writable(path: Path) -> None:
 
 
 def _finish(
-    args: argparse.Namespace, output: Path | None, rows: "list[Row]", cfg: Any, machine: Any, job: Any, busy: float
+    args: argparse.Namespace,
+    output: Path | None,
+    rows: "list[Measurement]",
+    cfg: Any,
+    machine: Any,
+    job: Any,
+    busy: float,
 ) -> None:
     import torch
 
@@ -162,19 +168,19 @@ class _Progress:
         if not self._quiet:
             print(text, file=sys.stderr, flush=True)
 
-    def tell(self, row: "Row") -> None:
+    def tell(self, row: "Measurement") -> None:
         """One more measurement is done."""
         self._done += 1
         self.say(f"[{self._done}/{self._total}] {row.item.probe} {_describe(row)}: {_outcome(row)}")
 
 
-def _describe(row: "Row") -> str:
+def _describe(row: "Measurement") -> str:
     """``forward, fp32, rocBLAS``; a number or switch with its name."""
     named = (value if isinstance(value, str) else f"{key} {value}" for key, value in row.item.values.items())
     return ", ".join(named)
 
 
-def _outcome(row: "Row") -> str:
+def _outcome(row: "Measurement") -> str:
     if row.status != "ok":
         return f"{row.status} ({row.detail})"
     scale, unit = _UNITS[row.result["unit"]]
@@ -186,7 +192,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _print_rows(rows: "list[Row]") -> None:
+def _print_rows(rows: "list[Measurement]") -> None:
     from rich.markup import escape
 
     from rocm_ext.bench.spec import PROBES

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rocm_ext.runs.decision import Decision
     from rocm_ext.runs.intervals import Interval
 
-Row = tuple[str, str, str, str]  # what, A, B, B against A
+Line = tuple[str, str, str, str]  # what, A, B, B against A
 
 
 def add(commands) -> None:
@@ -119,8 +119,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:28]} … {text[-28:]}"
 
 
-def _rows(found: "Comparison") -> list[Row]:
-    rows: list[Row] = [("finished", _yes(found.a.finished), _yes(found.b.finished), "")]
+def _rows(found: "Comparison") -> list[Line]:
+    rows: list[Line] = [("finished", _yes(found.a.finished), _yes(found.b.finished), "")]
     for name, (a, b) in found.rates.items():
         rows.append((name, _number(a), _number(b), "" if name in ("steps", "cycles") else _times(a, b)))
     speed = found.speed
@@ -139,7 +139,7 @@ def _rows(found: "Comparison") -> list[Row]:
     return rows + [(name, f"{a:,}", f"{b:,}", "") for name, (a, b) in counts.items()]
 
 
-def _loss_rows(found: "Comparison") -> list[Row]:
+def _loss_rows(found: "Comparison") -> list[Line]:
     losses = found.losses
     assert losses is not None
     rows = []
@@ -159,7 +159,7 @@ def _loss_rows(found: "Comparison") -> list[Row]:
     return rows
 
 
-def _score_rows(found: "Comparison") -> list[Row]:
+def _score_rows(found: "Comparison") -> list[Line]:
     rows = []
     for each in found.scores:
         a, b = (f"{100 * correct / total:.1f} %" for correct, total in (each.a, each.b))
