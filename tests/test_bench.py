@@ -130,7 +130,7 @@ def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
         if row["item"]["probe"] == "training":
             assert row["result"]["planned_memory"] == pytest.approx(row["result"]["peak_memory"], rel=0.1)
     assert f"wrote {out}" in done.stdout
-    assert "# settings that won" in done.stdout
+    assert "# the fastest settings" in done.stdout
     monkeypatch.setenv("ROCM_EXT_BENCH", str(out))
     figures = figures_for(load_profile("cpu"), detect())
     assert figures.measured
@@ -261,7 +261,7 @@ def test_without_gemm_or_copies_there_are_no_figures():
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (["--only", "gem"], "there is no probe gem; there are gemm, bandwidth"),
+        (["--only", "gem"], "--only gem is not a probe; expected some of gemm, bandwidth"),
         (["--config", "cpu_pockt"], "did you mean cpu_pocket"),
         (["--output", "/"], "is a folder; name a file"),
         (["nonsense=1", "--only", "gemm"], "unknown key nonsense"),
@@ -280,7 +280,7 @@ def test_an_older_file_survives_a_bench_without_figures(tmp_path, capsys):
     path.write_text("precious")
     assert main(["bench", "--quick", "--only", "loader", "--output", str(path)]) == 0
     assert path.read_text() == "precious"
-    assert "no bench.json: it needs gemm and bandwidth" in capsys.readouterr().out
+    assert "nothing was written: bench.json needs gemm and bandwidth" in capsys.readouterr().out
 
 
 def test_a_part_replaces_no_whole_file(tmp_path, monkeypatch, capsys):
@@ -288,7 +288,7 @@ def test_a_part_replaces_no_whole_file(tmp_path, monkeypatch, capsys):
     (tmp_path / "bench.json").write_text("precious")
     assert main(["bench", "--quick", "--only", "loader", "epochs=1"]) == 0
     assert (tmp_path / "bench.json").read_text() == "precious"
-    assert "--output FILE keeps these" in capsys.readouterr().out
+    assert "To keep these: --output FILE" in capsys.readouterr().out
 
 
 def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):

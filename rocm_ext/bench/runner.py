@@ -1,4 +1,4 @@
-"""Runs measurements in child processes and survives what happens to those."""
+"""Runs measurements in child processes and survives their crashes and hangs."""
 
 import contextlib
 import json
@@ -18,13 +18,13 @@ from rocm_ext.errors import UserError
 
 @dataclass(frozen=True)
 class Measurement:
-    """What came of a measurement.
+    """The outcome of one item, a row of the table.
 
     Attributes:
-        item: what was to be measured.
-        status: ok, skipped, failed (with an error of its own), out of memory, crashed or timeout.
-        result: of an ok one: ``value``, ``low``, ``high``, ``unit`` and what else the probe knows.
-        detail: of any other: why.
+        item: what was measured.
+        status: ok, skipped, failed (the probe raised an error), out of memory, crashed or timeout.
+        result: where ok: ``value``, ``low``, ``high``, ``unit`` and further facts of the probe.
+        detail: otherwise: the reason.
     """
 
     item: Item
@@ -40,17 +40,20 @@ class Measurement:
 def run(
     spec: Spec, items: Sequence[Item], timeout: float, tell: Callable[[Measurement], None], environ: Mapping[str, str]
 ) -> list[Measurement]:
-    """Measure ``items``; each is told as soon as it is known.
+    """Measure ``items`` in child processes.
 
     Args:
         spec: for the children.
-        items: in any order; those of one environment share a process.
+        items: in any order; items of equal environment share a process.
         timeout: seconds that a measurement may take.
-        tell: called with each row.
-        environ: environment variables of all children, under those of their items.
+        tell: called with each measurement at once.
+        environ: environment variables of all children; those of the items overrule them.
+
+    Returns:
+        The measurements, in the order of ``items``.
 
     Raises:
-        UserError: no child can work with this config.
+        UserError: where a child refuses the config.
     """
     done: dict[int, Measurement] = {}
 
@@ -72,7 +75,7 @@ def run(
 
 
 def _follow(child: "_Child", timeout: float, record: Callable[..., None]) -> None:
-    """Record what a child says until it ends, however it ends."""
+    """Record what a child says until it ends, crashes or times out."""
     current: int | None = None
     while True:
         try:
@@ -96,7 +99,7 @@ def _follow(child: "_Child", timeout: float, record: Callable[..., None]) -> Non
 
 
 class _Child:
-    """A process of :mod:`rocm_ext.bench.child`, which does not outlive this object's context."""
+    """A process of :mod:`rocm_ext.bench.child`. It ends with this object's context."""
 
     def __init__(self, spec: Spec, items: Sequence[tuple[int, Item]], environ: dict[str, str]) -> None:
         job = {"spec": asdict(spec), "items": [(index, item.to_dict()) for index, item in items]}
@@ -111,7 +114,7 @@ class _Child:
         self._threads = [threading.Thread(target=read, args=(pipe,), daemon=True) for read, pipe in readers]
         for thread in self._threads:
             thread.start()
-        # it may die at once; its last words say why
+        # it may crash at once; last_words says why
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # type: ignore[union-attr]
             json.dump(job, pipe)
 
@@ -130,7 +133,7 @@ class _Child:
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
-            return "does not end"
+            return "closed its output and does not end"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._threads[1].join(timeout=5)
         return f"{how}: {self._errors[-1]}" if self._errors else how
@@ -140,7 +143,7 @@ class _Child:
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in a driver does not even die
+        with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL does not end a process that hangs in a driver
             self._process.wait(10)
         for thread in self._threads:
             thread.join(timeout=5)

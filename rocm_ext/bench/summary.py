@@ -1,4 +1,4 @@
-"""What the rows of a bench amount to: the machine's figures, and the settings that won."""
+"""What measurements show: the machine's speeds and the fastest settings."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,14 @@ from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import TrainingPlanner, decode_seconds
 from rocm_ext.plan.speeds import Figures
 
-_GAIN = 1.03  # what another setting must gain, beyond the spread of both, to replace the one there is
+_GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
 
 
 def figures(rows: Sequence[Measurement], cfg: DictConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What :class:`rocm_ext.plan.speeds.Figures` holds of a machine; nothing without matrix products and copies."""
+    """The machine's speeds, as arguments of :class:`rocm_ext.plan.speeds.Figures`.
+
+    Empty where matrix products or copies were not measured.
+    """
     flops = {}
     copies = [row.result["value"] for row in _ok(rows, "bandwidth", what="device copy")]
     if not copies or not _ok(rows, "gemm"):
@@ -36,7 +39,7 @@ def figures(rows: Sequence[Measurement], cfg: DictConfig, dtype: torch.dtype, de
             for direction in ("forward", "dgrad")
             if _ok(rows, "gemm", dtype=name, direction=direction)
         ]
-        flops[name] = 1 / fmean(1 / value for value in best)  # as much time in one as in the other
+        flops[name] = 1 / fmean(1 / value for value in best)  # training computes equally many FLOPs in each direction
     known: dict[str, Any] = {"flops": flops, "bandwidth": median(copies)}
     roofline = Figures("", True, **known)
     shape = build_model(cfg.model, dtype, 0, torch.device("meta"))
@@ -48,7 +51,7 @@ def figures(rows: Sequence[Measurement], cfg: DictConfig, dtype: torch.dtype, de
 def _training_efficiency(
     rows: Sequence[Measurement], cfg: DictConfig, shape: TransformerDecoder, device: torch.device, roofline: Figures
 ) -> dict[str, float]:
-    """What of the roofline a training step reaches."""
+    """The share of the roofline that a training step reaches."""
     measured = _ok(rows, "training", compile=False, base="as configured")
     if not measured:
         return {}
@@ -70,7 +73,7 @@ def _training_efficiency(
 
 
 def _decoding_efficiency(rows: Sequence[Measurement], shape: TransformerDecoder, roofline: Figures) -> dict[str, float]:
-    """What of the roofline a decoding step reaches."""
+    """The share of the roofline that a decoding step reaches."""
     measured = _ok(rows, "decoding")
     if not measured:
         return {}
@@ -83,12 +86,12 @@ def _decoding_efficiency(rows: Sequence[Measurement], shape: TransformerDecoder,
 
 @dataclass(frozen=True)
 class Winner:
-    """A setting that won.
+    """The fastest value of a setting.
 
     Attributes:
-        key: of a config, or the name of an environment variable.
-        value: of it.
-        reason: what it was faster than.
+        key: in a config, or the name of an environment variable.
+        value: the fastest.
+        reason: the speeds that were compared.
     """
 
     key: str
@@ -97,14 +100,14 @@ class Winner:
 
 
 def winners(rows: Sequence[Measurement], cfg: DictConfig) -> list[Winner]:
-    """The settings that were fastest, where the difference is more than noise."""
+    """The fastest settings, where the difference exceeds the noise."""
     found = [_library(rows), *_loader(rows, cfg), _compile(rows), _size(rows, "training", "rows", "batch_size")]
     found.append(_size(rows, "decoding", "slots", "engine.slots"))
     return [winner for winner in found if winner is not None]
 
 
 def _library(rows: Sequence[Measurement]) -> Winner | None:
-    """Forward and dgrad count: LoRA's frozen weights have no wgrad."""
+    """The faster BLAS library in forward and dgrad; LoRA's frozen weights have no wgrad."""
     seconds: dict[str, float] = {}
     dtypes = [row.item.values["dtype"] for row in _ok(rows, "gemm")]
     dtype = "bf16" if "bf16" in dtypes else "fp32"
@@ -131,7 +134,7 @@ def _loader(rows: Sequence[Measurement], cfg: DictConfig) -> list[Winner]:
     best, current = max(measured, key=_value), now[0]
     training = max(map(_value, _ok(rows, "training")), default=0.0)
     if _value(current) > 20 * training > 0 or not _beats(best, current):
-        return []  # what takes a twentieth of a step is not worth a setting
+        return []  # loading takes less than a twentieth of a step
     reason = f"loads {_value(best) / _value(current):.2f} times as fast as {current.item.values}"
     return [Winner(key, best.item.values[key], reason) for key in ("num_workers", "pin_memory")]
 
@@ -147,7 +150,7 @@ def _compile(rows: Sequence[Measurement]) -> Winner | None:
 
 
 def _size(rows: Sequence[Measurement], probe: str, what: str, key: str) -> Winner | None:
-    """The smallest size that is about as fast as the fastest."""
+    """The smallest size within :data:`_GAIN` of the fastest."""
     plain = {"compile": False, "base": "as configured"} if probe == "training" else {}
     measured = _ok(rows, probe, **plain)
     if len(measured) < 2:
@@ -159,7 +162,7 @@ def _size(rows: Sequence[Measurement], probe: str, what: str, key: str) -> Winne
 
 
 def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Measurement]:
-    """The rows of a probe that were measured, with these values."""
+    """The successful measurements of a probe that have these values."""
     return [
         row
         for row in table
