@@ -20,6 +20,7 @@ _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "
 
 
 def add(commands) -> None:
+    """Add the parser of ``bench``."""
     parser = commands.add_parser(
         "bench",
         help="measure this machine, for `rocm-ext plan` and `hardware: auto`",
@@ -68,6 +69,7 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Measure, print the measurements and the fastest settings, and write the file."""
     from omegaconf import OmegaConf
 
     from rocm_ext import config
@@ -111,9 +113,9 @@ def run(args: argparse.Namespace) -> None:
     progress.say(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})")
     environ = {key: value for key, (value, _) in environment_for(profile, machine, os.environ).items()}
     others = OtherPrograms()
-    rows = runner.run(job, items, args.timeout, progress.tell, environ)
+    measurements = runner.run(job, items, args.timeout, progress.tell, environ)
     busy = others.cores()
-    _finish(args, output, rows, cfg, machine, job, busy)
+    _finish(args, output, measurements, cfg, machine, job, busy)
     if busy > others.WORTH_TELLING:
         progress.say(f"warning: other programs used {busy:.1f} cores, so these speeds are too low. End them and "
                      "measure again")  # fmt: skip
@@ -131,7 +133,7 @@ def _check_writable(path: Path) -> None:
 def _finish(
     args: argparse.Namespace,
     output: Path | None,
-    rows: "list[Measurement]",
+    measurements: "list[Measurement]",
     cfg: Any,
     machine: Any,
     job: Any,
@@ -145,8 +147,8 @@ def _finish(
     from rocm_ext.hardware.numerics import pick_dtype
 
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
-    won = summary.winners(rows, cfg)
-    known = summary.figures(rows, cfg, pick_dtype(cfg.dtype, machine)[0], target)
+    won = summary.winners(measurements, cfg)
+    known = summary.figures(measurements, cfg, pick_dtype(cfg.dtype, machine)[0], target)
     content = {
         "date": date.today().isoformat(),
         "machine": machine_key(machine),
@@ -155,12 +157,12 @@ def _finish(
         "cores_of_other_programs": round(busy, 2),
         "figures": known,
         "settings": {winner.key: winner.value for winner in won},
-        "rows": [row.to_dict() for row in rows],
+        "rows": [each.to_dict() for each in measurements],
     }
     if args.json:
         print(json.dumps(content))
     else:
-        _print_rows(rows)
+        _print_measurements(measurements)
         _print_winners(won)
     if output is None:
         said = "nothing was written: bench.json holds all probes. To keep these: --output FILE"
@@ -180,26 +182,29 @@ class _Progress:
         self._total, self._done, self._quiet = total, 0, quiet
 
     def say(self, text: str) -> None:
+        """Print a line, unless quiet."""
         if not self._quiet:
             print(text, file=sys.stderr, flush=True)
 
-    def tell(self, row: "Measurement") -> None:
+    def tell(self, measurement: "Measurement") -> None:
         """Print one more measurement."""
         self._done += 1
-        self.say(f"[{self._done}/{self._total}] {row.item.probe} {_describe(row)}: {_outcome(row)}")
+        self.say(
+            f"[{self._done}/{self._total}] {measurement.item.probe} {_describe(measurement)}: {_outcome(measurement)}"
+        )
 
 
-def _describe(row: "Measurement") -> str:
+def _describe(measurement: "Measurement") -> str:
     """``forward, fp32, rocBLAS``; numbers and switches with their names."""
-    named = (value if isinstance(value, str) else f"{key} {value}" for key, value in row.item.values.items())
+    named = (value if isinstance(value, str) else f"{key} {value}" for key, value in measurement.item.values.items())
     return ", ".join(named)
 
 
-def _outcome(row: "Measurement") -> str:
-    if row.status != "ok":
-        return f"{row.status} ({row.detail})"
-    scale, unit = _UNITS[row.result["unit"]]
-    value, low, high = (_number(row.result[name] / scale) for name in ("value", "low", "high"))
+def _outcome(measurement: "Measurement") -> str:
+    if measurement.status != "ok":
+        return f"{measurement.status} ({measurement.detail})"
+    scale, unit = _UNITS[measurement.result["unit"]]
+    value, low, high = (_number(measurement.result[name] / scale) for name in ("value", "low", "high"))
     return f"{value} {unit} ({low}-{high})"
 
 
@@ -207,7 +212,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _print_rows(rows: "list[Measurement]") -> None:
+def _print_measurements(measurements: "list[Measurement]") -> None:
     from rich.markup import escape
 
     from rocm_ext.bench.spec import PROBES
@@ -216,14 +221,14 @@ def _print_rows(rows: "list[Measurement]") -> None:
 
     out = console()
     for probe in PROBES:
-        of_probe = [row for row in rows if row.item.probe == probe]
+        of_probe = [each for each in measurements if each.item.probe == probe]
         if not of_probe:
             continue
         made = table(probe, "what", "median (quartiles)", "memory", right=("memory",))
-        for row in of_probe:
-            memory = readable(row.result["peak_memory"]) if "peak_memory" in row.result else ""
-            style = "" if row.status == "ok" else "dim" if row.status == "skipped" else "red"
-            made.add_row(escape(_describe(row)), escape(_outcome(row)), memory, style=style)
+        for each in of_probe:
+            memory = readable(each.result["peak_memory"]) if "peak_memory" in each.result else ""
+            style = "" if each.status == "ok" else "dim" if each.status == "skipped" else "red"
+            made.add_row(escape(_describe(each)), escape(_outcome(each)), memory, style=style)
         out.print(made)
         out.print()
 

@@ -17,6 +17,7 @@ Line = tuple[str, str, str, str]  # what, A, B, B against A
 
 
 def add(commands) -> None:
+    """Add the parser of ``compare``."""
     parser = commands.add_parser(
         "compare",
         help="compare a safe run with a faster one: is it faster, and does it train as well?",
@@ -45,6 +46,7 @@ def _percent(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compare two runs; returns the exit code, which is the decision."""
     import json
 
     from rocm_ext.runs.compare import compare

@@ -19,6 +19,7 @@ and needs no root. Exit code 0: fine, 1: warnings, 2: training will not work, or
 
 
 def add(commands) -> None:
+    """Add the parser of ``doctor``."""
     parser = commands.add_parser(
         "doctor",
         help="check whether this machine is fit to train, and how to fix it",
@@ -35,6 +36,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the findings; returns the exit code, which is the worst of them."""
     from rocm_ext.doctor import exit_code, judge
     from rocm_ext.doctor.facts import recorded_facts
     from rocm_ext.doctor.live import ROOT, live_facts

@@ -18,6 +18,7 @@ _Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # shows a readi
 
 
 def add(commands) -> None:
+    """Add the parser of ``monitor``."""
     parser = commands.add_parser(
         "monitor",
         help="watch the GPUs and the host: load, memory, power, temperature, clocks",
@@ -38,6 +39,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Show readings until ``--count`` of them or Ctrl-C."""
     from rocm_ext.hardware.counter_log import HardwareLog
     from rocm_ext.hardware.counters import Counters
     from rocm_ext.runs.progress import progress

@@ -5,6 +5,7 @@ from pathlib import Path
 
 
 def add(commands) -> None:
+    """Add the parser of ``report``."""
     parser = commands.add_parser(
         "report",
         help="show runs in one HTML file: curves, hardware, RAFT's scores and samples",
@@ -20,6 +21,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Write the page and print its path."""
     from rocm_ext.report import write
 
     print(write(args.dirs, args.output))

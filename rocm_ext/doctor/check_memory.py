@@ -11,6 +11,7 @@ SMALL_CARVE_OUT = 4 * 2**30  # the smallest setting of some machines
 
 
 def host_memory(facts: Facts) -> Iterator[Finding]:
+    """The host's memory, and whether a cgroup allows less."""
     name, total, available = "host memory", facts.host_total, facts.available
     if total is None:
         yield unrecorded(name)
@@ -39,6 +40,7 @@ def kernel_view(facts: Facts) -> Iterator[Finding]:
 
 
 def torch_view(facts: Facts) -> Iterator[Finding]:
+    """The GPUs' memory, as torch and HIP report it."""
     name, total = "GPU memory, torch", facts.installed_gib
     if facts.said.torch is None and facts.fit.backend != "cpu":
         yield unrecorded(name)
@@ -63,6 +65,7 @@ def _counted(texts: list[str]) -> str:
 
 
 def carve_out(facts: Facts) -> Iterator[Finding]:
+    """Unified memory that the BIOS reserves for the GPU: a small carve-out is best."""
     name, size = "carve-out", facts.carve_out
     if not facts.amd_linux or not facts.unified:
         return
@@ -101,6 +104,7 @@ def budget(facts: Facts) -> Iterator[Finding]:
 
 
 def swap(facts: Facts) -> Iterator[Finding]:
+    """Whether much swap is in use."""
     name, memory = "swap", facts.files.memory
     if not facts.linux:
         return

@@ -31,6 +31,7 @@ _JOIN = "sudo usermod -aG render,video $USER  # then log out and in"
 
 
 def platform(facts: Facts) -> Iterator[Finding]:
+    """The operating system, and what it cannot do."""
     name = "platform"
     distribution = facts.files.distribution.get("PRETTY_NAME", "")
     where = ", ".join(filter(None, [distribution, "in a container" if facts.said.container else ""]))
@@ -52,6 +53,7 @@ def platform(facts: Facts) -> Iterator[Finding]:
 
 
 def hardware_profile(facts: Facts) -> Iterator[Finding]:
+    """Whether the machine has a hardware profile."""
     name, machine = "hardware profile", facts.machine
     if machine.hidden_by and facts.has_gpu:
         yield Finding(name, "warning", f"{machine.hidden_by} hides all GPUs", "training runs on the CPU",
@@ -101,6 +103,7 @@ def gpu_driver(facts: Facts) -> Iterator[Finding]:
 
 
 def device_files(facts: Facts) -> Iterator[Finding]:
+    """Whether this user may open the files through which ROCm reaches the GPU."""
     name = "device files"
     if not facts.amd or facts.machine.system != "Linux":
         return
@@ -154,6 +157,7 @@ def _open_fix(facts: Facts) -> str:
 
 
 def groups(facts: Facts) -> Iterator[Finding]:
+    """Whether this user is in the groups of the device files."""
     name, user = "groups", facts.said.user
     if not facts.amd_linux or facts.said.container:
         return
@@ -190,6 +194,7 @@ def _membership(facts: Facts, wanted: list[str]) -> tuple[str, str]:
 
 
 def udev_rule(facts: Facts) -> Iterator[Finding]:
+    """Whether udev gives /dev/kfd to a group."""
     name, rule = "udev rule", facts.files.kfd_rule
     if not facts.amd_linux or facts.said.container:
         return
@@ -204,6 +209,7 @@ def udev_rule(facts: Facts) -> Iterator[Finding]:
 
 
 def kernel(facts: Facts) -> Iterator[Finding]:
+    """Whether the kernel is as new as the profile asks."""
     name = "kernel"
     if not facts.linux or facts.profile is None or "kernel" not in facts.profile.floor:
         return
@@ -242,6 +248,7 @@ def kernel_parameters(facts: Facts) -> Iterator[Finding]:
 
 
 def firmware(facts: Facts) -> Iterator[Finding]:
+    """The firmware's versions; one of them hangs Strix Halo."""
     name = "firmware"
     cards = [card for card in facts.files.cards if card.is_amd]
     if not facts.amd_linux:
@@ -267,6 +274,7 @@ def _versions(card: Card) -> str:
 
 
 def numa_balancing(facts: Facts) -> Iterator[Finding]:
+    """Whether the kernel moves pages between sockets, which slows several GPUs."""
     name, value = "NUMA balancing", facts.files.numa_balancing
     if not facts.amd_linux or facts.gpu_count < 2 or facts.unified:
         return
@@ -280,6 +288,7 @@ def numa_balancing(facts: Facts) -> Iterator[Finding]:
 
 
 def system_files(facts: Facts) -> Iterator[Finding]:
+    """Files with unexpected content."""
     if facts.files.unreadable:
         yield Finding("system files", "warning", f"cannot read {', '.join(facts.files.unreadable)}",
                       "the copy may be incomplete or changed; the checks above ignore these files",

@@ -12,6 +12,7 @@ COMPILERS = ("gcc", "g++", "clang", "clang++", "rustc", "go")
 
 
 def other_processes(facts: Facts) -> Iterator[Finding]:
+    """Programs that use the GPU now."""
     name = "other processes"
     if facts.fit.backend == "cpu" or not (facts.linux or facts.said.processes):
         return
@@ -35,6 +36,7 @@ def _told(process: Process) -> str:
 
 
 def sandbox(facts: Facts) -> Iterator[Finding]:
+    """Whether the sandbox of RAFT's verifiers works."""
     name, said = "sandbox", facts.said.sandbox
     if facts.machine.system != "Linux":
         return
@@ -52,6 +54,7 @@ def sandbox(facts: Facts) -> Iterator[Finding]:
 
 
 def compilers(facts: Facts) -> Iterator[Finding]:
+    """The compilers that verifiers and Triton call."""
     name, commands = "compilers", facts.said.commands
     if commands is None:
         yield unrecorded(name)
@@ -69,6 +72,7 @@ def compilers(facts: Facts) -> Iterator[Finding]:
 
 
 def disk(facts: Facts) -> Iterator[Finding]:
+    """Free space for outputs and downloads."""
     if facts.said.disk_free is None:
         yield unrecorded("disk")
         return

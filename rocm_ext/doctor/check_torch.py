@@ -131,6 +131,7 @@ def unlike_gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def pins(facts: Facts) -> Iterator[Finding]:
+    """Whether torchtune and torchao have versions that work together."""
     name, packages = "torchtune, torchao", facts.said.packages
     if packages is None or not {"torchtune", "torchao"} <= packages.keys():
         yield unrecorded(name)
@@ -144,6 +145,7 @@ def pins(facts: Facts) -> Iterator[Finding]:
 
 
 def environment(facts: Facts) -> Iterator[Finding]:
+    """The profile's variables, and the user's that conflict with it or cost speed."""
     profile, environ = facts.profile, facts.environment
     if facts.said.environment is None or profile is None:
         yield unrecorded("environment")

@@ -59,6 +59,7 @@ class Facts:
 
     @property
     def amd_linux(self) -> bool:
+        """Whether an AMD GPU is here, with Linux's own driver."""
         return self.amd and self.linux
 
     @property
