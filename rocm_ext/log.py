@@ -1,4 +1,4 @@
-"""What a command says while it works: log lines and a progress bar."""
+"""What a command prints while it works: log lines and a progress bar."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ log = logging.getLogger("rocm_ext")
 
 
 def setup_logging() -> None:
-    """Plain lines on stderr, from rank 0 alone below warnings."""
+    """Log plain lines to stderr. Ranks other than 0 log warnings only."""
     if not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -31,10 +31,10 @@ class Progress:
     """A progress bar on a terminal; elsewhere a line now and then.
 
     Args:
-        total: steps, or what else is counted.
-        start: how many of them are done already.
-        enabled: False says nothing.
-        unit: what is counted.
+        total: number of steps, or of other units.
+        start: number already done.
+        enabled: False: print nothing.
+        unit: the name of what is counted.
     """
 
     def __init__(self, total: int, start: int, enabled: bool, unit: str = "step") -> None:
@@ -46,7 +46,7 @@ class Progress:
             self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True)
 
     def update(self, text: str) -> None:
-        """One more is done; ``text`` says how it goes."""
+        """Count one more; ``text`` describes it, such as its loss."""
         self.done += 1
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
@@ -56,7 +56,7 @@ class Progress:
         if self._enabled and (now - self._spoke >= 30 or self.done in (self._start + 1, self.total)):
             self._spoke = now
             left = (now - self._began) / (self.done - self._start) * (self.total - self.done)
-            known = now - self._began >= 5  # before that it would be a guess
+            known = now - self._began >= 5  # an earlier estimate would be a guess
             told = f"  {duration(left)} left" * known
             log.info("%s %d/%d  %s%s", self._unit, self.done, self.total, text, told)
 

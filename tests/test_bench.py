@@ -4,16 +4,15 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from rocm_ext import config
-from rocm_ext.bench import runner, spec, summary
+from rocm_ext.bench import busy, runner, spec, summary
 from rocm_ext.bench.busy import OtherPrograms
-from rocm_ext.bench.runner import Row
+from rocm_ext.bench.runner import Measurement
 from rocm_ext.bench.spec import Item, Spec
 from rocm_ext.cli import main
 from rocm_ext.hardware import bench_file
@@ -28,8 +27,10 @@ def job(budget: int = 4 * GIB) -> Spec:
     return Spec("lora_finetune_rocm", "cpu_pocket", ("hardware=cpu",), budget, quick=True, seconds=0.01)
 
 
-def measure(items: list[Item], timeout: float = 60, budget: int = 4 * GIB) -> tuple[list[Row], list[Row]]:
-    told: list[Row] = []
+def measure(
+    items: list[Item], timeout: float = 60, budget: int = 4 * GIB
+) -> tuple[list[Measurement], list[Measurement]]:
+    told: list[Measurement] = []
     return runner.run(job(budget), items, timeout, told.append, {}), told
 
 
@@ -74,16 +75,24 @@ def test_nothing_is_measured_that_does_not_fit():
     assert all("budget" in row.detail for row in rows)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows does not tell children's time")
-def test_other_programs_are_noticed():
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not report the time of children")
+def test_other_programs_are_noticed(monkeypatch):
+    first = busy.seconds()
+    code = "import time\nwhile time.process_time() < 1: pass\nprint('done', flush=True); input()"
+    program = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    program.stdout.readline()
+    running = busy.seconds()
+    program.communicate(b"\n")
+    ended = busy.seconds()
+    assert running.all - first.all > 0.9, "whatever else runs, this program took a second"
+    assert running.own - first.own < 0.9, "a child that runs counts as another program"
+    assert ended.own - first.own > 0.9, "a child that has ended counts as our own"
+
+    readings = iter([busy.Seconds(0, 100, 5), busy.Seconds(10, 125, 10), busy.Seconds(20, 115, 20)])
+    monkeypatch.setattr(busy, "seconds", lambda: next(readings))
     others = OtherPrograms()
-    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    time.sleep(1.5)
-    while_it_runs = others.cores()
-    spinning.kill()
-    spinning.wait()  # from here on its time counts as ours
-    assert while_it_runs > 0.3
-    assert others.cores() < while_it_runs - 0.2
+    assert others.cores() == 2.0, "25 s in 10 s, 5 of them our own"
+    assert others.cores() == 0.0, "all 15 s were our own"
 
 
 # ------------------------------------------------------------------------------------------- what is measured
@@ -121,7 +130,7 @@ def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
         if row["item"]["probe"] == "training":
             assert row["result"]["planned_memory"] == pytest.approx(row["result"]["peak_memory"], rel=0.1)
     assert f"wrote {out}" in done.stdout
-    assert "# settings that won" in done.stdout
+    assert "# the fastest settings" in done.stdout
     monkeypatch.setenv("ROCM_EXT_BENCH", str(out))
     figures = figures_for(load_profile("cpu"), detect())
     assert figures.measured
@@ -197,16 +206,16 @@ def test_plan_takes_a_file_of_such_a_machine(tmp_path, capsys):
 
 
 # ------------------------------------------------------------------------------------------------- what won
-def row(probe: str, value: float, spread: float = 0.01, environ: dict | None = None, **values) -> Row:
+def row(probe: str, value: float, spread: float = 0.01, environ: dict | None = None, **values) -> Measurement:
     result = {"value": value, "low": value * (1 - spread), "high": value * (1 + spread), "unit": "tokens/s"}
-    return Row(Item(probe, values, environ or {}), "ok", result)
+    return Measurement(Item(probe, values, environ or {}), "ok", result)
 
 
-def training(rows: int, value: float, compile: bool = False, spread: float = 0.01) -> Row:
+def training(rows: int, value: float, compile: bool = False, spread: float = 0.01) -> Measurement:
     return row("training", value, spread, rows=rows, compile=compile, base="as configured")
 
 
-def won(*rows: Row) -> dict:
+def won(*rows: Measurement) -> dict:
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"])
     return {winner.key: winner.value for winner in summary.winners(rows, cfg)}
 
@@ -252,7 +261,7 @@ def test_without_gemm_or_copies_there_are_no_figures():
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (["--only", "gem"], "there is no probe gem; there are gemm, bandwidth"),
+        (["--only", "gem"], "--only gem is not a probe; expected some of gemm, bandwidth"),
         (["--config", "cpu_pockt"], "did you mean cpu_pocket"),
         (["--output", "/"], "is a folder; name a file"),
         (["nonsense=1", "--only", "gemm"], "unknown key nonsense"),
@@ -271,7 +280,7 @@ def test_an_older_file_survives_a_bench_without_figures(tmp_path, capsys):
     path.write_text("precious")
     assert main(["bench", "--quick", "--only", "loader", "--output", str(path)]) == 0
     assert path.read_text() == "precious"
-    assert "no bench.json: it needs gemm and bandwidth" in capsys.readouterr().out
+    assert "nothing was written: bench.json needs gemm and bandwidth" in capsys.readouterr().out
 
 
 def test_a_part_replaces_no_whole_file(tmp_path, monkeypatch, capsys):
@@ -279,7 +288,7 @@ def test_a_part_replaces_no_whole_file(tmp_path, monkeypatch, capsys):
     (tmp_path / "bench.json").write_text("precious")
     assert main(["bench", "--quick", "--only", "loader", "epochs=1"]) == 0
     assert (tmp_path / "bench.json").read_text() == "precious"
-    assert "--output FILE keeps these" in capsys.readouterr().out
+    assert "To keep these: --output FILE" in capsys.readouterr().out
 
 
 def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Profiles, detection from recorded sysfs trees, checks, and HIP's environment."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -176,9 +177,19 @@ def test_unknown_names_and_broken_files(tmp_path):
     assert load_profile(str(own)).title == "mine"
     host = "memory: {of: host}\n"
     never = host + "environment: {A: {value: '1', reason: r, when: never}}"
-    for broken in ("", "memory: {of: moon}", host + "typo: 1", never):
+    for broken, told in (
+        ("", "own lacks 'memory'"),
+        ("memory: {of: moon}", "memory.of is 'moon', expected host or device or unified"),
+        ("memory: host", "memory is 'host', expected an object"),
+        ("memory: {of: device}", "memory.fraction is None, expected float"),
+        (host + "typo: 1", "unknown key 'typo'; known: name, title"),
+        (host + "locked: {compile: {value: 1}}", "locked.compile lacks 'reason'"),
+        (host + "environment: {A: {value: 1, reason: r}}", "environment.A.value is 1, expected str"),
+        (never, "environment.A.when is 'never', expected one of always, arch_missing"),
+        ("memory: {of", "is not YAML"),
+    ):
         own.write_text("title: mine\n" + broken)
-        with pytest.raises(UserError, match="hardware profile own"):
+        with pytest.raises(UserError, match=f"hardware profile .*own.*{re.escape(told)}"):
             load_profile(str(own))
 
 

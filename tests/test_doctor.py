@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from rocm_ext.cli import main
 from rocm_ext.doctor import exit_code, judge, live, verdict
 from rocm_ext.doctor.facts import recorded_facts
-from rocm_ext.doctor.probe import MARK
-from rocm_ext.doctor.recorded import DeviceNode, User
+from rocm_ext.doctor.recorded import MARK, DeviceNode, User
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.machine import ask_torch
 
@@ -637,7 +636,7 @@ OTHERS = {
         lambda t: t.file("sys/bus/pci/devices/0000:01:00.0/class", "0x030000\n").file(
             "sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n"),
         {
-            "GPU driver": ("warning", "install NVIDIA's driver, until nvidia-smi shows the GPU"),
+            "GPU driver": ("warning", "install NVIDIA's driver; nvidia-smi then lists the GPU"),
             "torch": ("warning", "pip uninstall -y torch && pip install torch"),
         },
     ),

@@ -395,7 +395,7 @@ def test_log(tmp_path, capsys):
         (["--log", "{}/none/log.jsonl"], r"cannot write .*log.jsonl: No such file or directory; name another", 1),
         (["--log", "{}"], "cannot write .*: Is a directory", 1),
         (["--log", "/dev/full"], "cannot write /dev/full", 1),
-        (["--root", "{}/none"], "--root .*none is no folder; expected one that holds sys/class/drm", 2),
+        (["--root", "{}/none"], "--root .*none is not a folder; expected one that holds sys/class/drm", 2),
         (["--interval", "0"], "--interval: must be from 0.1 to 86400", 2),
         (["--interval", "nan"], "--interval: must be from 0.1", 2),
         (["--interval", "soon"], "--interval: invalid _?seconds value: 'soon'", 2),
@@ -647,7 +647,7 @@ def test_a_file_that_cannot_be_written(tmp_path, messages):
     with recording(tmp_path, 0.1):
         time.sleep(0.5)
     (message,) = messages
-    assert re.search(r"hardware.jsonl: Is a directory; hardware is not recorded any more, the run goes on", message)
+    assert re.search(r"hardware.jsonl: Is a directory; hardware is no longer recorded, the run continues", message)
 
 
 def test_a_disk_that_fills_up(tmp_path):
@@ -665,7 +665,9 @@ print("went on")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "went on\n")
-    assert re.fullmatch(r"\S*hardware.jsonl: File too large; hardware is not recorded .* goes on\n", done.stderr)
+    assert re.fullmatch(
+        r"\S*hardware.jsonl: File too large; hardware is no longer recorded, the run continues\n", done.stderr
+    )
     assert 500 < (tmp_path / "hardware.jsonl").stat().st_size <= 1000
     assert len(read_lines(tmp_path / "hardware.jsonl")) > 3
 
@@ -747,7 +749,7 @@ def test_a_full_disk_does_not_stop_a_run(make, tmp_path):
         HardwareLog.write = write  # type: ignore[method-assign]
 
     messages = sft(make(hardware_log_seconds=0.1), prepare=full)
-    assert messages.count("hardware is not recorded any more, the run goes on") == 1
+    assert messages.count("hardware is no longer recorded, the run continues") == 1
     assert (tmp_path / "out/summary.json").exists()
 
 

@@ -1,6 +1,6 @@
-"""Measures this machine: ``rocm-ext bench``.
+"""``rocm-ext bench``: measures this machine.
 
-Probes run in child processes (:mod:`rocm_ext.bench.child`), so that one that crashes or hangs is a row of the table and
-not the end. :mod:`rocm_ext.bench.runner` starts them and collects their rows, :mod:`rocm_ext.bench.summary` says
-which settings won and what the machine reaches.
+Probes run in child processes (:mod:`rocm_ext.bench.child`): one that crashes or hangs becomes a row of the table, and
+the others still run. :mod:`rocm_ext.bench.runner` starts the children and collects their measurements.
+:mod:`rocm_ext.bench.summary` finds the fastest settings and the machine's speeds.
 """

@@ -31,7 +31,7 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
         torch.autograd.grad(attend(), (q, k, v), grad)
 
     with sdpa_kernel(_KERNELS.get(values["backend"], SDPBackend.MATH)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns once per reason that a kernel is out
+        warnings.simplefilter("ignore")  # torch warns once for each reason that a kernel cannot run
         try:
             work()
         except RuntimeError as error:

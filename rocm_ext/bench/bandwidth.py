@@ -7,11 +7,11 @@ import torch
 from rocm_ext.bench.clock import measure as timed
 from rocm_ext.bench.context import Bench
 
-_SIZE = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}  # bytes: well beyond caches
+_SIZE = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}  # bytes, well above the caches
 
 
 def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
-    """Bytes per second; a device copy reads and writes each of its bytes, a transfer moves it once."""
+    """Bytes per second. A device copy counts each byte twice, read and written; a transfer counts it once."""
     device, size = bench.device, _SIZE[bench.device.type]
     bench.require(2 * size)
     here = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""A child process of ``rocm-ext bench``: reads a job from stdin, writes a line for each measurement.
+"""The child process of ``rocm-ext bench``. It reads a job from stdin and writes a line for each measurement.
 
 python -m rocm_ext.bench.child < job.json
 """
@@ -14,11 +14,11 @@ from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.spec import PROBES, Spec
 from rocm_ext.errors import UserError, one_line
 
-MARK = "rocm-ext-bench "  # in front of every line that is ours: libraries print to stdout too
+MARK = "rocm-ext-bench "  # begins each of our lines; libraries print to stdout too
 
 
 def measure(bench: Bench, item: dict[str, Any]) -> dict[str, Any]:
-    """One measurement: ``status`` and, as that has it, ``result`` or ``detail``."""
+    """Measure one item: the status with its result, or with the detail of what went wrong."""
     name = item["probe"]
     probe = import_module(f"rocm_ext.bench.{name}" if name in PROBES else name)
     try:
@@ -27,17 +27,17 @@ def measure(bench: Bench, item: dict[str, Any]) -> dict[str, Any]:
         return {"status": "skipped", "detail": str(reason)}
     except torch.OutOfMemoryError as error:
         return {"status": "out of memory", "detail": one_line(error)[:200]}
-    except Exception as error:  # whatever a driver, kernel or library raises
+    except Exception as error:  # anything that a driver, kernel or library raises
         return {"status": "failed", "detail": one_line(error)[:200]}
 
 
 def say(**values: Any) -> None:
-    """Tell the parent."""
-    print(f"\n{MARK}{json.dumps(values)}", flush=True)  # a library may have left its line open
+    """Send a line to the parent."""
+    print(f"\n{MARK}{json.dumps(values)}", flush=True)  # a library may not have ended its line
 
 
 def main() -> None:
-    """Measure what stdin asks for."""
+    """Read the job from stdin and measure its items."""
     job = json.load(sys.stdin)
     spec = Spec(**{**job["spec"], "overrides": tuple(job["spec"]["overrides"])})
     try:

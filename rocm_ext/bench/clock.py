@@ -1,4 +1,4 @@
-"""Times of repeated work: warm-up, repeats, median and quartiles."""
+"""Times repeated work: warm-up, repeats, median and quartiles."""
 
 import time
 from collections.abc import Callable
@@ -26,9 +26,16 @@ class Times:
 def measure(
     work: Callable[[], Any], device: torch.device, *, seconds: float, least: int = 5, warm_up: int = 2
 ) -> Times:
-    """Call ``work`` for ``seconds``, and ``least`` times at least, after ``warm_up`` calls that do not count.
+    """Time calls of ``work``.
 
-    On a GPU each call is waited for; work in chunks that outlast the launch of their kernels.
+    On a GPU it waits for each call: ``work`` should last longer than the launch of its kernels.
+
+    Args:
+        work: to call.
+        device: that works.
+        seconds: to go on calling.
+        least: number of calls that are made in any case.
+        warm_up: number of calls before these, which are not timed.
     """
     for _ in range(warm_up):
         work()
@@ -45,6 +52,6 @@ def measure(
 
 
 def wait(device: torch.device) -> None:
-    """Until ``device`` has finished what it was given."""
+    """Wait until ``device`` has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

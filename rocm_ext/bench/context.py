@@ -1,4 +1,4 @@
-"""What the probes of one child process share."""
+"""What the probes of one child process share: config, machine, device and model."""
 
 from functools import cached_property
 
@@ -17,11 +17,11 @@ from rocm_ext.model.build import build_model
 
 
 class Skipped(Exception):
-    """There is a reason not to measure this here."""
+    """Raised by a probe that cannot measure this here; it says why."""
 
 
 class Bench:
-    """What the probes of one child share.
+    """The config, machine, device and model that a child measures.
 
     Args:
         spec: what the user asked for.
@@ -36,8 +36,8 @@ class Bench:
         self.dtype, _ = numerics.pick_dtype(self.cfg.dtype, self.machine)
 
     def _fraction(self) -> float | None:
-        """The cap that keeps the process within its budget, should a probe have reckoned wrongly."""
-        if self.cfg.device == "cpu" or self.machine.unified:  # unified memory is capped anyway
+        """The cap that keeps the process within its budget where a probe underestimates its memory."""
+        if self.cfg.device == "cpu" or self.machine.unified:  # open_device caps unified memory itself
             return None
         return min(1.0, self.spec.budget / self.machine.total_memory)
 
@@ -49,6 +49,10 @@ class Bench:
         return decoder
 
     def require(self, needed: int) -> None:
-        """Skip what would take more than the budget."""
+        """Check that ``needed`` bytes are within the budget.
+
+        Raises:
+            Skipped: where they are not.
+        """
         if needed > self.spec.budget:
             raise Skipped(f"needs {needed / 2**30:.1f} GiB, the budget is {self.spec.budget / 2**30:.1f} GiB")

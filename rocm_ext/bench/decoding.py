@@ -1,4 +1,4 @@
-"""A decoding step of the config's model with random weights, by answers decoded at once."""
+"""Decoding steps of the config's model with random weights, by number of slots."""
 
 from statistics import quantiles
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ _WARM_UP, _STEPS = 8, 40  # the first steps also prefill, and capture graphs
 
 
 class _Clocked(LocalSession):
-    """Remembers the seconds of each step."""
+    """Records the seconds of each step."""
 
     def _count(self, rows: int, slots: int, read: int, seconds: float) -> None:
         super()._count(rows, slots, read, seconds)

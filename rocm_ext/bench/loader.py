@@ -1,4 +1,4 @@
-"""How fast micro-batches come from the loader and get onto the device, by workers and pinning."""
+"""Loading: how fast micro-batches reach the device, by number of workers and pinning."""
 
 import time
 from statistics import median
@@ -11,11 +11,11 @@ from rocm_ext.bench.context import Bench
 from rocm_ext.data.batches import StepLoader, Steps
 from rocm_ext.data.rows import Rows
 
-_STEPS, _PER_STEP, _STARTING = 40, 32, 4  # steps of so many rows; the first ones wait for workers to start
+_STEPS, _PER_STEP, _STARTING = 40, 32, 4  # steps, rows per step, and first steps, which wait for the workers to start
 
 
 def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
-    """Tokens per second, on the device."""
+    """Tokens per second that reach the device."""
     rates = []
     for repeat in range(3):
         rows = random_rows(_STEPS * _PER_STEP, 50, 300, bench.shape.tok_embeddings.num_embeddings, seed=repeat)
@@ -36,7 +36,7 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_rows(count: int, shortest: int, longest: int, vocabulary: int, seed: int = 0) -> Rows:
-    """Rows of random tokens, every one of them trained on."""
+    """Rows of random tokens, all of them trained on, of lengths from ``shortest`` to ``longest``."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(shortest, longest + 1, count)
     tokens = [rng.integers(0, vocabulary, length, dtype=np.int32) for length in lengths]

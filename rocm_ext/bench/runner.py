@@ -1,4 +1,4 @@
-"""Runs measurements in child processes and survives what happens to those."""
+"""Runs measurements in child processes and survives their crashes and hangs."""
 
 import contextlib
 import json
@@ -17,14 +17,14 @@ from rocm_ext.errors import UserError
 
 
 @dataclass(frozen=True)
-class Row:
-    """What came of a measurement.
+class Measurement:
+    """The outcome of one item, a row of the table.
 
     Attributes:
-        item: what was to be measured.
-        status: ok, skipped, failed (with an error of its own), out of memory, crashed or timeout.
-        result: of an ok one: ``value``, ``low``, ``high``, ``unit`` and what else the probe knows.
-        detail: of any other: why.
+        item: what was measured.
+        status: ok, skipped, failed (the probe raised an error), out of memory, crashed or timeout.
+        result: where ok: ``value``, ``low``, ``high``, ``unit`` and further facts of the probe.
+        detail: otherwise: the reason.
     """
 
     item: Item
@@ -38,41 +38,44 @@ class Row:
 
 
 def run(
-    spec: Spec, items: Sequence[Item], timeout: float, tell: Callable[[Row], None], environ: Mapping[str, str]
-) -> list[Row]:
-    """Measure ``items``; each is told as soon as it is known.
+    spec: Spec, items: Sequence[Item], timeout: float, tell: Callable[[Measurement], None], environ: Mapping[str, str]
+) -> list[Measurement]:
+    """Measure ``items`` in child processes.
 
     Args:
         spec: for the children.
-        items: in any order; those of one environment share a process.
+        items: in any order; items of equal environment share a process.
         timeout: seconds that a measurement may take.
-        tell: called with each row.
-        environ: environment variables of all children, under those of their items.
+        tell: called with each measurement at once.
+        environ: environment variables of all children; those of the items overrule them.
+
+    Returns:
+        The measurements, in the order of ``items``.
 
     Raises:
-        UserError: no child can work with this config.
+        UserError: where a child refuses the config.
     """
-    rows: dict[int, Row] = {}
+    done: dict[int, Measurement] = {}
 
     def record(index: int, status: str, result: dict[str, Any] | None = None, detail: str = "") -> None:
-        rows[index] = Row(items[index], status, result or {}, detail)
-        tell(rows[index])
+        done[index] = Measurement(items[index], status, result or {}, detail)
+        tell(done[index])
 
     for index, item in enumerate(items):
         if item.skip:
             record(index, "skipped", detail=item.skip)
-    while waiting := [index for index in range(len(items)) if index not in rows]:
+    while waiting := [index for index in range(len(items)) if index not in done]:
         own = items[waiting[0]].environ
         same = [index for index in waiting if items[index].environ == own]
         with _Child(spec, [(index, items[index]) for index in same], {**environ, **own}) as child:
             _follow(child, timeout, record)
-        if not rows.keys() & set(same):
+        if not done.keys() & set(same):
             record(same[0], "crashed", detail=child.last_words())
-    return [rows[index] for index in range(len(items))]
+    return [done[index] for index in range(len(items))]
 
 
 def _follow(child: "_Child", timeout: float, record: Callable[..., None]) -> None:
-    """Record what a child says until it ends, however it ends."""
+    """Record what a child says until it ends, crashes or times out."""
     current: int | None = None
     while True:
         try:
@@ -96,7 +99,7 @@ def _follow(child: "_Child", timeout: float, record: Callable[..., None]) -> Non
 
 
 class _Child:
-    """A process of :mod:`rocm_ext.bench.child`, which does not outlive this object's context."""
+    """A process of :mod:`rocm_ext.bench.child`. It ends with this object's context."""
 
     def __init__(self, spec: Spec, items: Sequence[tuple[int, Item]], environ: dict[str, str]) -> None:
         job = {"spec": asdict(spec), "items": [(index, item.to_dict()) for index, item in items]}
@@ -111,7 +114,7 @@ class _Child:
         self._threads = [threading.Thread(target=read, args=(pipe,), daemon=True) for read, pipe in readers]
         for thread in self._threads:
             thread.start()
-        # it may die at once; its last words say why
+        # it may crash at once; last_words says why
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # type: ignore[union-attr]
             json.dump(job, pipe)
 
@@ -130,7 +133,7 @@ class _Child:
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
-            return "does not end"
+            return "closed its output and does not end"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._threads[1].join(timeout=5)
         return f"{how}: {self._errors[-1]}" if self._errors else how
@@ -140,7 +143,7 @@ class _Child:
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in a driver does not even die
+        with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL does not end a process that hangs in a driver
             self._process.wait(10)
         for thread in self._threads:
             thread.join(timeout=5)

@@ -1,4 +1,4 @@
-"""What is to be measured: plain values, which parent and children both understand."""
+"""What to measure: plain values, which the parent sends to its children."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from rocm_ext.hardware.machine import Machine
 from rocm_ext.hardware.profile import Lock, Profile
 
-# Order of the table. Each is a module of this package with ``measure(bench, item)``.
+# In the order of the table. Each is a module of this package with ``measure(bench, values)``.
 PROBES = ("gemm", "bandwidth", "attention", "loader", "training", "decoding")
 
 
@@ -18,12 +18,12 @@ class Spec:
     """One run of ``rocm-ext bench``.
 
     Attributes:
-        recipe: of the config.
-        config: name or file.
+        recipe: the name of the recipe that the config is for.
+        config: its name or file.
         overrides: ``key=value``.
         budget: bytes that a probe may take on the device.
         quick: fewer and shorter measurements.
-        seconds: that each measurement lasts, at least.
+        seconds: the least time of a measurement.
     """
 
     recipe: str
@@ -36,13 +36,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Item:
-    """One measurement.
+    """One thing to measure.
 
     Attributes:
         probe: one of :data:`PROBES`.
-        values: what is varied; the names are the probe's.
-        environ: environment variables that the child starts with.
-        skip: why this is not measured; empty: it is.
+        values: the probe's arguments.
+        environ: environment variables of the child.
+        skip: the reason to leave this out; empty: measure it.
     """
 
     probe: str
@@ -56,13 +56,14 @@ class Item:
 
 
 def items(cfg: DictConfig, machine: Machine, profile: Profile, quick: bool, risky: bool) -> list[Item]:
-    """Everything that is worth measuring on ``machine``.
+    """The items that are worth measuring on ``machine``.
 
     Args:
-        cfg: the config that is trained.
-        machine, profile: where.
-        quick: fewer of each.
-        risky: also what the profile locks because owners report hangs with it.
+        cfg: of the training.
+        machine: to measure.
+        profile: of it.
+        quick: measure fewer.
+        risky: also measure what the profile locks because owners report hangs.
     """
     locked = {} if risky else profile.locked
     made = [*_gemm(machine, quick), *_bandwidth(machine), *_attention(machine, quick)]

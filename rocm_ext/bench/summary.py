@@ -1,4 +1,4 @@
-"""What the rows of a bench amount to: the machine's figures, and the settings that won."""
+"""What measurements show: the machine's speeds and the fastest settings."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
-from rocm_ext.bench.runner import Row
+from rocm_ext.bench.runner import Measurement
 from rocm_ext.bench.training import longest_row, probe_config
 from rocm_ext.generation.decoder import Decoder
 from rocm_ext.model.attention import use_packed_attention
@@ -21,35 +21,44 @@ from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import TrainingPlanner, decode_seconds
 from rocm_ext.plan.speeds import Figures
 
-_GAIN = 1.03  # what another setting must gain, beyond the spread of both, to replace the one there is
+_GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
 
 
-def figures(rows: Sequence[Row], cfg: DictConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What :class:`rocm_ext.plan.speeds.Figures` holds of a machine; nothing without matrix products and copies."""
+def figures(
+    measurements: Sequence[Measurement], cfg: DictConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """The machine's speeds, as arguments of :class:`rocm_ext.plan.speeds.Figures`.
+
+    Empty where matrix products or copies were not measured.
+    """
     flops = {}
-    copies = [row.result["value"] for row in _ok(rows, "bandwidth", what="device copy")]
-    if not copies or not _ok(rows, "gemm"):
+    copies = [each.result["value"] for each in _ok(measurements, "bandwidth", what="device copy")]
+    if not copies or not _ok(measurements, "gemm"):
         return {}
-    for name in dict.fromkeys(row.item.values["dtype"] for row in _ok(rows, "gemm")):
+    for name in dict.fromkeys(each.item.values["dtype"] for each in _ok(measurements, "gemm")):
         best = [
-            max(r.result["value"] for r in _ok(rows, "gemm", dtype=name, direction=direction))
+            max(r.result["value"] for r in _ok(measurements, "gemm", dtype=name, direction=direction))
             for direction in ("forward", "dgrad")
-            if _ok(rows, "gemm", dtype=name, direction=direction)
+            if _ok(measurements, "gemm", dtype=name, direction=direction)
         ]
-        flops[name] = 1 / fmean(1 / value for value in best)  # as much time in one as in the other
+        flops[name] = 1 / fmean(1 / value for value in best)  # training computes equally many FLOPs in each direction
     known: dict[str, Any] = {"flops": flops, "bandwidth": median(copies)}
     roofline = Figures("", True, **known)
     shape = build_model(cfg.model, dtype, 0, torch.device("meta"))
     use_packed_attention(shape)
-    known |= _training_efficiency(rows, cfg, shape, device, roofline)
-    return known | _decoding_efficiency(rows, shape, roofline)
+    known |= _training_efficiency(measurements, cfg, shape, device, roofline)
+    return known | _decoding_efficiency(measurements, shape, roofline)
 
 
 def _training_efficiency(
-    rows: Sequence[Row], cfg: DictConfig, shape: TransformerDecoder, device: torch.device, roofline: Figures
+    measurements: Sequence[Measurement],
+    cfg: DictConfig,
+    shape: TransformerDecoder,
+    device: torch.device,
+    roofline: Figures,
 ) -> dict[str, float]:
-    """What of the roofline a training step reaches."""
-    measured = _ok(rows, "training", compile=False, base="as configured")
+    """The share of the roofline that a training step reaches."""
+    measured = _ok(measurements, "training", compile=False, base="as configured")
     if not measured:
         return {}
     fastest = max(measured, key=_value)
@@ -69,9 +78,11 @@ def _training_efficiency(
     return {"efficiency": choice.step.seconds / fastest.result["seconds"]}
 
 
-def _decoding_efficiency(rows: Sequence[Row], shape: TransformerDecoder, roofline: Figures) -> dict[str, float]:
-    """What of the roofline a decoding step reaches."""
-    measured = _ok(rows, "decoding")
+def _decoding_efficiency(
+    measurements: Sequence[Measurement], shape: TransformerDecoder, roofline: Figures
+) -> dict[str, float]:
+    """The share of the roofline that a decoding step reaches."""
+    measured = _ok(measurements, "decoding")
     if not measured:
         return {}
     fastest = max(measured, key=_value)
@@ -83,12 +94,12 @@ def _decoding_efficiency(rows: Sequence[Row], shape: TransformerDecoder, rooflin
 
 @dataclass(frozen=True)
 class Winner:
-    """A setting that won.
+    """The fastest value of a setting.
 
     Attributes:
-        key: of a config, or the name of an environment variable.
-        value: of it.
-        reason: what it was faster than.
+        key: in a config, or the name of an environment variable.
+        value: the fastest.
+        reason: the speeds that were compared.
     """
 
     key: str
@@ -96,49 +107,56 @@ class Winner:
     reason: str
 
 
-def winners(rows: Sequence[Row], cfg: DictConfig) -> list[Winner]:
-    """The settings that were fastest, where the difference is more than noise."""
-    found = [_library(rows), *_loader(rows, cfg), _compile(rows), _size(rows, "training", "rows", "batch_size")]
-    found.append(_size(rows, "decoding", "slots", "engine.slots"))
+def winners(measurements: Sequence[Measurement], cfg: DictConfig) -> list[Winner]:
+    """The fastest settings, where the difference exceeds the noise."""
+    found = [
+        _library(measurements),
+        *_loader(measurements, cfg),
+        _compile(measurements),
+        _size(measurements, "training", "rows", "batch_size"),
+        _size(measurements, "decoding", "slots", "engine.slots"),
+    ]
     return [winner for winner in found if winner is not None]
 
 
-def _library(rows: Sequence[Row]) -> Winner | None:
-    """Forward and dgrad count: LoRA's frozen weights have no wgrad."""
+def _library(measurements: Sequence[Measurement]) -> Winner | None:
+    """The faster BLAS library in forward and dgrad; LoRA's frozen weights have no wgrad."""
     seconds: dict[str, float] = {}
-    dtypes = [row.item.values["dtype"] for row in _ok(rows, "gemm")]
+    dtypes = [each.item.values["dtype"] for each in _ok(measurements, "gemm")]
     dtype = "bf16" if "bf16" in dtypes else "fp32"
-    for row in _ok(rows, "gemm", dtype=dtype):
-        if row.item.values["direction"] != "wgrad":
-            library = row.item.values["library"]
-            seconds[library] = seconds.get(library, 0.0) + 1 / _value(row)
+    for each in _ok(measurements, "gemm", dtype=dtype):
+        if each.item.values["direction"] != "wgrad":
+            library = each.item.values["library"]
+            seconds[library] = seconds.get(library, 0.0) + 1 / _value(each)
     if len(seconds) < 2:
         return None
     best, worst = min(seconds, key=seconds.__getitem__), max(seconds, key=seconds.__getitem__)
     gain = seconds[worst] / seconds[best]
     if gain < _GAIN:
         return None
-    (environ,) = {tuple(r.item.environ.items()) for r in _ok(rows, "gemm", library=best)}
+    (environ,) = {tuple(r.item.environ.items()) for r in _ok(measurements, "gemm", library=best)}
     ((name, value),) = environ
     return Winner(name, value, f"{best} is {gain:.2f} times as fast as {worst} in forward and dgrad, {dtype}")
 
 
-def _loader(rows: Sequence[Row], cfg: DictConfig) -> list[Winner]:
-    measured = _ok(rows, "loader")
-    now = _ok(rows, "loader", num_workers=cfg.num_workers, pin_memory=cfg.pin_memory)
+def _loader(measurements: Sequence[Measurement], cfg: DictConfig) -> list[Winner]:
+    measured = _ok(measurements, "loader")
+    now = _ok(measurements, "loader", num_workers=cfg.num_workers, pin_memory=cfg.pin_memory)
     if not measured or not now:
         return []
     best, current = max(measured, key=_value), now[0]
-    training = max(map(_value, _ok(rows, "training")), default=0.0)
+    training = max(map(_value, _ok(measurements, "training")), default=0.0)
     if _value(current) > 20 * training > 0 or not _beats(best, current):
-        return []  # what takes a twentieth of a step is not worth a setting
+        return []  # loading takes less than a twentieth of a step
     reason = f"loads {_value(best) / _value(current):.2f} times as fast as {current.item.values}"
     return [Winner(key, best.item.values[key], reason) for key in ("num_workers", "pin_memory")]
 
 
-def _compile(rows: Sequence[Row]) -> Winner | None:
-    for compiled in _ok(rows, "training", compile=True):
-        for plain in _ok(rows, "training", compile=False, base="as configured", rows=compiled.item.values["rows"]):
+def _compile(measurements: Sequence[Measurement]) -> Winner | None:
+    for compiled in _ok(measurements, "training", compile=True):
+        for plain in _ok(
+            measurements, "training", compile=False, base="as configured", rows=compiled.item.values["rows"]
+        ):
             faster, slower = (compiled, plain) if _value(compiled) > _value(plain) else (plain, compiled)
             if _beats(faster, slower):
                 gain = _value(compiled) / _value(plain)
@@ -146,10 +164,10 @@ def _compile(rows: Sequence[Row]) -> Winner | None:
     return None
 
 
-def _size(rows: Sequence[Row], probe: str, what: str, key: str) -> Winner | None:
-    """The smallest size that is about as fast as the fastest."""
+def _size(measurements: Sequence[Measurement], probe: str, what: str, key: str) -> Winner | None:
+    """The smallest size within :data:`_GAIN` of the fastest."""
     plain = {"compile": False, "base": "as configured"} if probe == "training" else {}
-    measured = _ok(rows, probe, **plain)
+    measured = _ok(measurements, probe, **plain)
     if len(measured) < 2:
         return None
     fastest = max(measured, key=_value)
@@ -158,18 +176,18 @@ def _size(rows: Sequence[Row], probe: str, what: str, key: str) -> Winner | None
     return Winner(key, chosen.item.values[what], f"tokens/s: {told}")
 
 
-def _ok(table: Iterable[Row], probe: str, /, **values: Any) -> list[Row]:
-    """The rows of a probe that were measured, with these values."""
+def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Measurement]:
+    """The successful measurements of a probe that have these values."""
     return [
-        row
-        for row in table
-        if row.status == "ok" and row.item.probe == probe and values.items() <= row.item.values.items()
+        each
+        for each in table
+        if each.status == "ok" and each.item.probe == probe and values.items() <= each.item.values.items()
     ]
 
 
-def _value(row: Row) -> float:
-    return row.result["value"]
+def _value(measurement: Measurement) -> float:
+    return measurement.result["value"]
 
 
-def _beats(best: Row, other: Row) -> bool:
+def _beats(best: Measurement, other: Measurement) -> bool:
     return best.result["low"] > other.result["high"] and _value(best) > _GAIN * _value(other)

@@ -27,11 +27,11 @@ _LONGEST = 2048  # tokens of a row, unless the config says less
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Weights that are drawn when they are asked for.
+    """Random weights, drawn at each access.
 
     Args:
-        decoder: says which, and of which shape.
-        device: where they are made.
+        decoder: the model whose names and shapes they have.
+        device: that holds them.
     """
 
     def __init__(self, decoder: torch.nn.Module, device: torch.device) -> None:

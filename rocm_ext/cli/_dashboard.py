@@ -1,4 +1,4 @@
-"""Readings of the hardware's counters for people: a line each, or a table that is drawn again and again."""
+"""Shows readings of the hardware's counters: as a line each, or as a live table."""
 
 import time
 from collections import defaultdict, deque
@@ -18,7 +18,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
-    """A reading without any layout."""
+    """A reading as one line of text."""
     parts = [time.strftime("%H:%M:%S", time.localtime(reading["time"]))]
     for number, gpu in enumerate(reading["gpus"]):
         values = [f"busy {gpu['busy']:.0f} %"] if "busy" in gpu else []
@@ -40,7 +40,7 @@ def line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
 
 
 def run_text(run: Mapping[str, Any]) -> str:
-    """How far a run is."""
+    """The progress of a run, in words."""
     if "problem" in run:
         return run["problem"]
     formats = {
@@ -61,7 +61,7 @@ def run_text(run: Mapping[str, Any]) -> str:
 
 
 class Dashboard:
-    """A table of the GPUs, one of the host, how far the run is, and what went before, as long as it fits.
+    """A table of the GPUs with recent loads, one of the host, and the progress of the run.
 
     Args:
         interval: seconds between readings.
@@ -74,13 +74,13 @@ class Dashboard:
         )
 
     def draw(self, reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> Group:
-        """What the terminal shows after this reading."""
+        """The content of the terminal after this reading."""
         now = time.strftime("%H:%M:%S", time.localtime(reading["time"]))
         parts: list[Any] = [Text(f"{now}, every {self._interval:g} s; Ctrl-C ends", style="dim")]
         if reading["gpus"]:
             parts += [self._gpus(reading["gpus"])]
         else:
-            parts += [Text("no GPU whose counters can be read: AMD's need Linux and the amdgpu driver")]
+            parts += [Text("no GPU with readable counters: AMD's need Linux and the amdgpu driver")]
         if reading["host"]:
             parts += ["", self._host(reading["host"])]
         if run is not None:
@@ -112,7 +112,7 @@ class Dashboard:
         return made
 
     def _spark(self, owner: str, key: str, share: float | None) -> Text:
-        """The last shares (percent), the newest at the right."""
+        """The last loads (percent) as bars, the newest at the right."""
         history = self._history[owner, key]
         history.append(share)
         shown = list(history)[-_WIDTH.get(key, _WIDTH["memory"]) :]
@@ -125,7 +125,7 @@ def _name(text: str, style: str = "") -> Text:
 
 
 def _bar(share: float | None) -> Text:
-    """A bar and the number beside it."""
+    """A load (percent) as a bar and a number."""
     if share is None:
         return Text("-")
     eighths = round(min(100.0, share) / 100 * 8 * 8)

@@ -1,18 +1,20 @@
-"""Options that several subcommands have."""
+"""Options that several subcommands share."""
 
 import argparse
 
 
 def add_format(add) -> None:
-    add("--format", metavar="NAME", help="gsm8k, mbpp or humaneval: ready mappings of their columns")
+    """Add ``--format`` with a parser's ``add_argument``."""
+    add("--format", metavar="NAME", help="read the columns of gsm8k, mbpp or humaneval")
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """``key=value …``, as `tune run` takes them."""
+    """Add ``key=value …``, as in ``tune run``."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
 
 
 def count(text: str) -> int:
+    """Parse an option's number of at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return number

@@ -1,11 +1,11 @@
-"""How subcommands print: tables on a terminal, plain text of the same width in a pipe."""
+"""Tables of the subcommands, on a terminal or in a pipe."""
 
 import sys
 
 from rich.console import Console
 from rich.table import Table
 
-_PIPE_WIDTH = 160  # a pipe has no width of its own; rich would take 80 columns and wrap every row
+_PIPE_WIDTH = 160  # columns; rich would take 80 and wrap every row
 
 
 def console() -> Console:
@@ -14,7 +14,7 @@ def console() -> Console:
 
 
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table with these column titles; numbers, in the columns ``right``, are aligned at their right."""
+    """An empty table with these columns; those in ``right`` are right-aligned."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")

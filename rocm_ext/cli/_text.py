@@ -1,6 +1,6 @@
-"""Text of others on its way to the terminal."""
+"""Text from files, made safe for the terminal."""
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would obey: files of a run, and copies of a system's, may hold anything."""
+    """``text`` without control characters: files of a run or of a recorded machine may hold any."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

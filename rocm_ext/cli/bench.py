@@ -1,4 +1,4 @@
-"""`rocm-ext bench`: measure this machine."""
+"""``rocm-ext bench``: measures this machine."""
 
 import argparse
 import json
@@ -13,34 +13,50 @@ from rocm_ext.cli._options import add_overrides
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from rocm_ext.bench.runner import Row
+    from rocm_ext.bench.runner import Measurement
     from rocm_ext.bench.summary import Winner
 
 _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "tokens/s")}
 
 
 def add(commands) -> None:
+    """Add the parser of ``bench``."""
     parser = commands.add_parser(
         "bench",
         help="measure this machine, for `rocm-ext plan` and `hardware: auto`",
-        description="Measure matrix products by direction, dtype and library, memory bandwidth, attention kernels, the "
-        "loader, real training steps of a config's model with random weights, and decoding steps by slots. Nothing is "
-        "downloaded. Every measurement runs in a child process, within the memory budget; one that crashes or hangs "
-        "is a row of the table. Writes bench.json and ends with the settings that won, as YAML.",
+        description="Measure matrix products by direction, dtype and library; memory bandwidth; attention kernels; the "
+        "loader; and training and decoding steps of a config's model with random weights. It downloads nothing. Each "
+        "measurement runs in a child process within the memory budget; a crash or hang becomes a row of the table. "
+        "Writes bench.json and prints the fastest settings as YAML.",
     )
     option = parser.add_argument
-    option("--config", metavar="NAME", help="whose model is trained and sampled from (the machine's own 7B or smaller)")
+    option(
+        "--config",
+        metavar="NAME",
+        help="whose model trains and decodes (default: the machine's own, 7B or smaller)",
+    )
     option("--quick", action="store_true", help="fewer and shorter measurements: under two minutes on two CPU cores")
-    option("--risky", action="store_true", help="also what the machine's profile locks because of reported hangs")
-    option("--timeout", type=_seconds, default=300, metavar="S", help="seconds that one measurement may take (300)")
+    option("--risky", action="store_true", help="also measure what the profile locks because owners report hangs")
+    option(
+        "--timeout",
+        type=_seconds,
+        default=300,
+        metavar="S",
+        help="seconds per measurement, at most (default: 300)",
+    )
     option(
         "--only",
         nargs="+",
         metavar="PROBE",
-        help="gemm, bandwidth, attention, loader, training, decoding; written "
-        "with --output alone, for plan and recipes want all of them",
+        help="measure only these: gemm, bandwidth, attention, loader, training, decoding; "
+        "needs --output to write a file, because plan and recipes use a file with all of them",
     )
-    option("--output", type=Path, metavar="FILE", help="where bench.json goes (where plan and recipes look for it)")
+    option(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the file to write (default: where plan and recipes look)",
+    )
     option("--json", action="store_true", help="print the content of bench.json instead of tables")
     add_overrides(parser)
     parser.set_defaults(run=run)
@@ -53,6 +69,7 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Measure, print the measurements and the fastest settings, and write the file."""
     from omegaconf import OmegaConf
 
     from rocm_ext import config
@@ -66,20 +83,20 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.hardware.profile import choose_profile, load_profile
 
     machine = detect()
-    args.overrides += [word for word in args.only or () if "=" in word]  # argparse gives them to the option before
+    args.overrides += [word for word in args.only or () if "=" in word]  # argparse reads them as arguments of --only
     only = [word for word in args.only or () if "=" not in word]
     if strange := [name for name in only if name not in spec.PROBES]:
-        raise UserError(f"there is no probe {strange[0]}; there are {', '.join(spec.PROBES)}", code=2)
+        raise UserError(f"--only {strange[0]} is not a probe; expected some of {', '.join(spec.PROBES)}", code=2)
     profile = load_profile(choose_profile(machine)[0])
     name = args.config or profile.bench_config
-    # the machine's profile, also over a config that was made for another
+    # the machine's profile overrules a config for another machine
     overrides = [f"hardware={profile.name}", *args.overrides]
     recipe = config.recipe_of(name)
     cfg = OmegaConf.create(config.trainer_config(config.load(recipe, name, overrides)))
     check_values(cfg)
-    if cfg.device == "cpu":  # also where there is a GPU: these are not its figures
+    if cfg.device == "cpu":  # even where there is a GPU: its speeds are not measured
         if machine.backend != "cpu" and not args.output:
-            raise UserError("hardware=cpu on a machine with a GPU: say --output FILE, the GPU's figures are elsewhere")
+            raise UserError("hardware=cpu on a machine with a GPU: add --output FILE; bench.json is for the GPU")
         machine = replace(machine, backend="cpu", arch=None, name=None, unified=False)
     profile = load_profile(cfg.hardware)
     budget, why = memory_budget(profile, machine)
@@ -91,16 +108,16 @@ def run(args: argparse.Namespace) -> None:
     if output is not None:
         _check_writable(output)
     elif not only:
-        raise UserError("this user has no home folder; say --output FILE, and ROCM_EXT_BENCH=FILE for plan and recipes")
+        raise UserError("this user has no home folder; add --output FILE, and set ROCM_EXT_BENCH=FILE for plan")
     progress = _Progress(len(items), quiet=args.json)
     progress.say(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})")
     environ = {key: value for key, (value, _) in environment_for(profile, machine, os.environ).items()}
     others = OtherPrograms()
-    rows = runner.run(job, items, args.timeout, progress.tell, environ)
+    measurements = runner.run(job, items, args.timeout, progress.tell, environ)
     busy = others.cores()
-    _finish(args, output, rows, cfg, machine, job, busy)
+    _finish(args, output, measurements, cfg, machine, job, busy)
     if busy > others.WORTH_TELLING:
-        progress.say(f"warning: other programs took {busy:.1f} cores meanwhile: these speeds are too low. End them and "
+        progress.say(f"warning: other programs used {busy:.1f} cores, so these speeds are too low. End them and "
                      "measure again")  # fmt: skip
 
 
@@ -114,7 +131,13 @@ def _check_writable(path: Path) -> None:
 
 
 def _finish(
-    args: argparse.Namespace, output: Path | None, rows: "list[Row]", cfg: Any, machine: Any, job: Any, busy: float
+    args: argparse.Namespace,
+    output: Path | None,
+    measurements: "list[Measurement]",
+    cfg: Any,
+    machine: Any,
+    job: Any,
+    busy: float,
 ) -> None:
     import torch
 
@@ -124,8 +147,8 @@ def _finish(
     from rocm_ext.hardware.numerics import pick_dtype
 
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
-    won = summary.winners(rows, cfg)
-    known = summary.figures(rows, cfg, pick_dtype(cfg.dtype, machine)[0], target)
+    won = summary.winners(measurements, cfg)
+    known = summary.figures(measurements, cfg, pick_dtype(cfg.dtype, machine)[0], target)
     content = {
         "date": date.today().isoformat(),
         "machine": machine_key(machine),
@@ -134,51 +157,54 @@ def _finish(
         "cores_of_other_programs": round(busy, 2),
         "figures": known,
         "settings": {winner.key: winner.value for winner in won},
-        "rows": [row.to_dict() for row in rows],
+        "rows": [each.to_dict() for each in measurements],
     }
     if args.json:
         print(json.dumps(content))
     else:
-        _print_rows(rows)
+        _print_measurements(measurements)
         _print_winners(won)
     if output is None:
-        said = "not written: bench.json holds all probes; --output FILE keeps these"
+        said = "nothing was written: bench.json holds all probes. To keep these: --output FILE"
     elif known:
         replace_text(output, json.dumps(content, indent=2) + "\n")
-        said = f"wrote {output}: `rocm-ext plan` and `hardware: auto` use it"
+        said = f"wrote {output}; `rocm-ext plan` and `hardware: auto` use it"
     else:
-        said = "no bench.json: it needs gemm and bandwidth"
+        said = "nothing was written: bench.json needs gemm and bandwidth"
     if not args.json:
         print(said)
 
 
 class _Progress:
-    """Says on stderr what was measured."""
+    """Prints to stderr what was measured."""
 
     def __init__(self, total: int, quiet: bool) -> None:
         self._total, self._done, self._quiet = total, 0, quiet
 
     def say(self, text: str) -> None:
+        """Print a line, unless quiet."""
         if not self._quiet:
             print(text, file=sys.stderr, flush=True)
 
-    def tell(self, row: "Row") -> None:
-        """One more measurement is done."""
+    def tell(self, measurement: "Measurement") -> None:
+        """Print one more measurement."""
         self._done += 1
-        self.say(f"[{self._done}/{self._total}] {row.item.probe} {_describe(row)}: {_outcome(row)}")
+        self.say(
+            f"[{self._done}/{self._total}] {measurement.item.probe} {_describe(measurement)}: {_outcome(measurement)}"
+        )
 
 
-def _describe(row: "Row") -> str:
-    """``forward, fp32, rocBLAS``; a number or switch with its name."""
-    named = (value if isinstance(value, str) else f"{key} {value}" for key, value in row.item.values.items())
+def _describe(measurement: "Measurement") -> str:
+    """``forward, fp32, rocBLAS``; numbers and switches with their names."""
+    named = (value if isinstance(value, str) else f"{key} {value}" for key, value in measurement.item.values.items())
     return ", ".join(named)
 
 
-def _outcome(row: "Row") -> str:
-    if row.status != "ok":
-        return f"{row.status} ({row.detail})"
-    scale, unit = _UNITS[row.result["unit"]]
-    value, low, high = (_number(row.result[name] / scale) for name in ("value", "low", "high"))
+def _outcome(measurement: "Measurement") -> str:
+    if measurement.status != "ok":
+        return f"{measurement.status} ({measurement.detail})"
+    scale, unit = _UNITS[measurement.result["unit"]]
+    value, low, high = (_number(measurement.result[name] / scale) for name in ("value", "low", "high"))
     return f"{value} {unit} ({low}-{high})"
 
 
@@ -186,7 +212,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _print_rows(rows: "list[Row]") -> None:
+def _print_measurements(measurements: "list[Measurement]") -> None:
     from rich.markup import escape
 
     from rocm_ext.bench.spec import PROBES
@@ -195,20 +221,20 @@ def _print_rows(rows: "list[Row]") -> None:
 
     out = console()
     for probe in PROBES:
-        of_probe = [row for row in rows if row.item.probe == probe]
+        of_probe = [each for each in measurements if each.item.probe == probe]
         if not of_probe:
             continue
         made = table(probe, "what", "median (quartiles)", "memory", right=("memory",))
-        for row in of_probe:
-            memory = readable(row.result["peak_memory"]) if "peak_memory" in row.result else ""
-            style = "" if row.status == "ok" else "dim" if row.status == "skipped" else "red"
-            made.add_row(escape(_describe(row)), escape(_outcome(row)), memory, style=style)
+        for each in of_probe:
+            memory = readable(each.result["peak_memory"]) if "peak_memory" in each.result else ""
+            style = "" if each.status == "ok" else "dim" if each.status == "skipped" else "red"
+            made.add_row(escape(_describe(each)), escape(_outcome(each)), memory, style=style)
         out.print(made)
         out.print()
 
 
 def _print_winners(won: "list[Winner]") -> None:
-    print("# settings that won; keys that are not here are best as they are")
+    print("# the fastest settings; the other keys stay as configured")
     for winner in won:
         if winner.key.isupper():
             print(f"# export {winner.key}={winner.value}  # {winner.reason}")

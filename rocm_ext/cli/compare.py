@@ -1,4 +1,4 @@
-"""`rocm-ext compare`: is a faster setting as good as a safe one?"""
+"""``rocm-ext compare``: is a faster setting as good as a safe one?"""
 
 import argparse
 import math
@@ -13,26 +13,27 @@ if TYPE_CHECKING:
     from rocm_ext.runs.decision import Decision
     from rocm_ext.runs.intervals import Interval
 
-Row = tuple[str, str, str, str]  # what, A, B, B against A
+Line = tuple[str, str, str, str]  # what, A, B, B against A
 
 
 def add(commands) -> None:
+    """Add the parser of ``compare``."""
     parser = commands.add_parser(
         "compare",
-        help="two runs, a safe one and a faster one: is the second faster, and does it train the same?",
-        description="Compare two runs, finished or not: a safe baseline A and a faster setting B. Tells their speed, "
+        help="compare a safe run with a faster one: is it faster, and does it train as well?",
+        description="Compare two runs, finished or not: a safe baseline A and a faster setting B. Prints their speed, "
         "memory, losses (or RAFT's held-out scores) and stability, and whether to take B.",
-        epilog="Exit code: 0 take B, 1 do not, 2 something to compare is missing, 3 it cannot be told yet.",
+        epilog="Exit code: 0 take B, 1 keep A, 2 something to compare is missing, 3 undecided yet.",
     )
     parser.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of the baseline")
     parser.add_argument("b", type=Path, metavar="RUN_B", help="output_dir of the run with the faster setting")
     parser.add_argument(
         "--tolerance", type=_percent, default=0.01, metavar="PERCENT",
-        help="difference of losses that does not matter, in percent of A's (default: 1)",
+        help="difference of losses to ignore, in percent of A's (default: 1)",
     )  # fmt: skip
     parser.add_argument(
         "--score-tolerance", type=_percent, default=0.05, metavar="POINTS",
-        help="difference of RAFT's held-out pass@1 that does not matter, in percentage points (default: 5)",
+        help="difference of RAFT's held-out pass@1 to ignore, in percentage points (default: 5)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
@@ -45,6 +46,7 @@ def _percent(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compare two runs; returns the exit code, which is the decision."""
     import json
 
     from rocm_ext.runs.compare import compare
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = compare(RunFolder(args.a), RunFolder(args.b))
     except UserError as error:
-        raise UserError(str(error), code=2) from error  # 1 says not to take B
+        raise UserError(str(error), code=2) from error  # exit code 1 means: keep A
     decision = decide(found, args.tolerance, args.score_tolerance)
     if args.json:
         print(json.dumps(_finite(_content(found, decision)), indent=2, default=str))
@@ -84,7 +86,7 @@ def _content(found: "Comparison", decision: "Decision") -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: None."""
+    """``value`` with None for infinity and NaN, which JSON lacks."""
     if isinstance(value, dict):
         return {str(key): _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -119,8 +121,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:28]} … {text[-28:]}"
 
 
-def _rows(found: "Comparison") -> list[Row]:
-    rows: list[Row] = [("finished", _yes(found.a.finished), _yes(found.b.finished), "")]
+def _rows(found: "Comparison") -> list[Line]:
+    rows: list[Line] = [("finished", _yes(found.a.finished), _yes(found.b.finished), "")]
     for name, (a, b) in found.rates.items():
         rows.append((name, _number(a), _number(b), "" if name in ("steps", "cycles") else _times(a, b)))
     speed = found.speed
@@ -139,7 +141,7 @@ def _rows(found: "Comparison") -> list[Row]:
     return rows + [(name, f"{a:,}", f"{b:,}", "") for name, (a, b) in counts.items()]
 
 
-def _loss_rows(found: "Comparison") -> list[Row]:
+def _loss_rows(found: "Comparison") -> list[Line]:
     losses = found.losses
     assert losses is not None
     rows = []
@@ -159,7 +161,7 @@ def _loss_rows(found: "Comparison") -> list[Row]:
     return rows
 
 
-def _score_rows(found: "Comparison") -> list[Row]:
+def _score_rows(found: "Comparison") -> list[Line]:
     rows = []
     for each in found.scores:
         a, b = (f"{100 * correct / total:.1f} %" for correct, total in (each.a, each.b))

@@ -1,4 +1,4 @@
-"""`rocm-ext monitor`: watch the GPUs, the host and a run."""
+"""``rocm-ext monitor``: shows the counters of the GPUs and the host, and the progress of a run."""
 
 import argparse
 import contextlib
@@ -14,42 +14,44 @@ from typing import Any
 from rocm_ext.cli._options import count
 from rocm_ext.errors import UserError
 
-_Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # of a reading, and how far the run is
+_Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # shows a reading and the progress of a run
 
 
 def add(commands) -> None:
+    """Add the parser of ``monitor``."""
     parser = commands.add_parser(
         "monitor",
         help="watch the GPUs and the host: load, memory, power, temperature, clocks",
-        description="Show the counters of the GPUs and of the host until Ctrl-C: a live table on a terminal, a line "
-        "per reading elsewhere. AMD GPUs are read from sysfs, NVIDIA's through nvidia-ml-py; nothing needs root. A "
-        "dash, or a field that is not there, is a counter that this machine does not have.",
+        description="Show the counters of the GPUs and the host until Ctrl-C: a live table on a terminal, a line per "
+        "reading elsewhere. It reads AMD GPUs from sysfs and NVIDIA's through nvidia-ml-py, and needs no root. A dash "
+        "or a missing field is a counter that this machine does not have.",
     )
     option = parser.add_argument
-    option("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between readings (2)")
+    option("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
-    option("--run", type=Path, dest="out", metavar="OUTPUT_DIR", help="also tell how far the run in this folder is")
+    option("--run", type=Path, dest="out", metavar="OUTPUT_DIR", help="also show the progress of this run")
     option("--log", type=Path, metavar="FILE", help="also append the readings to FILE, as in a run's hardware.jsonl")
     option("--json", action="store_true", help="print a JSON object per reading, as in a run's hardware.jsonl")
     option(
-        "--root", type=Path, default=Path("/"), metavar="DIR", help="read AMD GPUs' files in DIR/sys, such as a copy"
+        "--root", type=Path, default=Path("/"), metavar="DIR", help="read AMD GPUs from DIR/sys, such as a copy of /sys"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Show readings until ``--count`` of them or Ctrl-C."""
     from rocm_ext.hardware.counter_log import HardwareLog
     from rocm_ext.hardware.counters import Counters
     from rocm_ext.runs.progress import progress
 
     if not args.root.is_dir():
-        raise UserError(f"--root {args.root} is no folder; expected one that holds sys/class/drm", code=2)
+        raise UserError(f"--root {args.root} is not a folder; expected one that holds sys/class/drm", code=2)
     counters = Counters(args.root)
     for note in counters.notes:
         print(note, file=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no °
-    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):  # how it is meant to end
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack °
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):  # the usual end
         if args.log:
             with _log_errors(args.log):
                 log = stack.enter_context(HardwareLog(args.log))
@@ -77,7 +79,7 @@ def _seconds(text: str) -> float:
 
 
 def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | None) -> Iterator[dict[str, Any]]:
-    due = time.monotonic() + 0.1  # the processor's load is that since the counters were opened
+    due = time.monotonic() + 0.1  # the first processor load covers the time since the counters were opened
     done = 0
     while most is None or done < most:
         time.sleep(max(0.0, due - time.monotonic()))
@@ -110,7 +112,7 @@ def _live(interval: float) -> Iterator[_Show]:
         sys.exit(128 + signum)
 
     dashboard = Dashboard(interval)
-    earlier = signal.signal(signal.SIGTERM, stop)  # `timeout 60 rocm-ext monitor`: Live gives the cursor back
+    earlier = signal.signal(signal.SIGTERM, stop)  # by `timeout 60 rocm-ext monitor`, say: Live restores the cursor
     try:
         with Live(console=console(), auto_refresh=False) as live:
             yield lambda reading, run: live.update(dashboard.draw(reading, run), refresh=True)

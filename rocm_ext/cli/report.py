@@ -1,25 +1,27 @@
-"""`rocm-ext report`: runs as one HTML page."""
+"""``rocm-ext report``: shows runs as one HTML page."""
 
 import argparse
 from pathlib import Path
 
 
 def add(commands) -> None:
+    """Add the parser of ``report``."""
     parser = commands.add_parser(
         "report",
         help="show runs in one HTML file: curves, hardware, RAFT's scores and samples",
-        description="Write one HTML file, which needs no network and no script, of one run, or of several overlaid. "
-        "Runs may be of either recipe, and need not be finished.",
+        description="Write one HTML file of one run, or of several in the same charts. The page needs no network and "
+        "no script. Runs may be of any recipe and need not be finished.",
     )
     parser.add_argument("dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help="output_dir of a run")
     parser.add_argument(
         "--output", "-o", type=Path, metavar="FILE",
-        help="the file to write (default: report.html in OUTPUT_DIR; of several runs, in the current folder)",
+        help="the file to write (default: report.html in OUTPUT_DIR, or in the current folder for several runs)",
     )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Write the page and print its path."""
     from rocm_ext.report import write
 
     print(write(args.dirs, args.output))

@@ -1,16 +1,17 @@
-"""Memory as the kernel, HIP and torch each see it."""
+"""Memory, as the kernel, HIP and torch each see it."""
 
 from collections.abc import Iterator
 
 from rocm_ext.doctor.facts import ENOUGH, Facts
-from rocm_ext.doctor.rows import Row, gib, unrecorded
+from rocm_ext.doctor.findings import Finding, gib, unrecorded
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.budget import budget_from
 
 SMALL_CARVE_OUT = 4 * 2**30  # the smallest setting of some machines
 
 
-def host_memory(facts: Facts) -> Iterator[Row]:
+def host_memory(facts: Facts) -> Iterator[Finding]:
+    """The host's memory, and whether a cgroup allows less."""
     name, total, available = "host memory", facts.host_total, facts.available
     if total is None:
         yield unrecorded(name)
@@ -18,15 +19,15 @@ def host_memory(facts: Facts) -> Iterator[Row]:
     found = gib(total) + ("" if available is None else f", {gib(available)} available")
     limit = facts.said.memory_limit
     if limit is not None and limit < total:
-        yield Row(name, "warning", f"{found}, {gib(limit)} for this container or session",
-                  "a cgroup kills what takes more, and no budget here knows of it",
-                  "raise the limit: docker run --memory, or MemoryMax= in systemd")  # fmt: skip
+        yield Finding(name, "warning", f"{found}, {gib(limit)} for this container or session",
+                      "a cgroup kills processes that take more, and the memory budget ignores its limit",
+                      "raise the limit: docker run --memory, or MemoryMax= in systemd")  # fmt: skip
     else:
-        yield Row(name, "ok", found)
+        yield Finding(name, "ok", found)
 
 
-def kernel_view(facts: Facts) -> Iterator[Row]:
-    """VRAM and GTT; on unified memory GTT is what a training gets."""
+def kernel_view(facts: Facts) -> Iterator[Finding]:
+    """VRAM and GTT. On unified memory, training uses GTT."""
     name, cards = "GPU memory, kernel", facts.cards
     if not facts.amd_linux:
         return
@@ -35,10 +36,11 @@ def kernel_view(facts: Facts) -> Iterator[Row]:
     if not any(told):
         yield unrecorded(name)
     else:
-        yield Row(name, "ok", _counted(told), facts.too_little if facts.unified else "")
+        yield Finding(name, "ok", _counted(told), facts.too_little if facts.unified else "")
 
 
-def torch_view(facts: Facts) -> Iterator[Row]:
+def torch_view(facts: Facts) -> Iterator[Finding]:
+    """The GPUs' memory, as torch and HIP report it."""
     name, total = "GPU memory, torch", facts.installed_gib
     if facts.said.torch is None and facts.fit.backend != "cpu":
         yield unrecorded(name)
@@ -50,19 +52,20 @@ def torch_view(facts: Facts) -> Iterator[Row]:
     seen = facts.said.torch.gpus[0].total_memory
     little = facts.unified and total is not None and seen < ENOUGH * total * 2**30 and facts.linux
     why = f"of {total} GiB torch sees {gib(seen)}" if little else ""
-    if little and not (facts.too_little or facts.in_carve_out):  # else the row that tells the cause warns
-        yield Row(name, "warning", found, why, facts.boot(facts.memory_parameters))
+    if little and not (facts.too_little or facts.in_carve_out):  # otherwise the check of the cause warns
+        yield Finding(name, "warning", found, why, facts.boot(facts.memory_parameters))
     else:
-        yield Row(name, "ok", found, why)
+        yield Finding(name, "ok", found, why)
 
 
 def _counted(texts: list[str]) -> str:
-    """``8 x 191.7 GiB`` of eight GPUs alike."""
+    """``8 x 191.7 GiB`` for eight equal GPUs."""
     counts = {text: texts.count(text) for text in texts if text}
     return "; ".join(f"{count} x {text}" if count > 1 else text for text, count in counts.items())
 
 
-def carve_out(facts: Facts) -> Iterator[Row]:
+def carve_out(facts: Facts) -> Iterator[Finding]:
+    """Unified memory that the BIOS reserves for the GPU: a small carve-out is best."""
     name, size = "carve-out", facts.carve_out
     if not facts.amd_linux or not facts.unified:
         return
@@ -70,18 +73,18 @@ def carve_out(facts: Facts) -> Iterator[Row]:
     if size is None:
         yield unrecorded(name)
     elif size > SMALL_CARVE_OUT:
-        found = f"the BIOS gives {gib(size)} to the GPU for good"
-        why = "the GPU maps what it needs from the host, as that is more; a carve-out is lost to both"
-        if facts.in_carve_out:  # pages_limit alone would send the GPU to the little that the host has left
-            why = "the GPU computes in it alone, and the host can never use it"
+        found = f"the BIOS reserves {gib(size)} for the GPU"
+        why = "the GPU maps host memory, which is larger, so neither it nor the host uses the carve-out"
+        if facts.in_carve_out:  # pages_limit alone would move the GPU to the little memory that the host has left
+            why = "the GPU uses this memory only, and the host cannot use it"
             smaller += f"; only then boot with {facts.memory_parameters}"
-        yield Row(name, "warning", found, why, smaller)
+        yield Finding(name, "warning", found, why, smaller)
     else:
-        yield Row(name, "ok", f"{gib(size)}; small is right on unified memory")
+        yield Finding(name, "ok", f"{gib(size)}; small is right on unified memory")
 
 
-def budget(facts: Facts) -> Iterator[Row]:
-    """What one training may take, as the recipes reckon it."""
+def budget(facts: Facts) -> Iterator[Finding]:
+    """What a run may take, computed as the recipes do."""
     name, profile = "memory budget", facts.profile
     if profile is None:
         return
@@ -95,12 +98,13 @@ def budget(facts: Facts) -> Iterator[Row]:
         except UserError as error:
             what, _, fix = str(error).partition(". ")
             fix = facts.boot(facts.memory_parameters) if fix.startswith("Boot") else fix
-            yield Row(name, "error", "nothing is left for training", what, fix)
+            yield Finding(name, "error", "nothing is left for training", what, fix)
         else:
-            yield Row(name, "ok", f"{gib(size)} for training: {why}")
+            yield Finding(name, "ok", f"{gib(size)} for training: {why}")
 
 
-def swap(facts: Facts) -> Iterator[Row]:
+def swap(facts: Facts) -> Iterator[Finding]:
+    """Whether much swap is in use."""
     name, memory = "swap", facts.files.memory
     if not facts.linux:
         return
@@ -110,11 +114,11 @@ def swap(facts: Facts) -> Iterator[Row]:
         return
     used = total - free
     if used > max(2**30, 0.05 * memory.get("MemTotal", 0)):
-        yield Row(name, "warning", f"{gib(used)} of {gib(total)} in use",
-                  "memory was short; what training needs may have to come back from disk",
-                  "end other programs, then sudo swapoff -a && sudo swapon -a")  # fmt: skip
+        yield Finding(name, "warning", f"{gib(used)} of {gib(total)} in use",
+                      "memory ran short; training may have to wait for pages from disk",
+                      "end other programs, then sudo swapoff -a && sudo swapon -a")  # fmt: skip
     else:
-        yield Row(name, "ok", f"{gib(used)} of {gib(total)} in use" if total else "none")
+        yield Finding(name, "ok", f"{gib(used)} of {gib(total)} in use" if total else "none")
 
 
 CHECKS = (host_memory, kernel_view, torch_view, carve_out, budget, swap)

@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Mapping
 
 from rocm_ext.doctor.facts import Facts
+from rocm_ext.doctor.findings import Finding, gib, unrecorded
 from rocm_ext.doctor.recorded import DeviceNode
-from rocm_ext.doctor.rows import Row, gib, unrecorded
 from rocm_ext.doctor.system import AMD, NVIDIA, Card
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.budget import before_6_16
 from rocm_ext.hardware.machine import STRIX_HALO
 from rocm_ext.hardware.profile import below_floor, choose_profile, has_profile, nearest_profile
 
-# linux-firmware 20251125 brought it, 20260110 has an older one again (ROCm#5724)
+# of linux-firmware 20251125; 20260110 returned to an older version (ROCm#5724)
 BAD_MES = 0x83
 
 UDEV_RULES = (
@@ -30,31 +30,34 @@ _ANEW = "log out and in again"
 _JOIN = "sudo usermod -aG render,video $USER  # then log out and in"
 
 
-def platform(facts: Facts) -> Iterator[Row]:
+def platform(facts: Facts) -> Iterator[Finding]:
+    """The operating system, and what it cannot do."""
     name = "platform"
     distribution = facts.files.distribution.get("PRETTY_NAME", "")
     where = ", ".join(filter(None, [distribution, "in a container" if facts.said.container else ""]))
     where = f", {where}" if where else ""
     machine = facts.machine
     if machine.system == "Windows":
-        yield Row(name, "ok", f"Windows {facts.said.release}".strip(), "training runs in one process, as ROCm's builds "
-                  "have no torch.distributed there, and RAFT's sandbox needs Linux; WSL2 has both")  # fmt: skip
+        yield Finding(name, "ok", f"Windows {facts.said.release}".strip(),
+                      "training runs in one process, because ROCm's Windows builds have no torch.distributed; "
+                      "RAFT's sandbox needs Linux; WSL2 has both")  # fmt: skip
     elif machine.system != "Linux":
-        yield Row(name, "ok", f"{machine.system} {facts.said.release}".strip(), "training runs on the CPU")
+        yield Finding(name, "ok", f"{machine.system} {facts.said.release}".strip(), "training runs on the CPU")
     elif machine.wsl and "wsl2" not in machine.kernel.lower():
-        yield Row(name, "error", f"WSL1{where}", "it has no Linux kernel, so no GPU and no sandbox",
-                  "wsl --set-version DISTRIBUTION 2")  # fmt: skip
+        yield Finding(name, "error", f"WSL1{where}", "WSL1 has no Linux kernel, so no GPU and no sandbox",
+                      "wsl --set-version DISTRIBUTION 2")  # fmt: skip
     elif machine.wsl:
-        yield Row(name, "ok", f"WSL2, Linux {machine.kernel}{where}", "the GPU's driver is Windows'")
+        yield Finding(name, "ok", f"WSL2, Linux {machine.kernel}{where}", "Windows runs the GPU's driver")
     else:
-        yield Row(name, "ok", f"Linux {machine.kernel}".strip() + where)
+        yield Finding(name, "ok", f"Linux {machine.kernel}".strip() + where)
 
 
-def hardware_profile(facts: Facts) -> Iterator[Row]:
+def hardware_profile(facts: Facts) -> Iterator[Finding]:
+    """Whether the machine has a hardware profile."""
     name, machine = "hardware profile", facts.machine
     if machine.hidden_by and facts.has_gpu:
-        yield Row(name, "warning", f"{machine.hidden_by} hides all GPUs", "training runs on the CPU",
-                  facts.unset(machine.hidden_by))  # fmt: skip
+        yield Finding(name, "warning", f"{machine.hidden_by} hides all GPUs", "training runs on the CPU",
+                      facts.unset(machine.hidden_by))  # fmt: skip
     elif facts.profile is None:
         try:
             choose_profile(machine)
@@ -63,42 +66,44 @@ def hardware_profile(facts: Facts) -> Iterator[Row]:
             gpus = facts.said.torch.gpus if facts.said.torch else ()
             if better := next((gpu.kind for gpu in gpus if has_profile(machine, gpu.kind)), None):
                 fix = facts.choose_gpus(better)
-            yield Row(name, "error", f"none for {machine.arch}", str(error), fix)
+            yield Finding(name, "error", f"none for {machine.arch}", str(error), fix)
     else:
         known = facts.fit.name or facts.fit.arch
         gpu = known or ("an NVIDIA GPU" if facts.fit.backend == "cuda" else choose_profile(machine)[1])
-        yield Row(name, "ok", f"{facts.profile.name}: {gpu}")
+        yield Finding(name, "ok", f"{facts.profile.name}: {gpu}")
 
 
-def gpu_driver(facts: Facts) -> Iterator[Row]:
-    """An AMD GPU on the bus is of use once amdgpu shows it in /sys/class/drm and in KFD's topology."""
+def gpu_driver(facts: Facts) -> Iterator[Finding]:
+    """ROCm can use an AMD GPU once amdgpu lists it in /sys/class/drm and in KFD's topology."""
     name, files = "GPU driver", facts.files
     if not facts.linux:
         return
     blocked = "nomodeset" in (files.parameters or {})
     if files.amd_gpus:
         count = [f"{files.amd_gpus.count(arch)} x {arch}" for arch in dict.fromkeys(files.amd_gpus)]
-        yield Row(name, "ok", f"amdgpu, KFD lists {', '.join(count)}")
+        yield Finding(name, "ok", f"amdgpu, KFD lists {', '.join(count)}")
     elif facts.machine.backend == "rocm":
-        yield Row(name, "ok", "torch sees the GPU")
+        yield Finding(name, "ok", "torch sees the GPU")
     elif any(card.is_amd for card in files.cards) and (facts.amd or facts.fit.backend != "cuda"):
-        yield Row(name, "error" if facts.amd else "warning", "amdgpu shows the AMD GPU, but KFD does not list it",
-                  "ROCm computes through KFD: the kernel lacks CONFIG_HSA_AMD, or a container hides /sys/class/kfd",
-                  _DOCKER if facts.said.container else "sudo dmesg | grep -i -e amdgpu -e kfd")  # fmt: skip
+        yield Finding(name, "error" if facts.amd else "warning", "amdgpu shows the AMD GPU, but KFD does not list it",
+                      "ROCm computes through KFD: the kernel lacks CONFIG_HSA_AMD, or a container hides /sys/class/kfd",
+                      _DOCKER if facts.said.container else "sudo dmesg | grep -i -e amdgpu -e kfd")  # fmt: skip
     elif facts.amd and not (blocked or AMD in files.displays.values()):
         yield unrecorded(name)
     elif facts.amd or (AMD in files.displays.values() and facts.fit.backend != "cuda"):
-        yield Row(name, "error" if facts.amd else "warning", "an AMD GPU is here, but the amdgpu driver is not loaded",
-                  "nomodeset on the kernel command line keeps it out" if blocked else "ROCm needs it",
-                  facts.boot(remove="nomodeset") if blocked else "sudo modprobe amdgpu")  # fmt: skip
+        yield Finding(name, "error" if facts.amd else "warning",
+                      "an AMD GPU is here, but the amdgpu driver is not loaded",
+                      "nomodeset on the kernel command line blocks it" if blocked else "ROCm needs it",
+                      facts.boot(remove="nomodeset") if blocked else "sudo modprobe amdgpu")  # fmt: skip
     elif files.nvidia:
-        yield Row(name, "ok", f"NVIDIA {files.nvidia}")
+        yield Finding(name, "ok", f"NVIDIA {files.nvidia}")
     elif NVIDIA in files.displays.values():
-        yield Row(name, "warning", "an NVIDIA GPU is here, but not NVIDIA's driver", "CUDA needs it",
-                  "install NVIDIA's driver, until nvidia-smi shows the GPU")  # fmt: skip
+        yield Finding(name, "warning", "an NVIDIA GPU is here, but not NVIDIA's driver", "CUDA needs it",
+                      "install NVIDIA's driver; nvidia-smi then lists the GPU")  # fmt: skip
 
 
-def device_files(facts: Facts) -> Iterator[Row]:
+def device_files(facts: Facts) -> Iterator[Finding]:
+    """Whether this user may open the files through which ROCm reaches the GPU."""
     name = "device files"
     if not facts.amd or facts.machine.system != "Linux":
         return
@@ -106,24 +111,24 @@ def device_files(facts: Facts) -> Iterator[Row]:
         yield unrecorded(name)
         return
     there = "/dev/dxg" in facts.said.device_nodes
-    if facts.machine.wsl or there:  # without its kernel's name only the device tells that this is WSL
-        yield Row(name, "ok" if there else "error", "/dev/dxg" if there else "/dev/dxg is missing",
-                  "" if there else "WSL reaches the GPU through it", "" if there else "wsl --update")  # fmt: skip
+    if facts.machine.wsl or there:  # where the kernel's name is missing, the device alone shows that this is WSL
+        yield Finding(name, "ok" if there else "error", "/dev/dxg" if there else "/dev/dxg is missing",
+                      "" if there else "WSL reaches the GPU through it", "" if there else "wsl --update")  # fmt: skip
         return
     nodes = facts.gpu_nodes
     wanted = {"/dev/kfd": "/dev/kfd" in nodes, "/dev/dri/renderD*": any("renderD" in path for path in nodes)}
     if missing := [path for path, there in wanted.items() if not there]:
-        yield Row(name, "error", f"{' and '.join(missing)} missing", "ROCm reaches the GPU through them",
-                  _DOCKER if facts.said.container else "sudo modprobe amdgpu")  # fmt: skip
+        yield Finding(name, "error", f"{' and '.join(missing)} missing", "ROCm reaches the GPU through them",
+                      _DOCKER if facts.said.container else "sudo modprobe amdgpu")  # fmt: skip
         return
     access = {path: facts.access(node) for path, node in nodes.items()}
     told = _permissions(nodes)
     if closed := [path for path, open in access.items() if open is False]:
-        yield Row(name, "error", told, f"this user cannot read and write {', '.join(closed)}", _open_fix(facts))
+        yield Finding(name, "error", told, f"this user cannot read and write {', '.join(closed)}", _open_fix(facts))
     elif None in access.values():
         yield unrecorded(name, f"{told}; the user is not recorded")
     else:
-        yield Row(name, "ok", told)
+        yield Finding(name, "ok", told)
 
 
 def _permissions(nodes: Mapping[str, DeviceNode]) -> str:
@@ -146,12 +151,13 @@ def _open_fix(facts: Facts) -> str:
     groups = {node.group for node in facts.gpu_nodes.values()} - {"root"}
     if facts.said.container:
         return _DOCKER
-    if not groups:  # nobody but root: udev has to give them to a group
+    if not groups:  # root alone: udev has to give them to a group
         return _ADD_RULES
     return _membership(facts, sorted(groups))[1] or _ADD_RULES
 
 
-def groups(facts: Facts) -> Iterator[Row]:
+def groups(facts: Facts) -> Iterator[Finding]:
+    """Whether this user is in the groups of the device files."""
     name, user = "groups", facts.said.user
     if not facts.amd_linux or facts.said.container:
         return
@@ -163,20 +169,20 @@ def groups(facts: Facts) -> Iterator[Row]:
     nodes, found = facts.gpu_nodes.values(), ", ".join(sorted(user.groups)) or "none"
     access = {facts.access(node) for node in nodes}
     if user.root:
-        yield Row(name, "ok", "root")
+        yield Finding(name, "ok", "root")
     elif not fix:
-        yield Row(name, "ok", found)
+        yield Finding(name, "ok", found)
     elif access and all(node.open_to_all for node in nodes):
-        yield Row(name, "ok", found, f"{why}, but the device files are open to everybody")
+        yield Finding(name, "ok", found, f"{why}, but every user may open the device files")
     elif access == {True}:
-        why += "; an ACL opens the device files to this session only, not to ssh or services"
-        yield Row(name, "warning", found, why, fix)
+        why += "; an ACL lets only this session open the device files, not ssh or services"
+        yield Finding(name, "warning", found, why, fix)
     else:
-        yield Row(name, "error" if False in access else "warning", found, why, fix)
+        yield Finding(name, "error" if False in access else "warning", found, why, fix)
 
 
 def _membership(facts: Facts, wanted: list[str]) -> tuple[str, str]:
-    """What is wrong with the user's groups, and the cure; empty where nothing is."""
+    """What is wrong with the user's groups, and the fix; both empty where nothing is wrong."""
     user = facts.said.user
     missing = [group for group in wanted if user and user.groups is not None and group not in user.groups]
     if user is None or not missing:
@@ -187,34 +193,36 @@ def _membership(facts: Facts, wanted: list[str]) -> tuple[str, str]:
     return f"this user is not in {' and '.join(missing)}", _JOIN
 
 
-def udev_rule(facts: Facts) -> Iterator[Row]:
+def udev_rule(facts: Facts) -> Iterator[Finding]:
+    """Whether udev gives /dev/kfd to a group."""
     name, rule = "udev rule", facts.files.kfd_rule
     if not facts.amd_linux or facts.said.container:
         return
     if rule is None:
         yield unrecorded(name)
     elif rule.get("GROUP", "root") != "root" or rule.get("MODE", "")[-1:] == "6":
-        yield Row(name, "ok", "/dev/kfd: " + " ".join(f"{key}={value}" for key, value in sorted(rule.items())))
+        yield Finding(name, "ok", "/dev/kfd: " + " ".join(f"{key}={value}" for key, value in sorted(rule.items())))
     elif facts.gpu_nodes and all(facts.access(node) for node in facts.gpu_nodes.values()):
-        yield Row(name, "ok", "none for /dev/kfd, and none is needed")
+        yield Finding(name, "ok", "none for /dev/kfd; this user can open it without one")
     else:
-        yield Row(name, "warning", "none for /dev/kfd", "/dev/kfd is root's alone", _ADD_RULES)
+        yield Finding(name, "warning", "none for /dev/kfd", "only root can open /dev/kfd", _ADD_RULES)
 
 
-def kernel(facts: Facts) -> Iterator[Row]:
+def kernel(facts: Facts) -> Iterator[Finding]:
+    """Whether the kernel is as new as the profile asks."""
     name = "kernel"
     if not facts.linux or facts.profile is None or "kernel" not in facts.profile.floor:
         return
     if not facts.machine.kernel:
         yield unrecorded(name)
     elif outside := below_floor(facts.profile, facts.machine).get(name):
-        yield Row(name, "warning", facts.machine.kernel, f"{outside[0]}: {outside[1]}", facts.upgrade)
+        yield Finding(name, "warning", facts.machine.kernel, f"{outside[0]}: {outside[1]}", facts.upgrade)
     else:
-        yield Row(name, "ok", facts.machine.kernel)
+        yield Finding(name, "ok", facts.machine.kernel)
 
 
-def kernel_parameters(facts: Facts) -> Iterator[Row]:
-    """Whether the GPU may map the unified memory: ttm.pages_limit, whoever sets it, is what counts."""
+def kernel_parameters(facts: Facts) -> Iterator[Finding]:
+    """Whether the GPU may map the unified memory: ttm.pages_limit decides, wherever it is set."""
     name, files = "kernel parameters", facts.files
     if not facts.amd_linux or not facts.unified:
         return
@@ -226,20 +234,21 @@ def kernel_parameters(facts: Facts) -> Iterator[Row]:
     by_hand, old = facts.pages_by_hand, before_6_16(facts.machine.kernel)
     problems = list(filter(None, [facts.too_little]))
     if "amdgpu.gttsize" in given and (not old or files.pages_limit is None is by_hand):
-        problems.append("amdgpu.gttsize is deprecated and does not raise the limit that counts, ttm.pages_limit")
+        problems.append("amdgpu.gttsize is deprecated and does not raise the deciding limit, ttm.pages_limit")
     if old and given and given.get("amd_iommu") != "off":
-        problems.append("kernels before 6.16 want amd_iommu=off")
+        problems.append("kernels before 6.16 need amd_iommu=off")
     if problems:
         drop = "amdgpu.gttsize" if "amdgpu.gttsize" in given and not old else ""
         fix = facts.boot(facts.memory_parameters, drop)
-        yield Row(name, "warning", ", ".join(told) or "none", "; ".join(problems), fix)
+        yield Finding(name, "warning", ", ".join(told) or "none", "; ".join(problems), fix)
     elif facts.mappable is None or facts.installed_gib is None:
         yield unrecorded(name, ", ".join(told))
     else:
-        yield Row(name, "ok", ", ".join(told) or "none of those that matter")
+        yield Finding(name, "ok", ", ".join(told) or "none that matters here")
 
 
-def firmware(facts: Facts) -> Iterator[Row]:
+def firmware(facts: Facts) -> Iterator[Finding]:
+    """The firmware's versions; one of them hangs Strix Halo."""
     name = "firmware"
     cards = [card for card in facts.files.cards if card.is_amd]
     if not facts.amd_linux:
@@ -247,15 +256,16 @@ def firmware(facts: Facts) -> Iterator[Row]:
     told = list(dict.fromkeys(filter(None, map(_versions, cards))))
     strix = [card for card in cards if card.device in (STRIX_HALO, "")]
     if facts.fit.arch == "gfx1151" and any(card.mes == BAD_MES for card in strix):
-        yield Row(name, "error", "; ".join(told), f"MES 0x{BAD_MES:x} of linux-firmware 20251125 hangs the GPU or ends "
-                  "runs in memory access faults (ROCm#5724); 20260110 and later are good",
-                  facts.upgrade)  # fmt: skip
+        yield Finding(name, "error", "; ".join(told),
+                      f"MES 0x{BAD_MES:x} of linux-firmware 20251125 hangs the GPU or ends runs with memory access "
+                      "faults (ROCm#5724); 20260110 and later work",
+                      facts.upgrade)  # fmt: skip
     elif not told:
         yield unrecorded(name)
     elif facts.fit.arch == "gfx1151" and all(card.mes is None for card in strix):
-        yield unrecorded(name, "; ".join([*told, "the kernel does not tell MES's version"]))
+        yield unrecorded(name, "; ".join([*told, "the kernel does not report MES's version"]))
     else:
-        yield Row(name, "ok", "; ".join(told))
+        yield Finding(name, "ok", "; ".join(told))
 
 
 def _versions(card: Card) -> str:
@@ -263,24 +273,26 @@ def _versions(card: Card) -> str:
     return ", ".join(filter(None, [mes, f"VBIOS {card.vbios}" if card.vbios else ""]))
 
 
-def numa_balancing(facts: Facts) -> Iterator[Row]:
+def numa_balancing(facts: Facts) -> Iterator[Finding]:
+    """Whether the kernel moves pages between sockets, which slows several GPUs."""
     name, value = "NUMA balancing", facts.files.numa_balancing
     if not facts.amd_linux or facts.gpu_count < 2 or facts.unified:
         return
     if value is None:
         yield unrecorded(name)
     elif value:
-        yield Row(name, "warning", "on", "the kernel moves pages between sockets while several GPUs use them",
-                  "sudo sysctl kernel.numa_balancing=0")  # fmt: skip
+        yield Finding(name, "warning", "on", "the kernel moves pages between sockets while several GPUs use them",
+                      "sudo sysctl kernel.numa_balancing=0")  # fmt: skip
     else:
-        yield Row(name, "ok", "off")
+        yield Finding(name, "ok", "off")
 
 
-def system_files(facts: Facts) -> Iterator[Row]:
+def system_files(facts: Facts) -> Iterator[Finding]:
+    """Files with unexpected content."""
     if facts.files.unreadable:
-        yield Row("system files", "warning", f"cannot make sense of {', '.join(facts.files.unreadable)}",
-                  "a torn or changed copy? What they tell is left out above",
-                  "record it again: rocm-ext doctor --save DIR")  # fmt: skip
+        yield Finding("system files", "warning", f"cannot read {', '.join(facts.files.unreadable)}",
+                      "the copy may be incomplete or changed; the checks above ignore these files",
+                      "record it again: rocm-ext doctor --save DIR")  # fmt: skip
 
 
 CHECKS = (platform, hardware_profile, gpu_driver, device_files, groups, udev_rule, kernel, kernel_parameters,

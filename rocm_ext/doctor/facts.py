@@ -1,4 +1,4 @@
-"""All that is known of a machine, live or recorded: what the checks judge."""
+"""All that is known of a machine, live or recorded. The checks judge it."""
 
 import re
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from rocm_ext.doctor.findings import gib
 from rocm_ext.doctor.recorded import NAME, DeviceNode, Recorded, read_recorded
-from rocm_ext.doctor.rows import gib
 from rocm_ext.doctor.system import NVIDIA, Card, System, read_system
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.budget import memory_parameters, uses_carve_out
@@ -15,7 +15,7 @@ from rocm_ext.hardware.machine import STRIX_HALO, Machine, Torch, describe, inst
 from rocm_ext.hardware.profile import Profile, intended_machine, load_profile
 from rocm_ext.hardware.sysfs import to_number
 
-# What installs packages and what brings the whole system up to date, by the words of ID and ID_LIKE in os-release
+# The commands to install a package and to upgrade the system, by the words of ID and ID_LIKE in os-release
 _MANAGERS = {
     "debian": ("sudo apt install", "sudo apt update && sudo apt full-upgrade"),
     "ubuntu": ("sudo apt install", "sudo apt update && sudo apt full-upgrade"),
@@ -26,11 +26,14 @@ _MANAGERS = {
 }
 
 
-ENOUGH = 0.7  # of the memory that was bought; by default the GPU may map half, and 96 of 128 GiB may be wanted
+# Share of the installed memory that the GPU should map: the default is half, and some owners choose 96 of 128 GiB
+ENOUGH = 0.7
 
 
 @dataclass(frozen=True)
 class Facts:
+    """What the checks judge, with what follows from it."""
+
     said: Recorded
     files: System
     machine: Machine  # as torch can use it now
@@ -39,40 +42,44 @@ class Facts:
 
     @property
     def title(self) -> str:
+        """The machine in a line: its GPUs or CPU, and its system."""
         fit = self.fit
         gpu = f"{max(1, self.gpu_count)} x {fit.name or 'AMD GPU'} ({fit.arch})"
         return f"{gpu if fit.arch else self.files.cpu or 'CPU'}, {fit.system} {fit.kernel}".strip()
 
     @property
     def linux(self) -> bool:
-        """Linux with its own driver; WSL's is Windows'."""
+        """Linux with its own GPU driver, so not WSL."""
         return self.machine.system == "Linux" and not self.machine.wsl
 
     @property
     def amd(self) -> bool:
-        """An AMD GPU to train on is here, whether torch can use it or not."""
+        """Whether an AMD GPU to train on is here, usable or not."""
         return self.fit.backend == "rocm"
 
     @property
     def amd_linux(self) -> bool:
+        """Whether an AMD GPU is here, with Linux's own driver."""
         return self.amd and self.linux
 
     @property
     def has_gpu(self) -> bool:
-        """Some GPU is here that torch might use."""
+        """Whether any GPU is here that some torch could use."""
         return self.fit.backend != "cpu" or bool(self.files.nvidia) or NVIDIA in self.files.displays.values()
 
     @property
     def environment(self) -> Mapping[str, str]:
+        """The environment variables that matter and are set."""
         return self.said.environment or {}
 
     @property
     def gpu_count(self) -> int:
+        """GPUs that torch or, where it sees none, KFD lists."""
         return self.machine.gpu_count or self.files.amd_gpus.count(self.fit.arch or "")
 
     @property
     def installed_gpus(self) -> int:
-        """GPUs like the one that trains, whether KFD and torch see them or not; in a container those given to it."""
+        """GPUs like the one that trains, listed by KFD and torch or not. In a container: those given to it."""
         largest = max(self.cards, key=lambda card: card.vram or 0, default=None)
         alike = sum(card.device == largest.device for card in self.cards) if largest and largest.device else 0
         there = max(self.files.amd_gpus.count(self.fit.arch or ""), alike, self.files.accelerators)
@@ -80,42 +87,43 @@ class Facts:
         return min(there, given) if self.said.container and given else there
 
     def choose_gpus(self, arch: str) -> str:
-        """The line that leaves torch with the GPUs of this architecture."""
+        """The command that hides all GPUs of other architectures from torch."""
         name = "HIP_VISIBLE_DEVICES" if self.machine.system == "Windows" else "ROCR_VISIBLE_DEVICES"
         gpus = self.said.torch.gpus if self.said.torch else ()
         return self.export(name, ",".join(str(i) for i, gpu in enumerate(gpus) if gpu.kind == arch))
 
     @property
     def host_total(self) -> int | None:
-        """Bytes of host memory that the kernel has."""
+        """Bytes of host memory that the kernel manages."""
         recorded = self.said.host_memory.total if self.said.host_memory else None
         return self.files.memory.get("MemTotal", recorded)
 
     @property
     def available(self) -> int | None:
+        """Bytes of host memory that are free."""
         recorded = self.said.host_memory.available if self.said.host_memory else None
         return self.files.memory.get("MemAvailable", recorded)
 
     @cached_property
     def cards(self) -> list[Card]:
-        """The AMD GPUs; where the integrated one of Strix Halo trains, that one alone."""
+        """The AMD GPUs. Where Strix Halo's integrated GPU trains: that one alone."""
         cards = [card for card in self.files.cards if card.is_amd]
         own = [card for card in cards if card.device == STRIX_HALO] if self.fit.arch == "gfx1151" else []
         return own or cards
 
     @property
     def unified(self) -> bool:
-        """The GPU is one whose memory the profile shares with the host."""
+        """Whether the GPU shares the host's memory, according to the profile."""
         return self.profile is not None and self.profile.memory["of"] == "unified"
 
     @property
     def in_carve_out(self) -> bool:
-        """The GPU computes in its carve-out, not in the host's memory."""
+        """Whether the GPU allocates in its carve-out, not in the host's memory."""
         return uses_carve_out(self.gtt, self.carve_out)
 
     @property
     def carve_out(self) -> int | None:
-        """Bytes that the BIOS took from the host's memory, on unified memory."""
+        """Bytes of unified memory that the BIOS reserves for the GPU."""
         return max((card.vram for card in self.cards if card.vram is not None), default=None)
 
     @property
@@ -125,12 +133,12 @@ class Facts:
 
     @property
     def pages_by_hand(self) -> int | None:
-        """TTM's limit on the kernel's command line."""
+        """TTM's limit on the kernel's command line, in pages."""
         return to_number((self.files.parameters or {}).get(f"{self.files.ttm}.pages_limit", ""))
 
     @property
     def mappable(self) -> int | None:
-        """Bytes of host memory that HIP gets: TTM's limit binds it also where amdgpu.gttsize makes GTT larger."""
+        """Bytes of host memory that HIP gets. TTM's limit binds it even where amdgpu.gttsize makes GTT larger."""
         pages = self.files.pages_limit
         if self.gtt is pages is None:
             pages = self.pages_by_hand
@@ -138,11 +146,12 @@ class Facts:
 
     @property
     def installed_gib(self) -> int | None:
+        """GiB of unified memory in the machine."""
         return None if self.host_total is None else installed_gib(self.host_total, self.carve_out)
 
     @property
     def too_little(self) -> str:
-        """What the GPU may map where that is too little; empty where it is enough, or nobody can tell."""
+        """A sentence where the GPU may map too little memory; empty where it is enough or unknown."""
         total, limit = self.installed_gib, self.mappable
         short = total is not None and limit is not None and limit < ENOUGH * total * 2**30
         return f"the GPU may map {gib(limit or 0)} of {total} GiB" if short and not self.in_carve_out else ""
@@ -153,26 +162,27 @@ class Facts:
         return memory_parameters(self.machine.kernel, self.installed_gib or 128, self.files.ttm)
 
     def access(self, node: DeviceNode) -> bool | None:
-        """Whether the user can read and write a device; None where nobody can tell."""
+        """Whether the user can read and write a device; None: unknown."""
         return node.allows(self.said.user) if node.access is None else node.access
 
     @property
     def gpu_nodes(self) -> dict[str, DeviceNode]:
-        """/dev/kfd and the render nodes, those that there are."""
+        """/dev/kfd and the render nodes that exist."""
         nodes = self.said.device_nodes or {}
         return {path: node for path, node in nodes.items() if re.fullmatch(r"/dev/(kfd|dri/renderD\d+)", path)}
 
     def install(self, package: str) -> str:
-        """The command that installs a package here."""
+        """The command that installs a package on this distribution."""
         return f"{self._manager[0]} {package}" if self._manager else f"install {package} with the package manager"
 
     def boot(self, add: str = "", remove: str = "") -> str:
-        """The line that changes the kernel's command line here; by hand where the boot loader is not known."""
+        """How to change the kernel's command line: a command, or an instruction where the boot loader is unknown."""
         words = self._distribution
-        if words[:1] and words[0] in ("fedora", "rhel", "centos", "rocky", "almalinux"):  # not the immutable ones
+        # by ID alone: immutable systems derived from Fedora name it in ID_LIKE, and have no grubby
+        if words[:1] and words[0] in ("fedora", "rhel", "centos", "rocky", "almalinux"):
             changes = [f"--remove-args='{remove}'" if remove else "", f"--args='{add}'" if add else ""]
             return f"sudo grubby --update-kernel=ALL {' '.join(filter(None, changes))}  # then reboot"
-        if {"debian", "ubuntu"} & set(words):  # the last of two values counts, so what is there may stay
+        if {"debian", "ubuntu"} & set(words):  # the last value of a parameter counts, so older ones may stay
             edits = [f"/^GRUB_CMDLINE_LINUX/s/ *{remove}[^ \"]*//" if remove else "",
                      f"s/^\\(GRUB_CMDLINE_LINUX_DEFAULT=\".*\\)\"/\\1 {add}\"/" if add else ""]  # fmt: skip
             script = "; ".join(filter(None, edits))
@@ -182,6 +192,7 @@ class Facts:
 
     @property
     def upgrade(self) -> str:
+        """The command that upgrades the whole system."""
         return f"{self._manager[1] if self._manager else 'upgrade all packages'}  # then reboot"
 
     @property
@@ -194,9 +205,11 @@ class Facts:
         return f"{self.files.distribution.get('ID', '')} {self.files.distribution.get('ID_LIKE', '')}".split()
 
     def export(self, name: str, value: str) -> str:
+        """The command that sets an environment variable."""
         return f'$env:{name} = "{value}"' if self.machine.system == "Windows" else f"export {name}={value}"
 
     def unset(self, *names: str) -> str:
+        """The command that removes environment variables."""
         if self.machine.system == "Windows":
             return "Remove-Item " + ", ".join(f"Env:{name}" for name in names)
         return "unset " + " ".join(names)
@@ -205,7 +218,9 @@ class Facts:
 def recorded_facts(root: Path) -> Facts:
     """The facts of the machine whose files were copied to the folder ``root``.
 
-    Raises :class:`UserError` for a folder that holds no such copy, or a damaged ``rocm-ext.json``."""
+    Raises:
+        UserError: for a folder that holds no such copy, and for a damaged ``rocm-ext.json``.
+    """
     try:
         inside = {path.name for path in root.iterdir()}
     except OSError as error:
@@ -213,16 +228,22 @@ def recorded_facts(root: Path) -> Facts:
     if not inside & {NAME, "proc", "sys"}:
         raise UserError(f"--root {root} holds neither {NAME} nor proc/ or sys/; expected a folder made with --save")
     said = read_recorded(root)
-    if said.system not in (None, "Linux"):  # whatever Linux files lie there are not this machine's
+    if said.system not in (None, "Linux"):  # then Linux files in the folder are of another machine
         root = root / "none"
     files = read_system(root)
     if said == Recorded() and files == read_system(root / "none"):
-        raise UserError(f"--root {root} holds none of the files that tell of a machine; expected one made with --save")
+        raise UserError(f"--root {root} holds no file that describes a machine; expected a folder made with --save")
     return combine(said, files, root)
 
 
 def combine(said: Recorded, files: System, root: Path) -> Facts:
-    """The facts, from both sources; ``root`` is where ``files`` came from."""
+    """The facts from both sources.
+
+    Args:
+        said: what no file of the system holds.
+        files: what the system's files hold.
+        root: where ``files`` were read.
+    """
     total = files.memory.get("MemTotal", said.host_memory.total if said.host_memory else 0)
     machine = describe(said.torch or Torch(""), said.system or "Linux", said.environment or {}, total, root)
     if not machine.amd_archs and re.search("Ryzen AI Max", files.cpu or said.cpu, re.IGNORECASE):

@@ -1,4 +1,4 @@
-"""Looking at the machine that this runs on. Nothing is changed and nothing needs root."""
+"""The facts of the machine that this runs on. It changes nothing and needs no root."""
 
 import json
 import os
@@ -18,25 +18,25 @@ from rocm_ext import registry
 from rocm_ext.doctor.check_tools import COMPILERS
 from rocm_ext.doctor.check_torch import DEBUGGING
 from rocm_ext.doctor.facts import Facts, combine
-from rocm_ext.doctor.probe import MARK
-from rocm_ext.doctor.recorded import DeviceNode, Memory, Process, Recorded, Sandbox, User, parse
-from rocm_ext.doctor.rows import Row
+from rocm_ext.doctor.findings import Finding
+from rocm_ext.doctor.recorded import MARK, DeviceNode, Memory, Process, Recorded, Sandbox, User
 from rocm_ext.doctor.system import read_system
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.environment import ALLOCATOR_VARIABLES
 from rocm_ext.hardware.machine import VISIBLE_VARIABLES
+from rocm_ext.hardware.parse import parse
 from rocm_ext.hardware.profile import load_profile, profile_names
 from rocm_ext.hardware.sysfs import listing, read_number, read_text
 
 ROOT = Path("/")
 PROBE = ("-m", "rocm_ext.doctor.probe")
-PATIENCE = 180  # seconds for the probe; torch's first import from a cold disk takes most of a minute
+PATIENCE = 180  # seconds for the probe; the first import of torch from a cold disk takes most of a minute
 _GROUPS = ("render", "video")
 
 
 def live_facts() -> Facts:
     """The facts of this machine."""
-    # the files come first: afterwards our own probe is among the processes on the GPU
+    # read the files first: later, the probe is among the processes on the GPU
     files, linux = read_system(ROOT), platform.system() == "Linux"
     nodes = _device_nodes() if linux else {}
     user = _user([node.group for node in nodes.values()]) if linux else None
@@ -62,7 +62,7 @@ def live_facts() -> Facts:
 
 
 def _variables() -> list[str]:
-    """The environment variables that matter; no others are looked at."""
+    """The environment variables that matter; the others are never read."""
     profiles = [name for profile in profile_names() for name in load_profile(profile).environment]
     others = ["HSA_ENABLE_INTERRUPT", "TORCH_BLAS_PREFER_HIPBLASLT", "PYTORCH_TUNABLEOP_ENABLED", "OMP_NUM_THREADS",
               "OMP_WAIT_POLICY", "GPU_MAX_HW_QUEUES"]  # fmt: skip
@@ -77,7 +77,7 @@ def _device_nodes() -> dict[str, DeviceNode]:
     def name(find: Any, number: int) -> str:
         try:
             return find(number)[0]
-        except KeyError:  # a group of the host's that a container does not know
+        except KeyError:  # a group of the host that the container does not know
             return str(number)
 
     nodes = {}
@@ -143,7 +143,7 @@ def _disk_free() -> dict[str, int]:
 
 # ---------------------------------------------------------------------------------------------------- cgroups
 def _cgroups() -> list[tuple[str, Path]]:
-    """(controller, folder) of this process's control groups and of those above; "" stands for all (version 2)."""
+    """(controller, folder) of this process's control groups and their parents; version 2 has one controller, ""."""
     found = []
     for controllers, path in re.findall(r"^\d+:([^:]*):(.*)$", read_text(ROOT / "proc/self/cgroup"), re.MULTILINE):
         for controller in controllers.split(","):
@@ -170,10 +170,11 @@ def _cpu_quota() -> float | None:
 def _memory_limit() -> int | None:
     files = {"": "memory.max", "memory": "memory.limit_in_bytes"}
     limits = [read_number(folder / files[name]) for name, folder in _cgroups() if name in files]
-    return min((limit for limit in limits if limit is not None and limit < 2**60), default=None)  # version 1: no limit
+    # version 1 writes "no limit" as a huge number
+    return min((limit for limit in limits if limit is not None and limit < 2**60), default=None)
 
 
-# ---------------------------------------------------------------------------------------- what is not Linux's
+# ---------------------------------------------------------------------------------------- what is other systems
 def _host_memory() -> Memory:
     memory = psutil.virtual_memory()
     return Memory(memory.total, memory.available)
@@ -209,14 +210,14 @@ def _nvidia_processes() -> tuple[Process, ...] | None:
 
 # ------------------------------------------------------------------------------------------------------- torch
 def _ask_torch() -> dict[str, Any]:
-    """What the probe says before it ends, crashes or hangs."""
+    """Run the probe; return what it said before it ended, crashed or hung."""
     with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+", errors="replace") as complaints:
         probe = subprocess.Popen([sys.executable, *PROBE], stdin=subprocess.DEVNULL,
                                  stdout=told, stderr=complaints)  # fmt: skip
         try:
             status: int | None = probe.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            probe.kill()  # and no waiting: a process that hangs in the driver does not die
+            probe.kill()  # without waiting: a process that hangs in the driver does not die
             status = None
         told.seek(0)
         complaints.seek(0)
@@ -225,20 +226,20 @@ def _ask_torch() -> dict[str, Any]:
     if status != 0 and not parts.keys() & {"canaries", "torch_error"}:
         found = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
         last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", last)
-        row = Row("canaries", "error", found, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
+        canary = Finding("canaries", "error", found, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
         parts["torch_error" if "torch" not in parts else "canaries"] = (
-            f"{found}: {last}" if "torch" not in parts else (row,)
+            f"{found}: {last}" if "torch" not in parts else (canary,)
         )
     return parts
 
 
 def _parts(text: str) -> dict[str, Any]:
-    """The probe's lines; libraries may print others."""
+    """What the probe's lines say. Libraries may print lines of their own."""
     parts: dict[str, Any] = {}
     for line in text.splitlines():
         if line.startswith(MARK):
             try:
                 parts |= json.loads(line.removeprefix(MARK))
-            except ValueError:  # torn by a crash
+            except ValueError:  # cut off by a crash
                 continue
     return {name: getattr(parse(Recorded, {name: value}, "probe"), name) for name, value in parts.items()}

@@ -1,6 +1,7 @@
-"""What torch tells, in a process of its own: torch may not import, and a broken driver may crash or hang it.
+"""Asks torch, in a process of its own: torch may not import, and a broken driver may crash or hang it.
 
-Prints a line with a JSON object after ``MARK`` as soon as it knows it; the keys are those of :class:`Recorded`.
+Prints each fact at once, as a line with ``MARK`` and a JSON object; the keys are those of
+:class:`rocm_ext.doctor.recorded.Recorded`.
 """
 
 import json
@@ -11,20 +12,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.doctor.rows import Row
+from rocm_ext.doctor.findings import Finding
+from rocm_ext.doctor.recorded import MARK
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.hardware.environment import ensure_environment
 from rocm_ext.hardware.machine import Machine, ask_torch, describe, host_memory
 from rocm_ext.hardware.profile import Profile, choose_profile, intended_machine, load_profile
 
 ROOT = Path("/")
-MARK = "rocm-ext: "  # before our lines; libraries print others
 
 
 def main() -> None:
+    """Print what torch says of itself, its memory and its arithmetic."""
     try:
         known = ask_torch()
-    except Exception as error:  # an ImportError, an OSError of a library, a RuntimeError of a driver
+    except Exception as error:  # ImportError, OSError from a library, RuntimeError from a driver
         _tell(torch_error=one_line(error))
         return
     machine = describe(known, platform.system(), os.environ, host_memory(ROOT, "MemTotal"), ROOT)
@@ -37,7 +39,7 @@ def main() -> None:
         free, total = torch.cuda.mem_get_info()
         _tell(hip_memory={"available": free, "total": total})
     if profile:
-        _tell(canaries=[asdict(row) for row in _canaries(machine, profile)])
+        _tell(canaries=[asdict(canary) for canary in _canaries(machine, profile)])
 
 
 def _tell(**parts: Any) -> None:
@@ -45,34 +47,34 @@ def _tell(**parts: Any) -> None:
 
 
 def _enter_environment(machine: Machine) -> Profile | None:
-    """The profile; its environment is in place once this returns, as in a recipe."""
+    """Put the environment of the machine's profile in place, as a recipe does; return the profile."""
     try:
         profile = load_profile(choose_profile(machine)[0])
-        if machine.backend != "cpu":  # there it would be for other programs' good
+        if machine.backend != "cpu":  # the CPU profile's variables serve other programs
             ensure_environment(profile, machine)
-    except UserError:  # a row of its own says so; what torch computes is worth knowing in any case
+    except UserError:  # hardware_profile says so; the canaries are worth running anyway
         return intended_machine(machine)[1] if machine.backend != "cpu" else None
     return profile
 
 
-def _canaries(machine: Machine, profile: Profile) -> list[Row]:
-    """All of the first GPU's; of the other GPUs' those that fail."""
+def _canaries(machine: Machine, profile: Profile) -> list[Finding]:
+    """All canaries of the first GPU, and those that fail on the others."""
     import torch
 
     from rocm_ext.hardware import numerics
 
     cuda = profile.settings.get("device") == "cuda"
     dtype, _ = numerics.pick_dtype(str(profile.settings.get("dtype", "auto")), machine)
-    rows = []
+    found = []
     for i in range(machine.gpu_count if cuda else 1):
         here = torch.device("cuda", i) if cuda else torch.device("cpu")
         for check in numerics.canaries(machine, here, dtype):
             name = f"{check.name}, GPU {i}" if i else check.name
             if check.ok and i == 0:
-                rows.append(Row(name, "ok", check.found))
+                found.append(Finding(name, "ok", check.found))
             elif not check.ok:
-                rows.append(Row(name, "error" if check.fatal else "warning", check.found, fix=check.fix))
-    return rows
+                found.append(Finding(name, "error" if check.fatal else "warning", check.found, fix=check.fix))
+    return found
 
 
 def _blas(machine: Machine) -> str:

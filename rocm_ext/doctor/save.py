@@ -1,7 +1,7 @@
-"""Writing down a machine for somebody else to judge, without what is nobody's business.
+"""Records a machine for others to judge, without private data.
 
-Left out: serial numbers, the kernel's other parameters, other users and groups, all files but those in ``_kept``.
-The user is called "user".
+It writes the files in ``_kept`` only, without serial numbers, unrelated kernel parameters, and other users and groups.
+It calls the user "user".
 """
 
 import json
@@ -22,9 +22,16 @@ _PARAMETERS = (
 
 
 def save(facts: Facts, root: Path, folder: Path) -> None:
-    """Write the files below ``root`` that were judged, and what was recorded, into the new ``folder``.
+    """Write what the checks read into ``folder``, for ``rocm-ext doctor --root``.
 
-    Raises :class:`UserError` where ``folder`` is in use or cannot be written."""
+    Args:
+        facts: of the machine.
+        root: where its files are.
+        folder: new or empty.
+
+    Raises:
+        UserError: where ``folder`` is not empty or cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -58,12 +65,12 @@ def _files(facts: Facts, root: Path) -> Iterator[tuple[PurePath, str]]:
     for pattern, keep in _kept(facts).items():
         for path in _glob(root, PurePath(), pattern.split("/")):
             kept = keep(read_text(root / path))
-            if kept or path.name == "50-udev-default.rules":  # says that there is udev, which may have no rule
+            if kept or path.name == "50-udev-default.rules":  # shows that udev is here, even where it has no rule
                 yield path, kept
 
 
 def _glob(root: Path, folder: PurePath, parts: list[str]) -> Iterator[PurePath]:
-    """Paths below ``root`` whose parts match these patterns."""
+    """The paths below ``root`` whose parts match these patterns."""
     if not parts:
         yield folder
         return
@@ -74,7 +81,7 @@ def _glob(root: Path, folder: PurePath, parts: list[str]) -> Iterator[PurePath]:
 
 
 def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
-    """The files that are judged, and what of each is kept."""
+    """The files that the checks read, and the function that keeps the needed part of each."""
     user = facts.said.user.name if facts.said.user else None
     member = "root" if user == "root" else "user"
     wanted = {"render", "video", *(node.group for node in facts.gpu_nodes.values())}
@@ -116,5 +123,5 @@ def _known_parameters(text: str) -> str:
 
 
 def _lines(pattern: str) -> Callable[[str], str]:
-    """Keeps the lines that match."""
+    """A function that keeps the matching lines."""
     return lambda text: "\n".join(line for line in text.splitlines() if re.fullmatch(pattern, line))

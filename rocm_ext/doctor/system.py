@@ -1,4 +1,4 @@
-"""What the system's files tell, of this machine or of a recorded one."""
+"""What the system's files say, of this machine or of a recorded one."""
 
 import re
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ UDEV_FOLDERS = ("usr/lib/udev/rules.d", "lib/udev/rules.d", "run/udev/rules.d", 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU's folder in /sys/class/drm. None and "" where the kernel does not tell."""
+    """A GPU's folder in /sys/class/drm. None and "" where the kernel does not say."""
 
     vendor: str
     device: str  # PCI device: "0x1586"
@@ -25,12 +25,13 @@ class Card:
 
     @property
     def is_amd(self) -> bool:
+        """Whether AMD made it; where the vendor is missing, amdgpu's files show it."""
         return self.vendor == AMD or (not self.vendor and (self.gtt, self.vram, self.mes) != (None, None, None))
 
 
 @dataclass(frozen=True)
 class System:
-    """Linux's files; on other systems all of it is empty."""
+    """The content of Linux's files; empty on other systems."""
 
     kernel: str
     distribution: dict[str, str]  # /etc/os-release
@@ -40,20 +41,20 @@ class System:
     cores: int | None  # physical
     amd_gpus: tuple[str, ...]  # architectures that KFD lists, one per GPU
     cards: tuple[Card, ...]
-    displays: dict[str, str]  # PCI address and vendor of all GPUs, with a driver or without
-    accelerators: int  # those of AMD that drive no display: Instinct
-    ttm: str  # the module that maps host memory: AMD's DKMS driver brings its own, amdttm
-    pages_limit: int | None  # of that module, in effect
+    displays: dict[str, str]  # PCI address and vendor of all GPUs, also of those without a driver
+    accelerators: int  # AMD GPUs without a display: Instinct
+    ttm: str  # the module that maps host memory: amdttm with AMD's DKMS driver
+    pages_limit: int | None  # of that module, in effect; pages of 4 KiB
     numa_balancing: int | None
     processes: tuple[Process, ...]  # on AMD GPUs
     groups: dict[str, tuple[str, ...]] | None  # /etc/group: members
-    kfd_rule: dict[str, str] | None  # GROUP and MODE that udev gives /dev/kfd; None: no rules here at all
+    kfd_rule: dict[str, str] | None  # GROUP and MODE that udev gives /dev/kfd; None: no udev rules were found
     nvidia: str  # the driver's version
-    unreadable: tuple[str, ...] = field(default=())  # files that hold something else than they should
+    unreadable: tuple[str, ...] = field(default=())  # files with unexpected content
 
 
 def read_system(root: Path) -> System:
-    """Parse the files below ``root``. Missing ones are absent, damaged ones are named in ``unreadable``."""
+    """Parse the files below ``root``. It skips missing files and lists damaged ones in ``unreadable``."""
     reader = _Reader(root)
     cpu, cores = _cpu(reader.text("proc/cpuinfo"))
     command_line = reader.text("proc/cmdline")
@@ -142,8 +143,8 @@ def _assignments(text: str) -> dict[str, str]:
 
 
 def _parameters(text: str) -> dict[str, str]:
-    # the kernel takes - and _ in names for the same
-    pairs = (word.partition("=") for word in text.replace('"', "").split())  # quoted as the kernel allows
+    # the kernel treats - and _ in names alike
+    pairs = (word.partition("=") for word in text.replace('"', "").split())  # the kernel allows quotes
     return {name.replace("-", "_"): value for name, _, value in pairs}
 
 
@@ -170,7 +171,7 @@ def _groups(text: str) -> dict[str, tuple[str, ...]] | None:
 
 
 def _kfd_rule(root: Path) -> dict[str, str] | None:
-    """Rules apply in the order of their files' names; a file in /etc stands for one of the same name in /usr."""
+    """Rules apply in the order of their files' names. A file in /etc replaces one of the same name in /usr."""
     files = {name: root / folder / name for folder in UDEV_FOLDERS for name in listing(root / folder)}
     if not files:
         return None

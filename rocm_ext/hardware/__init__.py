@@ -1,1 +1,1 @@
-"""The machine: which it is, what it needs, how much it may use, and what it does while a run goes on."""
+"""The machine: what it is, the settings it needs, its memory budget, and its counters during a run."""

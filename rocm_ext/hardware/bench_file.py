@@ -1,4 +1,4 @@
-"""``bench.json``, the file of ``rocm-ext bench``: where it is, what it holds, and whether it is about this machine."""
+"""``bench.json``, the file that ``rocm-ext bench`` writes: its place, its content, and whether it fits this machine."""
 
 import json
 import math
@@ -13,19 +13,19 @@ from rocm_ext.hardware.machine import Machine
 from rocm_ext.log import log
 
 _FIGURES = {"bandwidth", "efficiency", "decode_efficiency"}  # beside flops
-# Settings of it that `hardware: auto` takes over, and their types; sizes depend on the config that was measured
+# The settings that `hardware: auto` takes over, and their types. Sizes are left out: they depend on the config
 TAKEN_OVER = {"num_workers": int, "pin_memory": bool, "compile": bool}
 
 
 @dataclass(frozen=True)
 class BenchFile:
-    """What other programs use of the file.
+    """The parts of the file that other programs use.
 
     Attributes:
-        date: of the measurement.
-        machine: what :func:`machine_key` says where it was measured.
+        date: of the measurement, as in 2026-01-31.
+        machine: the :func:`machine_key` of the machine that was measured.
         figures: arguments of :class:`rocm_ext.plan.speeds.Figures`.
-        settings: that won, those of :data:`TAKEN_OVER` alone.
+        settings: the fastest values of the keys in :data:`TAKEN_OVER`.
     """
 
     date: str
@@ -35,7 +35,11 @@ class BenchFile:
 
     @classmethod
     def read(cls, path: Path) -> "BenchFile":
-        """Raises :class:`UserError` for anything but a whole file of ``rocm-ext bench``."""
+        """Read the file.
+
+        Raises:
+            UserError: where it is not a complete file of ``rocm-ext bench``.
+        """
         try:
             content = json.loads(path.read_text())
             flops = {dtype: float(value) for dtype, value in content["figures"]["flops"].items()}
@@ -43,7 +47,7 @@ class BenchFile:
             if unknown := others.keys() - _FIGURES:
                 raise ValueError(f"unknown figure {sorted(unknown)[0]}")
             if not all(0 < value < math.inf for value in (*flops.values(), others["bandwidth"], *others.values())):
-                raise ValueError("a speed is no number above 0")
+                raise ValueError("a speed is not a number above 0")
             settings = {key: content["settings"][key] for key in TAKEN_OVER if key in content["settings"]}
             if wrong := [key for key, value in settings.items() if type(value) is not TAKEN_OVER[key]]:
                 raise ValueError(f"{wrong[0]} is {settings[wrong[0]]!r}")
@@ -55,8 +59,7 @@ class BenchFile:
 
 
 def bench_path() -> Path | None:
-    """Where ``rocm-ext bench`` writes to, and others look: $ROCM_EXT_BENCH, or the user's cache folder; None for a
-    user without a home."""
+    """The path of the file: $ROCM_EXT_BENCH, or ``bench.json`` in the cache folder; None for a user without a home."""
     if named := os.environ.get("ROCM_EXT_BENCH"):
         return Path(named)
     cache = cache_folder()
@@ -64,25 +67,25 @@ def bench_path() -> Path | None:
 
 
 def cache_folder() -> Path | None:
-    """The user's, for files of this library; None for a user without a home."""
+    """The user's folder for files of this library; None for a user without a home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return cache / "torchtune-rocm" if cache.is_absolute() else None
 
 
 def machine_key(machine: Machine) -> dict[str, Any]:
-    """What a measurement is valid for."""
+    """What identifies a machine: a measurement is valid where all of this is equal."""
     return {"backend": machine.backend, "arch": machine.arch, "name": machine.name, "torch": machine.torch,
             "cores": os.cpu_count() if machine.backend == "cpu" else None}  # fmt: skip
 
 
 def of_this_machine(machine: Machine) -> BenchFile | None:
-    """The file at :func:`bench_path`, if it is there and was measured on ``machine``; a damaged one is told."""
+    """The file at :func:`bench_path` if it was measured on ``machine``, else None. Warns of a damaged file."""
     path = bench_path()
     try:
         if path is None or not path.is_file():
             return None
         found = BenchFile.read(path)
-    except PermissionError:  # a folder that may not be looked into
+    except PermissionError:  # of the folder
         return None
     except UserError as error:
         log.warning("%s", error)

@@ -1,4 +1,4 @@
-"""How much memory a process may take on its device, and the device opened with that as its cap."""
+"""The memory budget: how many bytes a process may take on its device, and opening the device with that cap."""
 
 from __future__ import annotations
 
@@ -16,25 +16,54 @@ GIB = 2**30
 
 
 def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that one process may take on its device, and why.
+    """The bytes that one process may take on its device now.
 
-    Raises :class:`UserError` where unified memory leaves nothing after the host's share."""
+    Args:
+        profile: of the machine; it says which memory counts and how much the host keeps.
+        machine: this one.
+        root: where ``proc`` and ``sys`` are.
+
+    Returns:
+        The bytes and the reason.
+
+    Raises:
+        UserError: where unified memory leaves nothing after the host's share.
+    """
     gtt, vram = shared_memory(root)
     parameters = memory_parameters(machine.kernel, installed_gib(host_memory(root, "MemTotal"), vram), ttm_module(root))
     return budget_from(profile, machine, host_memory(root, "MemAvailable"), gtt, vram, parameters)
 
 
 def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
-    """Whether an integrated GPU allocates in its carve-out: amdgpu prefers GTT only where that is the larger
-    (apu_prefer_gtt; ROCm#6050)."""
+    """Whether an integrated GPU allocates in its carve-out. amdgpu prefers GTT only where GTT is larger
+    (apu_prefer_gtt; ROCm#6050).
+
+    Args:
+        gtt: bytes of host memory that the GPU may map; None: unknown.
+        vram: bytes of its carve-out; None: unknown.
+    """
     return gtt is not None and vram is not None and vram >= gtt
 
 
 def budget_from(
     profile: Profile, machine: Machine, available: int, gtt: int | None, vram: int | None, parameters: str
 ) -> tuple[int, str]:
-    """:func:`memory_budget` with these bytes of available host memory, of host memory that the GPU may map and of its
-    carve-out; ``parameters`` are the kernel's that let it map more."""
+    """:func:`memory_budget`, of sizes that the caller has read.
+
+    Args:
+        profile: of the machine.
+        machine: whose total_memory counts.
+        available: bytes of host memory that are free.
+        gtt: bytes of host memory that the GPU may map; None: unknown.
+        vram: bytes of the GPU's carve-out; None: unknown.
+        parameters: the kernel parameters that let the GPU map more, for the message.
+
+    Returns:
+        The bytes and the reason.
+
+    Raises:
+        UserError: where unified memory leaves nothing after the host's share.
+    """
     kind = profile.memory["of"]
     if kind == "host":
         return available, f"{_gib(available)} of host memory are available"
@@ -43,7 +72,7 @@ def budget_from(
         total = machine.total_memory
         return int(total * fraction), f"{fraction:.0%} of the GPU's {_gib(total)}"
 
-    if uses_carve_out(gtt, vram):  # none of the host's
+    if uses_carve_out(gtt, vram):  # takes no host memory
         return int(0.95 * machine.total_memory), f"95% of the carve-out's {_gib(machine.total_memory)}"
     limits = {"total_memory": machine.total_memory, "MemAvailable": available}
     if gtt is not None:
@@ -59,7 +88,15 @@ def budget_from(
 
 
 def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
-    """The same for a machine that is not this one, with ``memory`` bytes on its device."""
+    """The budget on another machine, from its data sheet.
+
+    Args:
+        profile: of that machine.
+        memory: bytes on its device.
+
+    Returns:
+        The bytes and the reason.
+    """
     if profile.memory["of"] == "device":
         fraction = profile.memory["fraction"]
         return int(memory * fraction), f"{fraction:.0%} of {_gib(memory)}"
@@ -72,18 +109,22 @@ def _host_share(profile: Profile, memory: int) -> int:
 
 
 def memory_parameters(kernel: str, gib: int, ttm: str = "ttm") -> str:
-    """The kernel parameters that let the GPU of a machine with ``gib`` GiB of unified memory map all of it.
-    ``ttm``: :func:`rocm_ext.hardware.machine.ttm_module`.
+    """The kernel parameters that let an integrated GPU map all of the memory; the default is half
+    (ROCm#5444, ROCm#6004). amdgpu.gttsize is deprecated since Linux 6.16.
 
-    Without them it is half (ROCm#5444, ROCm#6004). amdgpu.gttsize is deprecated since 6.16."""
-    limit = f"{ttm}.pages_limit={gib * 2**18}"  # of 4 KiB
+    Args:
+        kernel: ``uname -r``; empty: unknown.
+        gib: GiB of unified memory.
+        ttm: the kernel module, see :func:`rocm_ext.hardware.machine.ttm_module`.
+    """
+    limit = f"{ttm}.pages_limit={gib * 2**18}"  # pages of 4 KiB
     if not before_6_16(kernel):
         return limit
     return f"amd_iommu=off amdgpu.gttsize={gib * 1024} {limit}"  # MiB
 
 
 def before_6_16(kernel: str) -> bool:
-    """Whether this kernel wants amd_iommu=off and amdgpu.gttsize; one that is not known is taken for newer."""
+    """Whether this kernel needs amd_iommu=off and amdgpu.gttsize. An unknown kernel counts as newer."""
     return () < parse_version(kernel) < (6, 16)
 
 
@@ -98,12 +139,20 @@ def open_device(
     memory_fraction: float | None = None,
     device: str | None = None,
 ) -> torch.device:
-    """The device of this rank, made current and, where that helps, capped.
+    """Make this rank's device current and cap its memory.
 
-    ``memory_fraction`` (0 to 1) of the device's memory is the cap. None caps unified memory at
-    :func:`memory_budget`, because overcommitting it tends to hang the driver, and leaves discrete memory to
-    raise torch's own error. ``device``: "cpu" or "cuda"; None is the profile's.
-    Raises :class:`UserError` for a device that is not here and for a fraction that cannot be applied."""
+    Args:
+        profile: of the machine.
+        machine: this one.
+        local_rank: the GPU's number.
+        memory_fraction: the cap, as a share of the device's memory, above 0 and at most 1. None caps unified memory at
+            :func:`memory_budget`, because overcommitting it tends to hang the driver, and leaves discrete memory
+            uncapped: there torch raises an error of its own.
+        device: "cpu" or "cuda"; None: the profile's.
+
+    Raises:
+        UserError: for a device that is not here and for a fraction that cannot be applied.
+    """
     import torch
 
     kind = device or profile.settings.get("device", "cpu")
@@ -119,7 +168,7 @@ def open_device(
         )
     torch.cuda.set_device(local_rank)
     if memory_fraction is None and machine.unified:
-        # torch multiplies the fraction with total_memory from 2.10 on, before with what the driver reports
+        # torch 2.10 and later multiply the fraction with total_memory; earlier ones, with what the driver reports
         total = machine.total_memory if parse_version(machine.torch) >= (2, 10) else torch.cuda.mem_get_info()[1]
         memory_fraction = min(1.0, memory_budget(profile, machine)[0] / total)
     if memory_fraction is not None:

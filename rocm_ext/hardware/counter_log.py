@@ -13,17 +13,17 @@ from rocm_ext.hardware.counters import HARDWARE_LOG, Counters
 
 log = logging.getLogger("rocm_ext")
 _TAIL = 1 << 20  # bytes; a line is a few kB at most
-_PATIENCE = 2  # seconds to wait for a last reading: files of a GPU that hangs may block for long
+_PATIENCE = 2  # seconds to wait for the last reading; the files of a GPU that hangs may block for long
 
 
 class HardwareLog:
-    """A file of readings, one JSON object per line, which always has whole lines.
+    """A file of readings, one JSON object per line. It holds complete lines only.
 
     Args:
-        path: the file; it need not exist. What a kill tore at its end goes.
+        path: the file; it need not exist. An incomplete last line, which a killed program leaves, is removed.
 
     Raises:
-        OSError: it cannot be written to.
+        OSError: where the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class HardwareLog:
         """Append one line.
 
         Raises:
-            OSError: such as a full disk; nothing of the line stays then.
+            OSError: where the disk is full, for example; no part of the line stays in the file.
         """
         line = json.dumps(reading).encode() + b"\n"
         size, done = self._file.seek(0, os.SEEK_END), 0
@@ -57,13 +57,13 @@ class HardwareLog:
 
 @contextmanager
 def recording(folder: Path, seconds: float | None, root: Path = Path("/")) -> Iterator[None]:
-    """While entered, a thread writes readings to ``hardware.jsonl``.
+    """Context in which a thread writes readings to ``hardware.jsonl``.
 
-    Whatever happens to it, the run goes on; it draws no random numbers and leaves torch alone.
+    A failure of the thread does not stop the run. The thread draws no random numbers and does not use torch.
 
     Args:
-        folder: where the file is; one that is there is gone on with.
-        seconds: between readings; None: nothing is written.
+        folder: of the file; an existing log is continued.
+        seconds: between readings; None: write nothing.
         root: for :class:`~rocm_ext.hardware.counters.Counters`.
     """
     if seconds is None:
@@ -90,4 +90,4 @@ def _record(path: Path, seconds: float, root: Path, stop: threading.Event) -> No
             while not stop.wait(seconds):
                 file.write(counters.read())
     except OSError as error:
-        log.warning("%s: %s; hardware is not recorded any more, the run goes on", path, error.strerror or error)
+        log.warning("%s: %s; hardware is no longer recorded, the run continues", path, error.strerror or error)

@@ -1,9 +1,9 @@
 """Counters of the GPUs and of the host: load, memory, power, temperature, clocks.
 
-AMD's come from the kernel's files (sysfs and hwmon), since amd-smi is blind on gfx1151 (ROCm#6035); NVIDIA's from
-NVML, if the package nvidia-ml-py is there; the host's from psutil. Nothing here needs root, imports torch or starts
-HIP. What cannot be read is left out of a reading, as is what no GPU can have: a kernel may answer EBUSY, EPERM,
-EOPNOTSUPP, ENODATA or EIO, a GPU without power 65535 W or 511 °C, and files come and go with the driver.
+AMD's come from the kernel's files (sysfs and hwmon), because amd-smi reads nothing on gfx1151 (ROCm#6035); NVIDIA's
+from NVML, where the package nvidia-ml-py is installed; the host's from psutil. This needs no root, no torch and no HIP.
+A reading leaves out unreadable and impossible values: a kernel may answer EBUSY, EPERM, EOPNOTSUPP, ENODATA or EIO, a
+GPU that is powered off reports 65535 W or 511 °C, and files come and go with the driver.
 """
 
 import os
@@ -23,13 +23,13 @@ from rocm_ext.hardware.sysfs import cards, listing, read_number, read_text
 HARDWARE_LOG = "hardware.jsonl"  # in a run's folder; a line is what Counters.read() gives
 
 _NO_PYNVML = (
-    "an NVIDIA driver is here, but not the package that reads its counters: pip install nvidia-ml-py "
+    "an NVIDIA driver is here, but the package that reads its counters is missing: pip install nvidia-ml-py "
     "(or torchtune-rocm[nvidia])"
 )
 _NVIDIA = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libnvidia-ml.so.1")  # the second on WSL2
 _ID_FILES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
 _MEMORY = ("vram_used", "vram_total", "gtt_used", "gtt_total")
-_MOST = {  # more is junk
+_MOST = {  # larger values are impossible
     **dict.fromkeys(_MEMORY, 2**50),
     "busy": 100,  # percent
     "power": 10_000,  # W
@@ -40,7 +40,7 @@ _MOST = {  # more is junk
 
 
 class Counters:
-    """The counters of this machine. A reading is a line of ``hardware.jsonl``, and lacks what could not be read::
+    """The counters of this machine. A reading is a line of ``hardware.jsonl``, without the values it could not read::
 
         {"time": Unix seconds,
          "gpus": [{"id": PCI address, "name": str, "busy": percent,
@@ -50,26 +50,26 @@ class Counters:
          "host": {"cpu": percent of all cores, "memory_used", "memory_total", "swap_used": bytes,
                   "process_memory": resident bytes}}
 
-    GPUs are in the order of their PCI addresses. On unified memory ``gtt_used`` need not count what HIP has taken
-    (ROCm#5444); the host's ``memory_used`` does.
+    GPUs are in the order of their PCI addresses. On unified memory ``gtt_used`` may leave out HIP's allocations
+    (ROCm#5444); the host's ``memory_used`` counts them.
 
-    To be used in the thread that made it: psutil counts processor time per thread.
+    Use it in the thread that made it: psutil counts processor time per thread.
 
     Args:
-        root: where ``sys`` is. Below any other root than ``/`` only AMD's GPUs are read.
-        process: also tell this process's memory.
+        root: where ``sys`` is. Any other root than ``/`` is a copy, which holds AMD's GPUs only.
+        process: also read this process's memory.
 
     Attributes:
-        notes: what the user may want to know, once.
+        notes: messages for the user, to print once.
     """
 
     def __init__(self, root: Path = Path("/"), process: bool = False) -> None:
         self.root, self.notes = root, list[str]()
         self._known: dict[tuple[str, ...], str] = {}  # names by PCI device and revision
-        self._live = root == Path("/")  # a copy says nothing about the machine that it is read on
+        self._live = root == Path("/")  # a copy is of another machine
         self._nvidia = self._open_nvml() if self._live and _has_nvidia() else []
         self._process = _attempt(psutil.Process) if process else None
-        _attempt(psutil.cpu_percent)  # tells the share since it was last asked
+        _attempt(psutil.cpu_percent)  # each call returns the share since the previous one
         self._cpu_asked = time.monotonic()
 
     def read(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Counters:
 
     def _amd(self, card: Path) -> dict[str, Any] | None:
         device = card / "device"
-        if read_text(device / "vendor") != "0x1002":  # another maker's, or a partition, whose GPU is listed itself
+        if read_text(device / "vendor") != "0x1002":  # another vendor's, or a partition of a listed GPU
             return None
         slot = re.search(r"^PCI_SLOT_NAME=([0-9a-f:.]+)$", read_text(device / "uevent"), re.MULTILINE)
         name = "".join(filter(str.isprintable, self._name(device)))
@@ -115,7 +115,7 @@ class Counters:
                     self.notes.append(f"NVIDIA GPU {index} does not answer")
         except ImportError:
             self.notes.append(_NO_PYNVML)
-        except Exception as error:  # NVMLError, or what ctypes makes of a library of another version
+        except Exception as error:  # NVMLError, or an error of ctypes where the library has another version
             self.notes.append(f"the counters of the NVIDIA GPUs cannot be read: {one_line(error)}")
         return found
 
@@ -141,19 +141,19 @@ class Counters:
 def _read_amd(device: Path) -> dict[str, float | None]:
     """Files and units: docs.kernel.org/gpu/amdgpu/thermal.html and driver-misc.html."""
     values: dict[str, float | None] = {key: read_number(device / f"mem_info_{key}") for key in _MEMORY}
-    if read_text(device / "power/runtime_status") == "suspended":  # older kernels would wake it up: rocm-systems#8024
+    if read_text(device / "power/runtime_status") == "suspended":  # older kernels wake it up: rocm-systems#8024
         return values
     values["busy"] = read_number(device / "gpu_busy_percent")
     if not (monitors := listing(device / "hwmon")):
         return values
     hwmon = device / "hwmon" / monitors[0]
-    power = (_scaled(hwmon / f"power1_{kind}", 1e6) for kind in ("average", "input"))  # most GPUs have one of them
+    power = (_scaled(hwmon / f"power1_{kind}", 1e6) for kind in ("average", "input"))  # most GPUs have only one of them
     values["power"] = next((watts for watts in power if watts is not None), None)
     celsius = {
         read_text(hwmon / f"temp{n}_label") or usual: _scaled(hwmon / f"temp{n}_input", 1e3)
         for n, usual in ((1, "edge"), (2, "junction"), (3, "mem"))
     }
-    # what throttles is the junction; an APU has the edge only, MI300 no edge
+    # the junction decides about throttling; an APU has the edge only, MI300 no edge
     values["temperature"] = celsius.get("edge") if celsius.get("junction") is None else celsius["junction"]
     values["memory_temperature"] = celsius.get("mem")
     values["clock"], values["memory_clock"] = (_scaled(hwmon / f"freq{n}_input", 1e6) for n in (1, 2))
@@ -191,12 +191,12 @@ def _nvidia_gpu(nvml: Any, index: int) -> tuple[str, str, Callable[[], dict[str,
 
 
 def _string(text: str | bytes) -> str:
-    """Some releases of pynvml give bytes."""
+    """``text`` as str: some releases of pynvml return bytes."""
     return text.decode(errors="replace") if isinstance(text, bytes) else text
 
 
 def _attempt(read: Callable[[], Any]) -> Any:
-    """What ``read`` gives, or None: a counter that fails, whatever the library's reason, must not stop a training."""
+    """What ``read`` returns, or None: a counter that fails, for whatever reason, must not stop a run."""
     try:
         return read()
     except Exception:
@@ -204,6 +204,6 @@ def _attempt(read: Callable[[], Any]) -> Any:
 
 
 def _plausible(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what could not be read and what no GPU can have."""
+    """``values`` without unreadable and impossible ones."""
     numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
     return {key: round(number, 3) for key, number in numbers.items() if 0 <= number <= _MOST[key]}

@@ -1,4 +1,4 @@
-"""The environment variables that a profile sets, and those that contradict it or do harm."""
+"""Environment variables: those that a profile sets, and those of the user that do harm."""
 
 import os
 import re
@@ -13,20 +13,25 @@ from rocm_ext.hardware.profile import Profile
 
 # One setting under three names: HIP builds of torch read each of them
 ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_SET_BY_US = "ROCM_EXT_ENVIRONMENT"  # names we have set, comma separated: what `ensure_environment` must not repeat
+_SET_BY_US = "ROCM_EXT_ENVIRONMENT"  # the names that this library has set, comma separated; they survive the restart
 
-_CONDITIONS = {
+_CONDITIONS = {  # of Variable.when
     "always": lambda profile, machine, environ: True,
-    # HSA_OVERRIDE_GFX_VERSION would make another chip that borrows the profile run the wrong kernels
+    # a chip that borrows the profile would run kernels of another architecture
     "arch_missing": lambda profile, machine, environ: not machine.has_kernels and profile.is_for(machine.arch),
     "several_ranks": lambda profile, machine, environ: int(environ.get("WORLD_SIZE", 1)) > 1,
 }
 
 
 def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """The variables to add to ``environ``: {name: (value, reason)}. What the user has set stays.
+    """The variables that ``profile`` adds to ``environ``. It keeps what the user has set.
 
-    Raises :class:`UserError` where the allocator's variables contradict each other."""
+    Returns:
+        {name: (value, reason)}.
+
+    Raises:
+        UserError: where the allocator's variables contradict each other.
+    """
     check_environment(profile, machine, environ)
     taken = set(environ)
     if taken & set(ALLOCATOR_VARIABLES):  # the user configures the allocator, under whichever name
@@ -39,9 +44,11 @@ def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, st
 
 
 def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[str]:
-    """Lines about variables in ``environ`` that do no good on an AMD machine.
+    """Warnings about variables in ``environ`` that are useless or harmful on an AMD machine.
 
-    Raises :class:`UserError` where the allocator's variables contradict each other."""
+    Raises:
+        UserError: where the allocator's variables contradict each other.
+    """
     found = environment_conflicts(profile, machine, environ)
     if fatal := next((conflict for conflict in found if conflict.fatal), None):
         raise UserError(str(fatal))
@@ -50,19 +57,19 @@ def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Environment variables that do no good here."""
+    """Environment variables that are useless or harmful on this machine."""
 
-    variables: tuple[str, ...]  # the ones to unset
+    variables: tuple[str, ...]  # to unset
     found: str
     why: str
-    fatal: bool = False
+    fatal: bool = False  # training would fail or compute wrong results
 
     def __str__(self) -> str:
         return f"{self.found}: {self.why}. Fix: unset {' '.join(self.variables)}"
 
 
 def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[Conflict]:
-    """What in ``environ`` is contradictory, dangerous or useless on an AMD machine."""
+    """The variables in ``environ`` that contradict each other, do harm or do nothing on an AMD machine."""
     if machine.torch_build != "rocm" and profile.match.get("backend") != "rocm":
         return []
     found = _allocator_conflicts(machine, environ)
@@ -72,7 +79,7 @@ def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[s
             Conflict(
                 ("HSA_OVERRIDE_GFX_VERSION",),
                 f"HSA_OVERRIDE_GFX_VERSION={override}",
-                f"useless at best, as torch has kernels for {machine.arch}",
+                f"useless, and harmful at worst: torch has kernels for {machine.arch}",
             )
         )
     if environ.get("ROCR_VISIBLE_DEVICES") and environ.get("HIP_VISIBLE_DEVICES"):
@@ -83,7 +90,7 @@ def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[s
             Conflict(
                 (other,),
                 "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set",
-                f"HIP's numbers count what ROCR left. Set {wanted} only",
+                f"HIP numbers the GPUs that ROCR leaves. Set {wanted} only",
             )
         )
     return found
@@ -116,26 +123,44 @@ def _allocator_conflicts(machine: Machine, environ: Mapping[str, str]) -> list[C
 
 
 def ensure_environment(profile: Profile, machine: Machine) -> list[str]:
-    """Call this first in a program: put the profile's environment in place before HIP and torch read theirs.
+    """Put the profile's environment in place; call this first in a program.
 
-    They have read it by now, so where a variable has to be added this process is replaced by the very same
-    command, once; under torchrun its process id stays. Returns what was set and why, and warnings.
-    Raises what :func:`environment_for` raises."""
-    return apply_environment(profile, machine, reexec=True)
+    HIP and torch have read their variables by now. Where one has to be added, this replaces the process by the same
+    command, once; under torchrun the process id stays.
+
+    Returns:
+        What was set and why, and warnings, for the caller to log.
+
+    Raises:
+        UserError: where the allocator's variables contradict each other.
+    """
+    return apply_environment(profile, machine, restart=True)
 
 
-def apply_environment(profile: Profile, machine: Machine, reexec: bool = False) -> list[str]:
-    """:func:`ensure_environment` for programs that must not be replaced, such as notebooks.
+def apply_environment(profile: Profile, machine: Machine, restart: bool = False) -> list[str]:
+    """Put the profile's environment in place without a restart, for notebooks and other programs that must go on.
 
-    Where HIP has already started (:func:`detect` starts it), the returned lines end with the export to run
-    before Python. Processes started from here on inherit the variables in any case."""
+    Where HIP has already started (:func:`rocm_ext.hardware.machine.detect` starts it), the last line holds the export
+    to run before Python. Processes started from here on inherit the variables in any case.
+
+    Args:
+        profile: of the machine.
+        machine: this one.
+        restart: replace the process where a variable was added.
+
+    Returns:
+        What was set and why, and warnings.
+
+    Raises:
+        UserError: where the allocator's variables contradict each other.
+    """
     before = {name for name in os.environ.get(_SET_BY_US, "").split(",") if name}
     added = environment_for(profile, machine, os.environ)
     os.environ.update({name: value for name, (value, _) in added.items()})
     ours = before | set(added)
     if added:
         os.environ[_SET_BY_US] = ",".join(sorted(ours))
-    if reexec and added.keys() - before and _can_repeat():
+    if restart and added.keys() - before and _can_repeat():
         _repeat_command()
     lines = check_environment(profile, machine, os.environ)
     lines += [
@@ -150,7 +175,7 @@ def apply_environment(profile: Profile, machine: Machine, reexec: bool = False) 
 
 
 def _can_repeat() -> bool:
-    # an interactive session, or a script that came through stdin and is used up, cannot run again
+    # an interactive session cannot run again, nor can a script from stdin, which has been read already
     return sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
 
 
@@ -158,6 +183,6 @@ def _repeat_command() -> None:
     command = [sys.executable, *sys.orig_argv[1:]]
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.name == "nt":  # there, exec starts a second process and the shell goes on without waiting
+    if os.name == "nt":  # Windows' exec starts a second process, and the shell does not wait for it
         sys.exit(subprocess.call(command))
     os.execve(sys.executable, command, os.environ)

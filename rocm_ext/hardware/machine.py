@@ -1,6 +1,6 @@
 """Which machine this is: GPU, memory, kernel and torch build.
 
-torch is imported by :func:`ask_torch` alone: `rocm-ext doctor` judges machines whose torch does not import.
+Only :func:`ask_torch` imports torch: `rocm-ext doctor` judges machines where torch does not import.
 """
 
 import os
@@ -17,7 +17,7 @@ import psutil
 from rocm_ext.hardware.sysfs import cards, listing, read_number, read_text, to_number
 
 _UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152"}  # is_integrated is missing on some wheels
-STRIX_HALO = "0x1586"  # PCI device of AMD's
+STRIX_HALO = "0x1586"  # PCI device number
 VISIBLE_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
@@ -40,7 +40,7 @@ class TorchGpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """What the installed torch says of itself and of the GPUs that it can use."""
+    """What the installed torch reports of itself and of the GPUs that it can use."""
 
     version: str
     hip: str | None = None  # torch.version.hip
@@ -56,7 +56,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Machine:
-    """What :func:`detect` found. ``arch`` and ``name`` are None where torch can use no GPU."""
+    """What :func:`detect` finds. ``arch`` and ``name`` are None where torch can use no GPU."""
 
     backend: str  # what torch can compute on: "rocm" | "cuda" | "cpu"
     system: str  # platform.system(): "Linux" | "Windows" | ...
@@ -66,7 +66,7 @@ class Machine:
     bf16: bool  # computed natively, not emulated
     arch: str | None = None  # "gfx1151", "sm_90"
     name: str | None = None
-    gpu_count: int = 0  # the first one and those like it that follow: what ranks can use together
+    gpu_count: int = 0  # the first one and the equal ones that follow: ranks can use these together
     unified: bool = False  # host and device share one memory
     kernel: str = ""  # Linux: "6.18.4-arch1-1"
     wsl: bool = False
@@ -77,6 +77,7 @@ class Machine:
 
     @property
     def has_kernels(self) -> bool:
+        """Whether torch has kernels for the GPU; True where that is unknown."""
         return not self.native_archs or self.arch is None or self.arch in self.native_archs
 
     def __str__(self) -> str:
@@ -87,14 +88,18 @@ class Machine:
 
 
 def detect(root: Path = Path("/")) -> Machine:
-    """Look at torch's device properties, and below ``root`` at sysfs and procfs.
+    """The machine that this runs on, from torch's device properties, sysfs and procfs.
 
-    Starts HIP or CUDA if there is a GPU."""
+    Starts HIP or CUDA where there is a GPU.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
     return describe(ask_torch(), platform.system(), os.environ, host_memory(root, "MemTotal"), root)
 
 
 def ask_torch() -> Torch:
-    """Starts HIP or CUDA if there is a GPU."""
+    """What torch reports. Starts HIP or CUDA where there is a GPU."""
     import torch
 
     gpus: tuple[TorchGpu, ...] = ()
@@ -117,13 +122,14 @@ def _torch_gpu(properties: Any) -> TorchGpu:
 
 
 def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: int, root: Path) -> Machine:
-    """The machine with this torch on it.
+    """The machine, from what torch and the system's files say.
 
     Args:
-        system: as platform.system() says it.
-        environ: the environment that torch was asked in.
+        torch: what torch reports.
+        system: platform.system().
+        environ: the environment in which torch reported.
         host_total: bytes of host memory.
-        root: where proc and sys are, the machine's own or recorded ones.
+        root: where ``proc`` and ``sys`` are, the machine's or recorded ones.
     """
     build = torch.build
     kernel = kernel_release(root) if system == "Linux" else ""
@@ -144,7 +150,7 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
     gpu = torch.gpus[0]
     if build == "rocm":
         arch = gpu.arch.split(":")[0]
-        overridden = "HSA_OVERRIDE_GFX_VERSION" in environ  # renames the GPU for HIP, never in sysfs
+        overridden = "HSA_OVERRIDE_GFX_VERSION" in environ  # renames the GPU for HIP, not in sysfs
         if amd_archs and (not arch or (overridden and arch not in amd_archs)):
             arch = amd_archs[0]
         bf16 = _amd_bf16(arch)
@@ -181,7 +187,7 @@ def is_unified(arch: str | None) -> bool:
 
 
 def gfx_name(target_version: int) -> str:
-    """The kernel's decimal ``gfx_target_version`` as LLVM spells it: 110501 is gfx1151, 90010 is gfx90a."""
+    """LLVM's name for the kernel's decimal ``gfx_target_version``: gfx1151 for 110501, gfx90a for 90010."""
     major, minor, stepping = target_version // 10000, target_version // 100 % 100, target_version % 100
     return f"gfx{major}{minor:x}{stepping:x}"
 
@@ -213,18 +219,18 @@ def shared_memory(root: Path) -> tuple[int | None, int | None]:
 
 
 def installed_gib(host_total: int, carve_out: int | None) -> int:
-    """Unified memory as it was sold: the kernel keeps some for itself, and the carve-out is not the host's."""
+    """GiB of unified memory in the machine: host memory and carve-out, rounded up to 16 for what the kernel keeps."""
     return -(-(host_total + (carve_out or 0)) // 2**34) * 16
 
 
 def ttm_module(root: Path) -> str:
-    """The kernel module that maps host memory: AMD's DKMS driver brings its own."""
+    """The kernel module that maps host memory: ttm, or amdttm with AMD's DKMS driver."""
     return "amdttm" if listing(root / "sys/module/amdttm") else "ttm"
 
 
 def _amd_bf16(arch: str) -> bool:
-    # matrix cores came with CDNA (gfx908), WMMA with RDNA3; torch.cuda.is_bf16_supported() is
-    # always True on ROCm (pytorch#80410)
+    # CDNA (gfx908) brought matrix cores, RDNA3 brought WMMA; torch.cuda.is_bf16_supported() is always True on
+    # ROCm (pytorch#80410)
     match = re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", arch)
     if not match:
         return False
@@ -233,7 +239,7 @@ def _amd_bf16(arch: str) -> bool:
 
 
 def _cpu_bf16(root: Path) -> bool:
-    # x86 says avx512_bf16 or amx_bf16, Arm bf16; torch's own test also accepts emulation
+    # x86 lists avx512_bf16 or amx_bf16, Arm bf16; torch's own test also accepts emulation
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(read_text(root / "proc/cpuinfo").split()))
 
 
@@ -246,7 +252,7 @@ def _rocm_version(torch_version: str, root: Path) -> str | None:
 
 
 def host_memory(root: Path, key: str) -> int:
-    """Bytes of ``key`` ("MemTotal" or "MemAvailable") in /proc/meminfo; from psutil where there is none."""
+    """Bytes of ``key`` ("MemTotal" or "MemAvailable") in /proc/meminfo; psutil's where that file is missing."""
     match = re.search(rf"^{key}:\s+(\d{{1,15}}) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     if match:
         return int(match[1]) * 1024

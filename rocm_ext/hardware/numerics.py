@@ -1,4 +1,4 @@
-"""Which dtype to compute in, and proof that this device computes correctly in it."""
+"""Chooses the dtype to compute in, and tests that the device computes correctly in it."""
 
 import difflib
 import warnings
@@ -16,15 +16,23 @@ from rocm_ext.errors import UserError
 from rocm_ext.hardware.machine import Machine
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# relative error of a sum, well above rounding (2^-9, 2^-12, and fp32 computed as TF32) and well below garbage
+# relative error: well above rounding (2^-9, 2^-12, and fp32 computed as TF32), well below wrong results
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3}
 
 
 def pick_dtype(requested: str, machine: Machine) -> tuple[torch.dtype, str]:
-    """The dtype of weights and activations, and why. ``requested`` is bf16, fp16, fp32 or auto: the best that
-    ``machine`` computes natively.
+    """Choose the dtype of weights and activations.
 
-    Raises :class:`UserError` for other names, and for bf16 on a GPU that only emulates it."""
+    Args:
+        requested: bf16, fp16, fp32, or auto for the best that ``machine`` computes natively.
+        machine: that computes.
+
+    Returns:
+        The dtype and the reason.
+
+    Raises:
+        UserError: for other names, and for bf16 on a GPU that only emulates it.
+    """
     where = machine.arch or "this CPU"
     if requested == "auto":
         if machine.bf16:
@@ -48,7 +56,7 @@ def pick_dtype(requested: str, machine: Machine) -> tuple[torch.dtype, str]:
 
 @dataclass(frozen=True)
 class Check:
-    """One canary's outcome."""
+    """The outcome of one canary."""
 
     name: str
     ok: bool
@@ -60,12 +68,22 @@ class Check:
 def canaries(
     machine: Machine, device: torch.device, dtype: torch.dtype, head_dim: int = 128, num_heads: int = 2
 ) -> list[Check]:
-    """Small computations on ``device`` whose results are known: copies, conversions, a matmul, attention
-    forward and backward at the model's ``head_dim``, buffers that live while others come and go, and on a GPU
-    whether attention has a fused kernel. On a GPU they take 0.4 GiB for a moment.
+    """Run small computations whose results are known.
 
-    Wrong results have been seen on several ROCm releases, always silently (ROCm#6603 is one). An error on the
-    device becomes a failed check; nothing is raised. Leaves torch's random state alone."""
+    They are: a copy, a conversion, a matmul, attention forward and backward, buffers that live while the allocator
+    frees others, and on a GPU whether attention has a fused kernel. Several ROCm releases computed wrong results
+    silently (ROCm#6603 is one). On a GPU the canaries take 0.4 GiB for a moment. They do not change torch's random
+    state.
+
+    Args:
+        machine: that computes.
+        device: of it.
+        dtype: to compute in.
+        head_dim, num_heads: of the model's attention.
+
+    Returns:
+        A check for each. An error on the device is a failed check, not an exception.
+    """
     rng = torch.Generator().manual_seed(0)
     other_torch = "use another torch or ROCm release; on AMD, unset PYTORCH_HIP_ALLOC_CONF and try again"
     checks = [
@@ -91,7 +109,7 @@ def canaries(
         fix = "install torch 2.12 or newer"
         if machine.backend == "rocm":
             fix += ", or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 before Python starts"
-        # GPUs without bf16 (gfx906 and older) have no fused kernels to miss
+        # GPUs without bf16 (gfx906 and older) have no fused kernels
         expected = machine.bf16 and dtype != torch.float32
         probe = partial(_fused, device, dtype, head_dim, num_heads, expected)
         checks.append(_check("fused attention", fix, probe, fatal=False))
@@ -99,9 +117,14 @@ def canaries(
 
 
 def require(checks: list[Check]) -> list[str]:
-    """Lines for the checks that failed without being fatal.
+    """Stop where a fatal check failed.
 
-    Raises :class:`UserError` that names every fatal failure, what was found and what to try."""
+    Returns:
+        A line for each other check that failed.
+
+    Raises:
+        UserError: naming every fatal failure, what was found and what to try.
+    """
     failed = [check for check in checks if not check.ok]
     lines = {check: f"{check.name}: {check.found} (fix: {check.fix})" for check in failed}
     if fatal := [lines[check] for check in failed if check.fatal]:
@@ -113,8 +136,12 @@ def require(checks: list[Check]) -> list[str]:
 
 @contextmanager
 def dtype_leaks(model: nn.Module, dtype: torch.dtype) -> Iterator[list[str]]:
-    """Yields a list that fills, during forward passes, with "name: dtype" of each module (once) that returns
-    floating-point tensors of another dtype: where fp32 crept in and everything behind it computes slowly."""
+    """Context that finds modules computing in another dtype than ``dtype``, such as fp32, which is slow.
+
+    Yields:
+        A list. Forward passes add "name: dtype", once, for each module that returns floating-point tensors of
+        another dtype.
+    """
     leaks: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -148,7 +175,7 @@ def _tensors(output: object) -> Iterator[Tensor]:
 def _check(name: str, fix: str, probe: Callable[[], tuple[bool, str]], fatal: bool = True) -> Check:
     try:
         ok, found = probe()
-    except (RuntimeError, NotImplementedError) as error:  # "HIP error: invalid device function"
+    except (RuntimeError, NotImplementedError) as error:  # such as "HIP error: invalid device function"
         return Check(name, False, str(error).strip().split("\n")[0], fix)
     return Check(name, ok, found, fix, fatal)
 
@@ -193,15 +220,20 @@ def _attention(
 
 
 def _allocator(device: torch.device) -> tuple[bool, str]:
-    """Whether buffers keep what was written while the allocator frees, unmaps and hands out memory around them.
+    """Whether buffers keep their content while the allocator frees, unmaps and reuses memory around them.
 
-    Where this fails, weights turn to zeros in the middle of a training (ROCm#6603). There it took a full device;
-    giving free memory back to the driver makes the allocator unmap, too, and is quick."""
+    Where this fails, weights turn to zeros during a run (ROCm#6603). In that report the device was full; returning
+    free memory to the driver also makes the allocator unmap, and is quick.
+    """
     unit = 2**18 if device.type == "cuda" else 2**13  # int32: 1 MiB, 32 KiB
     live: list[Tensor] = []
     for _ in range(3):
         passing = []
-        for size in (1, 24, 64):  # the allocator's small blocks, its large ones, segments of their own
+        for size in (
+            1,
+            24,
+            64,
+        ):  # the allocator's small blocks, its large blocks, segments of their own
             live.append(torch.full((size * unit,), len(live) + 1, dtype=torch.int32, device=device))
             passing.append(torch.full((size * unit // 2,), -1, dtype=torch.int32, device=device))
         del passing
@@ -221,7 +253,7 @@ def _fused(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: i
     usable = []
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         with sdpa_kernel(backend), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns once per reason that a backend is out
+            warnings.simplefilter("ignore")  # torch warns once for each reason that a backend cannot run
             try:
                 scaled_dot_product_attention(q, q, q, is_causal=True)
             except RuntimeError:  # "No available kernel"

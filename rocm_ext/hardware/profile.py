@@ -1,4 +1,4 @@
-"""Profiles: what each machine needs, one YAML file of ``recipe_configs/hardware`` each."""
+"""Hardware profiles: what each machine needs, one YAML file each in ``recipe_configs/hardware``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import yaml
 from omegaconf import OmegaConf
 
-from rocm_ext.errors import UserError
+from rocm_ext.errors import UserError, one_line
 from rocm_ext.hardware.machine import Machine, is_unified, parse_version
+from rocm_ext.hardware.parse import parse
 
-# When a profile's variable is set; rocm_ext.hardware.environment decides
-_WHEN = ("always", "arch_missing", "several_ranks")
-_NOT_RECIPE_KEYS = {"quantize_base"}  # what a lock may name besides recipe keys
+_NOT_RECIPE_KEYS = {"quantize_base"}  # keys that a profile may lock although no recipe has them
+_MEMORY_KEYS = {"host": (), "device": ("fraction",), "unified": ("reserve_fraction", "reserve_gib")}
 
 
 @dataclass(frozen=True)
 class Lock:
+    """A setting that the user can change only with ``hardware_overrides``."""
+
     value: Any
     reason: str
     also: tuple[Any, ...] = ()  # other values that work
@@ -30,14 +33,30 @@ class Lock:
 
 @dataclass(frozen=True)
 class Variable:
+    """An environment variable that the machine needs."""
+
     value: str
     reason: str
-    when: str = "always"  # one of _WHEN
+    when: Literal["always", "arch_missing", "several_ranks"] = "always"  # see rocm_ext.hardware.environment
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One file of ``recipe_configs/hardware``. ``settings`` holds the locked recipe keys too."""
+    """One file of ``recipe_configs/hardware``.
+
+    Attributes:
+        name: the file's, without ``.yaml``.
+        title: the machines, in words.
+        memory: ``of`` says which memory a run uses (host, device or unified); the other keys, how much of it.
+        match: the machines that ``hardware: auto`` gives this profile: backend, arch (a list) and system.
+        settings: recipe keys and their values, the locked ones included.
+        locked: the settings that other values would break.
+        environment: variables to set before torch starts.
+        floor: versions of torch, rocm and kernel that the machine needs: min, below, also and fix.
+        figures: data-sheet speeds by architecture; see :mod:`rocm_ext.plan.speeds`.
+        bench_config: the config whose model ``rocm-ext bench`` trains.
+        install: the command that installs torch for this machine.
+    """
 
     name: str
     title: str
@@ -47,36 +66,32 @@ class Profile:
     locked: dict[str, Lock] = field(default_factory=dict)
     environment: dict[str, Variable] = field(default_factory=dict)
     floor: dict[str, dict[str, Any]] = field(default_factory=dict)
-    figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # see rocm_ext.plan.speeds
-    bench_config: str = ""  # whose model `rocm-ext bench` trains
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    bench_config: str = ""
     install: str = ""
 
     @classmethod
-    def from_dict(cls, name: str, content: Mapping[str, Any]) -> Profile:
-        """Raises :class:`UserError` for keys that a profile does not have, or lacks."""
-        try:
-            locked = {
-                key: Lock(**{**lock, "also": tuple(lock.get("also", ()))})
-                for key, lock in content.get("locked", {}).items()
-            }
-            variables = {key: Variable(**entry) for key, entry in content.get("environment", {}).items()}
-            kept = {key: lock.value for key, lock in locked.items() if key not in _NOT_RECIPE_KEYS}
-            settings = {**content.get("settings", {}), **kept}
-            layers = {"settings": settings, "locked": locked, "environment": variables}
-            profile = cls(name, **{**content, **layers})
-        except (TypeError, AttributeError) as error:
-            raise UserError(f"hardware profile {name}: {error}") from error
-        if unknown := {variable.when for variable in variables.values()} - set(_WHEN):
-            raise UserError(f"hardware profile {name}: when is {' or '.join(_WHEN)}; found {unknown}")
-        if profile.memory.get("of") not in ("host", "device", "unified"):
-            raise UserError(f"hardware profile {name}: memory.of must be host, device or unified")
-        return profile
+    def from_dict(cls, name: str, content: Any) -> Profile:
+        """Check the content of a profile's file.
+
+        Raises:
+            UserError: for unknown and missing keys and for values of the wrong type.
+        """
+        where = f"hardware profile {name}"
+        profile = parse(cls, {"name": name, **content} if isinstance(content, Mapping) else content, where)
+        if (of := profile.memory.get("of")) not in tuple(_MEMORY_KEYS):
+            raise UserError(f"{where}.memory.of is {of!r}, expected {' or '.join(_MEMORY_KEYS)}")
+        for key in _MEMORY_KEYS[of]:
+            parse(float, profile.memory.get(key), f"{where}.memory.{key}")
+        locked = {key: lock.value for key, lock in profile.locked.items() if key not in _NOT_RECIPE_KEYS}
+        return replace(profile, settings={**profile.settings, **locked})
 
     def is_for(self, arch: str | None) -> bool:
-        """Whether the profile names this architecture, or names none."""
+        """Whether the profile is for this architecture; a profile that names none is for all."""
         return arch in self.match.get("arch", (arch,))
 
     def fits(self, machine: Machine) -> bool:
+        """Whether this is the profile that ``hardware: auto`` gives ``machine``."""
         return (
             self.match.get("backend", machine.backend) == machine.backend
             and self.is_for(machine.arch)
@@ -93,25 +108,40 @@ def _folder() -> Path:
 
 
 def profile_names() -> list[str]:
+    """The names of the profiles that this library brings, sorted."""
     return sorted(path.stem for path in _folder().glob("*.yaml"))
 
 
 def load_profile(name: str) -> Profile:
-    """Read the profile called ``name``, or the file if ``name`` is the path of one that ends in ``.yaml``.
+    """Read a profile.
 
-    Raises :class:`UserError` for an unknown name and for a file that is not a profile."""
+    Args:
+        name: of a profile in ``recipe_configs/hardware``, or the path of a file that ends in ``.yaml``.
+
+    Raises:
+        UserError: for an unknown name and for a file that is not a profile.
+    """
     path = Path(name) if name.endswith(".yaml") else _folder() / f"{name}.yaml"
     if not path.is_file():
         near = difflib.get_close_matches(name, profile_names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"hardware={name} is unknown; there are auto, {', '.join(profile_names())}{hint}")
-    return Profile.from_dict(path.stem, OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except yaml.YAMLError as error:
+        raise UserError(f"hardware profile {path} is not YAML: {one_line(error)}") from error
+    return Profile.from_dict(path.stem, content)
 
 
 def choose_profile(machine: Machine) -> tuple[str, str]:
-    """What ``hardware: auto`` means here, and why.
+    """Choose the profile for ``hardware: auto``.
 
-    Raises :class:`UserError` for an AMD GPU that has no profile or that torch cannot use."""
+    Returns:
+        The profile's name and the reason.
+
+    Raises:
+        UserError: for an AMD GPU that has no profile or that torch cannot use.
+    """
     problem = _unusable_gpu(machine)
     if problem and not machine.hidden_by:
         raise UserError(f"{problem}. To run without the GPU: hardware=cpu")
@@ -123,7 +153,7 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
         return own.name, f"found {machine}"
     if machine.hidden_by:
         return own.name, f"{machine.hidden_by} hides all GPUs"
-    if machine.amd_archs:  # an integrated GPU nobody trains on must not stop a CPU run
+    if machine.amd_archs:  # such as a small integrated GPU beside the CPU
         return own.name, f"{', '.join(machine.amd_archs)} has no hardware profile, and torch cannot use it"
     return own.name, "no GPU found"
 
@@ -133,14 +163,16 @@ def _own_profile(machine: Machine) -> Profile | None:
 
 
 def has_profile(machine: Machine, arch: str) -> bool:
-    """Whether there is a profile for another AMD GPU of ``machine``."""
+    """Whether ``machine`` would have a profile if it trained on its GPU ``arch``."""
     return _own_profile(replace(machine, arch=arch)) is not None
 
 
 def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
-    """``machine`` as it is once torch can use its GPU, and the profile that it has then.
+    """The machine as it will be once torch can use its AMD GPU.
 
-    No profile: for the GPU that torch uses there is none."""
+    Returns:
+        That machine and its profile; None where the GPU that torch uses has no profile.
+    """
     if machine.backend == "cpu":
         for arch in machine.amd_archs:
             usable = replace(machine, backend="rocm", arch=arch, unified=is_unified(arch))
@@ -150,6 +182,7 @@ def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
 
 
 def nearest_profile(machine: Machine) -> str:
+    """The name of the profile to try on an AMD GPU that has none of its own."""
     if machine.unified and (machine.arch or "").startswith("gfx10"):  # two compute units and no bf16
         return "cpu"
     if machine.unified:
@@ -160,7 +193,7 @@ def nearest_profile(machine: Machine) -> str:
 
 
 def _unusable_gpu(machine: Machine) -> str | None:
-    """The commonest install errors: an AMD GPU with a profile is here and torch computes on the CPU."""
+    """Why torch computes on the CPU although an AMD GPU with a profile is here: the commonest install errors."""
     usable, profile = intended_machine(machine)
     if profile is None or usable.backend == machine.backend:
         return None
@@ -179,10 +212,15 @@ def _unusable_gpu(machine: Machine) -> str | None:
 
 
 def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> list[str]:
-    """Does ``profile`` describe this machine, and do ``world_size`` local ranks fit on it?
+    """Check that ``profile`` describes this machine and that ``world_size`` local ranks fit on it.
 
-    Returns a line for each thing that is older than the profile's floor. Raises :class:`UserError` where the
-    profile's GPU is not here, where there are more ranks than GPUs, and for several ranks on Windows."""
+    Returns:
+        Warnings: a borrowed profile, missing kernels, and each version outside the profile's limits.
+
+    Raises:
+        UserError: where the profile's GPU is not here, where there are more ranks than GPUs, and for several ranks on
+            Windows.
+    """
     if world_size > 1 and machine.system == "Windows":
         raise UserError(
             f"found {world_size} processes, but on Windows training runs in one process only: "
@@ -213,14 +251,18 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
 
 
 def reinstall_command(profile: Profile, machine: Machine) -> str:
-    """The command that replaces torch. pip alone keeps an installed one, whatever it was built for."""
+    """The command that replaces torch. It uninstalls first: pip keeps an installed torch of any build."""
     then = ";" if machine.system == "Windows" else " &&"
     return f"pip uninstall -y torch{then} {profile.install}"
 
 
 def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]]:
-    """What is outside the profile's limits: {"torch", "rocm" or "kernel": (what was found, what to do)}."""
-    # WSL's kernel is Microsoft's, and the GPU's driver is on the Windows side
+    """The versions outside the profile's limits.
+
+    Returns:
+        {"torch", "rocm" or "kernel": (what was found, what to do)}.
+    """
+    # Microsoft builds WSL's kernel, and the GPU's driver runs on Windows
     found = {"torch": machine.torch, "rocm": machine.rocm, "kernel": "" if machine.wsl else machine.kernel}
     outside = {}
     for what, limits in profile.floor.items():
@@ -236,16 +278,26 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
 
 
 def _is_newer_build(kernel: str, other: str) -> bool:
-    """Whether a distribution's kernel, 6.14.0-1018-oem, is of the same flavour as ``other`` and not older."""
+    """Whether a distribution's kernel (6.14.0-1018-oem) has the flavour of ``other`` (oem) and is at least as new."""
     builds = [re.fullmatch(r"([0-9.]{1,30})-([0-9]{1,9})-([a-z]+)", name) for name in (kernel, other)]
     have, least = ((parse_version(match[1]), int(match[2]), match[3]) if match else ((), 0, "") for match in builds)
     return bool(have[2]) and have[2] == least[2] and have >= least
 
 
 def check_locked(profile: Profile, settings: Mapping[str, Any], overrides: list[str]) -> list[str]:
-    """Refuse ``settings`` that the machine cannot bear, unless the user insists with ``hardware_overrides``.
+    """Check ``settings`` against the profile's locks.
 
-    Returns a line for each override. Raises :class:`UserError` that names every other offence."""
+    Args:
+        profile: of the machine.
+        settings: recipe keys and their values.
+        overrides: the keys of ``hardware_overrides``: the user insists on these.
+
+    Returns:
+        A line for each override.
+
+    Raises:
+        UserError: naming every locked key that has another value and is not in ``overrides``.
+    """
     refused: list[str] = []
     lines: list[str] = []
     for key, lock in profile.locked.items():

@@ -1,18 +1,18 @@
-"""The kernel's files, below ``/`` or below a recorded copy. What cannot be read is absent, never an error."""
+"""The kernel's files, below ``/`` or in a recorded copy. A file that cannot be read counts as absent."""
 
 import os
 import re
 from pathlib import Path
 
-_MOST = 4 << 20  # bytes; /proc/cpuinfo of 384 threads has one million
+_MOST = 4 << 20  # bytes; /proc/cpuinfo of 384 threads has 1 MB
 
 
 def read_text(path: Path) -> str:
-    """The file's text without the white space around it; empty where it cannot be read."""
+    """The file's text, stripped; empty where it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             content = b""
-            while len(content) < _MOST and (chunk := file.read(1 << 16)):  # /proc/sys refuses to be asked for 4 MiB
+            while len(content) < _MOST and (chunk := file.read(1 << 16)):  # /proc/sys refuses reads of 4 MiB
                 content += chunk
             return content.decode(errors="replace").strip()
     except (OSError, ValueError):
@@ -20,12 +20,12 @@ def read_text(path: Path) -> str:
 
 
 def read_number(path: Path) -> int | None:
-    """The number in the file, decimal or ``0x…``; None where there is none below 2^63."""
+    """The number in the file, decimal or ``0x…``; None where it holds no number below 2^63."""
     return to_number(read_text(path))
 
 
 def to_number(text: str) -> int | None:
-    """``text`` as a number, decimal or ``0x…``; None where it is none below 2^63."""
+    """``text`` as a number, decimal or ``0x…``; None where it is no number below 2^63."""
     if not re.fullmatch(r"[0-9]{1,19}|0x[0-9a-fA-F]{1,16}", text):
         return None
     number = int(text, 16 if text.startswith("0x") else 10)
@@ -33,7 +33,7 @@ def to_number(text: str) -> int | None:
 
 
 def listing(folder: Path) -> list[str]:
-    """The names in a folder, numbers in numeric order; none where it cannot be read."""
+    """The names in a folder, numbers in numeric order; empty where it cannot be read."""
     try:
         return sorted(os.listdir(folder), key=lambda name: [part.zfill(20) for part in re.split(r"(\d+)", name)])
     except (OSError, ValueError):
@@ -41,6 +41,6 @@ def listing(folder: Path) -> list[str]:
 
 
 def cards(root: Path) -> list[Path]:
-    """``card0``, ``card1``, …: the GPUs' folders; not the connectors ``card0-DP-1``, not the render nodes."""
+    """The GPUs' folders ``card0``, ``card1``, … without connectors (``card0-DP-1``) and render nodes."""
     folder = root / "sys/class/drm"
     return [folder / name for name in listing(folder) if re.fullmatch(r"card\d+", name)]
