@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
     name = args.config or profile.bench_config
     # the machine's profile overrules a config for another machine
     overrides = [f"hardware={profile.name}", *args.overrides]
-    recipe = config.recipe_of(name)
+    recipe = config.recipe_of(name, args.overrides).name
     cfg = OmegaConf.create(config.trainer_config(config.load(recipe, name, overrides)))
     check_values(cfg)
     if cfg.device == "cpu":  # even where there is a GPU: its speeds are not measured

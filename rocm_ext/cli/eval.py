@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rocm_ext.cli._options import add_format, add_overrides
+from rocm_ext.errors import UserError
 
 
 def add(commands) -> None:
@@ -34,18 +35,20 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure the adapter and print its scores."""
-    from rocm_ext import config
-    from rocm_ext.hardware.environment import ensure_environment
-    from rocm_ext.hardware.machine import detect
-    from rocm_ext.hardware.profile import load_profile
+    from rocm_ext import config, registry
+    from rocm_ext.config import startup
     from rocm_ext.log import setup_logging
-    from rocm_ext.recipes.raft_rocm import evaluate_adapter
     from rocm_ext.runs.scores import Score
 
-    cfg = config.load("raft_rocm", args.config, [*args.overrides, "output_dir=eval"])
-    setup_logging()
-    for line in ensure_environment(load_profile(cfg.hardware), detect()):
+    recipe = config.recipe_of(args.config, args.overrides)
+    if registry.family(recipe) != registry.RAFT:
+        raise UserError(f"config {args.config} is for {recipe.name}; expected one of {registry.RAFT}, with a verifier")
+    for line in startup.prepare(args.config, args.overrides):  # may begin this program anew
         print(line, file=sys.stderr)
+    from rocm_ext.recipes.raft_rocm import evaluate_adapter
+
+    cfg = config.load(recipe, args.config, [*args.overrides, "output_dir=eval"])
+    setup_logging()
     if args.data:
         cfg.eval_prompts = {config.COMPONENT: "rocm_ext.data.prompt_dataset", "source": args.data}
         if args.format:

@@ -23,7 +23,7 @@ def add(commands) -> None:
         "settings that fit best. Needs no weights and no data. Exits with 1 if the config does not fit.",
     )
     option = parser.add_argument
-    option("--config", required=True, metavar="NAME", help="config of either recipe: a name or a file")
+    option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
     option("--ranks", type=count, default=1, metavar="N", help="processes that share the work (default: 1)")
     option(
         "--rows", type=count, metavar="N", help="training rows, in RAFT prompts per cycle (default: counted if on disk)"
@@ -47,19 +47,20 @@ def run(args: argparse.Namespace) -> int:
     """
     from omegaconf import OmegaConf
 
-    from rocm_ext import config
+    from rocm_ext import config, registry
     from rocm_ext.config.checks import check_raft_values, check_values
     from rocm_ext.hardware.machine import detect
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
 
-    recipe = config.recipe_of(args.config)
+    recipe = config.recipe_of(args.config, args.overrides)
     cfg = config.load(recipe, args.config, args.overrides)
     check_values(OmegaConf.create(config.trainer_config(cfg)))
-    if recipe == "raft_rocm":
+    samples = registry.family(recipe) == registry.RAFT
+    if samples:
         check_raft_values(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
-    plan = plan_run(cfg, detect(), bench=args.bench, ranks=args.ranks, known=known)
+    plan = plan_run(cfg, detect(), samples=samples, bench=args.bench, ranks=args.ranks, known=known)
     if args.fit:
         _print_fit(plan)
     elif args.json:

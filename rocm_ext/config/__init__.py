@@ -1,20 +1,16 @@
 """From a YAML's name and the command line to one checked config."""
 
+from rocm_ext.config.components import COMPONENT, instantiate, takes, without
 from rocm_ext.config.layers import (
-    COMPONENT,
-    command_line,
     defaults,
     difference,
     find,
-    guarded,
-    instantiate,
     load,
-    recipe_main,
     recipe_of,
-    takes,
+    requested_hardware,
     trainer_config,
-    without,
 )
+from rocm_ext.config.main import command_line, guarded, recipe_main
 
 __all__ = [
     "COMPONENT",
@@ -27,6 +23,7 @@ __all__ = [
     "load",
     "recipe_main",
     "recipe_of",
+    "requested_hardware",
     "takes",
     "trainer_config",
     "without",

@@ -4,38 +4,30 @@ Layers, lowest first: the recipe's defaults, the hardware profile, the run YAML,
 ``hardware=…`` on the command line lifts its profile over the run YAML, so that any config runs on
 any machine with ``hardware=cpu``. A component (a node with ``_component_``) in a higher layer
 replaces the lower one whole; single arguments change on the command line (``optimizer.lr=1e-4``).
+
+torchtune is imported by :func:`load` alone: the start of a run reads configs before anything heavy is imported.
 """
 
-import inspect
-import os
 import re
-import signal
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torchtune
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torchtune.config._errors import InstantiationError
-from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
+from rocm_ext import registry
+from rocm_ext.config.components import COMPONENT, check_components
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.hardware.bench_file import of_this_machine
-from rocm_ext.hardware.environment import ensure_environment
 from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import choose_profile, load_profile
-from rocm_ext.log import log, setup_logging
+from rocm_ext.log import log
 
-COMPONENT = "_component_"
-# Keys whose value names a component
-_COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
-_COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier"}
 # Two ways to say the same: the higher layer's wins, and unsets the other.
 _RIVALS = {
     "gradient_accumulation_steps": "sequences_per_step",
@@ -43,95 +35,31 @@ _RIVALS = {
 }
 
 
-def recipe_main(recipe: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Decorator for a recipe's main function: parse, set the machine's environment, run, end with an exit code.
-
-    A :class:`UserError` becomes one line and its code, Ctrl-C and SIGTERM become 130 and 143.
-    """
-
-    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
-        def action() -> None:
-            setup_logging()
-            cfg = load(recipe, *command_line(sys.argv[1:], main.__doc__ or ""))
-            for line in ensure_environment(load_profile(cfg.hardware), detect()):
-                log.info("%s", line)
-            main(cfg)
-
-        @wraps(main)
-        def run() -> None:
-            signal.signal(signal.SIGTERM, _terminate)
-            sys.exit(guarded(action))
-
-        return run
-
-    return decorate
-
-
-def guarded(action: Callable[[], Any]) -> int:
-    """Run ``action``; returns the exit code, having told the user what went wrong in one line."""
-    rank = os.environ.get("RANK")
-    try:
-        action()
-    except UserError as error:
-        print(f"error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
-        return error.code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return 0
-
-
-def _terminate(signum: int, frame: Any) -> None:
-    sys.exit(128 + signum)
-
-
-def command_line(argv: list[str], description: str = "") -> tuple[str, list[str]]:
-    """``--config NAME key=value …`` -> the name and the overrides."""
-    if any(arg in ("-h", "--help") for arg in argv):
-        print(f"{inspect.cleandoc(description)}\n\nusage: --config NAME_OR_FILE [key=value ...] [~key ...]")
-        sys.exit(0)
-    name, overrides, rest = None, [], list(argv)
-    while rest:
-        arg = rest.pop(0)
-        if arg == "--config" and rest:
-            name = rest.pop(0)
-        elif arg.startswith("--config="):
-            name = arg.partition("=")[2]
-        elif arg.startswith("-"):
-            raise UserError(f"unknown option {arg}; expected --config NAME and key=value overrides", code=2)
-        else:
-            overrides.append(arg)
-    if name is None:
-        raise UserError("--config is missing; `tune ls` lists the configs", code=2)
-    return name, overrides
-
-
-def load(recipe: str, name: str, overrides: list[str] | None = None) -> DictConfig:
+def load(recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = ()) -> DictConfig:
     """The whole config of a run.
 
     Args:
-        recipe: name of a file in ``recipe_configs/defaults``.
+        recipe: that runs it, or its name.
         name: a YAML file, or the name of one in ``recipe_configs``.
         overrides: ``key=value`` or ``~key``, as on the command line.
 
     Returns:
-        every key of the defaults file, with ``hardware`` resolved to a profile's name.
+        every key of the recipe's defaults, with ``recipe`` and ``hardware`` resolved to names.
 
     Raises:
-        UserError: for an unreadable file, unknown or missing keys and values of the wrong kind.
+        UserError: for an unreadable file, a config of another recipe, unknown or missing keys and values of the wrong
+            kind.
     """
-    overrides = list(overrides or [])
-    if strange := [item for item in overrides if "=" not in item and not item.startswith("~")]:
-        raise UserError(f"cannot read override {strange[0]!r}; expected key=value or ~key", code=2)
-    removed = [item for item in overrides if item.startswith("~") and "." not in item]
-    overrides = [item for item in overrides if item not in removed]
+    from torchtune.config._utils import _merge_yaml_and_cli_args
+
+    path = find(name)
+    if isinstance(recipe, str):
+        recipe = registry.find(recipe, path.parent)
+    run, overrides = _without_removed(_read(path), name, list(overrides))
+    on_command_line = _by_key(overrides)
+    for stated in (run.get("recipe"), on_command_line.get("recipe")):
+        _check_recipe(name, stated, recipe, path.parent)
     known = defaults(recipe)
-    run = _read(find(name))
-    for key in (item[1:] for item in removed):  # torchtune leaves a hole where our default belongs
-        if key not in run:
-            raise UserError(f"~{key}: config {name} has no such key{nearest(key, list(run))}")
-        del run[key]
-    on_command_line = dict(item.split("=", 1) for item in overrides if "=" in item)
     requested = on_command_line.get("hardware", run.get("hardware", known["hardware"]))
     hardware, profile = _resolve_hardware(requested)
     _check_known({**run, **{k.lstrip("~").split(".")[0]: None for k in on_command_line}}, known, run)
@@ -141,40 +69,94 @@ def load(recipe: str, name: str, overrides: list[str] | None = None) -> DictConf
         merged.update(layer)
     _unset_rivals(merged, on_command_line, known)
     try:
-        overrides = _replace_components(merged, [o for o in overrides if not o.startswith("hardware=")])
+        overrides = _replace_components(merged, [o for o in overrides if not o.startswith(("hardware=", "recipe="))])
         cfg = _merge_yaml_and_cli_args(Namespace(**merged), overrides)
-        cfg.hardware = hardware
+        cfg.recipe, cfg.hardware = recipe.name, hardware
         _check_complete(cfg, known, name)
         OmegaConf.resolve(cfg)
     except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise UserError(f"config {name}: {_first_line(error)}") from error
-    _check_components(cfg)
+    check_components(cfg)
     return cfg
 
 
-def defaults(recipe: str) -> dict[str, Any]:
-    """Every key of a recipe, with its default: ``recipe_configs/defaults/<recipe>.yaml``.
+def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
+    """Every key of a recipe, with its default.
 
-    ``extends`` there names a recipe whose keys it has too, but for those in ``without``.
+    ``extends`` in a defaults file names a recipe whose keys it has too, but for those in ``without``.
+
+    Raises:
+        UserError: a defaults file cannot be read, or leaves out a key that there is not.
     """
-    own = _read(Path(str(files("rocm_ext.recipe_configs") / "defaults" / f"{recipe}.yaml")))
-    base = own.pop("extends", None)
-    without = own.pop("without", [])
-    inherited = defaults(base) if base else {}
-    return {key: value for key, value in inherited.items() if key not in without} | own
+    merged: dict[str, Any] = {}
+    for each in reversed(registry.chain(registry.find(recipe) if isinstance(recipe, str) else recipe)):
+        own = _read(each.defaults)
+        own.pop("extends", None)
+        for key in own.pop("without", []):
+            if key not in merged:
+                raise UserError(f"{each.defaults}: without names an unknown key {key}{nearest(key, merged)}")
+            del merged[key]
+        merged |= own
+    return merged
 
 
 def trainer_config(cfg: DictConfig) -> dict[str, Any]:
     """What the SFT recipe, which trains for all others, reads of a config; its defaults for what that lacks. Without
     data: those are the recipe's own."""
     whole: Any = OmegaConf.to_container(cfg)
-    known = {key: whole.get(key, default) for key, default in defaults("lora_finetune_rocm").items()}
-    return known | {"dataset": None, "dataset_val": None}
+    known = {key: whole.get(key, default) for key, default in defaults(registry.SFT).items()}
+    return known | {"recipe": registry.SFT, "dataset": None, "dataset_val": None}
 
 
-def recipe_of(name: str) -> str:
-    """The recipe that a config is for: RAFT's has a verifier."""
-    return "raft_rocm" if "verifier" in _read(find(name)) else "lora_finetune_rocm"
+def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
+    """The recipe that a config is for: the one that ``recipe=…`` or the config names, see :func:`registry.recipe_for`.
+
+    Raises:
+        UserError: there is no such config, or no such recipe.
+    """
+    path = find(name)
+    stated = _by_key(overrides).get("recipe")
+    return registry.recipe_for({"recipe": stated} if stated else _read(path), path.parent)
+
+
+def requested_hardware(name: str, overrides: Iterable[str] = ()) -> str:
+    """The value of ``hardware`` that :func:`load` would resolve, found without loading the rest.
+
+    Raises:
+        UserError: there is no such config, or no such recipe.
+    """
+    stated = _by_key(overrides).get("hardware") or _read(find(name)).get("hardware")
+    return str(stated or defaults(recipe_of(name, overrides))["hardware"])
+
+
+def _by_key(overrides: Iterable[str]) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in overrides if "=" in item)
+
+
+def _without_removed(run: dict[str, Any], name: str, overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The content of a run YAML without the keys that ``~key`` removes, and the other overrides."""
+    if strange := [item for item in overrides if "=" not in item and not item.startswith("~")]:
+        raise UserError(f"cannot read override {strange[0]!r}; expected key=value or ~key", code=2)
+    removed = [item for item in overrides if item.startswith("~") and "." not in item]
+    for key in (item[1:] for item in removed):  # torchtune leaves a hole where our default belongs
+        if key not in run:
+            raise UserError(f"~{key}: config {name} has no such key{nearest(key, list(run))}")
+        del run[key]
+    return run, [item for item in overrides if item not in removed]
+
+
+def _check_recipe(name: str, stated: Any, recipe: registry.Recipe, folder: Path) -> None:
+    """A recipe also runs configs of the one that it extends, up to this library's."""
+    if stated is None:
+        return
+    chain = [each.name for each in registry.chain(recipe)]
+    family = registry.family(recipe)
+    fits = chain[: chain.index(family) + 1] if family else chain
+    wanted = registry.find(str(stated), folder).name
+    if wanted not in fits:
+        raise UserError(
+            f"config {name} is for recipe {wanted}, this is {recipe.name}; start it with `tune run {wanted}`"
+        )
 
 
 def find(name: str) -> Path:
@@ -186,50 +168,15 @@ def find(name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     folder = Path(str(files("rocm_ext.recipe_configs")))
-    theirs = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+    torchtune = find_spec("torchtune")
+    theirs = Path(str(torchtune.origin)).parents[1] / "recipes" / "configs" if torchtune else folder
     for shipped in (folder / f"{name}.yaml", theirs / f"{name}.yaml"):
         if shipped.is_file():
             return shipped
-    raise UserError(
-        f"config {name} is neither a file nor one of this library's"
-        + nearest(name, [path.stem for path in folder.glob("*.yaml")])
-    )
-
-
-def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
-    """torchtune's ``config.instantiate``, with one line for components that cannot be made.
-
-    Args:
-        node: has ``_component_`` and its arguments.
-        args, kwargs: more arguments; kwargs overrule the node's.
-        key: where in the config ``node`` is, for messages.
-    """
-    from torchtune.config import instantiate as torchtune_instantiate
-
-    component = _component(node, key)
-    given = {str(k): v for k, v in node.items() if k != COMPONENT} | kwargs
-    try:
-        inspect.signature(component).bind(*args, **given)
-    except TypeError as error:
-        raise UserError(f"{key}: {node[COMPONENT]}: {error}") from error
-    except ValueError:
-        pass  # a builtin without a signature checks its arguments itself
-    try:
-        return torchtune_instantiate(node, *args, **kwargs)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the component raises
-        raise UserError(f"{key}: {node[COMPONENT]}: {one_line(error)}") from error
-
-
-def takes(node: DictConfig, argument: str, key: str) -> bool:
-    """Whether the component of ``node`` has an argument of this name."""
-    return argument in inspect.signature(_component(node, key)).parameters
-
-
-def without(node: DictConfig, *keys: str) -> DictConfig:
-    """A copy of ``node`` that lacks ``keys``."""
-    return OmegaConf.create({k: v for k, v in node.items() if k not in keys})
+    packaged = {path.stem: path for recipe in registry.recipes().values() for path in recipe.configs()}
+    if name in packaged:
+        return packaged[name]
+    raise UserError(f"config {name} is neither a file nor one of this library's{nearest(name, packaged)}")
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:
@@ -320,41 +267,6 @@ def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> 
     missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
     if missing := {key for key in missing if key in defaults} or missing:  # what refers to a missing key is no news
         raise UserError(f"config {name}: {', '.join(sorted(missing))} must be set")
-
-
-def _check_components(cfg: DictConfig) -> None:
-    for key, node in cfg.items():
-        for part in node if isinstance(node, ListConfig) else [node]:
-            if isinstance(part, DictConfig) and COMPONENT in part:
-                _check_arguments(str(key), part)
-            elif key in _COMPONENTS and part is not None:
-                raise UserError(f"{key} must name a _component_ and its arguments, found {part!r}")
-
-
-def _check_arguments(key: str, node: DictConfig) -> None:
-    try:
-        parameters = inspect.signature(_component(node, key)).parameters
-    except ValueError:
-        return
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    for name in map(str, node):
-        if name != COMPONENT and name not in parameters:
-            raise UserError(f"unknown key {key}.{name} for {node[COMPONENT]}{nearest(name, parameters)}")
-
-
-def _component(node: DictConfig, key: str) -> Callable:
-    if os.getcwd() not in sys.path:  # a user's own components lie beside their YAML
-        sys.path.append(os.getcwd())
-    try:
-        component = _get_component_from_path(node[COMPONENT])
-    except (InstantiationError, ImportError, AttributeError, ValueError) as error:
-        cause = " ".join(line for line in str(error).split("\n") if not line.startswith("Error loading"))
-        raise UserError(f"{key}._component_ {node[COMPONENT]!r} cannot be imported: {cause}") from error
-    if not callable(component):
-        kind = type(component).__name__
-        raise UserError(f"{key}._component_ {node[COMPONENT]!r} is a {kind}; expected a function or class")
-    return component
 
 
 def _first_line(error: BaseException) -> str:

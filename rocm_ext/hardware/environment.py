@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.machine import Machine, parse_version
-from rocm_ext.hardware.profile import Profile
+from rocm_ext.hardware.profile import Profile, Variable
 
 # One setting under three names: HIP builds of torch read each of them
 ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -33,14 +33,19 @@ def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, st
         UserError: where the allocator's variables contradict each other.
     """
     check_environment(profile, machine, environ)
+    return {
+        name: (variable.value, variable.reason)
+        for name, variable in _missing(profile, environ).items()
+        if _CONDITIONS[variable.when](profile, machine, environ)
+    }
+
+
+def _missing(profile: Profile, environ: Mapping[str, str]) -> dict[str, Variable]:
+    """The profile's variables that the user has not set."""
     taken = set(environ)
     if taken & set(ALLOCATOR_VARIABLES):  # the user configures the allocator, under whichever name
         taken.update(ALLOCATOR_VARIABLES)
-    return {
-        name: (variable.value, variable.reason)
-        for name, variable in profile.environment.items()
-        if name not in taken and _CONDITIONS[variable.when](profile, machine, environ)
-    }
+    return {name: variable for name, variable in profile.environment.items() if name not in taken}
 
 
 def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[str]:
@@ -137,6 +142,28 @@ def ensure_environment(profile: Profile, machine: Machine) -> list[str]:
     return apply_environment(profile, machine, restart=True)
 
 
+def preset(profile: Profile) -> list[str]:
+    """Set the variables that ``profile`` sets on every machine. Call it before :func:`rocm_ext.hardware.machine.detect`,
+    which starts HIP, and if possible before torch is imported.
+
+    Returns:
+        A line about variables that were set after torch had been imported: some are read at that time.
+    """
+    added = {name: each.value for name, each in _missing(profile, os.environ).items() if each.when == "always"}
+    _put(added)
+    if not added or "torch" not in sys.modules:
+        return []
+    exports = " ".join(f"{name}={value}" for name, value in added.items())
+    return [f"torch was imported before these variables were set; `tune run` sets them in time, or: export {exports}"]
+
+
+def _put(added: Mapping[str, str]) -> None:
+    if added:
+        before = {name for name in os.environ.get(_SET_BY_US, "").split(",") if name}
+        os.environ.update(added)
+        os.environ[_SET_BY_US] = ",".join(sorted(before | set(added)))
+
+
 def apply_environment(profile: Profile, machine: Machine, restart: bool = False) -> list[str]:
     """Put the profile's environment in place without a restart, for notebooks and other programs that must go on.
 
@@ -156,12 +183,10 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     """
     before = {name for name in os.environ.get(_SET_BY_US, "").split(",") if name}
     added = environment_for(profile, machine, os.environ)
-    os.environ.update({name: value for name, (value, _) in added.items()})
+    _put({name: value for name, (value, _) in added.items()})
     ours = before | set(added)
-    if added:
-        os.environ[_SET_BY_US] = ",".join(sorted(ours))
     if restart and added.keys() - before and _can_repeat():
-        _repeat_command()
+        replace_process(this_command())
     lines = check_environment(profile, machine, os.environ)
     lines += [
         f"{name}={os.environ[name]} ({variable.reason})"
@@ -179,8 +204,13 @@ def _can_repeat() -> bool:
     return sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
 
 
-def _repeat_command() -> None:
-    command = [sys.executable, *sys.orig_argv[1:]]
+def this_command() -> list[str]:
+    """What this process was started with."""
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def replace_process(command: list[str]) -> None:
+    """Go on as ``command``, in this process where the system can."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":  # Windows' exec starts a second process, and the shell does not wait for it

@@ -98,12 +98,15 @@ class CyclePlan:
     seconds: tuple[float | None, float | None]
 
 
-def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: int, known: Known) -> RunPlan:
+def plan_run(
+    cfg: DictConfig, machine: Machine, *, samples: bool, bench: Path | None, ranks: int, known: Known
+) -> RunPlan:
     """Plan a run.
 
     Args:
-        cfg: config of either recipe, from :func:`rocm_ext.config.load`.
+        cfg: config of any recipe, from :func:`rocm_ext.config.load`.
         machine: this machine; the plan is for ``cfg.hardware``.
+        samples: whether the recipe trains on its own answers, as RAFT does.
         bench: file that ``rocm-ext bench`` wrote; None: this machine's default file, if it exists.
         ranks: processes that share the work.
         known: sizes that the user gives for data that are not on disk.
@@ -120,7 +123,7 @@ def plan_run(cfg: DictConfig, machine: Machine, *, bench: Path | None, ranks: in
     decoder = build_model(cfg.model, dtype, 0, torch.device("meta"))
     _check(cfg, profile, machine, decoder, ranks, here)
     use_packed_attention(decoder)
-    asked = questions(cfg, known) if "prompts" in cfg else None
+    asked = questions(cfg, known) if samples else None
     planner = TrainingPlanner(
         cfg,
         decoder,

@@ -7,21 +7,20 @@ from pathlib import PurePath
 
 import numpy as np
 
+from rocm_ext.registry import RAFT, SFT, TITLES
 from rocm_ext.report.curves import short_number
 from rocm_ext.report.hardware import gpu_names
 from rocm_ext.runs.reader import RunFolder, number, running_time
 
-RECIPES = {"sft": "LoRA fine-tuning", "raft": "RAFT"}
-
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """Names and values of the facts that are known."""
-    found = [*_setup(run), *_progress(run), *(_raft(run) if run.recipe == "raft" else _sft(run))]
+    found = [*_setup(run), *_progress(run), *(_raft(run) if run.family == RAFT else _sft(run))]
     return [(name, value) for name, value in found if value]
 
 
 def _setup(run: RunFolder) -> Iterator[tuple[str, str]]:
-    yield "Recipe", RECIPES[run.recipe]
+    yield "Recipe", TITLES.get(run.recipe, run.recipe)
     folder, builder = run.setting("checkpointer.checkpoint_dir"), run.setting("model._component_")
     names = [PurePath(str(folder)).name] if folder else []
     names += [str(builder).rpartition(".")[2]] if builder else []
@@ -40,7 +39,7 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "State", "finished" if run.finished else f"not finished{_last_sign(run)}"
     steps, epochs = run.steps["step"], run.steps["epoch"]
     if len(steps):
-        epoch = f", epoch {epochs[-1]:.0f}" if run.recipe == "sft" and math.isfinite(epochs[-1]) else ""
+        epoch = f", epoch {epochs[-1]:.0f}" if run.family == SFT and math.isfinite(epochs[-1]) else ""
         yield "Steps", f"{len(steps):,}{epoch}"
     tokens = float(np.nansum(run.steps["tokens"]))
     if tokens:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
+from rocm_ext.registry import RAFT
 from rocm_ext.report.charts import Line, line_chart
 from rocm_ext.report.curves import memory_unit, smooth, smoothing_width
 from rocm_ext.runs.reader import RunFolder
@@ -85,7 +86,7 @@ def _chart(curve: _Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float
 
 def _cycle_marks(run: RunFolder) -> list[tuple[float, str]]:
     """The step at which each cycle of a RAFT run begins, with its name."""
-    if run.recipe != "raft":
+    if run.family != RAFT:
         return []
     cycles = run.steps["cycle"]
     starts = np.flatnonzero(np.diff(cycles, prepend=-1))

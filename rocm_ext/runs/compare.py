@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.errors import UserError
+from rocm_ext.registry import RAFT
 from rocm_ext.runs.intervals import (
     Interval,
     mcnemar,
@@ -149,14 +150,11 @@ def compare(a: RunFolder, b: RunFolder) -> Comparison:
     """
     if a.path.resolve() == b.path.resolve():
         raise UserError(f"{a.path} and {b.path} are the same folder; name two runs")
-    if a.recipe != b.recipe:
-        names = {"sft": "lora_finetune_rocm", "raft": "raft_rocm"}
-        raise UserError(
-            f"{a.path} is a run of {names[a.recipe]}, {b.path} of {names[b.recipe]}; compare two runs of one recipe"
-        )
+    if a.family != b.family:
+        raise UserError(f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe")
     settings = a.differing_settings(b)
     memory = (_peak_memory(a), _peak_memory(b))
-    made = _compare_raft if a.recipe == "raft" else _compare_sft
+    made = _compare_raft if a.family == RAFT else _compare_sft
     found = made(a, b, settings, memory)
     for which, run in (("A", a), ("B", b)):
         if not run.finished:

@@ -20,6 +20,7 @@ import yaml
 from rocm_ext.errors import UserError
 from rocm_ext.files import json_object, read_lines
 from rocm_ext.hardware.counters import HARDWARE_LOG
+from rocm_ext.registry import RAFT, SFT, TITLES
 from rocm_ext.runs.scores import wilson
 
 PHASES = ("sample", "train", "eval")  # of a RAFT cycle
@@ -193,7 +194,8 @@ class RunFolder:
 
     Attributes:
         name: the folder's; the report changes it where two runs share it.
-        recipe: ``sft`` or ``raft``.
+        recipe: its name.
+        family: the recipe of this library that it is or extends; its records are of that kind.
         config: content of ``config.yaml``.
         summary: content of ``summary.json``; empty before the end of SFT or of RAFT's first cycle.
         steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … A RAFT run counts them across its cycles.
@@ -215,9 +217,12 @@ class RunFolder:
         self.config = read_yaml(path / "config.yaml", self.problems)
         self.summary = read_json(path / "summary.json", self.problems)
         folders = [p for p in path.glob("cycle_*") if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", p.name) and p.is_dir()]
-        self.recipe = "raft" if folders or (path / "run.json").exists() else "sft"
+        # older runs name no recipe, and a user's recipe need not be here: its records tell which of ours it extends
+        shape = RAFT if folders or (path / "run.json").exists() else SFT
+        self.recipe = str(self.config.setdefault("recipe", shape)) if self.config else shape
+        self.family = self.recipe if self.recipe in TITLES else shape
         self.cycles: list[CycleFolder] = []
-        if self.recipe == "raft":
+        if self.family == RAFT:
             self._read_cycles(sorted(folders, key=lambda p: int(p.name[6:])))
         else:
             self.steps, self.validations = read_steps(path / "metrics.jsonl", self.problems)
@@ -249,7 +254,7 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether the run has ended by itself, with all its steps or cycles."""
-        if self.recipe == "raft":
+        if self.family == RAFT:
             whole = all(cycle.state == "complete" for cycle in self.cycles)
             return whole and raft_finished(self.path, self.config, self.cycles[-1].number if self.cycles else 0)
         return number(self.summary.get("steps")) == len(self.steps)

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.startup
 
 Both sides run in this environment on the same model of random weights, so that the step itself takes no time worth
-naming. Sides take turns, A B B A; a warm-up of each fills the page cache first. What counts is the ratio within a round.
+naming. Sides take turns, A B B A; a warm-up of each fills the page cache first. What counts is the ratio in a round.
 """
 
 import argparse
@@ -65,9 +65,9 @@ def measure(base: Path, rounds: int, preset: bool = False) -> dict[str, list[flo
 
 def profile_environment() -> dict[str, str]:
     """What the CPU's hardware profile sets."""
-    from rocm_ext.hardware import device
+    from rocm_ext.hardware.profile import load_profile
 
-    return {name: variable.value for name, variable in device.load_profile("cpu").environment.items()}
+    return {name: variable.value for name, variable in load_profile("cpu").environment.items()}
 
 
 def write(base: Path) -> dict[str, list[str]]:
@@ -124,7 +124,8 @@ def report(seconds: dict[str, list[float]]) -> str:
     """The ratio, and both sides' seconds."""
     ratio = Ratio.of(seconds[OURS], seconds[STOCK])
     sides = "; ".join(
-        f"{name} {sorted(each)[len(each) // 2]:.1f} s ({min(each):.1f}-{max(each):.1f})" for name, each in seconds.items()
+        f"{name} {sorted(each)[len(each) // 2]:.1f} s ({min(each):.1f}-{max(each):.1f})"
+        for name, each in seconds.items()
     )
     return (
         f"start-up, one step of one row: ours takes {ratio.median:.2f} times stock torchtune's time "

@@ -1,0 +1,95 @@
+"""Nodes of a config that name a component: a function or class, with its arguments."""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from rocm_ext.errors import UserError, nearest, one_line
+
+COMPONENT = "_component_"
+# Keys whose value names a component
+_COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
+_COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier"}
+
+
+def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
+    """torchtune's ``config.instantiate``, with one line for components that cannot be made.
+
+    Args:
+        node: has ``_component_`` and its arguments.
+        args, kwargs: more arguments; kwargs overrule the node's.
+        key: where in the config ``node`` is, for messages.
+    """
+    from torchtune.config import instantiate as torchtune_instantiate
+
+    component = _component(node, key)
+    given = {str(k): v for k, v in node.items() if k != COMPONENT} | kwargs
+    try:
+        inspect.signature(component).bind(*args, **given)
+    except TypeError as error:
+        raise UserError(f"{key}: {node[COMPONENT]}: {error}") from error
+    except ValueError:
+        pass  # a builtin without a signature checks its arguments itself
+    try:
+        return torchtune_instantiate(node, *args, **kwargs)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the component raises
+        raise UserError(f"{key}: {node[COMPONENT]}: {one_line(error)}") from error
+
+
+def takes(node: DictConfig, argument: str, key: str) -> bool:
+    """Whether the component of ``node`` has an argument of this name."""
+    return argument in inspect.signature(_component(node, key)).parameters
+
+
+def without(node: DictConfig, *keys: str) -> DictConfig:
+    """A copy of ``node`` that lacks ``keys``."""
+    return OmegaConf.create({k: v for k, v in node.items() if k not in keys})
+
+
+def check_components(cfg: DictConfig) -> None:
+    """Refuse keys without the component that they need, and arguments that a component does not take.
+
+    Raises:
+        UserError: naming the key.
+    """
+    for key, node in cfg.items():
+        for part in node if isinstance(node, ListConfig) else [node]:
+            if isinstance(part, DictConfig) and COMPONENT in part:
+                _check_arguments(str(key), part)
+            elif key in _COMPONENTS and part is not None:
+                raise UserError(f"{key} must name a _component_ and its arguments, found {part!r}")
+
+
+def _check_arguments(key: str, node: DictConfig) -> None:
+    try:
+        parameters = inspect.signature(_component(node, key)).parameters
+    except ValueError:
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in map(str, node):
+        if name != COMPONENT and name not in parameters:
+            raise UserError(f"unknown key {key}.{name} for {node[COMPONENT]}{nearest(name, parameters)}")
+
+
+def _component(node: DictConfig, key: str) -> Callable:
+    from torchtune.config._errors import InstantiationError
+    from torchtune.config._utils import _get_component_from_path
+
+    if os.getcwd() not in sys.path:  # a user's own components lie beside their YAML
+        sys.path.append(os.getcwd())
+    try:
+        component = _get_component_from_path(node[COMPONENT])
+    except (InstantiationError, ImportError, AttributeError, ValueError) as error:
+        cause = " ".join(line for line in str(error).split("\n") if not line.startswith("Error loading"))
+        raise UserError(f"{key}._component_ {node[COMPONENT]!r} cannot be imported: {cause}") from error
+    if not callable(component):
+        kind = type(component).__name__
+        raise UserError(f"{key}._component_ {node[COMPONENT]!r} is a {kind}; expected a function or class")
+    return component

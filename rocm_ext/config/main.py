@@ -1,0 +1,96 @@
+"""What a recipe's script begins with: the command line, the machine's environment, an exit code."""
+
+import gc
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rocm_ext import registry
+from rocm_ext.config.layers import load
+from rocm_ext.errors import UserError
+from rocm_ext.hardware.environment import apply_environment, preset
+from rocm_ext.hardware.machine import detect
+from rocm_ext.hardware.profile import load_profile
+from rocm_ext.log import log, setup_logging
+
+
+def recipe_main(
+    recipe: str, defaults: str | None = None
+) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Decorator for a recipe's main function: parse, set the machine's environment, run, end with an exit code.
+
+    A :class:`UserError` becomes one line and its code, Ctrl-C and SIGTERM become 130 and 143.
+
+    Args:
+        recipe: its name. Write it out: tools read it without running the file.
+        defaults: YAML of its keys, relative to the file of the decorated function. It says ``recipe: NAME``, and
+            ``extends: lora_finetune_rocm`` to have the keys of that recipe too. None: ``recipe`` is in the table
+            already, and this is another script for it.
+    """
+
+    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        def action() -> None:
+            setup_logging()
+            made = registry.made_by(recipe, defaults, Path(main.__code__.co_filename).resolve())
+            cfg = load(made, *command_line(sys.argv[1:], main.__doc__ or ""))
+            profile = load_profile(cfg.hardware)
+            for line in [*preset(profile), *apply_environment(profile, detect())]:
+                log.info("%s", line)
+            main(cfg)
+
+        @wraps(main)
+        def run() -> None:
+            gc.enable()  # rocm_ext.config.startup switches it off while modules are imported
+            gc.freeze()
+            signal.signal(signal.SIGTERM, _terminate)
+            sys.exit(guarded(action))
+
+        return run
+
+    return decorate
+
+
+def guarded(action: Callable[[], Any]) -> int:
+    """Run ``action``; returns the exit code, having told the user what went wrong in one line."""
+    rank = os.environ.get("RANK")
+    try:
+        action()
+    except UserError as error:
+        print(f"error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _terminate(signum: int, frame: Any) -> None:
+    sys.exit(128 + signum)
+
+
+def command_line(argv: list[str], description: str = "") -> tuple[str, list[str]]:
+    """``--config NAME key=value …`` -> the name and the overrides."""
+    if any(arg in ("-h", "--help") for arg in argv):
+        print(f"{inspect.cleandoc(description)}\n\nusage: --config NAME_OR_FILE [key=value ...] [~key ...]")
+        sys.exit(0)
+    name, overrides, rest = None, [], list(argv)
+    while rest:
+        arg = rest.pop(0)
+        if arg == "--config" and rest:
+            name = rest.pop(0)
+        elif arg.startswith("--config="):
+            name = arg.partition("=")[2]
+        elif arg.startswith("-"):
+            raise UserError(f"unknown option {arg}; expected --config NAME and key=value overrides", code=2)
+        else:
+            overrides.append(arg)
+    if name is None:
+        raise UserError("--config is missing; `tune ls` lists the configs", code=2)
+    return name, overrides
