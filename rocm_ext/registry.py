@@ -58,7 +58,7 @@ class Recipe:
         """The YAML files that are shipped for it, by name."""
         folder = _folder("recipe_configs") if self.name in TITLES else self.file.parent
         others = {self.defaults.resolve()}
-        found = sorted(path for path in folder.glob("*.yaml") if path.resolve() not in others)
+        found = sorted(path for path in folder.iterdir() if path.suffix == ".yaml" and path.resolve() not in others)
         return [path for path in found if read_yaml(path).get("recipe") == self.name]
 
 

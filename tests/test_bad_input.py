@@ -303,7 +303,7 @@ def test_more_ranks_than_gpus(fails, monkeypatch):
     machine = replace(detect(), backend="cuda", torch_build="cuda", arch="sm_90", name="H200", gpu_count=1, bf16=True)
     monkeypatch.setattr(recipe, "detect", lambda: machine)
     monkeypatch.setattr(recipe, "local_world_size", lambda: 4)
-    monkeypatch.setattr("rocm_ext.config.layers.ensure_environment", lambda profile, machine: [])
+    monkeypatch.setattr("rocm_ext.config.main.apply_environment", lambda profile, machine: [])
     line = fails(hardware="cuda")
     assert "4 processes need 4 GPUs" in line
     assert "Use --nproc_per_node 1" in line

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from rocm_ext.recipes.raft_rocm import RAFT
 from torchtune import config as torchtune_config
 
-from rocm_ext import config, registry, verifiers
+from rocm_ext import config, verifiers
 from rocm_ext.hardware.profile import check_locked, load_profile
 from tests.test_run_configs import CONFIGS, head, text
 
@@ -25,7 +25,7 @@ def test_every_machine_has_configs():
     names = [f"strix_halo_{size}_raft" for size in sizes]
     names += ["mi300x_qwen7b_raft", "mi300x_qwen7b_raft_8gpu", "mi50_qwen0_5b_raft", "cpu_pocket_raft"]
     assert sorted(names) == NAMES
-    assert all(registry._recipe_of(name) == "raft_rocm" for name in NAMES)
+    assert all(config.recipe_of(name).name == "raft_rocm" for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,8 +26,8 @@ NAMES = [name for name in NAMES if "raft" not in name]
 STOCK = Path(torchtune.__file__).parents[1] / "recipes/configs"
 # Run configs show these keys even if the default would do.
 EDITED = {
-    "batch_size", "epochs", "max_steps_per_epoch", "resume_from_checkpoint", "save_adapter_weights_only", "seed",
-    "validation_fraction",
+    "batch_size", "epochs", "max_steps_per_epoch", "recipe", "resume_from_checkpoint", "save_adapter_weights_only",
+    "seed", "validation_fraction",
 }  # fmt: skip
 # Paths: torchtune's are under /tmp.
 PATHS = {"output_dir", "path", "merges_file", "checkpoint_dir"}
@@ -188,7 +188,7 @@ def test_models_that_share_a_builder_share_its_arguments():
 
 def test_tune_knows_them(monkeypatch):
     monkeypatch.setattr(_recipe_registry, "_ALL_RECIPES", [])
-    registry._add_recipes()
+    registry._add_recipes(registry.recipes())
     recipe = next(r for r in _recipe_registry.get_all_recipes() if r.name == RECIPE)
     assert [c.name for c in recipe.configs] == NAMES
     for entry in recipe.configs:

@@ -121,7 +121,8 @@ def check_same_run(
         UserError: naming everything that differs and would change the result.
     """
     now: Any = OmegaConf.to_container(cfg, resolve=True)
-    problems = difference(state["config"], now, free)
+    begun = {"recipe": now.get("recipe"), **state["config"]}  # older runs do not name their recipe
+    problems = difference(begun, now, free)
     for what, is_ in identity.items():
         was = state["identity"][what]
         if was != is_:  # fingerprints mean nothing to a reader
