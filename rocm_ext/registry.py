@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
     from typing import Any
 
@@ -54,6 +55,7 @@ class Recipe:
         """Its name for people."""
         return TITLES.get(self.name, self.name)
 
+    @cached_property
     def configs(self) -> list[Path]:
         """The YAML files that are shipped for it, by name."""
         folder = _folder("recipe_configs") if self.name in TITLES else self.file.parent
@@ -339,9 +341,9 @@ _OURS = ("/rocm-ext", "/rocm-ext.exe", "/rocm_ext/cli/__main__.py", "/rocm_ext/b
          *(f"/recipes/{name}.py" for name in TITLES))  # fmt: skip
 
 
-def _names_us(argv: list[str], table: Iterable[str]) -> bool:
+def _names_us(argv: list[str], table: Mapping[str, Recipe]) -> bool:
     # `tune ls` fails in torchtune itself if the pair is broken; other people's recipes are not our business
-    names = {*table, *_config_names()}
+    names = {*table, *(path.stem for recipe in table.values() for path in recipe.configs)}
     return len(argv) < 3 or any(name in names or is_recipe_file(name) for name in argv[2:])
 
 
@@ -350,10 +352,6 @@ def is_recipe_file(name: str) -> bool:
     from pathlib import Path
 
     return name.endswith(".py") and _recipe_main_call(Path(name)) is not None
-
-
-def _config_names() -> list[str]:
-    return sorted(path.stem for path in _folder("recipe_configs").glob("*.yaml"))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -368,7 +366,7 @@ def _add_recipes(table: Mapping[str, Recipe]) -> None:
         configs = [
             # torchtune joins these to its own folder, and joining an absolute path yields that path
             Config(name=path.stem, file_path=str(path))
-            for path in recipe.configs()
+            for path in recipe.configs
         ]
         entry = Recipe(name=recipe.name, file_path=str(recipe.file), configs=configs, supports_distributed=True)
         _ALL_RECIPES.append(entry)

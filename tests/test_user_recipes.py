@@ -181,7 +181,7 @@ def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(
         folder / "lora_plus.py", "--config", folder / "my_run.yaml", "lora_plus_ratio=8", monkeypatch=monkeypatch
     )
     assert ended == 0
-    slow, fast = made[0].param_groups
+    slow, fast = made[-1].param_groups  # the plan makes one, too
     assert (slow["lr"], fast["lr"]) == (1e-3, 8e-3)
     for group in (slow, fast):
         assert (group["weight_decay"], list(group["betas"]), group["fused"]) == (0.3, [0.8, 0.9], True)
@@ -287,7 +287,7 @@ def test_a_package_registers_recipes_and_configs(package, monkeypatch, capsys):
 def test_the_example_is_what_the_package_s_test_and_the_docs_name():
     recipe = registry.read_recipe(EXAMPLE / "lora_plus.py")
     assert (recipe.name, registry.family(recipe)) == ("lora_plus", "lora_finetune_rocm")
-    assert [path.name for path in recipe.configs()] == ["my_run.yaml"]
+    assert [path.name for path in recipe.configs] == ["my_run.yaml"]
 
 
 # -------------------------------------------------------------------------------------------------- the real tune
@@ -335,3 +335,28 @@ def test_other_recipes_of_torchtune_keep_their_messages(tmp_path):
     run = tune("run", "lora_finetune_single_device", "--config", "nothing.yaml", cwd=tmp_path)
     assert run.returncode
     assert "incompatible torch version" in run.stderr or "Skipping" not in run.stderr
+
+
+def test_a_recipe_by_name_starts_with_the_environment_too(tmp_path):
+    command = [str(Path(sys.executable).with_name("tune")), "run", "lora_finetune_rocm", "--config", "cpu_pocket"]
+    run = subprocess.run([*command, "epochs=1"], cwd=tmp_path, env=bare(), capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.count("GOMP_SPINCOUNT=20000 (") == 1
+    assert "demo/pocket" in run.stderr.splitlines()[-1]
+    assert "Skipping import of cpp extensions" not in run.stderr
+
+
+@pytest.mark.parametrize("spin", ["1", None])
+def test_eval_has_the_environment_before_torch_is_imported(tmp_path, spin):
+    environ = bare() | ({"GOMP_SPINCOUNT": spin} if spin else {})
+    command = [str(Path(sys.executable).with_name("rocm-ext")), "eval", "--config", "cpu_pocket_raft"]
+    run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert ("GOMP_SPINCOUNT=20000 (" in run.stderr) == (spin is None), "the user's own stays"
+    assert "torch was imported before" not in run.stderr
+    assert "Skipping import of cpp extensions" not in run.stderr
+
+
+def test_eval_wants_a_recipe_that_samples(tmp_path, capsys):
+    line = fails(capsys, lambda: rocm_ext(["eval", "--config", "cpu_pocket"]))
+    assert "config cpu_pocket is for lora_finetune_rocm; expected one of raft_rocm" in line

@@ -173,7 +173,7 @@ def find(name: str) -> Path:
     for shipped in (folder / f"{name}.yaml", theirs / f"{name}.yaml"):
         if shipped.is_file():
             return shipped
-    packaged = {path.stem: path for recipe in registry.recipes().values() for path in recipe.configs()}
+    packaged = {path.stem: path for recipe in registry.recipes().values() for path in recipe.configs}
     if name in packaged:
         return packaged[name]
     raise UserError(f"config {name} is neither a file nor one of this library's{nearest(name, packaged)}")
