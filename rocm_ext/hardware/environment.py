@@ -143,7 +143,7 @@ def ensure_environment(profile: Profile, machine: Machine) -> list[str]:
 
 
 def preset(profile: Profile) -> list[str]:
-    """Set the variables that ``profile`` sets on every machine. Call it before :func:`rocm_ext.hardware.machine.detect`,
+    """Set the variables that ``profile`` sets on every machine. Call it before ``detect``,
     which starts HIP, and if possible before torch is imported.
 
     Returns:
