@@ -16,7 +16,7 @@ from rocm_ext.model import lora
 from rocm_ext.model.build import build_model
 from rocm_ext.objectives import CrossEntropy
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import peers, protocol, sampling, sft, work
+from tests.benchmarks import peers, protocol, sampling, sft, startup, work
 from tests.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
 from tests.benchmarks.table import table
 from tests.tiny import run_config
@@ -253,6 +253,20 @@ def test_the_table():
     expected = "LoRA SFT | 11 M, 32,768 tokens, fp32 | TRL + PEFT | 2.35 x (2.00-3.00) | 1.50 x"
     assert said[2] == f"| {expected} | 1.00 / 2.00 GiB | 4 / 100 s |"
     assert "4.4% (4.0%-5.0%, 5 runs)" in said[-1]
+
+
+def test_start_up_is_told_as_a_ratio_within_rounds():
+    said = startup.report({startup.OURS: [2.0, 3.0, 8.0], startup.STOCK: [1.0, 2.0, 8.0]})
+    assert "ours takes 1.50 times stock torchtune's time (1.00-2.00, 3 rounds)" in said
+    assert "ours 3.0 s (2.0-8.0); torchtune 2.0 s (1.0-8.0)" in said
+
+
+@pytest.mark.slow
+def test_start_up_is_measured_on_runs_that_end_well(tmp_path):
+    seconds = startup.measure(tmp_path, rounds=1)
+    assert all(len(each) == 1 and each[0] > 1 for each in seconds.values())
+    assert (tmp_path / startup.OURS / "adapter").is_dir()
+    assert list((tmp_path / startup.STOCK).rglob("adapter*"))
 
 
 @pytest.mark.slow

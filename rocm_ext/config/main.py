@@ -47,8 +47,9 @@ def recipe_main(
 
         @wraps(main)
         def run() -> None:
-            gc.enable()  # rocm_ext.config.startup switches it off while modules are imported
-            gc.freeze()
+            if not gc.isenabled():  # see rocm_ext.config.startup
+                gc.enable()
+                gc.freeze()  # what was imported stays
             signal.signal(signal.SIGTERM, _terminate)
             sys.exit(guarded(action))
 

@@ -12,5 +12,6 @@ One run prints one table. The method:
 - Beside the ratio the table has the part that skipped work alone explains: arithmetic on padding, logits without a
   label, and rows that wait for the longest answer.
 
-``python -m tests.benchmarks.monitor`` measures the cost of the recorder separately.
+``python -m tests.benchmarks.monitor`` measures the cost of the recorder separately; ``python -m
+tests.benchmarks.startup`` compares the time that a run takes to start.
 """

@@ -1,0 +1,129 @@
+"""What torch's hook does in `tune run`: which variables it sets, and which command replaces the process."""
+
+import gc
+import os
+import sys
+
+import pytest
+import torch
+
+from rocm_ext import launch, registry
+from rocm_ext.config import startup
+from rocm_ext.hardware.profile import load_profile
+from tests.test_device import CPU, H200, MI300X, STRIX
+
+PROFILES = ("cpu", "strix_halo", "mi300x", "mi50", "radeon")
+VARIABLES = {registry.DECIDED, *(name for each in PROFILES for name in load_profile(each).environment)}
+
+
+@pytest.fixture
+def begin(monkeypatch):
+    """``begin(machine, *arguments)`` of `tune`: the command that replaces the process, or None."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    replaced = []
+    monkeypatch.setattr(startup, "replace_process", replaced.append)
+
+    def begin(machine, *arguments: str, tune: bool = True, initialized: bool = False):
+        monkeypatch.setattr(startup, "detect", lambda: machine)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+        monkeypatch.setattr(sys, "argv", ["/bin/tune", "run", *arguments])
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-W", "ignore", "/bin/tune", "run", *arguments])
+        startup.begin(tune)
+        return replaced.pop() if replaced else None
+
+    yield begin
+    gc.enable()
+
+
+def test_a_recipe_by_name_goes_on_as_its_script_with_the_profile_s_variables(begin):
+    command = begin(CPU, "lora_finetune_rocm", "--config", "cpu_pocket", "epochs=1")
+    script = str(registry.find("lora_finetune_rocm").file)
+    assert command == [
+        sys.executable,
+        "-W",
+        "ignore",
+        launch.__file__,
+        "file",
+        script,
+        "--config",
+        "cpu_pocket",
+        "epochs=1",
+    ]
+    assert os.environ["GOMP_SPINCOUNT"] == "20000"
+    assert registry.DECIDED in os.environ
+    assert begin(CPU, "lora_finetune_rocm", "--config", "cpu_pocket") is None, "once"
+
+
+def test_a_file_goes_on_as_the_module_that_tune_would_run(begin, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe.py").write_text("recipe_main('lora_finetune_rocm')(main)()")
+    assert begin(CPU, "mine/recipe.py", "--config", "cpu_pocket")[4:] == [
+        "module",
+        "mine.recipe",
+        "--config",
+        "cpu_pocket",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("machine", "hardware", "expected"),
+    [
+        (STRIX, "auto", "HSA_ENABLE_SDMA"),
+        (STRIX, "strix_halo", "ROCBLAS_USE_HIPBLASLT"),
+        (STRIX, "cpu", "GOMP_SPINCOUNT"),
+        (MI300X, "mi300x", None),
+        (H200, "auto", None),
+    ],
+)
+def test_the_profile_is_the_one_that_the_run_will_have(begin, machine, hardware, expected):
+    command = begin(machine, "raft_rocm", "--config", "mi300x_qwen7b_raft", f"hardware={hardware}")
+    assert (command is not None) == (expected is not None)
+    assert expected is None or os.environ[expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "several"),
+    [
+        (["--nproc_per_node", "8"], True),
+        (["--nproc-per-node=8"], True),
+        (["--nproc_per_node", "gpu"], True),
+        (["--nnodes", "2"], True),
+        (["--nnodes", "1:4", "--nproc_per_node", "1"], True),
+        (["--nnodes", "1", "--nproc_per_node", "1"], False),
+    ],
+)
+def test_a_launcher_sets_what_its_ranks_inherit_and_goes_on(begin, options, several):
+    assert begin(MI300X, *options, "lora_finetune_rocm", "--config", "mi300x_qwen72b") is None
+    assert ("GPU_MAX_HW_QUEUES" in os.environ) == several
+
+
+def test_a_launcher_does_not_keep_the_gpu_that_it_looked_at(begin):
+    arguments = ["--nproc_per_node", "8", "lora_finetune_rocm", "--config", "mi300x_qwen72b"]
+    command = begin(MI300X, *arguments, initialized=True)
+    assert command == [sys.executable, "-W", "ignore", "/bin/tune", "run", *arguments]
+    assert begin(MI300X, *arguments, initialized=True) is None, "once"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["lora_finetune_rocm"],
+        ["lora_finetune_rocm", "--config", "no_such_config"],
+        ["lora_finetune_rocm", "--config", "cpu_pocket", "hardware=no_such"],
+        ["lora_finetune_rocm", "--config", "cpu_pocket", "--strange"],
+        ["lora_finetune_single_device", "--config", "cpu_pocket"],
+    ],
+)
+def test_what_the_recipe_will_refuse_is_left_to_it(begin, arguments):
+    assert begin(CPU, *arguments) is None
+    assert registry.DECIDED not in os.environ
+
+
+def test_variables_of_the_user_s_stay(begin, monkeypatch):
+    for name in load_profile("cpu").environment:
+        monkeypatch.setenv(name, "7")
+    assert begin(CPU, "lora_finetune_rocm", "--config", "cpu_pocket") is None
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
