@@ -178,7 +178,7 @@ class Facts:
     def boot(self, add: str = "", remove: str = "") -> str:
         """How to change the kernel's command line: a command, or an instruction where the boot loader is unknown."""
         words = self._distribution
-        # by ID alone: immutable systems derived from Fedora name it in ID_LIKE, and have no grubby
+        # by ID alone: immutable systems derived from Fedora name it in ID_LIKE and set parameters otherwise
         if words[:1] and words[0] in ("fedora", "rhel", "centos", "rocky", "almalinux"):
             changes = [f"--remove-args='{remove}'" if remove else "", f"--args='{add}'" if add else ""]
             return f"sudo grubby --update-kernel=ALL {' '.join(filter(None, changes))}  # then reboot"
