@@ -290,8 +290,11 @@ def test_unknown_keys(run, lines, overrides, message):
 @pytest.mark.parametrize(
     ("component", "message"),
     [
-        ("no_such_module.model", "No module named 'no_such_module'"),
-        ("torchtune.models.qwen2_5.lora_qwen2_5_8b", "'lora_qwen2_5_8b' is importable from .*models.qwen2_5"),
+        ("no_such_module.model", "there is no module 'no_such_module'"),
+        (
+            "torchtune.models.qwen2_5.lora_qwen2_5_8b",
+            "models.qwen2_5 has no 'lora_qwen2_5_8b'; did you mean lora_qwen2_5_",
+        ),
         ("torchtune.models.qwen2_5", "is a module; expected a function or class"),
         ("broken.model", "cannot be imported: .*no_such_dependency"),
         ("''", "cannot be imported: "),
@@ -302,6 +305,16 @@ def test_components_that_cannot_be_imported(run, tmp_path, component, message):
     (tmp_path / "broken.py").write_text("import no_such_dependency\n")
     with pytest.raises(UserError, match=rf"(?s)^model\._component_ .*{message}"):
         run("", f"model={component}" if component not in ("''", "7") else f"model._component_={component}")
+
+
+def test_names_of_earlier_versions(run):
+    cfg = run(
+        "loss: {_component_: rocm_ext.loss.LinearCrossEntropyLoss, chunk_tokens: 8}\n"
+        "dataset_val: [{_component_: rocm_ext.data.sft_dataset, source: a}]\n"
+    )
+    assert cfg.loss == {"_component_": "rocm_ext.objectives.CrossEntropy", "chunk_tokens": 8}
+    saved = {"loss": {"_component_": "rocm_ext.loss.LinearCrossEntropyLoss", "chunk_tokens": 8}}
+    assert config.difference(saved, {"loss": dict(cfg.loss)}, frozenset()) == []
 
 
 @pytest.mark.parametrize("value", ["torchtune.models.qwen2_5.lora_qwen2_5_0_5b", "{lora_rank: 8}", "7", "[a]"])

@@ -967,7 +967,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"_component_": "MathAnswer"}, "module.Class"),
         ({"_component_": "my_broken.X"}, "no_such_thing"),
         ({"_component_": "my_verifiers.Fails"}, "RuntimeError: cannot"),
-        ({"_component_": "my_verifiers.CONSTANT"}, "not a class"),
+        ({"_component_": "my_verifiers.CONSTANT"}, "expected a function or class"),
         ({"_component_": "my_verifiers.Mien"}, "did you mean Mine"),
         ({"_component_": HERE + "All", "verifiers": [{"_component_": HERE + "Regex"}]}, "pattern or field"),
         ({"_component_": HERE + "All", "verifiers": []}, "list of verifiers"),

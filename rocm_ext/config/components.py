@@ -1,16 +1,20 @@
 """Nodes of a config that name a component: a function or class, with its arguments."""
 
 import inspect
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rocm_ext.errors import UserError, nearest, one_line
+from rocm_ext.importing import COMPONENT, import_component
 
-COMPONENT = "_component_"
+# What configs written for earlier versions say
+_MOVED = {
+    "rocm_ext.prompts.prompt_dataset": "rocm_ext.data.prompt_dataset",
+    "rocm_ext.loss.LinearCrossEntropyLoss": "rocm_ext.objectives.CrossEntropy",
+    "rocm_ext.loss.ClippedRatioLoss": "rocm_ext.objectives.ClippedRatio",
+}
 # Keys whose value names a component
 _COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
 _COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier"}
@@ -40,6 +44,15 @@ def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
         raise
     except Exception as error:  # whatever the component raises
         raise UserError(f"{key}: {node[COMPONENT]}: {one_line(error)}") from error
+
+
+def with_new_names(node: Any) -> Any:
+    """A copy of a config's content that calls components by their names of today."""
+    if isinstance(node, Mapping):
+        return {
+            key: _MOVED.get(value, value) if key == COMPONENT else with_new_names(value) for key, value in node.items()
+        }
+    return [with_new_names(each) for each in node] if isinstance(node, list) else node
 
 
 def takes(node: DictConfig, argument: str, key: str) -> bool:
@@ -79,17 +92,7 @@ def _check_arguments(key: str, node: DictConfig) -> None:
 
 
 def _component(node: DictConfig, key: str) -> Callable:
-    from torchtune.config._errors import InstantiationError
-    from torchtune.config._utils import _get_component_from_path
-
-    if os.getcwd() not in sys.path:  # a user's own components lie beside their YAML
-        sys.path.append(os.getcwd())
     try:
-        component = _get_component_from_path(node[COMPONENT])
-    except (InstantiationError, ImportError, AttributeError, ValueError) as error:
-        cause = " ".join(line for line in str(error).split("\n") if not line.startswith("Error loading"))
-        raise UserError(f"{key}._component_ {node[COMPONENT]!r} cannot be imported: {cause}") from error
-    if not callable(component):
-        kind = type(component).__name__
-        raise UserError(f"{key}._component_ {node[COMPONENT]!r} is a {kind}; expected a function or class")
-    return component
+        return import_component(node[COMPONENT])
+    except UserError as error:
+        raise UserError(f"{key}.{COMPONENT} {error}") from error

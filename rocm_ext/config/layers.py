@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rocm_ext import registry
-from rocm_ext.config.components import COMPONENT, check_components
+from rocm_ext.config.components import COMPONENT, check_components, with_new_names
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.hardware.bench_file import of_this_machine
 from rocm_ext.hardware.machine import detect
@@ -55,7 +55,7 @@ def load(recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = ()
     path = find(name)
     if isinstance(recipe, str):
         recipe = registry.find(recipe, path.parent)
-    run, overrides = _without_removed(_read(path), name, list(overrides))
+    run, overrides = _without_removed(with_new_names(_read(path)), name, list(overrides))
     on_command_line = _by_key(overrides)
     for stated in (run.get("recipe"), on_command_line.get("recipe")):
         _check_recipe(name, stated, recipe, path.parent)
@@ -101,10 +101,12 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
 
 
 def trainer_config(cfg: DictConfig) -> dict[str, Any]:
-    """What the SFT recipe, which trains for all others, reads of a config; its defaults for what that lacks. Without
-    data: those are the recipe's own."""
+    """The config of a training run inside another recipe: the SFT recipe's keys, with its defaults for those that
+    ``cfg`` lacks, and the keys that a recipe of the user's own adds. It names no data: the recipe brings its own."""
     whole: Any = OmegaConf.to_container(cfg)
     known = {key: whole.get(key, default) for key, default in defaults(registry.SFT).items()}
+    ours = set().union(*map(defaults, registry.TITLES))
+    known |= {key: value for key, value in whole.items() if key not in ours}
     return known | {"recipe": registry.SFT, "dataset": None, "dataset_val": None}
 
 
@@ -181,7 +183,7 @@ def find(name: str) -> Path:
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:
     """``key: was A, is B`` for every leaf that differs, keys named in ``free`` left out."""
-    flat_old, flat_new = _flatten(old), _flatten(new)
+    flat_old, flat_new = _flatten(with_new_names(old)), _flatten(new)
     return [
         f"{key}: was {flat_old.get(key)}, is {flat_new.get(key)}"
         for key in sorted({*flat_old, *flat_new})

@@ -1,17 +1,12 @@
 """Verifiers built from nodes of a configuration."""
 
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from rocm_ext.errors import UserError, nearest, one_line
+from rocm_ext.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verifier
-
-KEY = "_component_"
 
 
 class Wrapped(Verifier):
@@ -45,11 +40,14 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
     """
     if isinstance(node, Verifier):
         return node
-    if not isinstance(node, Mapping) or not isinstance(node.get(KEY), str):
-        raise UserError(f"a verifier must be a mapping with {KEY}: module.Class, found {_shown(node)}")
-    path = node[KEY]
-    made = _find(path)
-    args = {name: _built(value) for name, value in node.items() if name != KEY}
+    if not isinstance(node, Mapping) or not isinstance(node.get(COMPONENT), str):
+        raise UserError(f"a verifier must be a mapping with {COMPONENT}: module.Class, found {_shown(node)}")
+    path = node[COMPONENT]
+    try:
+        made = import_component(path)
+    except UserError as error:
+        raise UserError(f"{COMPONENT} {error}") from error
+    args = {name: _built(value) for name, value in node.items() if name != COMPONENT}
     try:
         signature = inspect.signature(made)
     except (TypeError, ValueError):  # written in C
@@ -79,35 +77,8 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
 
 def _built(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return build(value) if KEY in value else {key: _built(item) for key, item in value.items()}
+        return build(value) if COMPONENT in value else {key: _built(item) for key, item in value.items()}
     return [_built(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _find(path: str) -> Any:
-    """The class or function that a dotted path names."""
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise UserError(f"{KEY}: {path!r} must be module.Class, such as rocm_ext.verifiers.MathAnswer")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-        importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name + ".").startswith(error.name + "."):
-            raise UserError(f"{KEY}: {path!r}: there is no module {error.name!r} here or in {here}") from error
-        raise UserError(f"{KEY}: {path!r}: importing {module_name} raised {one_line(error)}") from error
-    except Exception as error:
-        raise UserError(f"{KEY}: {path!r}: importing {module_name} raised {one_line(error)}") from error
-    if not hasattr(module, name):
-        public = [key for key, value in vars(module).items() if callable(value) and key[:1] != "_"]
-        classes = [key for key in public if isinstance(getattr(module, key), type)]
-        raise UserError(f"{module_name} has no {name!r}{nearest(name, classes or public) if public else ''}")
-    found = getattr(module, name)
-    if not callable(found):
-        raise UserError(f"{KEY}: {path!r} is a {type(found).__name__}, not a class")
-    return found
 
 
 def _shown(node: Any) -> str:
