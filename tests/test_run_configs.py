@@ -16,6 +16,7 @@ from rocm_ext import config, registry
 from rocm_ext.config import layers
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import check_locked, load_profile
+from rocm_ext.nested import flatten
 from tests.test_device import CPU, STRIX
 from tests.tiny import tune
 
@@ -127,9 +128,9 @@ def test_departures_from_torchtune_say_so(name):
         assert ours[part]._component_ == stock[part]._component_
     assert ours.checkpointer.checkpoint_files == stock.checkpointer.checkpoint_files
     assert ours.checkpointer.model_type == stock.checkpointer.model_type
-    theirs = layers._flatten(OmegaConf.to_container(stock))
+    theirs = flatten(OmegaConf.to_container(stock))
     lines = {line.split(":")[0].strip(): line for line in text(name).splitlines() if ":" in line and line[0] != "#"}
-    for path, value in layers._flatten(OmegaConf.to_container(ours)).items():
+    for path, value in flatten(OmegaConf.to_container(ours)).items():
         key = path.split(".")[-1]
         said = re.search(r"# torchtune: ([\w.-]+?)(?=[;,. ]|$)", lines.get(key, ""))
         if key in PATHS or path not in theirs or key == "_component_":

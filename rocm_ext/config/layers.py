@@ -27,6 +27,7 @@ from rocm_ext.hardware.bench_file import of_this_machine
 from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import choose_profile, load_profile
 from rocm_ext.log import log
+from rocm_ext.nested import flatten
 
 # Two ways to say the same: the higher layer's wins, and unsets the other.
 _RIVALS = {
@@ -183,18 +184,12 @@ def find(name: str) -> Path:
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:
     """``key: was A, is B`` for every leaf that differs, keys named in ``free`` left out."""
-    flat_old, flat_new = _flatten(with_new_names(old)), _flatten(new)
+    flat_old, flat_new = flatten(with_new_names(old)), flatten(new)
     return [
         f"{key}: was {flat_old.get(key)}, is {flat_new.get(key)}"
         for key in sorted({*flat_old, *flat_new})
         if flat_old.get(key) != flat_new.get(key) and not free & {key, key.split(".")[0]}
     ]
-
-
-def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(node, Mapping):
-        return {prefix: node}
-    return {k: v for name, value in node.items() for k, v in _flatten(value, f"{prefix}.{name}".lstrip(".")).items()}
 
 
 def _read(path: Path) -> dict[str, Any]:

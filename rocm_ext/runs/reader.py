@@ -20,6 +20,7 @@ import yaml
 from rocm_ext.errors import UserError
 from rocm_ext.files import json_object, read_lines
 from rocm_ext.hardware.counters import HARDWARE_LOG
+from rocm_ext.nested import flatten
 from rocm_ext.registry import RAFT, SFT, TITLES
 from rocm_ext.runs.scores import wilson
 
@@ -268,7 +269,7 @@ class RunFolder:
 
     def settings(self) -> dict[str, Any]:
         """``config.yaml``, flat: ``optimizer.lr`` and so on."""
-        return _flatten(self.config)
+        return flatten(self.config)
 
     def differing_settings(self, other: "RunFolder") -> dict[str, tuple[Any, Any]]:
         """Settings that differ, by name, with this run's value and the other's.
@@ -390,9 +391,3 @@ def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
     except OSError as error:
         problems.append(f"{path} cannot be read: {error.strerror or error}")
         return None
-
-
-def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(node, Mapping) or not node:
-        return {prefix: node}
-    return {k: v for name, value in node.items() for k, v in _flatten(value, f"{prefix}.{name}".lstrip(".")).items()}

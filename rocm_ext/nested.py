@@ -1,0 +1,11 @@
+"""Mappings of mappings, as configs are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted path: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``. Lists and empty mappings are values."""
+    if not isinstance(node, Mapping) or not node:
+        return {prefix: node}
+    return {k: v for name, value in node.items() for k, v in flatten(value, f"{prefix}.{name}".lstrip(".")).items()}
