@@ -400,7 +400,7 @@ def test_file_that_cannot_grow(make, reference, tmp_path, what):
         code, messages = run(make(out), prepare=lambda: limit_files(20_000))
         assert steps(out) == []
     assert code == 1, messages
-    assert_one_line(messages, what, "a size limit is full")
+    assert_one_line(messages, what, "size limit is reached")
     assert not list(out.glob("checkpoints/.*"))
     assert resume(make(out))[0] == 0
     assert_equal(out, reference)
