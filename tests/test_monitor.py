@@ -767,15 +767,15 @@ class Recipe:
 
     def __init__(self, out: Path, error: type[BaseException], main: bool = True) -> None:
         self.cfg = SimpleNamespace(output_dir=str(out), hardware_log_seconds=0.1)
-        self.ranks, self._error = SimpleNamespace(is_main=main), error
+        self.runtime, self._error = SimpleNamespace(ranks=SimpleNamespace(is_main=main)), error
 
     def setup(self) -> None:
         """A run must not write anything before all of this has succeeded."""
         assert no_thread()
 
     def train(self) -> None:
-        assert no_thread() is not self.ranks.is_main
-        if self.ranks.is_main:
+        assert no_thread() is not self.runtime.ranks.is_main
+        if self.runtime.ranks.is_main:
             wait_for_lines(Path(self.cfg.output_dir) / "hardware.jsonl", 2)
         raise self._error("so")
 
