@@ -178,7 +178,7 @@ def test_unknown_names_and_broken_files(tmp_path):
     host = "memory: {of: host}\n"
     never = host + "environment: {A: {value: '1', reason: r, when: never}}"
     for broken, told in (
-        ("", "own lacks 'memory'"),
+        ("", "lacks 'memory'"),
         ("memory: {of: moon}", "memory.of is 'moon', expected host or device or unified"),
         ("memory: host", "memory is 'host', expected an object"),
         ("memory: {of: device}", "memory.fraction is None, expected float"),
