@@ -346,7 +346,7 @@ def test_sigterm_while_training(make, reference, tmp_path, step):
     out = tmp_path / "out"
     code, messages = forked(main, make(out), prepare=prepare)
     assert code == 143, messages
-    assert "all saved; go on with resume_from_checkpoint=True" in messages
+    assert "all saved; continue with resume_from_checkpoint=True" in messages
     assert forked(main, make(out), "resume_from_checkpoint=True")[0] == 0
     assert_equal(out, reference)
 
@@ -391,7 +391,7 @@ def test_ctrl_c_while_sampling(make, reference, tmp_path):
     out = tmp_path / "out"
     code, messages = forked(main, make(out, eval_prompts=None), prepare=prepare)
     assert code == 130, messages
-    assert "stopped in cycle 1, all saved; go on with resume_from_checkpoint=True" in messages
+    assert "stopped in cycle 1, all saved; continue with resume_from_checkpoint=True" in messages
     assert "Traceback" not in messages
     recorded = read_records(out / "cycle_1" / "samples.jsonl")
     assert 9 <= len(recorded) < 48

@@ -189,7 +189,7 @@ def test_stopped(make, reference, tmp_path, signum, code):
     out = tmp_path / "out"
     found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which the run still completes
     assert found == code, messages
-    assert "stopped at step 7, all saved; go on with resume_from_checkpoint=True" in messages
+    assert "stopped at step 7, all saved; continue with resume_from_checkpoint=True" in messages
     assert "Traceback" not in messages
     assert steps(out)[-1] == 7
     assert not (out / "adapter").exists()
@@ -237,7 +237,7 @@ def test_torn_newest_checkpoint(make, reference, tmp_path):
 
     code, messages = resume(make(out))
     assert code == 0
-    assert "step_00000006 cannot be read and is passed over" in messages
+    assert "step_00000006 cannot be read and is skipped" in messages
     assert "resumed from" in messages
     assert_equal(out, reference)
     assert steps(out) == [8, 10]
@@ -317,7 +317,7 @@ def test_used_output_dir(make, reference, tmp_path):
     before = tree(out)
     code, messages = run(make(out))
     assert code == 1
-    assert "resume_from_checkpoint=True goes on with it, overwrite_output_dir=True replaces it" in messages
+    assert "resume_from_checkpoint=True continues it, overwrite_output_dir=True replaces it" in messages
     code, messages = run(make(out), "overwrite_output_dir=True", "tokens_per_micro_batch=1")
     assert (code, "tokens_per_micro_batch is 1" in messages) == (1, True), messages
     assert tree(out) == before  # a mistake changes nothing
