@@ -444,7 +444,7 @@ def test_another_run_in_the_same_folder_is_refused(reference, make, tmp_path, ov
     assert "Traceback" not in messages
     code, messages = forked(main, make(out))
     assert code == 1
-    assert "resume_from_checkpoint=True goes on" in messages
+    assert "resume_from_checkpoint=True continues a RAFT run" in messages
     assert outcome(out) == before
 
 
