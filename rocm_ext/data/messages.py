@@ -14,8 +14,8 @@ class Turn(NamedTuple):
 
     Attributes:
         role: torchtune's name of the role, a value of :data:`ROLES`.
-        content: text.
-        masked: True for a message without training tokens.
+        content: text of the message.
+        masked: whether the loss excludes the whole message.
     """
 
     role: str
