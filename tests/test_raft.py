@@ -235,7 +235,7 @@ def test_clipped_ratio_equals_its_formula():
     (grad,) = torch.autograd.grad(expected, hidden)
     loss = ClippedRatio(0.28, chunk_tokens=7)(head, hidden, targets, {"old_logprobs": old}, torch.zeros_like(targets))
     (found,) = torch.autograd.grad(loss, hidden)
-    assert 5 < (ratio > 1.28).sum() < 35  # some of both kinds
+    assert 5 < (ratio > 1.28).sum() < 35  # some ratios are clipped and some are not
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-6)
 
@@ -466,7 +466,8 @@ def test_base_starts_each_cycle_from_the_first_adapter(reference, make, tmp_path
     assert code == 0, messages
     assert (out / "cycle_1" / WEIGHTS).read_bytes() == (reference / "cycle_1" / WEIGHTS).read_bytes()
     samples = [(top / "cycle_2" / "samples.jsonl").read_text() for top in (out, reference)]
-    assert sorted(samples[0].splitlines()) == sorted(samples[1].splitlines())  # of the same model
+    # cycle 1 of both runs has the same adapter
+    assert sorted(samples[0].splitlines()) == sorted(samples[1].splitlines())
     assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
 
 
@@ -583,7 +584,7 @@ def test_a_mended_verifier_judges_again_without_sampling_again(make, tmp_path):
     assert "max_error_share" in messages
     samples = (out / "cycle_1" / "samples.jsonl").read_bytes()
     assert "ERROR" not in (out / "cycle_1" / "verdicts.jsonl").read_text()
-    # same name in the config, different behaviour
+    # the resumed run has the same verifier in its config, but accepts its errors
     code, messages = forked(
         main, make(out, verifier=broken, eval_prompts=None), "resume_from_checkpoint=True", "max_error_share=1",
     )  # fmt: skip

@@ -301,7 +301,7 @@ def test_another_run_is_refused(make, reference, folder, overrides, message):
 
 
 def test_what_is_free_to_change(make, reference, tmp_path):
-    """Micro-batches and paths may change on resuming; they change rounding at most."""
+    """A resumed run may have other micro-batches and paths; they change only the rounding."""
     out = tmp_path / "out"
     assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
     code, messages = resume(make(out, batch_size=2, log_every_n_steps=3, keep_last_n_checkpoints=1))
@@ -352,7 +352,7 @@ def test_early_stopping(make, tmp_path):
     assert run(killed)[0] == -signal.SIGKILL
     assert resume(make(out, **options))[0] == 0
     assert_equal(out, whole)
-    assert resume(make(out, **options))[0] == 0  # stopped already
+    assert resume(make(out, **options))[0] == 0  # early stopping has ended the run already
     assert_equal(out, whole)
 
 
@@ -370,7 +370,7 @@ def test_disk_full_in_a_checkpoint(make, reference, tmp_path):
         assert steps(out) == [2, 4]
         assert not list(out.glob("checkpoints/.*"))
 
-        code, messages = resume(make(out))  # still full
+        code, messages = resume(make(out))  # the disk is still full
         assert code == 1, messages
         assert_one_line(messages, "no space left to write", "free some space")
         filler.unlink()
