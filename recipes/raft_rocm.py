@@ -238,7 +238,7 @@ class RAFT:
         if not kept:
             raise UserError(
                 f"cycle {cycle}: nothing to train on. {len(phase.samples)} answers: {verdicts}; {rules}. Raise "
-                "samples_per_prompt or max_new_tokens, or take easier prompts or a model that is sometimes right"
+                "samples_per_prompt or max_new_tokens, or use easier prompts or a model that is right more often"
             )
         log.info("cycle %d: %d answers: %s; %s", cycle, len(phase.samples), verdicts, rules)
         if self.ranks.is_main:
@@ -356,7 +356,7 @@ def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
         UserError: ``eval_prompts`` is not set, or the evaluation cannot run.
     """
     if cfg.eval_prompts is None:
-        raise UserError("eval_prompts is not set; name the prompts to evaluate on")
+        raise UserError("eval_prompts is not set; set it to the prompts to evaluate on")
     if adapter is not None:
         cfg.checkpointer.adapter_checkpoint = str(adapter)
     cfg.prompts = None  # the evaluation does not read the training prompts

@@ -1,4 +1,4 @@
-"""Sample and verify at the same time, and record each sample and each verdict in a file at once.
+"""Sample and verify at the same time, and write each sample and each verdict to a file as soon as it exists.
 
 A phase is a set of requests. No recorded work is repeated: a phase that was killed continues with the requests
 without a sample and the samples without a verdict.

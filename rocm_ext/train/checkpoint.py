@@ -1,4 +1,4 @@
-"""Checkpoints of a run. A checkpoint is written atomically, and a run that resumes from it is bit-identical."""
+"""Checkpoints of a run. Writing one is atomic, and a run that resumes from it equals an undisturbed run bit for bit."""
 
 import random
 import shutil

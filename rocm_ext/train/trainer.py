@@ -96,7 +96,7 @@ class Trainer:
         self.validation_loader = None
         if validation_rows is not None:
             self.validation_loader = self._loader(validation_rows, Steps(len(validation_rows), per_step, shuffle=False))
-        log.info("%s rows, %d a step, %d steps an epoch", f"{len(rows):,}", per_step, self.loader.steps.per_epoch)
+        log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", per_step, self.loader.steps.per_epoch)
         self.optimizer = self.setup_optimizer()
         self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
         self.scheduler = self.setup_scheduler()
