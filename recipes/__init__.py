@@ -1,1 +1,1 @@
-"""The recipes, importable as ``rocm_ext.recipes`` once installed."""
+"""The recipes. An installation provides them as ``rocm_ext.recipes``."""

@@ -3,8 +3,8 @@
     tune run lora_finetune_rocm --config strix_halo_qwen7b
     tune run --nproc_per_node 8 lora_finetune_rocm --config mi300x_qwen72b
 
-``LoRAFinetune.setup`` is the table of contents. A part is changed by a subclass of ``Learner`` (model, loss) or
-``Trainer`` (optimiser, schedule, step), handed to the recipe: see docs/extending.md.
+``LoRAFinetune.setup`` is the table of contents. To change a part, subclass ``Learner`` (model, loss) or ``Trainer``
+(optimiser, schedule, step) and pass the class to the recipe: see docs/extending.md.
 """
 
 import os
@@ -31,9 +31,9 @@ class LoRAFinetune:
     """Fine-tunes LoRA or DoRA adapters of a torchtune model.
 
     Args:
-        cfg: what :func:`rocm_ext.config.load` returns for ``lora_finetune_rocm``, or a recipe that extends it.
-        learner: what builds the model.
-        trainer: what trains it.
+        cfg: config of ``lora_finetune_rocm`` or of a recipe that extends it, from :func:`rocm_ext.config.load`.
+        learner: class that builds the model.
+        trainer: class that trains the model.
 
     Raises:
         UserError: a value in ``cfg`` is out of range.
@@ -45,7 +45,11 @@ class LoRAFinetune:
         self.metric_logger: Any = None
 
     def setup(self) -> None:
-        """Everything that can fail for the user's reasons, the cheap parts first."""
+        """Prepare the run, cheap steps first, so that a user's mistake ends the run early.
+
+        Raises:
+            UserError: the config, the data, the weights or the machine do not allow this run.
+        """
         cfg = self.cfg
         self.runtime = Runtime.open(cfg)
         folder = OutputDir.open(cfg, self.runtime.ranks)
@@ -67,7 +71,13 @@ class LoRAFinetune:
         )
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
-        """Rows to train on, and those to validate on.
+        """Read and tokenise the rows.
+
+        Args:
+            tokenizer: the config's tokenizer.
+
+        Returns:
+            The training rows, and the validation rows or None.
 
         Raises:
             UserError: the data cannot be read, or settings contradict each other.
@@ -94,7 +104,12 @@ class LoRAFinetune:
         return rows
 
     def train(self) -> None:
-        """Train to the last step, then write the outputs."""
+        """Train to the last step, then write the outputs.
+
+        Raises:
+            Interrupted: the user asked to stop; the last step is saved.
+            UserError: a loss is not finite, or the disk is full.
+        """
         self.trainer.train()
 
     def cleanup(self) -> None:

@@ -1,11 +1,11 @@
-"""RAFT on 1…N ranks: sample answers, verify them, keep the right ones, train on those, repeat (arXiv:2304.06767).
+"""RAFT on 1…N ranks: sample answers, verify them, keep the correct ones, train on those, repeat (arXiv:2304.06767).
 
     tune run raft_rocm --config strix_halo_qwen7b_raft
     tune run --nproc_per_node 8 raft_rocm --config mi300x_qwen7b_raft_8gpu
 
-Every arrow is a file: ``cycle_k/`` has ``samples.jsonl``, ``verdicts.jsonl``, ``kept.jsonl``, ``adapter/`` and
-``eval.json``; ``cycle_0/`` has the evaluation before any training. A run that was stopped continues from the last
-complete record. A cycle's training is one run of :class:`Trainer`, the SFT recipe's.
+Each stage writes a file: ``cycle_k/`` has ``samples.jsonl``, ``verdicts.jsonl``, ``kept.jsonl``, ``adapter/`` and
+``eval.json``. ``cycle_0/`` has the evaluation before any training. A stopped run continues after its last complete
+record. To train, each cycle runs the SFT recipe's :class:`Trainer` once.
 """
 
 import json
@@ -53,9 +53,9 @@ class RAFT:
     """Trains an adapter on the model's own verified answers.
 
     Args:
-        cfg: what :func:`rocm_ext.config.load` returns for ``raft_rocm``, or a recipe that extends it.
-        learner: what builds the model.
-        trainer: what trains it in each cycle.
+        cfg: config of ``raft_rocm`` or of a recipe that extends it, from :func:`rocm_ext.config.load`.
+        learner: class that builds the model.
+        trainer: class that trains the model in each cycle.
 
     Raises:
         UserError: a value in ``cfg`` is out of range.
@@ -74,13 +74,17 @@ class RAFT:
             stop_strings=tuple(cfg.stop_strings),
         )
         self.out = Path(cfg.output_dir)
-        self.interrupt = Interrupt()  # one for all phases
+        self.interrupt = Interrupt()  # all phases share it
         self.metric_logger: Any = None
 
     # ---- set-up
 
     def setup(self) -> None:
-        """Everything that can fail for the user's reasons, the cheap parts first."""
+        """Prepare the run, cheap steps first, so that a user's mistake ends the run early.
+
+        Raises:
+            UserError: the config, the prompts, the weights or the machine do not allow this run.
+        """
         cfg = self.cfg
         self.runtime = Runtime.open(training_config(cfg))
         self.ranks = self.runtime.ranks
@@ -98,7 +102,14 @@ class RAFT:
         self.history = self._setup_folder(begun)
 
     def _setup_folder(self, begun: dict[str, Any] | None) -> History:
-        """Make the folder this run's, once nothing can fail any more."""
+        """Claim the output folder for this run; called once all other set-up has succeeded.
+
+        Args:
+            begun: the recorded config and identity of the run to resume; None starts a new run.
+
+        Raises:
+            UserError: the recorded run differs from this one, or the disk is full.
+        """
         cfg, prompts = self.cfg, self.prompts
         identity = {
             "base model": self.learner.base_fingerprint,
@@ -120,7 +131,12 @@ class RAFT:
     # ---- the cycle
 
     def train(self) -> None:
-        """All cycles, then the outputs."""
+        """Run all cycles, then write the outputs.
+
+        Raises:
+            Interrupted: the user asked to stop; all finished work is saved.
+            UserError: a cycle cannot continue; the message says why.
+        """
         done = 0
         with self.verification() as self.rollouts:
             if self.prompts.held_out:
@@ -135,22 +151,25 @@ class RAFT:
 
     @contextmanager
     def verification(self) -> Iterator[Rollouts]:
-        """Worker processes that verify while the model samples."""
+        """Start the worker processes that verify while the model samples, and yield what makes the phases."""
         with Pool(self.verifier, verify_workers(self.cfg), self.cfg.verify_timeout) as pool:
             yield Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share)
 
     def cycle(self, cycle: int) -> str | None:
-        """Sample, verify, filter, train, evaluate. What a file says is done is not done again.
+        """Sample, verify, filter, train, evaluate; skip stages whose files are complete.
+
+        Args:
+            cycle: number of the cycle, from 1.
 
         Returns:
-            why no other cycle should follow, or None.
+            The reason to stop after this cycle, or None to continue.
         """
         if cycle not in self.history.rows:
             if not Cycle(self.out, cycle).trained:
                 asked = self.choose(cycle)
                 if not asked:
                     asked_of = len(self.prompts.training)
-                    return f"none of {asked_of} prompts is worth asking in cycle {cycle} (skip_solved)"
+                    return f"none of {asked_of} prompts qualifies for cycle {cycle} (skip_solved, retry_unsolved_after)"
                 phase = self.sample(cycle, asked)
                 self.fit(cycle, self.keep(cycle, phase))
             self.adapters.check_changed(cycle)
@@ -160,7 +179,7 @@ class RAFT:
         return stop_reason(self.history.until(cycle), self.cfg.min_entropy, self.cfg.stop_after_no_gain)
 
     def choose(self, cycle: int) -> list[Prompt]:
-        """The prompts that a cycle asks."""
+        """Choose the prompts that a cycle asks."""
         cfg = self.cfg
         chosen = choose_prompts(
             [prompt.id for prompt in self.prompts.training],
@@ -174,14 +193,14 @@ class RAFT:
         return [self.prompts[prompt_id] for prompt_id in chosen]
 
     def sample(self, cycle: int, asked: Sequence[Prompt]) -> Phase:
-        """Answers of the model as the cycle before left it, and their verdicts."""
+        """Sample answers to ``asked`` with the previous cycle's adapter, and verify them."""
         tokens, samples = self.prompts.tokens, self.cfg.samples_per_prompt
         requests = sampling_requests(asked, tokens, samples, self.cfg.seed, cycle)
         return self._phase(cycle, "sample", cycle - 1, [(request, self.sampling) for request in requests], asked)
 
     def _phase(self, cycle: int, what: str, adapter_of: int, requests: Sequence, prompts: Sequence[Prompt]) -> Phase:
-        """Completions of ``requests`` with their verdicts, from the model with the adapter of a cycle."""
-        if signum := self.interrupt.agree(self.ranks):  # it came after the phase before had last looked
+        """Complete ``requests`` with the adapter of cycle ``adapter_of``, and verify the completions."""
+        if signum := self.interrupt.agree(self.ranks):  # a signal may arrive after the previous phase's last check
             raise Interrupted(f"in cycle {cycle}", signum)
         self.adapters.load(adapter_of)
         folder = self.adapters.folder(adapter_of)
@@ -195,23 +214,23 @@ class RAFT:
                 lambda: self.engine.session(folder if folder.exists() else None),
             )
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the cache's memory is training's now
-        if phase.stats.get("tokens"):  # else all of it was recorded before
+            torch.cuda.empty_cache()  # frees the key-value cache's memory for training
+        if phase.stats.get("tokens"):  # without new tokens, an earlier process recorded the whole phase
             self._record(cycle, what, phase.stats)
         return phase
 
     def _record(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
-        """A line of ``metrics.jsonl``, and its numbers for the metric logger."""
+        """Write ``values`` to ``metrics.jsonl``, and pass the numbers among them to the metric logger."""
         self.history.log(cycle, phase, values)
         if self.metric_logger is not None:
             numbers = {f"{phase}_{name}": value for name, value in values.items() if isinstance(value, int | float)}
             self.metric_logger.log_dict(numbers, step=self.history.steps)
 
     def keep(self, cycle: int, phase: Phase) -> list[Sample]:
-        """The samples to train on, in ``kept.jsonl``.
+        """Select the samples to train on, and write them to ``kept.jsonl``.
 
         Raises:
-            UserError: there are none, with the verdict counts.
+            UserError: no sample is left; the message has the number of each verdict.
         """
         kept, counts = self._filter(cycle, phase.samples, phase.results)
         rules = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts.items())
@@ -219,7 +238,7 @@ class RAFT:
         if not kept:
             raise UserError(
                 f"cycle {cycle}: nothing to train on. {len(phase.samples)} answers: {verdicts}; {rules}. Raise "
-                "samples_per_prompt or max_new_tokens, or take easier prompts or a model that is sometimes right"
+                "samples_per_prompt or max_new_tokens, or use easier prompts or a model that is right more often"
             )
         log.info("cycle %d: %d answers: %s; %s", cycle, len(phase.samples), verdicts, rules)
         if self.ranks.is_main:
@@ -240,10 +259,14 @@ class RAFT:
         )
 
     def fit(self, cycle: int, kept: Sequence[Sample]) -> None:
-        """One training run over ``kept``, with an optimiser of its own, in the cycle's folder."""
+        """Train on ``kept`` with a new optimiser, in the cycle's folder.
+
+        Raises:
+            UserError: the objective needs log-probs and the samples have none, or training fails.
+        """
         columns, folder = self.learner.objective.columns, Cycle(self.out, cycle).folder
         if "old_logprobs" in columns and any(len(sample.logprobs) != len(sample.tokens) for sample in kept):
-            raise UserError("raft++ needs log-probs of sampling, which this engine did not give; take objective=raft")
+            raise UserError("raft++ needs the log-probs of sampling, and this engine returned none; set objective=raft")
         self.adapters.load_for_training(cycle)
         cfg = cycle_config(self.cfg, cycle, folder)
         self._trainer(
@@ -261,7 +284,7 @@ class RAFT:
         self._record(cycle, "train", Cycle(self.out, cycle).training())
 
     def evaluate(self, cycle: int) -> None:
-        """``eval.json``: how the model as the cycle left it does on the held-out prompts."""
+        """Score a cycle's adapter on the held-out prompts, and write ``eval.json`` unless it exists."""
         path = Cycle(self.out, cycle).eval
         if path.exists():
             return
@@ -274,25 +297,28 @@ class RAFT:
         self.ranks.barrier()
         log.info("cycle %d: held-out %s", cycle, Score(scores["correct"], scores["prompts"]))
 
-    # ---- what comes out
+    # ---- the outputs
 
     def _summarize(self, cycle: int) -> None:
-        """Entries of ``summary.json`` for this cycle and, before the first, for the evaluation of cycle 0."""
+        """Add this cycle to ``summary.json``; with cycle 1 also add the evaluation of cycle 0."""
         for each in ([0] if cycle == 1 and self.prompts.held_out else []) + [cycle]:
             self.history.summarize(Cycle(self.out, each), partial(self._filter, each))
 
     def write_outputs(self, last: int) -> None:
-        """``adapter/``, of the cycle that did best on held-out prompts, or of the last; ``merged/`` if asked for.
+        """Write ``adapter/`` and, if the config asks for it, ``merged/``.
+
+        The adapter is that of the cycle with the best held-out score. Without held-out prompts it is the last
+        cycle's.
 
         Args:
-            last: the last cycle; 0: none was trained.
+            last: number of the last trained cycle; 0 without one.
 
         Raises:
-            UserError: none was trained.
+            UserError: no cycle was trained.
         """
         rows = self.history.until(last)
         if not last:
-            raise UserError("no prompt is worth asking in the first cycle, so nothing was trained")
+            raise UserError("no prompt qualifies for the first cycle, so no cycle was trained")
         self.history.write(last)
         if self.ranks.is_main:
             number = best(rows)
@@ -306,7 +332,7 @@ class RAFT:
                 self.prompts.held_out
                 and self.history.rows[number]["held_out"]["correct"] <= rows[0]["held_out"]["correct"]
             ):
-                log.warning("no cycle does better on held-out prompts than the model it began with")
+                log.warning("no cycle scores higher on the held-out prompts than the initial model")
         self.ranks.barrier()
 
     def cleanup(self) -> None:
@@ -317,17 +343,23 @@ class RAFT:
 
 
 def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
-    """The content of ``eval.json`` for ``eval_prompts`` of a config and any adapter, without a run.
+    """Score an adapter on a config's ``eval_prompts``, without training.
 
     Args:
-        cfg: of ``raft_rocm``, with an ``output_dir`` of its own: records go there.
-        adapter: PEFT folder; None: the model as the config starts it.
+        cfg: config of ``raft_rocm``; its ``output_dir`` receives the records, so it needs one of its own.
+        adapter: PEFT folder; None evaluates the model that the config starts from.
+
+    Returns:
+        The content of ``eval.json``, see :func:`rocm_ext.raft.evaluation.score`.
+
+    Raises:
+        UserError: ``eval_prompts`` is not set, or the evaluation cannot run.
     """
     if cfg.eval_prompts is None:
-        raise UserError("eval_prompts is not set; name the prompts to evaluate on")
+        raise UserError("eval_prompts is not set; set it to the prompts to evaluate on")
     if adapter is not None:
         cfg.checkpointer.adapter_checkpoint = str(adapter)
-    cfg.prompts = None  # they need not be here
+    cfg.prompts = None  # the evaluation does not read the training prompts
     raft = RAFT(cfg)
     raft.setup()
     with raft.verification() as raft.rollouts:

@@ -1,4 +1,4 @@
-"""Objectives against plain autograd, and what rows carry to them."""
+"""Objectives equal plain autograd, and the rows' columns reach them."""
 
 import json
 
@@ -22,7 +22,7 @@ WORDS, WIDTH = 50, 16
 
 
 class SequenceRatio(Objective):
-    """GSPO's ratio (arXiv:2507.18071) without clipping: exp of a sequence's mean log-ratio, counted once per label."""
+    """GSPO's ratio (arXiv:2507.18071) without clipping: exp of a sequence's mean log-ratio, once per label."""
 
     columns = ("old_logprobs",)
     whole_sequences = True
@@ -30,11 +30,12 @@ class SequenceRatio(Objective):
     def terms(self, nll, columns, sequence):
         lengths = sum_over_sequences(torch.ones_like(nll), sequence)
         ratio = (sum_over_sequences(-nll - columns["old_logprobs"], sequence) / lengths).exp()
-        return -ratio, ratio  # each label moves all of its sequence's values by 1/length
+        # the NLL of a label changes every value of its sequence with the factor 1/length
+        return -ratio, ratio
 
 
 def problem(labels: int = 40, seed: int = 0):
-    """Hidden states, targets, old log-probs, and five sequences of different lengths."""
+    """Return hidden states, targets, columns with old log-probs, and the sequence of each label, 0 to 4."""
     torch.manual_seed(seed)
     hidden = torch.randn(labels, WIDTH, requires_grad=True)
     targets = torch.randint(0, WORDS, (labels,))
@@ -43,7 +44,7 @@ def problem(labels: int = 40, seed: int = 0):
 
 
 def expected(objective: str, logits, targets, columns, sequence):
-    """The sum by its formula, in plain torch."""
+    """Return each label's value [n], computed by the formula in plain torch."""
     logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     if objective == "cross_entropy":
         return -logprobs
@@ -100,7 +101,7 @@ def test_both_passes_draw_the_same_dropout():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_micro_batch_without_labels(name):
-    """A rank that has nothing left takes part in the step."""
+    """A rank without rows still takes part in the step."""
     hidden, targets, columns, sequence = problem()
     columns = {key: column[:0] for key, column in columns.items()}
     value = OBJECTIVES[name](normalize="sequences")(
@@ -120,7 +121,7 @@ def test_other_normalisations_are_refused(normalize):
 
 
 def carrying(lengths: list[tuple[int, ...]], seed: int = 0) -> Rows:
-    """Rows whose columns say where a value is from: the token's id, and its id negated."""
+    """Return rows whose columns identify the token: ``old`` has its id, ``ref`` the negated id."""
     rng = np.random.default_rng(seed)
     tokens = [rng.integers(1, 1000, sum(each)).astype(np.int32) for each in lengths]
     labels = [np.where(rng.random(len(ids)) < 0.3, IGNORE, ids).astype(np.int32) for ids in tokens]
@@ -179,7 +180,7 @@ def folder(tmp_path_factory):
 
 
 def finetune(folder, out, loss: dict, **changes) -> LoRAFinetune:
-    """The recipe after two steps over 24 rows."""
+    """Run the recipe for two steps over 24 rows and return it."""
     cfg = run_config(folder / "base", folder / "rows.jsonl", out, loss=loss, sequences_per_step=12, **changes)
     recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg))))
     recipe.setup()
@@ -200,7 +201,7 @@ def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize):
         assert any("val_loss" in line for line in lines)
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     assert curves[2] == pytest.approx(curves[0], rel=1e-5)
-    # by definition, of one step
+    # the validation loss from its definition; validation takes one step
     model, sums, sequences = recipe.learner.model.eval(), [], 0
     (batches,) = recipe.trainer.validation_loader.range(0, 1)
     plain = CrossEntropy()

@@ -205,7 +205,7 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
     assert len(stock) == 12
     assert metrics(ours.trainer.folder.path) == pytest.approx([step["loss"] for step in stock], rel=1e-5)
     assert metrics(ours.trainer.folder.path, "grad_norm") == pytest.approx([s["grad_norm"] for s in stock], rel=1e-4)
-    # torchtune logs the rate after it has stepped the schedule: that of the next step
+    # torchtune steps the schedule before it logs the learning rate, so it logs the rate of the next step
     assert metrics(ours.trainer.folder.path, "lr")[1:] == pytest.approx([step["lr"] for step in stock[:-1]])
     torch.testing.assert_close(adapter(ours), stock_adapter, rtol=1e-4, atol=1e-6)
 
@@ -253,14 +253,14 @@ def test_stock_config_is_read_as_it_is(name):
     [("qwen2_5/0.5B_lora_single_device", "qwen2 tied"), ("llama3_2/1B_lora_single_device", "llama tied")],
 )
 def test_stock_config_runs_on_local_files(folders, tmp_path, monkeypatch, name, base):
-    """Only the command line points it at the local model and rows."""
+    """The config is stock torchtune's; only the command line sets the local model and rows."""
     rows = tmp_path / "rows.jsonl"
     examples = [json.loads(line) for line in folders["rows"].read_text().splitlines()[:32]]
     alpaca = [{"instruction": row["question"], "input": "", "output": row["answer"]} for row in examples]
     rows.write_text("\n".join(map(json.dumps, alpaca)))
     tiny = run_config(folders[base], rows, tmp_path / "run")
     model, tokenizer = tiny["model"], tiny["tokenizer"]
-    if "llama" in base:  # the builder that ties embeddings
+    if "llama" in base:  # this builder ties the embeddings
         model |= {"_component_": "torchtune.models.llama3_2.lora_llama3_2", "scale_factor": 8}
     shape = {k: v for k, v in model.items() if "lora" not in k and k != "_component_"}
     overrides = {
@@ -307,7 +307,7 @@ def invariant_config(folders, out: Path, **changes) -> dict:
 
 
 def given_adapter(folders, folder: Path) -> Path:
-    """An adapter away from its start, where B is zero and A has no gradient."""
+    """An adapter with random weights; a fresh one has B = 0, so A has no gradient."""
     path = folder / "start.pt"
     cfg = run_config(folders["qwen2"], folders["rows"], folder / "start")
     state = adapter(prepare(cfg))
@@ -446,7 +446,7 @@ def test_loss_equals_cross_entropy_of_all_logits(lora, chunk):
 
 
 def layer(kind, bias: bool, dropout: float = 0.0):
-    """A layer whose adapter is away from its start."""
+    """A layer whose adapter has random weights, unlike a fresh one."""
     torch.manual_seed(0)
     made = kind(6, 5, rank=3, alpha=5.0, dropout=dropout, use_bias=bias)
     nn.init.normal_(made.lora_b.weight)
@@ -574,7 +574,7 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folders, tmp_path, b
 
     cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "run" / "adapter")
     again = prepare({**cfg, "output_dir": str(tmp_path / "again")})
-    # not to the bit: MKL's rounding may depend on where in memory a matrix lies
+    # not bit for bit, because MKL's rounding may depend on a matrix's address in memory
     torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(adapter(again), adapter(ours), rtol=0, atol=0)
 

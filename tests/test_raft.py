@@ -235,7 +235,7 @@ def test_clipped_ratio_equals_its_formula():
     (grad,) = torch.autograd.grad(expected, hidden)
     loss = ClippedRatio(0.28, chunk_tokens=7)(head, hidden, targets, {"old_logprobs": old}, torch.zeros_like(targets))
     (found,) = torch.autograd.grad(loss, hidden)
-    assert 5 < (ratio > 1.28).sum() < 35  # some of both kinds
+    assert 5 < (ratio > 1.28).sum() < 35  # some ratios are clipped and some are not
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-6)
 
@@ -346,7 +346,7 @@ def test_sigterm_while_training(make, reference, tmp_path, step):
     out = tmp_path / "out"
     code, messages = forked(main, make(out), prepare=prepare)
     assert code == 143, messages
-    assert "all saved; go on with resume_from_checkpoint=True" in messages
+    assert "all saved; continue with resume_from_checkpoint=True" in messages
     assert forked(main, make(out), "resume_from_checkpoint=True")[0] == 0
     assert_equal(out, reference)
 
@@ -391,7 +391,7 @@ def test_ctrl_c_while_sampling(make, reference, tmp_path):
     out = tmp_path / "out"
     code, messages = forked(main, make(out, eval_prompts=None), prepare=prepare)
     assert code == 130, messages
-    assert "stopped in cycle 1, all saved; go on with resume_from_checkpoint=True" in messages
+    assert "stopped in cycle 1, all saved; continue with resume_from_checkpoint=True" in messages
     assert "Traceback" not in messages
     recorded = read_records(out / "cycle_1" / "samples.jsonl")
     assert 9 <= len(recorded) < 48
@@ -444,7 +444,7 @@ def test_another_run_in_the_same_folder_is_refused(reference, make, tmp_path, ov
     assert "Traceback" not in messages
     code, messages = forked(main, make(out))
     assert code == 1
-    assert "resume_from_checkpoint=True goes on" in messages
+    assert "resume_from_checkpoint=True continues a RAFT run" in messages
     assert outcome(out) == before
 
 
@@ -466,7 +466,8 @@ def test_base_starts_each_cycle_from_the_first_adapter(reference, make, tmp_path
     assert code == 0, messages
     assert (out / "cycle_1" / WEIGHTS).read_bytes() == (reference / "cycle_1" / WEIGHTS).read_bytes()
     samples = [(top / "cycle_2" / "samples.jsonl").read_text() for top in (out, reference)]
-    assert sorted(samples[0].splitlines()) == sorted(samples[1].splitlines())  # of the same model
+    # cycle 1 of both runs has the same adapter
+    assert sorted(samples[0].splitlines()) == sorted(samples[1].splitlines())
     assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
 
 
@@ -583,7 +584,7 @@ def test_a_mended_verifier_judges_again_without_sampling_again(make, tmp_path):
     assert "max_error_share" in messages
     samples = (out / "cycle_1" / "samples.jsonl").read_bytes()
     assert "ERROR" not in (out / "cycle_1" / "verdicts.jsonl").read_text()
-    # same name in the config, different behaviour
+    # the resumed run has the same verifier in its config, but accepts its errors
     code, messages = forked(
         main, make(out, verifier=broken, eval_prompts=None), "resume_from_checkpoint=True", "max_error_share=1",
     )  # fmt: skip

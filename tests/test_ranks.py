@@ -1,4 +1,4 @@
-"""Two ranks compute the same as one."""
+"""Two ranks give the same results as one."""
 
 import json
 

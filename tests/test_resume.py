@@ -189,7 +189,7 @@ def test_stopped(make, reference, tmp_path, signum, code):
     out = tmp_path / "out"
     found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which the run still completes
     assert found == code, messages
-    assert "stopped at step 7, all saved; go on with resume_from_checkpoint=True" in messages
+    assert "stopped at step 7, all saved; continue with resume_from_checkpoint=True" in messages
     assert "Traceback" not in messages
     assert steps(out)[-1] == 7
     assert not (out / "adapter").exists()
@@ -237,7 +237,7 @@ def test_torn_newest_checkpoint(make, reference, tmp_path):
 
     code, messages = resume(make(out))
     assert code == 0
-    assert "step_00000006 cannot be read and is passed over" in messages
+    assert "step_00000006 cannot be read and is skipped" in messages
     assert "resumed from" in messages
     assert_equal(out, reference)
     assert steps(out) == [8, 10]
@@ -301,7 +301,7 @@ def test_another_run_is_refused(make, reference, folder, overrides, message):
 
 
 def test_what_is_free_to_change(make, reference, tmp_path):
-    """Micro-batches and paths may change on resuming; they change rounding at most."""
+    """A resumed run may have other micro-batches and paths; they change only the rounding."""
     out = tmp_path / "out"
     assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
     code, messages = resume(make(out, batch_size=2, log_every_n_steps=3, keep_last_n_checkpoints=1))
@@ -317,7 +317,7 @@ def test_used_output_dir(make, reference, tmp_path):
     before = tree(out)
     code, messages = run(make(out))
     assert code == 1
-    assert "resume_from_checkpoint=True goes on with it, overwrite_output_dir=True replaces it" in messages
+    assert "resume_from_checkpoint=True continues it, overwrite_output_dir=True replaces it" in messages
     code, messages = run(make(out), "overwrite_output_dir=True", "tokens_per_micro_batch=1")
     assert (code, "tokens_per_micro_batch is 1" in messages) == (1, True), messages
     assert tree(out) == before  # a mistake changes nothing
@@ -352,7 +352,7 @@ def test_early_stopping(make, tmp_path):
     assert run(killed)[0] == -signal.SIGKILL
     assert resume(make(out, **options))[0] == 0
     assert_equal(out, whole)
-    assert resume(make(out, **options))[0] == 0  # stopped already
+    assert resume(make(out, **options))[0] == 0  # early stopping has ended the run already
     assert_equal(out, whole)
 
 
@@ -370,7 +370,7 @@ def test_disk_full_in_a_checkpoint(make, reference, tmp_path):
         assert steps(out) == [2, 4]
         assert not list(out.glob("checkpoints/.*"))
 
-        code, messages = resume(make(out))  # still full
+        code, messages = resume(make(out))  # the disk is still full
         assert code == 1, messages
         assert_one_line(messages, "no space left to write", "free some space")
         filler.unlink()

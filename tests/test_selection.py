@@ -1,4 +1,4 @@
-"""Selection of answers and of the next prompts, and the measures: pure functions, checked against their definitions."""
+"""The selection of answers and prompts, and the measures, equal their definitions."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ answers = st.lists(st.tuples(st.integers(0, 4), rewards, tokens, st.booleans()),
 
 
 def phase(drawn):
-    """Return samples and results by key, from (prompt, reward, tokens, cut off) each."""
+    """Convert tuples (prompt, reward, tokens, cut off) to samples and results by key."""
     samples, results, counts = {}, {}, {}
     for prompt, reward, tokens, cut in drawn:
         index = counts[prompt] = counts.get(prompt, -1) + 1

@@ -1,8 +1,8 @@
-"""Which rows an optimiser step sees, and how they are cut into micro-batches.
+"""Choose the rows of each optimiser step, and cut them into micro-batches.
 
-The first is fixed by ``data_seed`` and position and changes results; the second is for speed and
-changes none. Rows are packed end to end without padding; attention keeps them apart
-(:mod:`rocm_ext.model.attention`). Models whose attention cannot do that get padded rows sorted by length.
+``data_seed`` and the step's position determine the rows of a step. The cut affects only the speed. Rows are packed end
+to end without padding, and attention keeps their sequences apart (:mod:`rocm_ext.model.attention`). Models whose
+attention does not support this get padded rows, sorted by length.
 """
 
 import math
@@ -23,19 +23,19 @@ from rocm_ext.errors import UserError
 
 @dataclass
 class Batch:
-    """A micro-batch: what one forward pass of one rank computes.
+    """A micro-batch, which one rank computes in one forward pass.
 
     Attributes:
         tokens: [b, s] token ids.
         positions: [b, s] position of each token in its own sequence.
-        lengths: lengths of the sequences packed end to end in the only row, which they fill; None
-            where rows are padded at the right instead.
+        lengths: lengths of the packed sequences, which fill the only row (b = 1); None if rows are padded on the
+            right instead.
         index: [n] places in the flattened [b * s] hidden states that predict a label.
-        targets: [n] those labels.
-        sequence: [n] the number of the sequence that each label belongs to, from 0 without gaps.
-        sequences: how many sequences have a label.
-        real_tokens: tokens that are not padding.
-        columns: [n] fp32 each, by name: what the rows carry beside their labels.
+        targets: [n] label at each of these places.
+        sequence: [n] number of each label's sequence, from 0 without gaps.
+        sequences: number of sequences that have a label.
+        real_tokens: number of tokens without padding.
+        columns: [n] fp32 each, by name: the rows' columns at the labels.
     """
 
     tokens: Tensor
@@ -54,11 +54,11 @@ class Batch:
         return Batch(**values | {"columns": {k: change(v) for k, v in self.columns.items()}})
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on ``device``."""
+        """Copy the batch to ``device``."""
         return self._map(lambda t: t.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """The same batch in page-locked memory; the loader calls it where ``pin_memory`` is set."""
+        """Copy the batch to page-locked memory; torch's DataLoader calls this if ``pin_memory`` is set."""
         return self._map(lambda t: t.pin_memory())
 
 
@@ -67,11 +67,11 @@ class Steps:
     """The optimiser steps of a run over ``rows`` rows.
 
     Attributes:
-        rows: rows of the data set.
-        per_step: rows an optimiser step sees, over all ranks; an epoch's last step may see fewer.
-        limit: most steps of an epoch; None: as many as the rows need.
-        data_seed: what the order of rows depends on, beside the epoch.
-        shuffle: False keeps the rows' own order.
+        rows: number of rows in the data set.
+        per_step: rows of an optimiser step, over all ranks; the last step of an epoch may have fewer.
+        limit: maximum number of steps per epoch; None: no limit.
+        data_seed: together with the epoch, determines the order of rows.
+        shuffle: whether to shuffle the rows; False keeps their order.
     """
 
     rows: int
@@ -82,16 +82,16 @@ class Steps:
 
     @property
     def per_epoch(self) -> int:
-        """Optimiser steps of an epoch."""
+        """Number of optimiser steps per epoch."""
         steps = math.ceil(self.rows / self.per_step)
         return min(steps, self.limit) if self.limit else steps
 
     def order(self, epoch: int) -> list[int]:
-        """The epoch's order of rows: torch's ``DistributedSampler`` of one replica."""
+        """Return the order of rows in an epoch; it equals that of torch's ``DistributedSampler`` with one replica."""
         return _order(self.rows, self.data_seed + epoch) if self.shuffle else list(range(self.rows))
 
     def __getitem__(self, step: int) -> list[int]:
-        """Indices of the rows that step number ``step`` of the run, counted from 0, sees."""
+        """Return the indices of the rows of step ``step`` of the run, counted from 0."""
         epoch, position = divmod(step, self.per_epoch)
         return self.order(epoch)[position * self.per_step : (position + 1) * self.per_step]
 
@@ -102,25 +102,34 @@ def _order(rows: int, seed: int) -> list[int]:
 
 
 def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
-    """Labels of a row that some token of the same sequence predicts, and the sequences that have one."""
+    """Count the labels of a row and its sequences.
+
+    Args:
+        labels: [s] labels of the row, ``IGNORE`` where masked.
+        lengths: lengths of the row's sequences; they add up to s.
+
+    Returns:
+        The number of labels that a token of the same sequence predicts, and the number of sequences with such a label.
+    """
     starts = np.cumsum([0, *lengths])[:-1]
     wanted = labels != IGNORE
-    wanted[starts] = False  # nothing predicts a sequence's first token
+    wanted[starts] = False  # no token predicts the first token of a sequence
     each = np.add.reduceat(wanted, starts, dtype=np.int64)
     return int(each.sum()), int((each > 0).sum())
 
 
 def cut(lengths: Sequence[int], ranks: int, budget: int, packed: bool) -> list[list[list[int]]]:
-    """Deal the rows of one step out to micro-batches.
+    """Distribute the rows of one step over micro-batches.
 
     Args:
-        lengths: tokens of each row.
-        ranks: every rank gets equally many micro-batches, since FSDP2 gathers weights in each.
-        budget: tokens, padding included, that a micro-batch may hold. A longer row is alone in its own.
-        packed: rows lie end to end; otherwise they are padded to the longest of their micro-batch.
+        lengths: number of tokens of each row.
+        ranks: number of ranks. Every rank gets the same number of micro-batches, because FSDP2 gathers weights in
+            each.
+        budget: maximum number of tokens in a micro-batch, including padding. A longer row gets its own micro-batch.
+        packed: whether rows are packed end to end; otherwise they are padded to the longest row of the micro-batch.
 
     Returns:
-        ``[rank][micro-batch]`` -> indices into ``lengths``; empty where there is nothing left to do.
+        ``[rank][micro-batch]`` -> indices into ``lengths``; an empty list if no row is left for a micro-batch.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     pieces = _cut_packed(lengths, longest_first, ranks, budget) if packed else []
@@ -135,7 +144,7 @@ def cut(lengths: Sequence[int], ranks: int, budget: int, packed: bool) -> list[l
 
 
 def _cut_packed(lengths: Sequence[int], longest_first: list[int], ranks: int, budget: int) -> list[list[int]]:
-    # longest first into the emptiest: near-equal micro-batches, so that no rank waits for another
+    # Each row, longest first, goes to the emptiest micro-batch. Their sizes become nearly equal, so ranks do not wait.
     count = ranks * max(1, math.ceil(sum(lengths) / (budget * ranks)))
     while True:
         pieces: list[list[int]] = [[] for _ in range(count)]
@@ -150,7 +159,15 @@ def _cut_packed(lengths: Sequence[int], longest_first: list[int], ranks: int, bu
 
 
 def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int) -> Batch:
-    """The micro-batch of the rows ``piece``, with its sequence dimension padded to a multiple."""
+    """Build a micro-batch.
+
+    Args:
+        rows: all rows.
+        piece: indices of the micro-batch's rows; may be empty.
+        packed: whether rows are packed end to end; otherwise each sequence is a padded row.
+        pad_id: token id of padding.
+        multiple: the width s of the micro-batch is padded to a multiple of this.
+    """
     columns = [rows.columns[name] for name in rows.columns]
     sequences: list[tuple[np.ndarray, ...]] = []  # tokens, labels, columns
     for i in piece:
@@ -158,7 +175,7 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
         parts = (rows.tokens[i], rows.labels[i], *(column[i] for column in columns))
         sequences += zip(*(np.split(part, bounds) for part in parts), strict=True)
     real = sum(len(tokens) for tokens, *_ in sequences)
-    if not sequences:  # nothing left for this rank: one token that predicts nothing keeps it in step
+    if not sequences:  # no row is left for this rank; one token without a label keeps it in step with the others
         sequences = [_nothing(1, pad_id, len(columns))]
     if packed:
         width = sum(len(tokens) for tokens, *_ in sequences)
@@ -213,12 +230,14 @@ class StepLoader:
 
     Args:
         rows: the tokenised data set.
-        steps: which rows each step sees.
-        rank, ranks: this rank and how many there are.
-        tokens_per_micro_batch: budget of :func:`cut`.
-        packed: layout of the micro-batches.
+        steps: the rows of each step.
+        rank: number of this rank, from 0.
+        ranks: number of ranks.
+        tokens_per_micro_batch: ``budget`` of :func:`cut`, in tokens.
+        packed: see :func:`cut`.
         pad_id, multiple: see :func:`collate`.
-        num_workers, pin_memory: of torch's DataLoader; 0 workers load in this process.
+        num_workers: processes of torch's DataLoader; 0 loads in this process.
+        pin_memory: whether to copy batches to page-locked memory.
     """
 
     def __init__(
@@ -248,14 +267,14 @@ class StepLoader:
         self._num_workers, self._pin_memory = num_workers, pin_memory
 
     def count(self, step: int) -> tuple[int, int]:
-        """Labels that step ``step`` trains on, and the sequences that have one, over all ranks."""
+        """Count the labels of step ``step`` and the sequences that have one, over all ranks."""
         labels, sequences = zip(*(self._labels[i] for i in self.steps[step]), strict=True)
         return sum(labels), sum(sequences)
 
     def range(self, start: int, end: int) -> Iterator[list[Batch]]:
-        """The micro-batches of the steps from ``start`` up to, without, ``end``."""
-        # a generator of its own: a DataLoader draws from the global one whenever it starts, which
-        # would let a resumed run differ from one that was never stopped
+        """Yield this rank's micro-batches of each step from ``start`` up to, but not including, ``end``."""
+        # A DataLoader draws from the global generator whenever it starts. With its own generator a resumed run stays
+        # equal to an undisturbed one.
         generator = torch.Generator()
         return iter(
             DataLoader(
@@ -281,24 +300,37 @@ class _Function(Dataset):
 
 
 def rows_per_step(cfg: DictConfig, ranks: int) -> int:
-    """Rows that an optimiser step of a config sees, over all ``ranks``."""
+    """Return the number of rows per optimiser step of a config, over all ``ranks``."""
     return cfg.sequences_per_step or cfg.batch_size * (cfg.gradient_accumulation_steps or 1) * ranks
 
 
 def width_multiple(compiled: bool, device: torch.device, dtype: torch.dtype) -> int:
-    """Of what the widths of micro-batches are a multiple, where kernels are made for each shape: compiled graphs, and
-    oneDNN's for 16-bit matrices on a CPU, which take time to make and about 1 MB each (measured: 1.25 x the
-    speed of a step of 11 M parameters in bf16, no difference beyond noise in fp32)."""
+    """Return the number that the widths of micro-batches are a multiple of; 1 does not pad them.
+
+    Padding limits the number of shapes where each shape needs its own kernels. This holds for compiled graphs, and
+    for oneDNN's 16-bit matrix products on a CPU, whose kernels take time to build and about 1 MB each. Measured with
+    11 M parameters on a CPU: 1.25 x the speed of a step in bf16, no difference beyond noise in fp32.
+
+    Args:
+        compiled: whether torch.compile compiles the layers.
+        device: the rank's device.
+        dtype: dtype of weights and activations.
+    """
     if compiled:
         return 128
     return 64 if device.type == "cpu" and dtype.itemsize == 2 else 1
 
 
 def micro_batch_budget(longest: int, batch_size: int, requested: int | None) -> int:
-    """Tokens of a micro-batch: what was asked for, or ``batch_size`` of the longest row.
+    """Return the budget of a micro-batch in tokens.
+
+    Args:
+        longest: tokens of the longest row.
+        batch_size: number of rows of this length that a micro-batch holds if ``requested`` is None.
+        requested: the config's ``tokens_per_micro_batch``, or None.
 
     Raises:
-        UserError: if the longest row does not fit into what was asked for.
+        UserError: the longest row exceeds ``requested``.
     """
     if requested is None:
         return batch_size * longest

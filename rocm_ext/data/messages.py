@@ -14,8 +14,8 @@ class Turn(NamedTuple):
 
     Attributes:
         role: torchtune's name of the role, a value of :data:`ROLES`.
-        content: text.
-        masked: True for a message without training tokens.
+        content: text of the message.
+        masked: whether the loss excludes the whole message.
     """
 
     role: str
@@ -46,7 +46,7 @@ def _to_turn(turn: Any, where: str) -> Turn:
     if turn.get("tool_calls"):
         raise UserError(f"{where}: tool_calls are not supported; write the call into content as the model does")
     content = turn.get("content", turn.get("value"))
-    if isinstance(content, list):  # OpenAI's parts
+    if isinstance(content, list):  # a list of parts, as in OpenAI's API
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text":
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__

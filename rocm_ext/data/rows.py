@@ -1,4 +1,4 @@
-"""Datasets -> tokenised rows in memory."""
+"""Read datasets into tokenised rows in memory."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -20,13 +20,18 @@ TOO_LONG = ("truncate", "drop", "error")
 
 
 def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
-    """The dataset that a config node names with ``_component_``, or several joined from a list of nodes.
+    """Build the dataset of a config node, or concatenate those of a list of nodes.
 
-    Under ``truncate`` components get the tokenizer as it is, so that torchtune's see what they see in torchtune;
-    under the other policies rows must arrive whole, so they get one without ``max_seq_len``.
+    Under ``truncate`` a component gets the tokenizer as it is, so that torchtune's components work as in torchtune.
+    Under the other policies it gets a tokenizer without ``max_seq_len``, because the rows must arrive whole.
+
+    Args:
+        cfg: node with a ``_component_``, or a list of such nodes.
+        tokenizer: the config's tokenizer.
+        too_long: policy for long rows, see :func:`tokenize`.
 
     Raises:
-        UserError: there is no such component, or it fails on its arguments.
+        UserError: the component does not exist, or rejects its arguments.
     """
     if OmegaConf.is_list(cfg) and cfg:
         return ConcatDataset([open_dataset(node, tokenizer, too_long) for node in cfg])
@@ -38,12 +43,12 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
         return instantiate(cfg, tokenizer if as_it_is else unlimited(tokenizer))
     except UserError:
         raise
-    except Exception as error:  # whatever somebody else's component raises
+    except Exception as error:  # a user's component may raise anything
         raise UserError(f"dataset component {component}: {one_line(error)}") from error
 
 
 def origin_of(dataset: Any, index: int) -> str:
-    """Where a row is from: ``file:line`` if its dataset knows, else the dataset's class and its index."""
+    """Return the origin of a row: ``file:line`` if the dataset provides it, else the dataset's class and the index."""
     if isinstance(dataset, ConcatDataset):
         start = 0
         for part, end in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
@@ -58,11 +63,12 @@ class Rows:
     """Tokenised rows; a row is one sequence or a pack of several.
 
     Attributes:
-        tokens: ``[s]`` int32 each.
-        labels: ``[s]`` int32 each: the token itself, or -100.
-        lengths: of the sequences in each row; they add up to ``s``.
-        counts: ``rows`` read, ``truncated`` and kept, ``dropped_too_long``, ``dropped_without_labels``.
-        columns: more about each token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 for each row.
+        tokens: ``[s]`` int32 token ids of each row.
+        labels: ``[s]`` int32 labels of each row: the token itself, or -100 for no loss.
+        lengths: lengths of the sequences in each row; they add up to ``s``.
+        counts: number of ``rows`` read, of kept rows that were ``truncated``, of rows ``dropped_too_long`` and of
+            rows ``dropped_without_labels``.
+        columns: further values per token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 of each row.
     """
 
     tokens: list[np.ndarray]
@@ -75,10 +81,17 @@ class Rows:
         return len(self.tokens)
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
-        """Two disjoint parts, the second with ``fraction`` of the rows (at least one), drawn by ``seed``.
+        """Split the rows at random into two disjoint parts.
+
+        Args:
+            fraction: share of the rows in the second part, which gets at least one.
+            seed: seed of the random choice.
+
+        Returns:
+            The training rows and the validation rows.
 
         Raises:
-            UserError: if nothing would be left in the first.
+            UserError: the first part would be empty.
         """
         second = max(1, round(len(self) * fraction))
         if second >= len(self):
@@ -96,15 +109,15 @@ class Rows:
         return Rows(take(self.tokens), take(self.labels), take(self.lengths), self.counts, columns)
 
     def check_vocabulary(self, size: int) -> None:
-        """Refuse token ids that a model with ``size`` embeddings does not have.
+        """Check that a model with ``size`` embeddings has all token ids.
 
         Raises:
-            UserError: naming the largest id.
+            UserError: it does not; the message names the largest id.
         """
         check_vocabulary(max(int(tokens.max()) for tokens in self.tokens), size)
 
     def fingerprint(self) -> str:
-        """sha256 over all rows in their order."""
+        """Hash all rows in their order with SHA-256, in hex."""
         digest = hashlib.sha256()
         for tokens, labels, lengths in zip(self.tokens, self.labels, self.lengths, strict=True):
             digest.update(np.array([len(lengths), *lengths], dtype="<i8").tobytes())
@@ -116,31 +129,32 @@ class Rows:
 
 
 def check_vocabulary(largest: int, size: int) -> None:
-    """Refuse a tokenizer that made the id ``largest`` for a model with ``size`` embeddings.
+    """Check that a model with ``size`` embeddings has the token id ``largest``.
 
     Raises:
-        UserError: naming both.
+        UserError: it does not; the message names both numbers.
     """
     if largest >= size:
         raise UserError(
-            f"the tokenizer makes token id {largest}, but the model's vocabulary ends at {size - 1}: "
-            "tokenizer and model do not belong together"
+            f"the tokenizer produces token id {largest}, but the model's vocabulary ends at {size - 1}: "
+            "use the tokenizer of this model"
         )
 
 
 def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: bool) -> Rows:
-    """Every row of a torchtune-like map-style dataset, in memory. Rows without a label that the loss can use,
-    also those that lost it to the cut, are dropped and counted.
+    """Read all rows of a map-style dataset into memory.
+
+    Rows without a label that the loss can use are dropped and counted, including those that lose it when truncated.
 
     Args:
-        dataset: its items have ``tokens`` and ``labels``; torchtune's ``PackedDataset`` too.
-        max_seq_len: the longest row allowed; None for any.
-        too_long: ``truncate`` (cut at the end), ``drop`` or ``error``.
-        progress: show a bar.
+        dataset: dataset in torchtune's form, whose items have ``tokens`` and ``labels``; ``PackedDataset`` works too.
+        max_seq_len: maximum length of a row in tokens; None: no limit.
+        too_long: policy for longer rows: ``truncate`` (cut at the end), ``drop`` or ``error``.
+        progress: whether to show a progress bar.
 
     Raises:
-        UserError: an unknown policy, a row that cannot be tokenised or is too long under ``error``, or no
-            rows left.
+        UserError: the policy is unknown, a row cannot be tokenised or is too long under ``error``, or no rows are
+            left.
     """
     if too_long not in TOO_LONG:
         raise UserError(f"too_long {too_long!r} is unknown{nearest(too_long, TOO_LONG)}")
@@ -152,9 +166,9 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
     for index in tqdm(range(len(dataset)), desc="tokenize", unit="row", disable=not progress):
         try:
             tokens, labels, lengths = _read_item(dataset[index])
-        except UserError:  # has named its row
+        except UserError:  # its message names the row already
             raise
-        except Exception as error:  # whatever somebody else's dataset raises
+        except Exception as error:  # a user's dataset may raise anything
             raise UserError(f"{origin_of(dataset, index)}: {one_line(error)}") from error
         limit = len(tokens) if max_seq_len is None else max_seq_len
         cut = len(tokens) > limit
@@ -168,11 +182,11 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
             tokens, labels = tokens[:limit], labels[:limit]
             lengths = tuple(int(n) for n in np.diff(np.minimum(np.cumsum(lengths), limit), prepend=0) if n)
         used = labels != IGNORE
-        used[np.cumsum((0, *lengths[:-1]))[: len(used)]] = False  # nothing predicts a sequence's first token
+        used[np.cumsum((0, *lengths[:-1]))[: len(used)]] = False  # no token predicts the first token of a sequence
         if not used.any():
             counts["dropped_without_labels"] += 1
             continue
-        # torchtune's components cut by themselves, and mask the last token when they do
+        # torchtune's components truncate rows themselves, and then mask the last token
         counts["truncated"] += cut or bool(foreign and len(tokens) == max_seq_len and labels[-1] == IGNORE)
         rows.tokens.append(tokens)
         rows.labels.append(labels)
@@ -180,32 +194,32 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
     if not rows.tokens:
         raise UserError(
             f"0 of {counts['rows']} rows left: {counts['dropped_too_long']} over max_seq_len {max_seq_len} "
-            f"were dropped, {counts['dropped_without_labels']} had nothing to train on within it"
+            f"were dropped, {counts['dropped_without_labels']} had nothing to train on within that length"
         )
     if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
         log.warning(
-            "the last token of every row is masked: torchtune's tokenizers do so to the stop token under max_seq_len, "
-            "and the model will not learn to stop. rocm_ext.data.sft_dataset labels it; so does max_seq_len: null"
+            "the last token of every row is masked, so the model will not learn to stop: torchtune's tokenizers mask "
+            "the stop token under max_seq_len. Use rocm_ext.data.sft_dataset or set max_seq_len to null"
         )
     return rows
 
 
 def _read_item(item: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """tokens ``[s]``, labels ``[s]`` and the lengths of the sequences in a dataset's item."""
+    """Return the tokens ``[s]``, the labels ``[s]`` and the lengths of the sequences in a dataset's item."""
     if item.get("encoder_input") is not None:
-        raise ValueError("it has images (encoder_input); only text models are trained here")
+        raise ValueError("it has images (encoder_input); only text models are supported")
     if not {"tokens", "labels"} <= item.keys():
         raise ValueError(f"an item needs tokens and labels, found {list(item)}")
     tokens, labels = (np.asarray(item[key], dtype=np.int32) for key in ("tokens", "labels"))
     if tokens.ndim != 1 or tokens.shape != labels.shape:
-        raise ValueError(f"tokens {tokens.shape} and labels {labels.shape} must be flat and of one length")
+        raise ValueError(f"tokens {tokens.shape} and labels {labels.shape} must be flat lists of one length")
     if item.get("seq_lens") is None:
         return tokens, labels, (len(tokens),)
     lengths = tuple(int(n) for n in item["seq_lens"] if n)
     if sum(lengths) != len(tokens):
         raise ValueError(f"seq_lens add up to {sum(lengths)}, but there are {len(tokens)} tokens")
-    # PackedDataset counts its padding as one last sequence. Sequences do not see each other, so a last one
-    # without labels can go, whatever is in it.
+    # PackedDataset counts its padding as one last sequence. Sequences do not see each other, so it is safe to remove
+    # any last sequence without labels.
     end = len(tokens) - lengths[-1] if lengths else 0
     if (labels[end:] == IGNORE).all():
         tokens, labels, lengths = tokens[:end], labels[:end], lengths[:-1]

@@ -1,4 +1,4 @@
-"""What a training step minimises. A YAML's ``loss`` names one of these, or a subclass of ``Objective``."""
+"""The functions that a training step minimises. A YAML's ``loss`` names one of them or a subclass of ``Objective``."""
 
 from rocm_ext.objectives.clipped_ratio import ClippedRatio
 from rocm_ext.objectives.cross_entropy import CrossEntropy, objective_of

@@ -10,15 +10,18 @@ from rocm_ext.objectives.objective import Objective, Terms
 
 
 class ClippedRatio(Objective):
-    """RAFT++ (arXiv:2504.11343): ``-min(r, 1 + clip_high)`` per token of an accepted answer, where r is its
-    probability now over that when it was sampled.
+    """RAFT++ (arXiv:2504.11343): ``-min(r, 1 + clip_high)`` per token of an accepted answer.
 
-    An accepted answer's advantage is 1, so PPO's lower bound never binds. An upper bound above 0.2 leaves rare
-    tokens room to grow ("clip-higher", DAPO, arXiv:2503.14476).
+    The ratio r is the token's current probability divided by its probability when it was sampled. An accepted answer
+    has the advantage 1, so PPO's lower bound never binds. An upper bound above 0.2 lets rare tokens grow
+    ("clip-higher", DAPO, arXiv:2503.14476).
 
     Args:
-        clip_high: how far above 1 the ratio still earns anything.
-        normalize, chunk_tokens: as in :class:`Objective`.
+        clip_high: a token has no gradient once its ratio exceeds 1 by this.
+        normalize, chunk_tokens: see :class:`Objective`.
+
+    Raises:
+        UserError: an argument is out of range.
     """
 
     columns = ("old_logprobs",)
@@ -30,7 +33,7 @@ class ClippedRatio(Objective):
         self.clip_high = clip_high
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        """See :meth:`Objective.terms`; the derivative is r, and 0 where r is clipped."""
+        """Return the terms as :meth:`Objective.terms` does; the derivative is r, and 0 where r is clipped."""
         ratio = (-nll - columns["old_logprobs"]).exp()
         highest = 1 + self.clip_high
         return -ratio.clamp(max=highest), torch.where(ratio < highest, ratio, 0.0)

@@ -1,4 +1,4 @@
-"""Cross-entropy: supervised fine-tuning, and RAFT."""
+"""Cross-entropy, the objective of supervised fine-tuning and of RAFT."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,21 +10,24 @@ from rocm_ext.objectives.objective import Objective, Terms
 
 
 class CrossEntropy(Objective):
-    """The NLL of the labels."""
+    """The negative log-likelihood (NLL) of the labels; arguments as in :class:`Objective`."""
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        """See :meth:`Objective.terms`."""
+        """Return the terms as :meth:`Objective.terms` does: the NLL, with the derivative 1."""
         return nll, None
 
 
 def objective_of(loss: Any) -> Objective:
-    """The objective that a config's ``loss`` means.
+    """Convert a config's ``loss`` to an objective.
 
-    torchtune's and torch's plain cross-entropies become :class:`CrossEntropy`, which has the same value. Another loss
-    would silently change what is trained, so it is refused.
+    The plain cross-entropies of torchtune and torch become :class:`CrossEntropy`, which has the same value. The
+    function rejects any other loss, because replacing it would silently change the training.
+
+    Args:
+        loss: an :class:`Objective`, or a loss of torchtune or torch.
 
     Raises:
-        UserError: naming the loss and those that are supported.
+        UserError: the loss is not supported; the message names it and the supported ones.
     """
     from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE_INDEX
     from torchtune.modules.loss import CEWithChunkedOutputLoss

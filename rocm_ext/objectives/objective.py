@@ -1,10 +1,10 @@
-"""An objective: what a step minimises, as a value and a derivative per label.
+"""The base class of objectives. An objective gives a step's loss as a value and a derivative per label.
 
-The usual way builds logits of shape [tokens, vocabulary] for every token, masked ones too, keeps them for the backward
-pass and adds their gradient: at 152k words and 4,096 tokens 7.5 GB in fp32. Here the gradient of each chunk is taken
-as soon as its logits exist, so one chunk of them is alive at a time. The idea is Liger Kernel's
-FusedLinearCrossEntropy (arXiv:2410.10989); this is plain torch, and works for any head: tied, with LoRA, with
-soft-capping.
+A usual loss builds logits of shape [tokens, vocabulary] for every token, including masked ones. It keeps them for the
+backward pass and adds their gradient, which takes 7.5 GB in fp32 at 152k words and 4,096 tokens. Here the gradient of
+each chunk is computed as soon as its logits exist, so memory holds the logits of one chunk at a time. The idea is from
+Liger Kernel's FusedLinearCrossEntropy (arXiv:2410.10989). This version is plain torch and works for any head: tied,
+with LoRA, with soft-capping.
 """
 
 from abc import ABC, abstractmethod
@@ -20,25 +20,26 @@ from rocm_ext.errors import UserError
 Head = Callable[[Tensor], Tensor]
 Terms = tuple[Tensor, Tensor | None]
 
-# Logits of one chunk: large enough to fill the device's matrix units, small beside the model.
+# Labels per chunk: enough to fill the device's matrix units, with logits that are small compared to the model.
 _CHUNK = {"cuda": 1024, "cpu": 256}
 
 
 class Objective(ABC):
     """A function of the labels' negative log-likelihoods (NLL).
 
-    A subclass defines :meth:`terms` and says with two class attributes what it needs:
+    A subclass defines :meth:`terms` and declares its needs in two class attributes:
 
-    - ``columns``: names of the per-token columns (``old_logprobs``, ``advantages``, …) that rows must carry.
-    - ``whole_sequences``: :meth:`terms` sees all labels of a micro-batch at once, not a chunk of them, so that it
-      can add up over sequences. A sequence is never cut, so these sums are whole. It costs a second pass through the
-      output layer: the first yields the NLLs alone.
+    - ``columns``: names of the per-token columns (``old_logprobs``, ``advantages``, …) that the rows must have.
+    - ``whole_sequences``: :meth:`terms` gets all labels of a micro-batch at once instead of a chunk, so that it can
+      sum over sequences. A micro-batch always holds whole sequences, so these sums are complete. This costs a second
+      pass through the output layer: the first pass computes only the NLLs.
 
     Args:
-        normalize: what a step's sum is divided by. ``tokens``: the step's labels. ``sequences``: each sequence counts
-            the mean of its labels, and the step the mean of its sequences. A number: this times the step's sequences
-            (Dr. GRPO, arXiv:2503.20783). The counts are those of the whole step, over all micro-batches and ranks.
-        chunk_tokens: labels whose logits are in memory at once; None: 1,024 on a GPU, 256 on a CPU.
+        normalize: divisor of a step's sum. ``tokens`` divides by the number of the step's labels. ``sequences``
+            averages the labels of each sequence, and then the sequences of the step. A number divides by this number
+            times the step's sequences (Dr. GRPO, arXiv:2503.20783). All counts cover the whole step, over all
+            micro-batches and ranks.
+        chunk_tokens: number of labels whose logits are in memory at once; None: 1,024 on a GPU, 256 on a CPU.
 
     Raises:
         UserError: an argument is out of range.
@@ -57,58 +58,63 @@ class Objective(ABC):
 
     @abstractmethod
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        """What each label adds to the objective, and the derivative of that by its NLL.
+        """Compute each label's contribution to the objective, and its derivative with respect to the label's NLL.
 
-        With ``whole_sequences`` the derivative of label i is that of the *sum* of all values by the NLL of i.
+        With ``whole_sequences`` the derivative of label i is that of the *sum* of all values with respect to the NLL
+        of label i.
 
         Args:
-            nll: [n] fp32, of the labels under the model as it is now.
-            columns: [n] fp32 each, by name: at least those named in ``columns``.
-            sequence: [n] int64, the number of the sequence that each label belongs to; a micro-batch counts its own
-                from 0 without gaps.
+            nll: [n] fp32, NLL of each label under the current model.
+            columns: [n] fp32 each, by name: at least those that the class attribute ``columns`` names.
+            sequence: [n] int64, number of each label's sequence; each micro-batch numbers its sequences from 0 without
+                gaps.
 
         Returns:
-            value [n] and derivative [n], both fp32; None for a derivative of 1 everywhere.
+            Value [n] and derivative [n], both fp32. None instead of a derivative means 1 everywhere.
         """
 
     def weights(self, sequence: Tensor) -> Tensor | None:
-        """What :attr:`normalize` multiplies each label's value by: [n] fp32; None for 1 everywhere.
+        """Compute the weight of each label's value that ``normalize`` requires.
 
         Args:
-            sequence: [n] int64, of all labels of a micro-batch.
+            sequence: [n] int64, number of the sequence of each label in a micro-batch.
+
+        Returns:
+            Weights [n] fp32; None means 1 everywhere.
         """
         if self.normalize != "sequences":
             return None
         return 1.0 / sum_over_sequences(torch.ones_like(sequence, dtype=torch.float32), sequence)
 
     def denominator(self, labels: float, sequences: float) -> float:
-        """What the sum over a step is divided by.
+        """Compute the divisor of the sum over a step.
 
         Args:
-            labels: of the whole step.
-            sequences: of the whole step, those with at least one label.
+            labels: number of labels in the whole step.
+            sequences: number of sequences in the whole step that have a label.
         """
         if self.normalize == "tokens":
             return labels
         return sequences if self.normalize == "sequences" else float(self.normalize) * sequences
 
     def chunk_for(self, device: torch.device) -> int:
-        """Labels whose logits exist at once on ``device``."""
+        """Return the number of labels whose logits exist at once on ``device``."""
         return self.chunk_tokens or _CHUNK.get(device.type, 256)
 
     def __call__(
         self, head: Head, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor], sequence: Tensor
     ) -> Tensor:
-        """The sum over the labels of a micro-batch, differentiable by ``hidden`` and the head's parameters.
+        """Sum the objective over the labels of a micro-batch.
 
         Args:
-            head: maps [n, d] to logits [n, v].
-            hidden: [n, d], the hidden states that predict ``targets``.
-            targets: [n], token ids, none of them masked.
+            head: output layer; it maps [n, d] to logits [n, v].
+            hidden: [n, d], hidden states that predict ``targets``.
+            targets: [n], token ids, without masked ones.
             columns, sequence: see :meth:`terms`.
 
         Returns:
-            scalar, fp32; divide the sum over a step by :meth:`denominator`.
+            Scalar in fp32, differentiable with respect to ``hidden`` and the head's parameters. Divide the sum over
+            a step by :meth:`denominator`.
         """
         parameters = [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Module) else []
         labels = _Labels(self, targets, columns, sequence)
@@ -116,7 +122,7 @@ class Objective(ABC):
 
 
 class _Labels:
-    """The labels of a micro-batch, with what the objective knows of them."""
+    """The labels of a micro-batch, with their columns, sequences and weights."""
 
     def __init__(self, objective: Objective, targets: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> None:
         self.objective, self.targets, self.columns, self.sequence = objective, targets, columns, sequence
@@ -124,12 +130,12 @@ class _Labels:
         self._whole: Terms | None = None
 
     def chunks(self) -> Iterator[slice]:
-        """Places of the labels whose logits exist at once."""
+        """Yield slices of labels; the logits of one slice exist at a time."""
         size = self.objective.chunk_for(self.targets.device)
         return (slice(start, start + size) for start in range(0, len(self.targets), size))
 
     def look_ahead(self, head: Head, hidden: Tensor) -> None:
-        """The first pass: NLLs of all labels, for an objective that wants whole sequences."""
+        """Do the first pass for an objective with ``whole_sequences``: compute NLLs and terms of all labels."""
         # the second pass draws the same dropout in the head
         with torch.no_grad(), torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
             nll = [_nll(head(hidden[rows]), self.targets[rows], gradient=False)[0] for rows in self.chunks()]
@@ -137,7 +143,7 @@ class _Labels:
         self._whole = self.objective.terms(torch.cat([empty, *nll]), self.columns, self.sequence)
 
     def terms(self, nll: Tensor, rows: slice) -> Terms:
-        """Weighted value and derivative of one chunk."""
+        """Return the weighted value and derivative of one chunk."""
         if self._whole is None:
             columns = {name: column[rows] for name, column in self.columns.items()}
             value, derivative = self.objective.terms(nll, columns, self.sequence[rows])
@@ -172,7 +178,7 @@ class _Summed(torch.autograd.Function):
             grad_hidden[rows] = first
             for sum_, grad in zip(grads, rest, strict=True):
                 sum_ += grad
-            del logits, grad_logits  # before the next chunk's
+            del logits, grad_logits  # frees them before the next chunk's logits exist
         if train:
             ctx.save_for_backward(grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))
         return total
@@ -184,26 +190,27 @@ class _Summed(torch.autograd.Function):
 
 
 def sum_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:
-    """For each label the sum of ``values`` over the labels of its sequence.
+    """Sum ``values`` over each sequence, and give every label the sum of its sequence.
 
     Args:
-        values: [n].
+        values: [n], one value per label.
         sequence: [n], see :meth:`Objective.terms`.
 
     Returns:
-        [n].
+        [n], the sum of each label's sequence.
     """
-    return torch.zeros_like(values).index_add_(0, sequence, values)[sequence]  # no more sequences than labels
+    # n sums suffice, because there are at most as many sequences as labels
+    return torch.zeros_like(values).index_add_(0, sequence, values)[sequence]
 
 
 def _nll(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Any]:
-    """NLL [n] of ``targets`` [n] under ``logits`` [n, v] in fp32, and its gradient [n, v] in fp32 if asked for."""
+    """Return the NLL [n] of ``targets`` [n] under ``logits`` [n, v], and its gradient [n, v] or None, in fp32."""
     if not gradient:
         return F.cross_entropy(logits.float(), targets, reduction="none"), None
-    # one buffer, from 16-bit logits too: logsumexp would take another of this size while it runs
+    # this takes one fp32 buffer, also for 16-bit logits; logsumexp would need a second one while it runs
     log_probabilities = logits.log_softmax(dim=-1, dtype=torch.float32)
     nll = -log_probabilities.gather(-1, targets[:, None]).squeeze(-1)
-    # d nll / d logits = softmax - onehot; the logits stay, since a head such as tanh keeps its output
+    # d nll / d logits = softmax - onehot; the logits stay intact, because a head such as tanh needs its output again
     probabilities = log_probabilities.exp_()
     probabilities.scatter_add_(-1, targets[:, None], probabilities.new_full((len(targets), 1), -1.0))
     return nll, probabilities

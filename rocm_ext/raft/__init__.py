@@ -1,1 +1,1 @@
-"""Sample, verify, keep, train, repeat: the parts of RAFT (arXiv:2304.06767)."""
+"""The parts of RAFT: sample, verify, select, train, repeat (arXiv:2304.06767)."""

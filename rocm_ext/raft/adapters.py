@@ -1,4 +1,4 @@
-"""The adapters that a run's cycles begin with and leave."""
+"""The adapters of a run: each cycle starts from one and writes one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +12,15 @@ from rocm_ext.train.learner import Learner
 
 
 class Adapters:
-    """Loads adapters always from their files: a resumed run has nothing else.
+    """Loads the adapters of earlier cycles from their files, so that a resumed run does the same as any other.
 
     Args:
-        cfg: of ``raft_rocm``.
-        learner: set up, with the adapter that the run begins with.
-        out: the run's folder.
+        cfg: config of ``raft_rocm``.
+        learner: the model, set up, with the run's initial adapter.
+        out: the run's output folder.
 
     Attributes:
-        first: what the run begins with, by torchtune's names.
+        first: weights of the run's initial adapter, under torchtune's names.
     """
 
     def __init__(self, cfg: DictConfig, learner: Learner, out: Path) -> None:
@@ -28,31 +28,31 @@ class Adapters:
         self.first = learner.adapter_state()
 
     def folder(self, cycle: int) -> Path:
-        """The PEFT folder that a cycle leaves; cycle 0's is the one that the config starts from, if it names one."""
+        """Return the PEFT folder of a cycle's adapter; cycle 0 has the ``adapter_checkpoint`` of the config, if any."""
         first = self._cfg.checkpointer.get("adapter_checkpoint")
         return Path(first) if first and cycle == 0 else Cycle(self._out, cycle).adapter
 
     def load(self, cycle: int) -> None:
-        """Put what a cycle left into the learner."""
+        """Load the adapter that a cycle wrote into the learner; cycle 0 is the initial adapter."""
         self._learner.load_adapter(self._state(cycle), str(self.folder(cycle)))
 
     def load_for_training(self, cycle: int) -> None:
-        """Put what a cycle's training begins with into the learner."""
+        """Load the adapter that a cycle's training starts from into the learner."""
         self.load(self._trained_from(cycle))
 
     def check_changed(self, cycle: int) -> None:
-        """Refuse to call it training if nothing was learnt.
+        """Check that a cycle's training changed the adapter.
 
         Raises:
-            UserError: the adapter is what the cycle began with.
+            UserError: the adapter equals the one that the training started from.
         """
         before, after = self._state(self._trained_from(cycle)), self._state(cycle)
         if all(torch.equal(before[name], tensor) for name, tensor in after.items()):
             steps = Cycle(self._out, cycle).training()["steps"]
             raise UserError(
-                f"cycle {cycle}: {steps} optimiser steps changed nothing, bit for bit. A warm-up as long as the cycle "
-                "does that, and fp16 whose loss scale never settles: drop lr_scheduler, keep more answers, or take "
-                "another dtype"
+                f"cycle {cycle}: {steps} optimiser steps changed nothing, bit for bit. Either the warm-up is as long "
+                "as the cycle, or the loss scale of fp16 never settles: remove lr_scheduler, keep more answers, or "
+                "set another dtype"
             )
 
     def _trained_from(self, cycle: int) -> int:

@@ -1,6 +1,6 @@
-"""The files of a RAFT run's cycles, and what they add up to.
+"""The files of a RAFT run's cycles, and their summaries.
 
-Everything here is read from those files, so a resumed run knows what a run that was never stopped knows.
+All results here come from these files, so a resumed run has the same information as an undisturbed one.
 """
 
 import json
@@ -24,7 +24,7 @@ from rocm_ext.verifiers import Result
 Filter = Callable[[Mapping[SampleKey, Sample], Mapping[SampleKey, Result]], tuple[list[Sample], dict[str, int]]]
 
 
-# Keys that a resumed run may change, beside those that an SFT run may
+# Keys that a resumed RAFT run may change, in addition to those that a resumed SFT run may change
 RAFT_FREE_KEYS = FREE_KEYS | frozenset(
     """
     cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
@@ -34,37 +34,57 @@ RAFT_FREE_KEYS = FREE_KEYS | frozenset(
 
 
 class RunRecord:
-    """``run.json``: the config and identity that a run in this folder was begun with."""
+    """``run.json``: the config and identity that a run started with.
+
+    Args:
+        out: the run's output folder.
+    """
 
     def __init__(self, out: Path) -> None:
         self.out, self.path = out, out / "run.json"
 
     def begun(self, resume: bool, overwrite: bool) -> dict[str, Any] | None:
-        """``config`` and ``identity`` of the run that is there, if this one is to continue it.
+        """Read the record of the run that this one continues.
+
+        Args:
+            resume: whether this run continues the one in the folder.
+            overwrite: whether this run replaces the one in the folder.
+
+        Returns:
+            The ``config`` and ``identity`` of the earlier run; None if this run starts from the beginning.
 
         Raises:
-            UserError: another run is there, or this one cannot be read.
+            UserError: the folder holds another run, or its record cannot be read.
         """
         if resume and self.path.exists():
             try:
                 return json.loads(self.path.read_text())
             except (OSError, ValueError) as error:
-                raise UserError(f"cannot read {self.path}: {error}; take another output_dir") from error
+                raise UserError(f"cannot read {self.path}: {error}; choose another output_dir") from error
         names = ("run.json", "cycle_0", "cycle_1", "adapter", "checkpoints")
         earlier = [name for name in names if (self.out / name).exists()]
         if earlier and not overwrite:
             raise UserError(
-                f"output_dir {self.out} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True goes "
-                "on with a RAFT run, overwrite_output_dir=True replaces it, or choose another output_dir"
+                f"output_dir {self.out} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True "
+                "continues a RAFT run, overwrite_output_dir=True replaces it, or choose another output_dir"
             )
         return None
 
     def take(self, cfg: DictConfig, identity: Mapping[str, Any], fresh: bool) -> None:
-        """Make the folder this run's; a fresh one begins with nothing in it."""
+        """Claim the folder for this run.
+
+        Args:
+            cfg: config of the run.
+            identity: values that a resuming run must share beside the config, by name.
+            fresh: whether to remove an earlier run's files.
+
+        Raises:
+            UserError: the disk is full, or the folder is not writable.
+        """
         with disk_errors(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
         if fresh:
-            self.path.unlink(missing_ok=True)  # first: a run without it cannot be resumed by mistake
+            self.path.unlink(missing_ok=True)  # first, so that nobody can resume a half-removed run
             for pattern in ("cycle_*", "adapter", "merged", "checkpoints"):
                 for folder in self.out.glob(pattern):
                     shutil.rmtree(folder, ignore_errors=True)
@@ -76,11 +96,11 @@ class RunRecord:
 
 
 class Cycle:
-    """Files of a cycle; cycle 0 is what comes before any training.
+    """The files of one cycle.
 
     Args:
-        out: the run's folder.
-        number: of the cycle.
+        out: the run's output folder.
+        number: number of the cycle; 0 is the evaluation before any training.
     """
 
     def __init__(self, out: Path, number: int) -> None:
@@ -92,27 +112,35 @@ class Cycle:
 
     @property
     def trained(self) -> bool:
-        """Whether training has left all its outputs; its summary is the last of them."""
+        """Whether training has written all its outputs; it writes the summary last."""
         return (self.folder / "summary.json").exists()
 
     def phase(self, what: str) -> Path:
-        """Where the samples and verdicts of a phase are."""
+        """Return the folder with the samples and verdicts of the phase ``what`` (``sample`` or ``eval``)."""
         return self.folder if what == "sample" else self.folder / what
 
     def results(self) -> dict[SampleKey, Result]:
-        """The verdicts on the cycle's answers."""
+        """Read the verdicts on the cycle's answers."""
         return read_results(self.folder / "verdicts.jsonl")
 
     def scores(self) -> dict[str, Any] | None:
-        """The content of ``eval.json``, if there is one."""
+        """Read ``eval.json``; return None if the file is missing."""
         return json.loads(self.eval.read_text()) if self.eval.exists() else None
 
     def training(self) -> dict[str, Any]:
-        """The summary that the SFT recipe left."""
+        """Read the ``summary.json`` that the cycle's training wrote."""
         return json.loads((self.folder / "summary.json").read_text())
 
     def row(self, threshold: float, filter_: Filter) -> dict[str, Any]:
-        """What the cycle's files say of it: its entry in ``summary.json``, without the seconds."""
+        """Compute the cycle's entry in ``summary.json`` from its files.
+
+        Args:
+            threshold: minimum reward of an answer that passes.
+            filter_: selects the answers to train on, and counts what each rule dropped.
+
+        Returns:
+            The entry without its ``seconds``.
+        """
         row: dict[str, Any] = {"cycle": self.number}
         if self.number:
             samples = {sample.key: sample for sample in read_samples(self.folder / "samples.jsonl")}
@@ -137,8 +165,17 @@ class Cycle:
 
 
 def pass_rates(results: Mapping[SampleKey, Result], threshold: float) -> dict[str, float]:
-    """The share of each prompt's answers whose reward reached ``threshold``; a verifier's failure says nothing
-    about a prompt."""
+    """Compute the share of each prompt's answers that passed.
+
+    Answers without a reward (ERROR) do not count, because a verifier's failure says nothing about a prompt.
+
+    Args:
+        results: verdicts by prompt id and sample index.
+        threshold: minimum reward of an answer that passes.
+
+    Returns:
+        Share from 0 to 1 by prompt id; prompts without any reward are missing.
+    """
     passed: dict[str, list[bool]] = {}
     for (prompt_id, _), result in results.items():
         if result.reward is not None:
@@ -147,19 +184,34 @@ def pass_rates(results: Mapping[SampleKey, Result], threshold: float) -> dict[st
 
 
 def best(rows: Sequence[Mapping[str, Any]]) -> int:
-    """The cycle that did best on held-out prompts, of equals the last; without any the last one."""
+    """Return the trained cycle with the best held-out score.
+
+    Among equals the last one wins. Without held-out prompts this is the last cycle.
+
+    Args:
+        rows: entries of ``summary.json``, at least one of them of a trained cycle.
+    """
     trained = [row for row in rows if row["cycle"]]
     return max(trained, key=lambda row: (row["held_out"]["correct"] if "held_out" in row else 0, row["cycle"]))["cycle"]
 
 
 def gained(rows: Sequence[Mapping[str, Any]], number: int) -> bool:
-    """Whether a cycle does better on held-out prompts than the model that the run began with."""
+    """Return whether cycle ``number`` scores higher on the held-out prompts than the run's initial model."""
     correct = {row["cycle"]: row["held_out"]["correct"] for row in rows}
     return correct[number] > correct[0]
 
 
 def stop_reason(rows: Sequence[Mapping[str, Any]], min_entropy: float | None, stop_after: int | None) -> str | None:
-    """Why no other cycle should follow, or None."""
+    """Decide whether a run stops early.
+
+    Args:
+        rows: entries of ``summary.json`` up to the newest cycle, in order.
+        min_entropy: stop if the entropy of the newest answers is below this, in nats per token; None: never.
+        stop_after: stop after this many cycles without a better held-out score; None: never.
+
+    Returns:
+        The reason to stop, or None to continue.
+    """
     now = rows[-1]["entropy"]
     if min_entropy is not None and now is not None and now < min_entropy:
         return f"the answers' entropy is {now:.3f} nats per token, under min_entropy {min_entropy:g}"
@@ -172,7 +224,7 @@ def stop_reason(rows: Sequence[Mapping[str, Any]], min_entropy: float | None, st
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line per cycle, for people."""
+    """Format the entries of ``summary.json`` as a table with a line per cycle."""
     titles = ("cycle", "samples", "pass rate", "kept", "steps", "lr", "loss", "held-out", "95 % interval", "time")
     lines: list[tuple[str, ...]] = [titles]
     for row in rows:

@@ -1,4 +1,4 @@
-"""What samples: the config's engine, with what it needs of the learner, and the processes that verify beside it."""
+"""Open the config's engine on the learner's model, and count the processes that verify beside it."""
 
 import os
 from functools import partial
@@ -18,10 +18,16 @@ from rocm_ext.train.learner import Learner
 
 
 def open_engine(cfg: DictConfig, learner: Learner) -> Engine:
-    """The engine of a config, checked.
+    """Build and check the config's engine.
+
+    The engine gets those of ``decoder``, ``tokenizer`` and ``free_memory`` that its constructor takes.
+
+    Args:
+        cfg: config of ``raft_rocm``.
+        learner: the model to sample from.
 
     Raises:
-        UserError: it cannot run, or gives less than the objective needs.
+        UserError: the engine cannot run, or lacks the token ids and log-probs that the config needs.
     """
     offered = {
         "decoder": learner.decoder,
@@ -34,20 +40,20 @@ def open_engine(cfg: DictConfig, learner: Learner) -> Engine:
     known = engine.exact_tokens and engine.has_logprobs
     if not known and ("old_logprobs" in learner.objective.columns or cfg.min_entropy is not None):
         raise UserError(
-            "raft++ and min_entropy need the token ids and log-probs of sampling, which this engine does not give"
+            "raft++ and min_entropy need the token ids and log-probs of sampling, which this engine does not return"
         )
     return engine
 
 
 def free_memory(cfg: DictConfig, learner: Learner) -> int:
-    """Bytes that sampling may still take on the device."""
+    """Return how many bytes sampling may still take on the device."""
     runtime: Any = learner.runtime
     if runtime.device.type == "cpu":
         return host_memory(Path("/"), "MemAvailable") // local_world_size()
     torch.cuda.empty_cache()
     taken = torch.cuda.memory_allocated(runtime.device)
     free = runtime.budget()
-    if not runtime.machine.unified:  # there MemAvailable, in the budget, is without what is taken already
+    if not runtime.machine.unified:  # on unified memory the budget comes from MemAvailable, which excludes `taken`
         free -= taken
     if cfg.memory_fraction is not None:
         free = min(free, int(cfg.memory_fraction * runtime.machine.total_memory) - taken)
@@ -55,11 +61,15 @@ def free_memory(cfg: DictConfig, learner: Learner) -> int:
 
 
 def verify_workers(cfg: DictConfig) -> int:
-    """Processes that verify while the model samples."""
+    """Return the number of processes that verify while the model samples.
+
+    This is the config's ``verify_workers``. If that is null, it is this rank's share of the physical cores minus
+    one, from 1 to 16.
+    """
     if cfg.verify_workers is not None:
         return cfg.verify_workers
-    # one core of each rank's share drives the sampler, and loading needs none meanwhile
+    # one core of each rank's share drives the sampler; the data loader is idle while the model samples
     cores = psutil.cpu_count(logical=False) or 1
-    if hasattr(os, "sched_getaffinity"):  # a container may have fewer
+    if hasattr(os, "sched_getaffinity"):  # a container may have fewer cores than the machine
         cores = min(cores, len(os.sched_getaffinity(0)))
     return min(16, max(1, cores // local_world_size() - 1))

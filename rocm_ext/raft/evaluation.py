@@ -1,4 +1,4 @@
-"""What an evaluation asks, and what its answers amount to."""
+"""The requests of an evaluation, and the scores of its answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,17 @@ from rocm_ext.verifiers import Verdict
 def eval_requests(
     prompts: Sequence[Prompt], tokens: Mapping[str, Sequence[int]], sampling: Sampling, samples: int, seed: int
 ) -> list[tuple[Request, Sampling]]:
-    """A greedy answer to each prompt and ``samples`` more drawn at random: the same draws at every evaluation."""
+    """Return the requests of an evaluation: per prompt a greedy answer and ``samples`` sampled ones.
+
+    Every evaluation of a run uses the same seeds.
+
+    Args:
+        prompts: held-out prompts.
+        tokens: token ids of each prompt, by id.
+        sampling: settings of the sampled answers; the greedy one takes its length limit and stop strings from them.
+        samples: number of sampled answers per prompt.
+        seed: the run's seed.
+    """
     greedy = replace(sampling, temperature=0, top_k=None, top_p=None, min_p=None)
     requests = []
     for prompt in prompts:
@@ -27,10 +37,15 @@ def eval_requests(
 
 
 def score(phase: Phase, samples: int) -> dict[str, Any]:
-    """``eval.json``: pass@1 of greedy answers, and pass@k for k = 1, 2, 4 … up to ``samples`` drawn ones.
+    """Compute the content of ``eval.json``.
 
-    A pass is the verdict CORRECT; an ERROR counts as none. The interval of pass@k takes each prompt for one
-    trial, which is wider than it need be.
+    It has pass@1 of the greedy answers, and pass@k of the sampled ones for k = 1, 2, 4 … up to ``samples``. An answer
+    passes if its verdict is CORRECT; an ERROR does not pass. The interval of pass@k counts each prompt as one trial,
+    so it is wider than necessary.
+
+    Args:
+        phase: answers to the requests of :func:`eval_requests`, with their verdicts.
+        samples: number of sampled answers per prompt.
     """
     right = {key: result.verdict is Verdict.CORRECT for key, result in phase.results.items()}
     greedy = [passed for (_, sample), passed in right.items() if sample == GREEDY]

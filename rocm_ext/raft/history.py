@@ -1,7 +1,7 @@
-"""What the finished cycles of a run add up to.
+"""Totals over the finished cycles of a run.
 
-Everything here is in the cycles' files, so a resumed run knows what a run that was never stopped knows. It is read
-once, when the run begins; from then on a cycle costs the same work however many came before.
+All of them follow from the cycles' files, so a resumed run has the same totals as an undisturbed one. A run reads the
+files once, when it starts. After that the bookkeeping of a cycle takes the same time however many cycles came before.
 """
 
 import json
@@ -20,16 +20,18 @@ from rocm_ext.train.metrics import Metrics
 
 
 class History:
-    """The cycles of a run, as they are finished.
+    """The finished cycles of a run.
 
     Args:
-        out: the run's folder.
-        threshold: the reward from which an answer passes.
-        ranks: the main one writes ``metrics.jsonl`` and ``summary.json``; all know the same.
+        out: the run's output folder.
+        threshold: minimum reward of an answer that passes.
+        ranks: all processes of the run. All hold the same data; the main one writes ``metrics.jsonl`` and
+            ``summary.json``.
 
     Attributes:
-        last_asked: of each prompt that was asked, the cycle that asked it last and the share of answers that passed.
-        steps: optimiser steps of all trained cycles.
+        last_asked: for each prompt asked so far, the last cycle that asked it and the share of its answers that
+            passed.
+        steps: number of optimiser steps of all trained cycles.
         rows: entries of ``summary.json``, by cycle.
     """
 
@@ -49,7 +51,7 @@ class History:
             self.add(cycle)
 
     def add(self, cycle: Cycle) -> None:
-        """Count a cycle that has been trained."""
+        """Add a trained cycle to ``last_asked`` and ``steps``."""
         for prompt, rate in pass_rates(cycle.results(), self._threshold).items():
             self.last_asked[prompt] = cycle.number, rate
         self.steps += cycle.training()["steps"]
@@ -59,18 +61,24 @@ class History:
         return True
 
     def log(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
-        """A line of ``metrics.jsonl``."""
+        """Write a line of ``metrics.jsonl``, and add its seconds to the phase's time in the cycle.
+
+        Args:
+            cycle: number of the cycle.
+            phase: one of ``PHASES``.
+            values: measurements of the phase, among them ``seconds``.
+        """
         if self._metrics is not None:
             line = {"cycle": cycle, "phase": phase, **values}
             self._metrics.write(**line)
             self._note(line)
 
     def summarize(self, cycle: Cycle, filter_: Filter) -> None:
-        """Enter a finished cycle into ``summary.json``.
+        """Add a finished cycle to ``summary.json``.
 
         Args:
-            cycle: the newest.
-            filter_: what chose its answers; gives the counts.
+            cycle: the newest cycle.
+            filter_: the filter that selected its answers; the entry has the filter's counts.
         """
         number, row = cycle.number, None
         if self._ranks.is_main:
@@ -80,11 +88,11 @@ class History:
         self.write(number)
 
     def until(self, cycle: int) -> list[dict[str, Any]]:
-        """The entries of the cycles up to ``cycle``, in order."""
+        """Return the entries of the cycles up to ``cycle``, in order."""
         return [row for number, row in sorted(self.rows.items()) if number <= cycle]
 
     def write(self, last: int) -> None:
-        """``summary.json`` with the cycles up to ``last``: the bytes of ``json.dumps(…, indent=2)``."""
+        """Write ``summary.json`` with the cycles up to ``last``, in the format of ``json.dumps(…, indent=2)``."""
         if not self._ranks.is_main:
             return
         rows = ",\n".join(text for number, text in sorted(self._texts.items()) if number <= last)
@@ -92,5 +100,5 @@ class History:
 
 
 def _text(row: Mapping[str, Any]) -> str:
-    # encoded once: a thousand cycles are a megabyte
+    # each entry is encoded once, because a thousand cycles take a megabyte
     return textwrap.indent(json.dumps(row, indent=2), "    ")

@@ -1,4 +1,4 @@
-"""The prompts of a run, rendered: those to learn from and those held out."""
+"""The prompts of a run, rendered to tokens: training prompts and held-out prompts."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,16 +22,16 @@ class PromptSet:
     """``prompts`` and ``eval_prompts`` of a config.
 
     Args:
-        cfg: of ``raft_rocm`` or a recipe that extends it.
-        tokenizer: renders prompts as it renders SFT rows.
+        cfg: config of ``raft_rocm`` or of a recipe that extends it.
+        tokenizer: the model's tokenizer; it renders prompts as it renders SFT rows.
 
     Attributes:
-        training: prompts to learn from; none where ``prompts`` is null.
-        held_out: prompts to evaluate on; none where ``eval_prompts`` is null.
+        training: prompts to train on; empty if ``prompts`` is null.
+        held_out: prompts to evaluate on; empty if ``eval_prompts`` is null.
         tokens: token ids of every prompt, by its id.
 
     Raises:
-        UserError: prompts cannot be read, or a held-out prompt is also trained on.
+        UserError: prompts cannot be read, or a held-out prompt is also a training prompt.
     """
 
     def __init__(self, cfg: DictConfig, tokenizer: Any) -> None:
@@ -51,13 +51,13 @@ class PromptSet:
         return self._by_id[prompt_id]
 
     def check_verifier(self) -> dict[str, Any]:
-        """Refuse a verifier that cannot run here, and rows that it cannot verify.
+        """Check that the verifier can run here and can verify every prompt's row.
 
         Returns:
-            the verifier's node in the config, from which worker processes build it.
+            The verifier's node in the config; worker processes build the verifier from it.
 
         Raises:
-            UserError: naming the row and the field.
+            UserError: the verifier cannot run, or rejects a row; the message then names the row and the field.
         """
         node: Any = OmegaConf.to_container(self._cfg.verifier, resolve=True)
         verifier = build(node)
@@ -70,22 +70,22 @@ class PromptSet:
         return node
 
     def check_model(self, decoder: TransformerDecoder) -> None:
-        """Refuse prompts that the model cannot answer.
+        """Check that the model can answer every prompt.
 
         Raises:
-            UserError: a prompt leaves no room for an answer, or the tokenizer is another model's.
+            UserError: prompt and answer exceed the model's context, or the tokenizer belongs to another model.
         """
         new, context = self._cfg.max_new_tokens, decoder.max_seq_len
         for prompt in self:
             if (length := len(self.tokens[prompt.id])) + new > context:
                 raise UserError(
-                    f"{prompt.origin}: {length} tokens, with max_new_tokens {new} more than the {context} that the "
-                    "model takes; lower max_new_tokens or drop the prompt"
+                    f"{prompt.origin}: {length} tokens and max_new_tokens {new} are more than the {context} that the "
+                    "model takes; lower max_new_tokens or remove the prompt"
                 )
         check_vocabulary(max(map(max, self.tokens.values())), decoder.tok_embeddings.num_embeddings)
 
     def expected_work(self) -> workload.Workload:
-        """What cycles will train on, as far as it can be known before sampling."""
+        """Estimate the rows that the cycles will train on, before any sampling."""
         lengths = [len(tokens) for tokens in self.tokens.values()]
         asked = workload.Questions(
             prompts=len(self.training),
@@ -98,7 +98,7 @@ class PromptSet:
         return workload.kept_rows(self._cfg, asked)
 
     def fingerprint(self, prompts: Sequence[Prompt]) -> str:
-        """sha256 of what the model reads and what verifiers see of ``prompts``, in any order."""
+        """Hash the ids, tokens and rows of ``prompts`` with SHA-256, in hex; their order does not matter."""
         rows = sorted(json.dumps([p.id, self.tokens[p.id], p.row], sort_keys=True, default=str) for p in prompts)
         return sha256("\n".join(rows).encode()).hexdigest()
 
@@ -108,5 +108,5 @@ def _read(cfg: DictConfig, key: str) -> list[Prompt]:
         return []
     prompts = config.instantiate(cfg[key], key=key)
     if not prompts or not all(isinstance(prompt, Prompt) for prompt in prompts):
-        raise UserError(f"{key}: {cfg[key]._component_} gave no list of rocm_ext.data.prompts.Prompt")
+        raise UserError(f"{key}: {cfg[key]._component_} must return a non-empty list of rocm_ext.data.prompts.Prompt")
     return prompts

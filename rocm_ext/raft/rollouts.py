@@ -1,7 +1,7 @@
-"""Samples and verdicts: made side by side, each recorded in a file as soon as it is there.
+"""Sample and verify at the same time, and write each sample and each verdict to a file as soon as it exists.
 
-A phase is a set of requests. What is recorded is never done again: a phase that was killed goes on with the
-requests that have no record, and with the samples that have no verdict.
+A phase is a set of requests. No recorded work is repeated: a phase that was killed continues with the requests
+without a sample and the samples without a verdict.
 """
 
 import errno
@@ -34,9 +34,11 @@ class Sample:
     """A line of ``samples.jsonl``.
 
     Attributes:
-        prompt_id, sample: which answer to which prompt.
-        seed: all randomness of it follows from this.
-        tokens, logprobs, text, finish_reason: see :class:`rocm_ext.generation.Completion`; log-probs to 1e-6.
+        prompt_id: id of the prompt.
+        sample: index of the answer among the prompt's.
+        seed: seed of the answer; it determines everything random about the answer.
+        finish_reason, text, tokens: see :class:`rocm_ext.generation.Completion`.
+        logprobs: log-probabilities as in :class:`rocm_ext.generation.Completion`, rounded to 1e-6.
     """
 
     prompt_id: str
@@ -49,7 +51,7 @@ class Sample:
 
     @classmethod
     def of(cls, completion: Completion) -> "Sample":
-        """What is recorded of a completion."""
+        """Convert a completion to its record."""
         request = completion.request
         return cls(
             request.prompt_id,
@@ -66,18 +68,25 @@ class Sample:
         return self.prompt_id, self.sample
 
     def record(self) -> dict[str, Any]:
-        """The line's content. Not a copy: ``asdict`` took as long as all other work outside of model and verifier."""
+        """Return the line's content.
+
+        This is the sample's own ``vars``, because copying with ``asdict`` took as long as all other work outside the
+        model and the verifier.
+        """
         return vars(self)
 
 
 class Journal:
-    """JSON lines that are only ever appended to, one record per (prompt, sample).
+    """An append-only file of JSON lines, with one record per prompt and sample.
 
-    Every rank appends to a file of its own; the next one to open the journal puts them together, however
-    many ranks there are then.
+    Every rank appends to its own file. Opening the journal again merges these files, with any number of ranks.
 
     Args:
-        path: the file; ranks but the first write beside it.
+        path: file of the main rank and of the merged records; other ranks write files beside it.
+        ranks: all processes of the run.
+
+    Attributes:
+        records: the records by prompt id and sample index: all that were there on opening, and this rank's own.
     """
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
@@ -87,21 +96,25 @@ class Journal:
         self._read()
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one record."""
+        """Append one record and write it at once.
+
+        Raises:
+            UserError: the disk is full, or the file cannot be written.
+        """
         with disk_errors(self._own):
-            self._file = self._file or self._own.open("ab", buffering=0)  # one write each: a kill loses no other line
+            self._file = self._file or self._own.open("ab", buffering=0)  # a kill damages at most this line
             line = json.dumps(record).encode() + b"\n"
-            if self._file.write(line) != len(line):  # an unbuffered file may take a part, and say so in this way alone
+            if self._file.write(line) != len(line):  # on a full disk it may write a part, and only the count tells
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.records[record["prompt_id"], record["sample"]] = record
 
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Do away with the records of all ranks that are ``unwanted``; on the main rank, after :meth:`collect`."""
+        """Remove the ``unwanted`` records of all ranks; call it on the main rank after :meth:`collect`."""
         kept = [record for record in self.records.values() if not unwanted(record)]
         replace_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def collect(self) -> None:
-        """Close the file, and know every rank's records."""
+        """Close the file, then merge and read the records of all ranks."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -132,15 +145,15 @@ class Journal:
 
 
 def _whole(content: bytes) -> int:
-    """Length of ``content`` without a last line that a kill tore."""
+    """Return the length of ``content`` without an incomplete last line, which a kill may leave."""
     return content.rfind(b"\n") + 1
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a journal, without a torn last one; none if there is no file.
+    """Read the records of a journal without an incomplete last one; [] if the file is missing.
 
     Raises:
-        UserError: naming a damaged line.
+        UserError: a line is damaged; the message names it.
     """
     return list(read_lines(path, keys=("prompt_id", "sample")))
 
@@ -148,7 +161,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def sampling_requests(
     prompts: Sequence[Prompt], tokens: Mapping[str, Sequence[int]], samples: int, seed: int, cycle: int
 ) -> list[Request]:
-    """``samples`` answers to each of ``prompts``, with the seeds of a cycle."""
+    """Return the requests of a cycle: ``samples`` answers to each of ``prompts``.
+
+    Args:
+        prompts: prompts that the cycle asks.
+        tokens: token ids of each prompt, by id.
+        samples: number of answers per prompt.
+        seed: the run's seed.
+        cycle: number of the cycle; with ``seed`` it determines the seed of each answer.
+    """
     return [
         Request(
             prompt.id,
@@ -164,13 +185,13 @@ def sampling_requests(
 
 @dataclass
 class Phase:
-    """Samples of one phase with their verdicts, and what making them took.
+    """Samples and verdicts of one phase, and their costs.
 
     Attributes:
-        samples: by key.
-        results: by key.
-        stats: what the engine reports of this process's share; ``seconds`` of the phase, and ``waiting``: those of
-            them spent on verdicts after the last sample.
+        samples: samples by prompt id and sample index.
+        results: verdicts under the same keys.
+        stats: the engine's statistics of this process's share; ``seconds`` of the phase; ``waiting``, the part of
+            ``seconds`` spent on verdicts after the last sample.
     """
 
     samples: dict[SampleKey, Sample]
@@ -178,18 +199,18 @@ class Phase:
     stats: dict[str, float]
 
     def verdicts(self) -> Counter[str]:
-        """How many samples have which verdict."""
+        """Count the samples by verdict."""
         return Counter(result.verdict.value for result in self.results.values())
 
 
 class Rollouts:
-    """Makes phases.
+    """Runs phases: samples answers and verifies them at the same time.
 
     Args:
-        pool: verifies, beside generation.
-        ranks: each makes its share of the prompts.
-        interrupt: looked at after each sample.
-        max_error_share: a phase with more ERROR verdicts than this share of its samples stops the run.
+        pool: processes that verify while the model samples.
+        ranks: all processes of the run; each samples its share of the prompts.
+        interrupt: the user's signals to stop, checked after each sample.
+        max_error_share: share of a phase's samples with the verdict ERROR above which the run stops.
     """
 
     def __init__(self, pool: Pool, ranks: Ranks, interrupt: Interrupt, max_error_share: float) -> None:
@@ -205,19 +226,22 @@ class Rollouts:
         rows: Mapping[str, Mapping[str, Any]],
         session: Callable[[], AbstractContextManager[Session]],
     ) -> Phase:
-        """The phase recorded in ``samples.jsonl`` and ``verdicts.jsonl``, completed.
+        """Complete a phase, whose records are in ``samples.jsonl`` and ``verdicts.jsonl``.
 
         Args:
-            folder: where those are.
-            cycle: that the phase belongs to.
+            folder: folder of these files.
+            cycle: number of the cycle that the phase belongs to.
             what: name of the phase.
-            requests: all of the phase's, the same on every rank.
-            rows: what verifiers need, by prompt id.
-            session: makes an engine ready; called only where there is something to sample.
+            requests: all requests of the phase, the same on every rank.
+            rows: columns that the verifier needs, by prompt id.
+            session: opens a session of the engine; called only if a rank has something to sample.
+
+        Returns:
+            The samples and verdicts of all ranks.
 
         Raises:
-            UserError: too many ERRORs.
-            Interrupted: on Ctrl-C.
+            UserError: too many verdicts are ERROR, or the disk is full.
+            Interrupted: the user asked to stop.
         """
         began = time.perf_counter()
         samples = Journal(folder / "samples.jsonl", self._ranks)
@@ -233,7 +257,7 @@ class Rollouts:
         for key in mine & samples.records.keys() - verdicts.records.keys():
             judge.submit(key, samples.records[key]["text"], rows[key[0]])
         stats: dict[str, float] = {}
-        # a session may need every rank, to gather sharded weights
+        # every rank opens a session if one does, because gathering sharded weights may need every rank
         anything = any(self._ranks.gather(bool(wanted)))
         for completion, engine in _generate(wanted, session) if anything else ():
             sample = Sample.of(completion)
@@ -262,20 +286,20 @@ class Rollouts:
     def _check_errors(self, verdicts: Journal, total: int) -> None:
         errors = [r for r in verdicts.records.values() if r["verdict"] == Verdict.ERROR.value]
         if len(errors) > self._max_error_share * total:
-            if self._ranks.is_main:  # without their verdicts they are judged again, once the verifier works
+            if self._ranks.is_main:  # a resumed run judges samples without a verdict again
                 verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
             self._ranks.barrier()
             raise UserError(
-                f"the verifier failed on {len(errors)} of {total} answers, more than max_error_share "
-                f"{self._max_error_share:g} of them; first: {errors[0]['detail']}. Samples are kept: mend the "
-                "verifier and go on with resume_from_checkpoint=True"
+                f"the verifier failed on {len(errors)} of {total} answers, a larger share than max_error_share "
+                f"{self._max_error_share:g}; the first error: {errors[0]['detail']}. The samples are saved: fix the "
+                "verifier and continue with resume_from_checkpoint=True"
             )
 
 
 def _generate(
     wanted: Sequence[tuple[Request, Sampling]], session: Callable[[], AbstractContextManager[Session]]
 ) -> Iterable[tuple[Completion, Session]]:
-    """Completions of ``wanted``, with the engine that made them; requests of one Sampling go together."""
+    """Yield the completions of ``wanted`` and the session; it groups requests with equal sampling settings."""
     with session() as engine:
         for sampling in dict.fromkeys(sampling for _, sampling in wanted):
             for completion in engine.generate([r for r, s in wanted if s == sampling], sampling):
@@ -283,7 +307,7 @@ def _generate(
 
 
 class _Judge:
-    """Verdicts on their way from the pool to the journal."""
+    """Submits samples to the pool and records the verdicts in the journal."""
 
     def __init__(self, pool: Pool, journal: Journal, interrupt: Interrupt) -> None:
         self._pool, self._journal, self._interrupt = pool, journal, interrupt
@@ -297,7 +321,7 @@ class _Judge:
         future.add_done_callback(self._done.put)
 
     def record_finished(self, timeout: float = 0.0) -> None:
-        """Record what is there, having waited up to ``timeout`` seconds for the first."""
+        """Record the finished verdicts; wait up to ``timeout`` seconds for the first."""
         while self._pending:
             try:
                 future = self._done.get(timeout > 0, timeout)
@@ -317,20 +341,20 @@ class _Judge:
             self.counts[result.verdict.value] += 1
 
     def finish(self) -> None:
-        """Wait for the rest, unless the user asks to stop."""
+        """Wait for the remaining verdicts and record them; return early if the user asks to stop."""
         while self._pending:
             if self._interrupt.signum is not None:
-                return  # judged by whoever goes on
+                return  # the resumed run judges the rest
             self.record_finished(timeout=1.0)
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a phase."""
+    """Read the samples of a phase."""
     return [Sample(**record) for record in read_records(path)]
 
 
 def read_results(path: Path) -> dict[SampleKey, Result]:
-    """The verdicts of a phase, by sample."""
+    """Read the verdicts of a phase, by prompt id and sample index."""
     return {(record["prompt_id"], record["sample"]): _result(record) for record in read_records(path)}
 
 
@@ -339,8 +363,13 @@ def _result(record: Mapping[str, Any]) -> Result:
 
 
 def entropy(samples: Iterable[Sample]) -> float | None:
-    """Nats per token: the mean of -log p over what was sampled, which at temperature 1 without truncation
-    estimates the entropy of the model's distribution without bias. None without log-probs."""
+    """Estimate the entropy of the model's distribution, in nats per token.
+
+    This is the mean of -log p over the sampled tokens. It is unbiased at temperature 1 without truncation.
+
+    Returns:
+        The estimate; None if the samples have no log-probs.
+    """
     logprobs = [value for sample in samples for value in sample.logprobs]
     return -fmean(logprobs) if logprobs else None
 

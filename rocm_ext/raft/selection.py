@@ -1,6 +1,7 @@
-"""What is trained on and what is asked next: two pure functions of what was measured.
+"""Select the answers to train on and the prompts to ask next.
 
-Neither depends on the order of files: ties are broken by a hash of the seed.
+Both selections are pure functions of the results. They do not depend on the order of files: a hash of the seed breaks
+ties.
 """
 
 import json
@@ -30,20 +31,22 @@ def filter_samples(
     drop_truncated: bool,
     seed: int,
 ) -> tuple[list[Sample], dict[str, int]]:
-    """The samples to train on.
+    """Select the samples to train on.
 
     Args:
-        samples, results: by the same keys. A result without a reward (ERROR) is never kept.
-        threshold: least reward.
-        per_prompt: most samples of a prompt; None: any number.
-        best_fraction: of a prompt's samples that are left by then, the share with the highest rewards; at
-            least one.
-        deduplicate: keep one of a prompt's samples that have the same tokens.
+        samples: samples by prompt id and sample index.
+        results: verdicts under the same keys. A sample without a reward (ERROR) is always dropped.
+        threshold: minimum reward.
+        per_prompt: keep at most this many samples of a prompt; None: no limit.
+        best_fraction: keep this share of a prompt's samples, those with the highest rewards, and at least one. It
+            applies after all other rules except ``per_prompt``.
+        deduplicate: keep one of a prompt's samples with the same tokens.
         drop_truncated: drop answers that ``max_new_tokens`` cut off.
-        seed: decides between equals.
+        seed: breaks ties between equal rewards.
 
     Returns:
-        the kept samples, ordered by prompt id and index, and how many each rule dropped, with ``kept``.
+        The kept samples, ordered by prompt id and index, and the number of samples that each rule dropped, with the
+        number of kept ones as ``kept``.
     """
     dropped: Counter[str] = Counter()
     by_prompt: dict[str, list[Sample]] = {}
@@ -81,12 +84,13 @@ def filter_samples(
 
 
 def to_rows(kept: Sequence[Sample], prompts: Mapping[str, Sequence[int]], columns: Collection[str]) -> Rows:
-    """Rows to train on: prompt and answer as they were sampled, the loss on the answer alone.
+    """Convert samples to training rows: the tokens of prompt and answer as sampled, with labels on the answer only.
 
     Args:
-        kept: samples.
+        kept: samples to train on.
         prompts: token ids of each prompt, by id.
-        columns: that the objective needs; of those there is ``old_logprobs`` here, the log-probs of sampling.
+        columns: columns that the objective needs; the rows get ``old_logprobs``, the log-probs of sampling, if this
+            names it.
     """
     old_logprobs: list[np.ndarray] = []
     wanted = {"old_logprobs": old_logprobs} if "old_logprobs" in columns else {}
@@ -110,7 +114,13 @@ def write_kept(
     results: Mapping[SampleKey, Result],
     prompts: Mapping[str, Sequence[int]],
 ) -> None:
-    """``kept.jsonl``: the samples with their rewards and the token ids of their prompts.
+    """Write ``kept.jsonl``: the samples with their rewards and the token ids of their prompts.
+
+    Args:
+        path: path of the file.
+        kept: samples to write.
+        results: verdicts by prompt id and sample index.
+        prompts: token ids of each prompt, by id.
 
     Raises:
         UserError: the disk is full.
@@ -132,21 +142,21 @@ def choose_prompts(
     retry_unsolved_after: int | None,
     seed: int,
 ) -> list[str]:
-    """The prompts of a cycle, by how often their answers passed when they were last asked.
+    """Choose the prompts of a cycle by the pass rates of their last answers.
 
     Args:
-        prompts: all ids.
-        last_asked: of each prompt that was asked before, the cycle that asked it last and the share of its answers
-            that passed.
-        cycle: the number of this cycle, from 1.
-        count: how many are wanted; None: all that qualify.
-        skip_solved: leave out prompts whose answers all passed: nothing is left to learn from them.
-        retry_unsolved_after: cycles until a prompt none of whose answers passed is asked again (1: the next);
-            None: never.
-        seed: decides which of them, if more qualify than are wanted.
+        prompts: ids of all training prompts.
+        last_asked: for each prompt asked before, the last cycle that asked it and the share of its answers that
+            passed.
+        cycle: number of this cycle, from 1.
+        count: maximum number of prompts; None: all that qualify.
+        skip_solved: skip prompts whose answers all passed, because they teach nothing more.
+        retry_unsolved_after: number of cycles until a prompt without a passing answer is asked again (1: in the next
+            cycle); None: never.
+        seed: breaks ties between prompts that were last asked in the same cycle.
 
     Returns:
-        ids, those not asked for longest first; fewer than ``count`` where fewer qualify.
+        Prompt ids, the longest unasked first; fewer than ``count`` if fewer qualify.
     """
 
     def qualifies(prompt: str) -> bool:

@@ -1,4 +1,4 @@
-"""The SFT config that a cycle trains with."""
+"""The SFT config of a cycle's training."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,12 @@ from rocm_ext.generation import sample_seed
 
 
 def training_config(cfg: DictConfig, **changes: Any) -> DictConfig:
-    """The SFT recipe's keys as a RAFT config has them, its objective as ``loss``, and ``changes`` over both."""
+    """Convert a RAFT config to the config of the SFT trainer.
+
+    Args:
+        cfg: config of ``raft_rocm`` or of a recipe that extends it; its ``objective`` determines ``loss``.
+        changes: values that replace those of ``cfg``.
+    """
     trainer = config.trainer_config(cfg)
     if cfg.objective == "raft++":
         ratio = {config.COMPONENT: "rocm_ext.objectives.ClippedRatio", "clip_high": cfg.clip_high}
@@ -19,7 +24,13 @@ def training_config(cfg: DictConfig, **changes: Any) -> DictConfig:
 
 
 def cycle_config(cfg: DictConfig, cycle: int, folder: Path) -> DictConfig:
-    """The config of one cycle's training in the cycle's ``folder``."""
+    """Return the config of one cycle's training.
+
+    Args:
+        cfg: config of ``raft_rocm`` or of a recipe that extends it.
+        cycle: number of the cycle, from 1; it determines the seed and the learning rate.
+        folder: output folder of the training; the training resumes if the folder has checkpoints.
+    """
     lr = cfg.optimizer.lr
     return training_config(
         cfg,

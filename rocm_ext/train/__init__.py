@@ -1,1 +1,1 @@
-"""One training run: its steps, objective, checkpoints, metrics and folder."""
+"""One training run: its steps, checkpoints, metrics and output folder."""

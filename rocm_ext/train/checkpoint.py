@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whole or absent, everything needed to go on bit for bit."""
+"""Checkpoints of a run. Writing one is atomic, and a run that resumes from it equals an undisturbed run bit for bit."""
 
 import random
 import shutil
@@ -17,8 +17,8 @@ from rocm_ext.log import log
 
 STATE = "state.pt"
 
-# Keys that may change between a run and its resumption: they do not touch what is computed, or they
-# are compared by their effect (rows per step, data, base model).
+# Keys that may change when a run resumes. Either they do not affect the results, or `check_same_run` compares
+# their effect (rows per step, data, base model).
 FREE_KEYS = frozenset(
     """
     hardware hardware_overrides device memory_fraction startup_checks num_workers pin_memory compile
@@ -32,26 +32,39 @@ FREE_KEYS = frozenset(
 
 
 class Checkpoints:
-    """The folders ``step_00000012`` in ``folder``, the last ``keep`` of them kept."""
+    """The checkpoint folders of a run, such as ``step_00000012``.
+
+    Args:
+        folder: folder that holds them.
+        keep: number of checkpoints to keep; saving removes older ones.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
 
     def steps(self) -> list[Path]:
-        """Checkpoint folders, oldest first."""
+        """Return the checkpoint folders, oldest first."""
         return sorted(p for p in self.folder.glob("step_*") if p.is_dir())
 
     def save(self, step: int, state: dict[str, Any], write_more: Callable[[Path], None]) -> Path:
-        """Write checkpoint ``step``: ``state`` and what ``write_more`` puts into its folder.
+        """Write a checkpoint and remove those that are no longer kept.
+
+        Args:
+            step: optimiser steps done.
+            state: content of ``state.pt``.
+            write_more: adds files to the checkpoint's folder.
+
+        Returns:
+            The checkpoint's folder.
 
         Raises:
-            UserError: if the disk is full; earlier checkpoints stay as they are.
+            UserError: the disk is full; earlier checkpoints stay as they are.
         """
         path = self.folder / f"step_{step:08d}"
         with replace_folder(path) as folder:
             torch.save(state, folder / STATE)
             write_more(folder)
-        # later ones could not be read when this run went on from an earlier one
+        # later checkpoints were unreadable when this run resumed from an earlier one, so they go too
         kept = [p for p in self.steps() if p <= path][-self.keep :]
         for other in self.steps():
             if other not in kept:
@@ -64,22 +77,26 @@ class Checkpoints:
             remove_folder(path)
 
     def sweep(self) -> None:
-        """Remove what a killed process left half written or half removed."""
+        """Remove folders that a killed process left half written or half removed."""
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that can be read, and its state; None if there is none."""
+        """Return the newest readable checkpoint and its state, or None; warn about unreadable ones."""
         for path in reversed(self.steps()):
             try:
                 return path, torch.load(path / STATE, map_location="cpu", weights_only=True)
             except Exception as error:
-                log.warning("checkpoint %s cannot be read and is passed over: %s", path, str(error).split("\n")[0])
+                log.warning("checkpoint %s cannot be read and is skipped: %s", path, str(error).split("\n")[0])
         return None
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """State of every generator that a recipe or a component may draw from."""
+    """Return the state of every random generator that a recipe or a component may draw from.
+
+    Args:
+        device: the rank's device; on a GPU the state includes its generator.
+    """
     name, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -92,7 +109,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back to where :func:`rng_state` saw it."""
+    """Restore every random generator to a ``state`` from :func:`rng_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = state["numpy"]
@@ -109,26 +126,27 @@ def check_same_run(
     identity: dict[str, Any],
     free: frozenset[str] = FREE_KEYS,
 ) -> None:
-    """Refuse to resume another run.
+    """Check that this run and the one it resumes are the same.
 
     Args:
-        path: where ``state`` is from, for messages.
-        state: the ``config`` and ``identity`` of the run that was begun.
-        cfg, identity: of the run that resumes.
+        path: source of ``state``, for messages.
+        state: ``config`` and ``identity`` of the run to resume.
+        cfg: config of this run.
+        identity: values that the two runs must share beside the config, by name.
         free: keys that may differ.
 
     Raises:
-        UserError: naming everything that differs and would change the result.
+        UserError: the runs differ in something that changes the results; the message names every difference.
     """
     now: Any = OmegaConf.to_container(cfg, resolve=True)
     begun = {"recipe": now.get("recipe"), **state["config"]}  # older runs do not name their recipe
     problems = difference(begun, now, free)
     for what, is_ in identity.items():
         was = state["identity"][what]
-        if was != is_:  # fingerprints mean nothing to a reader
+        if was != is_:  # hashes tell a reader nothing, so the message omits them
             problems.append(f"{what} changed" if len(str(was)) == 64 else f"{what}: was {was}, is {is_}")
     if problems:
         raise UserError(
             f"{path} belongs to another run: {'; '.join(problems)}. "
-            "Put that back, or start afresh with another output_dir"
+            "Undo these changes, or start a new run in another output_dir"
         )

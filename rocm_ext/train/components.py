@@ -1,4 +1,4 @@
-"""Components that every recipe makes from its config."""
+"""Components that every recipe builds from its config."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from rocm_ext.train.runtime import Runtime
 
 
 def setup_tokenizer(cfg: DictConfig) -> Any:
-    """The config's tokenizer.
+    """Build the config's tokenizer.
 
     Raises:
-        UserError: it cannot be made, or its ``max_seq_len`` is not a length.
+        UserError: it cannot be built, or its ``max_seq_len`` is not a length.
     """
     tokenizer = config.instantiate(cfg.tokenizer, key="tokenizer")
     check_max_seq_len(getattr(tokenizer, "max_seq_len", None))
@@ -21,7 +21,14 @@ def setup_tokenizer(cfg: DictConfig) -> Any:
 
 
 def setup_metric_logger(cfg: DictConfig, runtime: Runtime) -> Any:
-    """The config's metric logger on the main rank; None on other ranks, and where the config names none."""
+    """Build the config's metric logger.
+
+    Returns:
+        The logger; None on ranks other than the main one, and if the config names no logger.
+
+    Raises:
+        UserError: the logger cannot be built.
+    """
     if cfg.metric_logger is None or not runtime.ranks.is_main:
         return None
     return config.instantiate(cfg.metric_logger, key="metric_logger")

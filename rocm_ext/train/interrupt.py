@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM that wait for a good moment."""
+"""Delay Ctrl-C and SIGTERM until the work in progress is saved."""
 
 import signal
 from types import FrameType
@@ -8,11 +8,11 @@ from rocm_ext.ranks import Ranks
 
 
 class Interrupted(Exception):
-    """The user asked to stop, and everything done so far is saved.
+    """The user asked to stop, and the run has saved all finished work.
 
     Args:
-        where: what was being done, as in "stopped {where}".
-        signum: the signal that asked.
+        where: position in the run, such as ``at step 7``; it follows the word "stopped" in the log.
+        signum: number of the signal.
     """
 
     def __init__(self, where: str, signum: int) -> None:
@@ -21,10 +21,10 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """While entered, Ctrl-C and SIGTERM only set ``signum``; a second Ctrl-C stops at once.
+    """Context in which Ctrl-C and SIGTERM only set ``signum``; a second Ctrl-C stops at once.
 
     Attributes:
-        signum: the signal that came last, or None.
+        signum: number of the last signal, or None.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class Interrupt:
             signal.signal(signum, handler)
 
     def agree(self, ranks: Ranks) -> int:
-        """The signal that some rank got, the same on all of them; 0: none."""
+        """Return the highest signal number that any rank received, the same on all ranks; 0 without one."""
         return max(signum or 0 for signum in ranks.gather(self.signum))
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        if signum == self.signum == signal.SIGINT:  # torchrun follows a Ctrl-C with SIGTERM: that still waits
+        if signum == self.signum == signal.SIGINT:  # torchrun sends SIGTERM after a Ctrl-C; that one still waits
             raise KeyboardInterrupt
         self.signum = signum
-        log.info("stopping as soon as what is being done is saved ...")
+        log.info("stopping once the current work is saved ...")

@@ -1,4 +1,4 @@
-"""The model that learns, built once: every run over it is a :class:`~rocm_ext.train.trainer.Trainer`."""
+"""The model to train. It is built once; each run over it is a :class:`~rocm_ext.train.trainer.Trainer`."""
 
 import contextlib
 from collections.abc import Mapping
@@ -42,25 +42,25 @@ from rocm_ext.train.runtime import Runtime
 class Learner:
     """Decoder, adapter and objective on this rank's device.
 
-    The constructor builds the model without its weights and checks what can be checked that cheaply. :meth:`setup`
-    plans memory, shards the model and reads the weights, which takes minutes for a large one.
+    The constructor builds the model without its weights and does the cheap checks. :meth:`setup` plans memory,
+    shards the model and reads the weights, which takes minutes for a large model.
 
     To change a part, subclass and override :meth:`setup_model`, :meth:`setup_loss` or :meth:`read_weights`.
 
     Args:
-        cfg: of the SFT recipe or one that extends it.
-        runtime: what to compute on.
-        tokenizer: of the model; None where rows come without one.
+        cfg: config of the SFT recipe or of a recipe that extends it.
+        runtime: machine, device, dtype and ranks.
+        tokenizer: the model's tokenizer; None if the rows were made without one.
 
     Attributes:
-        decoder: the torchtune model, with packed attention where it can have it.
-        adapter: the trainable parameters, by torchtune's names.
-        objective: what a step minimises.
+        decoder: the torchtune model, with packed attention if the model supports it.
+        adapter: trainable parameters under torchtune's names.
+        objective: function that a step minimises.
         model: decoder and objective as one module.
-        packed: whether rows lie end to end in a micro-batch.
+        packed: whether a micro-batch holds its rows end to end, without padding.
 
     Raises:
-        UserError: the config's model, loss or machine cannot train.
+        UserError: the config's model or loss is not supported, or the machine cannot train it.
     """
 
     def __init__(self, cfg: DictConfig, runtime: Runtime, tokenizer: Any) -> None:
@@ -79,39 +79,40 @@ class Learner:
         self.model = CausalLM(self.decoder, self.objective)
 
     def setup_model(self) -> TransformerDecoder:
-        """The decoder: frozen parameters on the meta device, fresh adapters on the runtime's."""
+        """Build the decoder: frozen parameters on the meta device, fresh adapters on the runtime's device."""
         return build_model(self.cfg.model, self.runtime.dtype, self.cfg.seed, self.runtime.device)
 
     def setup_loss(self) -> Objective:
-        """What the config's ``loss`` names."""
+        """Build the objective that the config's ``loss`` names."""
         return objective_of(config.instantiate(self.cfg.loss, key="loss"))
 
     def read_weights(self) -> Weights:
-        """Base weights, by the config's checkpointer."""
+        """Read the base weights with the config's checkpointer."""
         return read_weights(self.cfg.checkpointer)
 
     def check_rows(self, rows: Rows) -> None:
-        """Refuse rows that this model cannot be trained on.
+        """Check that the model can train on ``rows``.
 
         Raises:
-            UserError: token ids outside of the vocabulary, or columns missing that the objective needs.
+            UserError: a token id is outside the vocabulary, or the rows lack a column that the objective needs.
         """
         rows.check_vocabulary(self.decoder.tok_embeddings.num_embeddings)
         if missing := [name for name in self.objective.columns if name not in rows.columns]:
             loss = type(self.objective).__name__
-            raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which these rows do not carry")
+            raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which these rows do not have")
 
     def setup(self, work: Workload) -> None:
         """Make the model ready to train.
 
-        Args:
-            work: what rows it will see, which decides micro-batches and checkpointed layers.
+        This sets four more attributes: ``tokens_per_micro_batch``; ``planned_peak``, the planned peak of memory in
+        bytes; ``offloading``, the context of a forward pass; ``base_fingerprint``, a hash that identifies the base
+        model.
 
-        Attributes born here: ``tokens_per_micro_batch``; ``planned_peak``, in bytes; ``offloading``, the context of
-        a forward pass; ``base_fingerprint``, which tells one base model from another.
+        Args:
+            work: description of the rows; it determines micro-batches and checkpointed layers.
 
         Raises:
-            UserError: the weights are missing, damaged or of another model, or the plan is impossible.
+            UserError: the weights are missing, damaged or of another model, or the memory plan is impossible.
         """
         self.tokens_per_micro_batch, self.planned_peak = self._plan(work)
         self.offloading = self._offloading()
@@ -129,7 +130,11 @@ class Learner:
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
 
     def _plan(self, work: Workload) -> tuple[int, int]:
-        """Tokens of a micro-batch, and bytes at the peak; checkpoints the layers that have to be."""
+        """Plan memory, and apply the planned activation checkpointing.
+
+        Returns:
+            The budget of a micro-batch in tokens, and the planned peak of memory in bytes.
+        """
         cfg, runtime = self.cfg, self.runtime
         budget = runtime.budget()
         planner = TrainingPlanner(
@@ -145,14 +150,14 @@ class Learner:
         )
         if cfg.tokens_per_micro_batch == "auto":
             tokens = runtime.ranks.agree(planner.fit(budget).micro_batch)
-            log.info("micro-batches: %s tokens, by the plan", f"{tokens:,}")
+            log.info("micro-batches: %s tokens, from the memory plan", f"{tokens:,}")
         else:
             tokens = micro_batch_budget(work.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
         return tokens, self._checkpoint(planner.memory(tokens), budget)
 
     def _checkpoint(self, plan: MemoryPlan, budget: int) -> int:
         chosen = checkpointed_layers(self.cfg.enable_activation_checkpointing, plan, budget)
-        layers, why = self.runtime.ranks.agree(chosen)  # free host memory may differ
+        layers, why = self.runtime.ranks.agree(chosen)  # ranks may see different free host memory
         apply_checkpointing(self.decoder, layers)
         log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
         return plan.peak(layers)
@@ -165,27 +170,31 @@ class Learner:
         return training.get_act_offloading_ctx_manager(self.decoder, True)
 
     def adapter_state(self) -> dict[str, Tensor]:
-        """A copy of the adapter on the CPU, by torchtune's names."""
+        """Return a copy of the adapter on the CPU, under torchtune's names."""
         return adapter_files.adapter_state(self.decoder)
 
     def load_adapter(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Copy adapter weights in.
+        """Copy adapter weights into the model.
 
         Args:
-            state: by torchtune's names.
-            source: where they are from, for messages.
+            state: weights under torchtune's names.
+            source: origin of the weights, for messages.
 
         Raises:
-            UserError: naming what does not fit.
+            UserError: weights do not fit the model; the message names them.
         """
         load_adapter(self.decoder, state, source)
 
     def read_adapter(self, folder: Path) -> dict[str, Tensor]:
-        """The weights of a PEFT folder, by torchtune's names."""
+        """Read the weights of a PEFT folder, under torchtune's names.
+
+        Raises:
+            UserError: the folder has no adapter, or one that this model cannot take.
+        """
         return adapter_files.read_adapter(folder, self.decoder, self.cfg.checkpointer.model_type)
 
     def write_adapter(self, folder: Path) -> None:
-        """Write the adapter as PEFT reads it."""
+        """Write the adapter to ``folder`` in PEFT's format."""
         checkpointer = self.cfg.checkpointer
         base = adapter_files.base_model_name(Path(checkpointer.checkpoint_dir))
         adapter_files.write_adapter(folder, self.decoder, checkpointer.model_type, base)

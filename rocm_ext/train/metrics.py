@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: what a run measured, a line per step, and what the lines add up to."""
+"""``metrics.jsonl``: a run's measurements, one line per step, and their summary."""
 
 import json
 import sys
@@ -13,12 +13,13 @@ from rocm_ext.files import disk_errors, read_lines, replace_text
 
 
 class Metrics:
-    """``metrics.jsonl``: one JSON object per line, written at once.
+    """Writes ``metrics.jsonl``: one JSON object per line, each written immediately.
+
+    Opening an existing file rewrites it without the lines that ``keep`` rejects and without an incomplete last line.
 
     Args:
-        path: the file.
-        keep: which lines of an earlier process stay: those of steps that are about to be done again go. A last
-            line that a kill tore goes too.
+        path: path of the file.
+        keep: whether to keep an earlier process's line; a resumed run drops the steps that it will repeat.
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True) -> None:
@@ -27,22 +28,26 @@ class Metrics:
         self._path = path
 
     def write(self, **values: Any) -> None:
-        """Append one line."""
+        """Append one line.
+
+        Raises:
+            UserError: the disk is full, or the file cannot be written.
+        """
         with disk_errors(self._path), self._path.open("a") as file:
             file.write(json.dumps(values) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``, without a torn last one.
+    """Read the lines of a ``metrics.jsonl`` without an incomplete last one.
 
     Raises:
-        UserError: naming a damaged line.
+        UserError: a line is damaged; the message names it.
     """
     return list(read_lines(path))
 
 
 def summarize(path: Path) -> dict[str, Any]:
-    """What the steps in a ``metrics.jsonl`` add up to."""
+    """Summarise the training steps in a ``metrics.jsonl``: their number, losses, tokens, seconds and speed."""
     steps = [line for line in read_metrics(path) if "loss" in line]
     tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds"] for s in steps)
     return {
@@ -56,7 +61,7 @@ def summarize(path: Path) -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most this process has had, of the device's memory or, on a CPU, resident."""
+    """Return this process's peak memory in bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

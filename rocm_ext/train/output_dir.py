@@ -1,4 +1,4 @@
-"""The folder a run writes to: whose it is, and when it may be touched."""
+"""The output folder of a run, protected against accidental overwriting."""
 
 import errno
 import os
@@ -23,12 +23,12 @@ class OutputDir:
 
     Args:
         path: the folder; it need not exist.
-        keep: checkpoints to keep.
-        resume: this run continues what is there.
-        overwrite: this run replaces what is there.
+        keep: number of checkpoints to keep.
+        resume: whether this run continues the one in the folder.
+        overwrite: whether this run replaces the one in the folder.
 
     Attributes:
-        checkpoints: of the run.
+        checkpoints: the run's checkpoints.
         resumed: the checkpoint to resume from and its state, or None.
 
     Raises:
@@ -43,13 +43,16 @@ class OutputDir:
 
     @classmethod
     def open(cls, cfg: DictConfig, ranks: Ranks) -> "OutputDir":
-        """The folder of a config's run, made and found to be writable.
+        """Create a config's output folder, and seed every random generator.
 
-        Every generator is seeded, and ``cfg.seed`` is set where it is null: to the seed that the run began with,
-        else to a new one.
+        If ``cfg.seed`` is null, this sets it to the seed of the run to resume, or to a new one.
+
+        Args:
+            cfg: config of the run; this may change its ``seed``.
+            ranks: all processes of the run; only the main one creates the folder.
 
         Raises:
-            UserError: the folder holds another run, or cannot be written to.
+            UserError: the folder holds another run, or is not writable.
         """
         folder = cls(
             Path(cfg.output_dir),
@@ -68,14 +71,14 @@ class OutputDir:
         if earlier and not self.resume and not self.overwrite:
             raise UserError(
                 f"output_dir {self.path} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True "
-                "goes on with it, overwrite_output_dir=True replaces it, or choose another output_dir"
+                "continues it, overwrite_output_dir=True replaces it, or choose another output_dir"
             )
 
     def create(self) -> None:
-        """Make the folder.
+        """Create the folder.
 
         Raises:
-            UserError: if it cannot be written to.
+            UserError: the folder cannot be created, or is not writable.
         """
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -83,11 +86,20 @@ class OutputDir:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def take(self, config: str, step: int) -> Metrics:
-        """Make the folder this run's, once nothing in the setup can fail any more.
+        """Claim the folder for this run; called once all other set-up has succeeded.
+
+        This removes leftovers of killed processes and, if the run overwrites an earlier one, that run's files.
 
         Args:
             config: text of ``config.yaml``.
-            step: optimiser steps done; later lines of ``metrics.jsonl`` go. At 0 ``hardware.jsonl`` begins anew.
+            step: optimiser steps done. ``metrics.jsonl`` loses the lines of later steps; at 0 this also removes
+                ``hardware.jsonl``.
+
+        Returns:
+            The open ``metrics.jsonl``.
+
+        Raises:
+            UserError: the disk is full, or a file cannot be written.
         """
         self.checkpoints.sweep()
         if self.overwrite and not self.resume:
@@ -103,6 +115,15 @@ class OutputDir:
 
 
 def pick_seed(requested: int | None, recorded: int | None, ranks: Ranks) -> int:
-    """A run's seed, the same on all ranks: the one requested, else the one it began with, else a new one."""
+    """Choose a run's seed, the same on all ranks.
+
+    Args:
+        requested: the config's seed, or None.
+        recorded: seed of the run to resume, or None.
+        ranks: all processes of the run.
+
+    Returns:
+        The requested seed, else the recorded one, else a random one below 2**31.
+    """
     drawn = random.SystemRandom().randrange(2**31)
     return ranks.agree(next(seed for seed in (requested, recorded, drawn) if seed is not None))

@@ -1,4 +1,4 @@
-"""What `tune run` does with any recipe."""
+"""Run a recipe from set-up to clean-up, as `tune run` does."""
 
 import time
 from pathlib import Path
@@ -13,26 +13,32 @@ from rocm_ext.train.runtime import Runtime
 
 
 class Recipe(Protocol):
-    """A class that :func:`run` can run."""
+    """A recipe that :func:`run` can run.
+
+    Attributes:
+        cfg: config of the run.
+        runtime: machine, device, dtype and ranks; :meth:`setup` sets it.
+    """
 
     cfg: DictConfig
     runtime: Runtime
 
     def setup(self) -> None:
-        """Everything that can fail for the user's reasons, the cheap parts first."""
+        """Prepare the run, cheap steps first, so that a user's mistake ends the run early."""
 
     def train(self) -> None:
-        """All of the work, then the outputs."""
+        """Do all of the work, then write the outputs."""
 
     def cleanup(self) -> None:
         """Close files and leave the process group."""
 
 
 def run(recipe: Recipe) -> None:
-    """Set ``recipe`` up, train while the hardware's counters are recorded, and clean up.
+    """Set ``recipe`` up, train while recording the hardware's counters, and clean up.
 
     Raises:
-        SystemExit: 128 + the signal's number, where Ctrl-C or SIGTERM asked to stop and all is saved.
+        SystemExit: Ctrl-C or SIGTERM stopped the run, and all finished work is saved; the code is 128 + the
+            signal's number.
     """
     began, cfg = time.monotonic(), recipe.cfg
     recipe.setup()
@@ -41,7 +47,7 @@ def run(recipe: Recipe) -> None:
         with recording(Path(cfg.output_dir), seconds):
             recipe.train()
     except Interrupted as stop:
-        log.info("stopped %s, all saved; go on with resume_from_checkpoint=True", stop.where)
+        log.info("stopped %s, all saved; continue with resume_from_checkpoint=True", stop.where)
         recipe.cleanup()
         raise SystemExit(128 + stop.signum) from None
     recipe.cleanup()

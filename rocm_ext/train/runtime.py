@@ -16,14 +16,14 @@ from rocm_ext.ranks import Ranks, local_rank, local_world_size
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a run computes on.
+    """Hardware and settings that this process computes with.
 
     Attributes:
-        profile: of the hardware that the config names.
-        machine: that was found.
-        device: of this rank, opened and, on unified memory, capped.
-        dtype: of weights and activations.
-        ranks: this process among all of them.
+        profile: hardware profile that the config names.
+        machine: hardware that was detected.
+        device: this rank's device, opened and, on unified memory, capped.
+        dtype: dtype of weights and activations.
+        ranks: this process and its place among all ranks.
     """
 
     profile: Profile
@@ -37,7 +37,7 @@ class Runtime:
         """Check the machine against its profile, open the device and join the other ranks.
 
         Raises:
-            UserError: the machine is not the profile's, a setting is locked, or the device is not here.
+            UserError: the machine does not match the profile, a setting is locked, or the device is missing.
         """
         profile, machine = load_profile(cfg.hardware), detect()
         warnings = check_profile(profile, machine, local_world_size())
@@ -52,5 +52,5 @@ class Runtime:
         return cls(profile, machine, opened, dtype, ranks)
 
     def budget(self) -> int:
-        """Bytes that this process may take on its device."""
+        """Return how many bytes this process may use on its device."""
         return memory_budget(self.profile, self.machine)[0]

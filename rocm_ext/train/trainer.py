@@ -1,4 +1,4 @@
-"""One training run: the loop, the step, validation and what a run leaves behind."""
+"""One training run: the loop, the step, validation and the outputs."""
 
 import contextlib
 import json
@@ -27,15 +27,15 @@ from rocm_ext.train.output_dir import OutputDir
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimiser step did, over all ranks.
+    """Measurements of one optimiser step, over all ranks.
 
     Attributes:
-        loss: the objective, normalised; for cross-entropy the mean NLL of the step's labels.
-        grad_norm: of the adapters, before clipping.
-        lr: that the step used.
-        tokens: real ones, computed.
-        padding: share of computed tokens that were not real.
-        interrupted: whether some rank was asked to stop.
+        loss: the normalised objective; for cross-entropy the mean NLL of the step's labels.
+        grad_norm: gradient norm of the adapters before clipping.
+        lr: learning rate of the step.
+        tokens: number of computed tokens without padding.
+        padding: padding's share of all computed tokens.
+        interrupted: whether a rank received a signal to stop.
     """
 
     loss: float
@@ -52,22 +52,23 @@ class Trainer:
     To change a part, subclass and override :meth:`setup_optimizer`, :meth:`setup_scheduler` or :meth:`train_step`.
 
     Args:
-        learner: set up.
-        rows: to train on.
-        cfg: of the SFT recipe or one that extends it.
-        folder: of the run, from :meth:`OutputDir.open`; the run resumes the checkpoint that it found.
-        validation_rows: None: the run does not validate.
-        metric_logger: a torchtune metric logger beside ``metrics.jsonl``; the caller closes it.
-        interrupt: says when the user asks to stop.
-        steps_before: steps of earlier runs of this learner, which the metric logger counts too.
+        learner: the model, after its :meth:`Learner.setup`.
+        rows: training rows.
+        cfg: config of the SFT recipe or of a recipe that extends it.
+        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder found.
+        validation_rows: validation rows; None disables validation.
+        metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
+        interrupt: receives the user's signals to stop.
+        steps_before: optimiser steps of this learner's earlier runs; the metric logger counts on from there.
 
     Attributes:
-        step: optimiser steps done; everything about progress derives from it.
-        total_steps: of all epochs.
-        best: loss, step and adapter of the best validation so far.
+        step: optimiser steps done; it determines all other progress.
+        total_steps: optimiser steps of all epochs.
+        best: loss, step and adapter of the best validation so far; None before the first.
 
     Raises:
-        UserError: the rows do not fit the model, a component cannot be made, or the checkpoint is another run's.
+        UserError: the rows do not fit the model, a component cannot be built, or the checkpoint belongs to another
+            run.
     """
 
     def __init__(
@@ -95,29 +96,33 @@ class Trainer:
         self.validation_loader = None
         if validation_rows is not None:
             self.validation_loader = self._loader(validation_rows, Steps(len(validation_rows), per_step, shuffle=False))
-        log.info("%s rows, %d a step, %d steps an epoch", f"{len(rows):,}", per_step, self.loader.steps.per_epoch)
+        log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", per_step, self.loader.steps.per_epoch)
         self.optimizer = self.setup_optimizer()
         self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
         self.scheduler = self.setup_scheduler()
         self.profiler = self._profiler()
-        self.step, self.worse = 0, 0  # worse: validations since the best
+        self.step, self.worse = 0, 0  # worse: number of validations since the best one
         self.best: dict[str, Any] | None = None
         self.identity = self._identity()
         self._resume()
-        self.ranks.barrier()  # every rank has read the checkpoint
+        self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
         yaml = OmegaConf.to_yaml(cfg, resolve=True)
         self.metrics = folder.take(yaml, self.step) if self.ranks.is_main else None
 
     def setup_optimizer(self) -> torch.optim.Optimizer:
-        """The config's optimiser over ``learner.adapter``, a mapping of names to parameters."""
+        """Build the config's optimiser over the parameters in ``learner.adapter``."""
         return config.instantiate(self.cfg.optimizer, list(self.learner.adapter.values()), key="optimizer")
 
     def setup_scheduler(self) -> Any:
-        """The config's schedule of ``self.optimizer`` over ``self.total_steps``, stepped once a step; or None."""
+        """Build the config's learning-rate schedule over ``self.total_steps`` for ``self.optimizer``.
+
+        Returns:
+            A scheduler, which the run steps once per optimiser step; None without ``lr_scheduler``.
+        """
         node = self.cfg.lr_scheduler
         if node is None:
             return None
-        length = {"num_training_steps": self.total_steps}  # torchtune's want it, torch's do not know it
+        length = {"num_training_steps": self.total_steps}  # torchtune's schedules need it, torch's do not accept it
         wanted = length if config.takes(node, "num_training_steps", key="lr_scheduler") else {}
         return config.instantiate(node, self.optimizer, key="lr_scheduler", **wanted)
 
@@ -143,7 +148,7 @@ class Trainer:
         return profiler
 
     def _identity(self) -> dict[str, Any]:
-        """What a run must have in common with the one it resumes, beside its config."""
+        """Return what a run must share with the one it resumes, beside the config."""
         return {
             "base model": self.learner.base_fingerprint,
             "data": self.rows.fingerprint(),
@@ -154,7 +159,7 @@ class Trainer:
         }
 
     def _resume(self) -> None:
-        """Continue from the checkpoint that the folder found, if there is one."""
+        """Continue from the folder's checkpoint, if it found one."""
         if self.folder.resumed is None:
             if self.cfg.resume_from_checkpoint:
                 log.info("no checkpoint in %s: starting from the beginning", self.folder.checkpoints.folder)
@@ -170,7 +175,7 @@ class Trainer:
         if len(state["rng"]) == self.ranks.world:
             set_rng_state(state["rng"][self.ranks.rank], self.runtime.device)
         else:
-            log.warning("the run had %d ranks, now %d: dropout differs", len(state["rng"]), self.ranks.world)
+            log.warning("the run had %d ranks and now has %d, so dropout differs", len(state["rng"]), self.ranks.world)
         log.info("resumed from %s", path)
         self.folder.resumed = None  # frees its tensors
 
@@ -214,15 +219,25 @@ class Trainer:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether ``early_stopping_patience`` validations brought nothing better."""
+        """Whether the last ``early_stopping_patience`` validations brought no improvement."""
         patience = self.cfg.early_stopping_patience
         return bool(patience) and self.worse >= patience
 
     def train_step(self, batches: list[Batch]) -> StepStats:
-        """One optimiser step over this rank's micro-batches of step ``self.step``."""
+        """Do optimiser step ``self.step``.
+
+        Args:
+            batches: this rank's micro-batches of the step.
+
+        Returns:
+            The step's measurements over all ranks.
+
+        Raises:
+            UserError: the loss or the gradient norm is not finite; the step changes no weight then.
+        """
         learner, device = self.learner, self.runtime.device
         parameters = list(learner.adapter.values())
-        # counted over all ranks before the first forward pass: never a mean of means
+        # The counts cover all micro-batches and ranks, so the loss is exact and not a mean of means.
         denominator = learner.objective.denominator(*self.loader.count(self.step))
         summed = torch.zeros((), dtype=torch.float32, device=device)
         with self._first_step_checks():
@@ -258,20 +273,20 @@ class Trainer:
         if self.step or self.runtime.dtype == torch.float32:
             yield
             return
-        # only the decoder: the objective computes in fp32 on purpose
+        # checks only the decoder, because the objective computes in fp32 on purpose
         with numerics.dtype_leaks(self.learner.decoder, self.runtime.dtype) as leaks:
             yield
         if leaks:
-            log.warning("modules that left %s: %s", self.runtime.dtype, ", ".join(leaks[:5]))
+            log.warning("modules whose output is not %s: %s", self.runtime.dtype, ", ".join(leaks[:5]))
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
-        scaled = self.scaler.is_enabled()  # fp16 gradients overflow now and then: the scaler skips such a step
+        scaled = self.scaler.is_enabled()  # fp16 gradients overflow now and then, and the scaler skips such a step
         if math.isfinite(loss) and (math.isfinite(grad_norm) or (scaled and self.scaler.get_scale() >= 1)):
             return
         rows = self.loader.steps[self.step]
         last = self.folder.checkpoints.steps()
         raise UserError(
-            f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; nothing was updated. Rows of this step: "
+            f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; no weight changed. Rows of this step: "
             f"{', '.join(map(str, rows[:32]))}{' …' if len(rows) > 32 else ''}. Lower the learning rate, set "
             "clip_grad_norm, or look at these rows. "
             + (f"The last good checkpoint is {last[-1]}" if last else "There is no checkpoint yet")
@@ -279,7 +294,14 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """The objective on the validation rows, remembered and logged; None where there are none."""
+        """Compute the objective on the validation rows, log it, and remember the best adapter.
+
+        Returns:
+            The normalised objective; None without validation rows.
+
+        Raises:
+            UserError: the loss is not finite.
+        """
         loader, learner = self.validation_loader, self.learner
         if loader is None:
             return None
@@ -325,10 +347,10 @@ class Trainer:
         if self.metric_logger is not None and self.step % self.cfg.log_every_n_steps == 0:
             self.metric_logger.log_dict(values, step=self.steps_before + self.step)
 
-    # ---- what it leaves behind
+    # ---- the outputs
 
     def save_checkpoint(self) -> None:
-        """Write everything that a resumed run needs, and the adapter as PEFT reads it."""
+        """Write a checkpoint: everything that a resumed run needs, and the adapter in PEFT's format."""
         rng = self.ranks.gather(rng_state(self.runtime.device))
         if self.ranks.is_main:
             state = {
@@ -347,7 +369,10 @@ class Trainer:
         self.ranks.barrier()
 
     def write_outputs(self) -> None:
-        """Write ``adapter/``, ``merged/`` if asked for, and ``summary.json``."""
+        """Write ``adapter/``, ``summary.json`` and, if the config asks for it, ``merged/``.
+
+        With ``early_stopping_patience`` the adapter is the best by validation loss, else the last.
+        """
         cfg, out = self.cfg, self.folder.path
         early = cfg.early_stopping_patience and self.best is not None
         if early:

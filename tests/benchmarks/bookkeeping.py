@@ -1,7 +1,8 @@
-"""RAFT's bookkeeping per cycle, over a thousand synthetic cycles: ``python -m tests.benchmarks.bookkeeping``.
+"""Time RAFT's bookkeeping over a thousand synthetic cycles: ``python -m tests.benchmarks.bookkeeping``.
 
-A cycle's bookkeeping is all that a cycle does beside sampling, verifying, training and evaluating: which prompts come
-next, how many steps came before, the entry in ``summary.json``. It must not grow with the cycles that came before.
+The bookkeeping of a cycle is its work beside sampling, verifying, training and evaluating. It chooses the prompts,
+counts the earlier steps, and writes the entry in ``summary.json``. Its time must not grow with the number of earlier
+cycles.
 """
 
 import argparse
@@ -27,7 +28,13 @@ RULES = {
 
 
 def write_cycle(cycle: Cycle, asked: list[str], rng: random.Random) -> None:
-    """The files that sampling, verifying, training and evaluating leave behind."""
+    """Write the files that sampling, verifying, training and evaluating leave behind.
+
+    Args:
+        cycle: the cycle to write.
+        asked: ids of its prompts.
+        rng: generator of tokens and verdicts.
+    """
     cycle.folder.mkdir()
     samples, verdicts = [], []
     for prompt in asked:
@@ -49,7 +56,7 @@ def write_cycle(cycle: Cycle, asked: list[str], rng: random.Random) -> None:
 
 
 def main() -> None:
-    """Print the milliseconds of bookkeeping per cycle, by hundreds, and the ratio of the last to the first."""
+    """Print the median milliseconds of bookkeeping per cycle for each tenth of the cycles, and last / first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cycles", type=int, default=1000)
     cycles = parser.parse_args().cycles
