@@ -1,4 +1,4 @@
-"""The table of recipes: their files, their defaults and their configs. It also tells ``tune`` of them.
+"""The table of recipes: their files, their defaults and their configs.
 
 A recipe is one of this library's, one that an installed package announces, or a Python file of the user's:
 
@@ -12,14 +12,12 @@ A recipe is one of this library's, one that an installed package announces, or a
   The module itself is not imported, but its parent package is. YAML files beside the recipe that say
   ``recipe: lora_plus`` are its configs.
 
-torch loads :func:`register` at the end of ``import torch``, through the entry point group ``torch.backends`` (device
-extension autoload, PyTorch RFC 122468). In programs that are not ours it returns at once. Nothing that torch has
-not imported itself is imported at the top of this file.
+It is read before anything heavy is imported, so nothing is imported at the top of this file that torch has not
+imported itself.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-TORCHTUNE_PIN = "0.6.1"
-TORCHAO_PIN = ("0.13", "0.16")  # from, below
 SFT, RAFT = "lora_finetune_rocm", "raft_rocm"
 TITLES = {SFT: "LoRA fine-tuning", RAFT: "RAFT"}  # of this library's recipes
 GROUP = "rocm_ext.recipes"  # of entry points
@@ -244,6 +240,13 @@ def _of_module(module: str) -> Recipe:
     return read_recipe(Path(spec.origin))
 
 
+def is_recipe_file(name: str) -> bool:
+    """Whether ``name`` is a Python file that calls :func:`rocm_ext.config.recipe_main`."""
+    from pathlib import Path
+
+    return name.endswith(".py") and _recipe_main_call(Path(name)) is not None
+
+
 def _recipe_main_call(path: Path) -> tuple[str, str | None] | None:
     """Name and defaults in the first call of ``recipe_main`` with a name that is written out; None: there is none."""
     import ast
@@ -266,107 +269,3 @@ def _recipe_main_call(path: Path) -> tuple[str, str | None] | None:
         if texts.keys() == given.keys() and isinstance(name, str) and isinstance(defaults, str | None):
             return name, defaults
     return None
-
-
-# --------------------------------------------------------------------------------------------- torch and tune
-def register() -> None:
-    """torch's hook. In `tune`: append our recipes to torchtune's registry. In a program that runs a recipe: complete
-    the environment before anything else is imported. Never raises, but ends ``tune`` with one line where the installed
-    torchtune or torchao cannot work."""
-    try:
-        tune = _is_tune()
-        if not tune and not _is_ours():
-            return
-        if tune:
-            problem = wrong_pins()
-            table = recipes()
-            named = _names_us(sys.argv, table)
-            if problem and named:
-                sys.exit(problem)
-            _add_recipes(table)
-            if not named:
-                return
-        from rocm_ext.config import startup
-
-        startup.begin(tune)
-    except Exception as error:
-        print(f"torchtune-rocm: its recipes are not registered: {error}", file=sys.stderr)
-
-
-def installed() -> dict[str, str | None]:
-    """The versions of torchtune and torchao; None: not installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    def of(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
-    return {name: of(name) for name in ("torchtune", "torchao")}
-
-
-def wrong_pins(versions: dict[str, str | None] | None = None) -> str | None:
-    """One line that says which of torchtune and torchao does not fit, or None. ``versions``: else the installed."""
-    versions = installed() if versions is None else versions
-    torchtune, torchao = (versions.get(name) or "none" for name in ("torchtune", "torchao"))
-    low, below = (_numbers(pin) for pin in TORCHAO_PIN)
-    if _numbers(torchtune) == _numbers(TORCHTUNE_PIN) and low <= _numbers(torchao) < below:
-        return None
-    return (
-        f"torchtune-rocm needs torchtune=={TORCHTUNE_PIN} and torchao>={TORCHAO_PIN[0]},<{TORCHAO_PIN[1]}; "
-        f"found torchtune {torchtune}, torchao {torchao}. "
-        f'Fix: pip install "torchtune=={TORCHTUNE_PIN}" "torchao=={TORCHAO_PIN[0]}.0"'
-    )
-
-
-def _is_tune() -> bool:
-    # sys.argv[0] is "-m" while `python -m torchtune._cli.tune` is still importing torchtune
-    names = [*sys.argv[:1], *getattr(sys, "orig_argv", [])[1:3]]
-    return any(name.replace("\\", "/").rsplit("/", 1)[-1] in _TUNE for name in names)
-
-
-_TUNE = ("tune", "tune.exe", "tune-script.py", "torchtune._cli.tune")
-
-
-def _is_ours() -> bool:
-    """Whether this process runs a script of this library, or one of our commands started it."""
-    if DECIDED in os.environ:
-        return True
-    script = "/" + sys.argv[0].replace("\\", "/") if sys.argv else ""
-    return script.endswith(_OURS)
-
-
-_OURS = ("/rocm-ext", "/rocm-ext.exe", "/rocm_ext/cli/__main__.py", "/rocm_ext/bench/child.py",
-         *(f"/recipes/{name}.py" for name in TITLES))  # fmt: skip
-
-
-def _names_us(argv: list[str], table: Mapping[str, Recipe]) -> bool:
-    # `tune ls` fails in torchtune itself if the pair is broken; other people's recipes are not our business
-    names = {*table, *(path.stem for recipe in table.values() for path in recipe.configs)}
-    return len(argv) < 3 or any(name in names or is_recipe_file(name) for name in argv[2:])
-
-
-def is_recipe_file(name: str) -> bool:
-    """Whether ``name`` is a Python file that calls :func:`rocm_ext.config.recipe_main`."""
-    from pathlib import Path
-
-    return name.endswith(".py") and _recipe_main_call(Path(name)) is not None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    head = version.split("+")[0].split(".")
-    return tuple(int(part) for part in head if part.isascii() and part.isdigit())
-
-
-def _add_recipes(table: Mapping[str, Recipe]) -> None:
-    from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
-
-    for recipe in table.values():
-        configs = [
-            # torchtune joins these to its own folder, and joining an absolute path yields that path
-            Config(name=path.stem, file_path=str(path))
-            for path in recipe.configs
-        ]
-        entry = Recipe(name=recipe.name, file_path=str(recipe.file), configs=configs, supports_distributed=True)
-        _ALL_RECIPES.append(entry)

@@ -12,7 +12,7 @@ import torch
 import torchtune._recipe_registry as torchtune_registry
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
-from rocm_ext import config, registry
+from rocm_ext import config, hook, pins, registry
 from rocm_ext.train.trainer import Trainer
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
@@ -30,11 +30,11 @@ def as_tune(monkeypatch):
 
 
 @pytest.fixture
-def pins(monkeypatch):
+def installed(monkeypatch):
     """Pretend that other versions are installed."""
     real = importlib.metadata.version
 
-    def pins(**versions):
+    def install(**versions):
         def version(name):
             if versions.get(name, "") is None:
                 raise importlib.metadata.PackageNotFoundError(name)
@@ -42,7 +42,7 @@ def pins(monkeypatch):
 
         monkeypatch.setattr(importlib.metadata, "version", version)
 
-    return pins
+    return install
 
 
 def test_tune_ls_cp_validate(tmp_path):
@@ -68,11 +68,11 @@ def test_tune_run_by_name_from_another_folder(tmp_path):
 def test_other_programs_load_next_to_nothing():
     program = "import sys, torch; print(*(m for m in sys.modules if m.split('.')[0] in ('rocm_ext', 'torchtune')))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert sorted(run.stdout.split()) == ["rocm_ext", "rocm_ext.registry"]
+    assert sorted(run.stdout.split()) == ["rocm_ext", "rocm_ext.hook", "rocm_ext.pins", "rocm_ext.registry"]
 
 
 def test_register_adds_recipes_and_configs(as_tune):
-    registry.register()
+    hook.register()
     sft, raft = as_tune[-2:]
     assert (sft.name, raft.name) == ("lora_finetune_rocm", "raft_rocm")
     assert sorted(c.name for c in raft.configs) == [name for name in CONFIGS if "raft" in name]
@@ -86,7 +86,7 @@ def test_register_adds_recipes_and_configs(as_tune):
 def test_register_leaves_other_programs_alone(as_tune, monkeypatch):
     before = len(as_tune)
     monkeypatch.setattr(sys, "argv", ["train.py", "tune"])
-    registry.register()
+    hook.register()
     assert len(as_tune) == before
 
 
@@ -108,7 +108,7 @@ def test_register_never_raises(as_tune, monkeypatch, capsys, broken):
         monkeypatch.setattr(registry, "_folder", lambda name: Path("/nowhere"))
     else:
         monkeypatch.setattr(sys, "argv", [None])
-    registry.register()
+    hook.register()
     assert capsys.readouterr().err.startswith("torchtune-rocm: its recipes are not registered: ")
     assert len(as_tune) == before
 
@@ -117,11 +117,11 @@ def test_register_never_raises(as_tune, monkeypatch, capsys, broken):
     "versions",
     [{"torchtune": "0.7.0"}, {"torchao": "0.12.0"}, {"torchao": "0.16.1+rocm7"}, {"torchao": None}],
 )
-def test_wrong_pins(as_tune, pins, versions):
-    pins(**versions)
+def test_wrong_pins(as_tune, installed, versions):
+    installed(**versions)
     ((name, version),) = versions.items()
     with pytest.raises(SystemExit) as leaving:
-        registry.register()
+        hook.register()
     message = str(leaving.value)
     assert "\n" not in message
     assert "needs torchtune==0.6.1 and torchao>=0.13,<0.16" in message
@@ -130,21 +130,21 @@ def test_wrong_pins(as_tune, pins, versions):
 
 
 @pytest.mark.parametrize("versions", [{}, {"torchtune": "0.6.1+cpu"}, {"torchao": "0.13.0"}, {"torchao": "0.15.9"}])
-def test_right_pins(pins, versions):
-    pins(**versions)
-    assert registry.wrong_pins() is None
+def test_right_pins(installed, versions):
+    installed(**versions)
+    assert pins.wrong_pins() is None
 
 
-def test_wrong_pins_do_not_stop_other_recipes(as_tune, pins, monkeypatch):
-    pins(torchao="0.16.0")
+def test_wrong_pins_do_not_stop_other_recipes(as_tune, installed, monkeypatch):
+    installed(torchao="0.16.0")
     monkeypatch.setattr(sys, "argv", ["tune", "run", "full_finetune_single_device", "--config", "llama3_2/1B_full"])
-    registry.register()
+    hook.register()
 
 
 def test_pins_are_those_of_the_package():
     requires = {tuple(sorted(line.split(","))) for line in importlib.metadata.requires("torchtune-rocm") or []}
-    low, below = registry.TORCHAO_PIN
-    assert (f"torchtune=={registry.TORCHTUNE_PIN}",) in requires
+    low, below = pins.TORCHAO_PIN
+    assert (f"torchtune=={pins.TORCHTUNE_PIN}",) in requires
     assert {(f"<{below}", f"torchao>={low}"), (f">={low}", f"torchao<{below}")} & requires
 
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torchtune import _recipe_registry
 from torchtune import config as torchtune_config
 
-from rocm_ext import config, registry
+from rocm_ext import config, hook, registry
 from rocm_ext.config import layers
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import check_locked, load_profile
@@ -189,7 +189,7 @@ def test_models_that_share_a_builder_share_its_arguments():
 
 def test_tune_knows_them(monkeypatch):
     monkeypatch.setattr(_recipe_registry, "_ALL_RECIPES", [])
-    registry._add_recipes(registry.recipes())
+    hook._add_recipes(registry.recipes())
     recipe = next(r for r in _recipe_registry.get_all_recipes() if r.name == RECIPE)
     assert [c.name for c in recipe.configs] == NAMES
     for entry in recipe.configs:

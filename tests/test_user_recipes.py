@@ -16,7 +16,7 @@ import torchtune._recipe_registry as torchtune_registry
 import yaml
 from omegaconf import OmegaConf
 
-from rocm_ext import config, registry
+from rocm_ext import config, hook, registry
 from rocm_ext.cli import main as rocm_ext
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.environment import environment_for
@@ -271,7 +271,7 @@ def test_a_package_registers_recipes_and_configs(package, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "ls"])
     monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", [])
     monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: None)  # this process stays as it is
-    registry.register()
+    hook.register()
     *ours, theirs = torchtune_registry._ALL_RECIPES
     assert [recipe.name for recipe in ours] == list(registry.TITLES)
     assert (theirs.name, theirs.file_path) == ("lora_plus", str(package / "lora_plus.py"))

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 
-from rocm_ext import registry
 from rocm_ext.doctor.facts import Facts
 from rocm_ext.doctor.findings import Finding, unrecorded
 from rocm_ext.doctor.system import AMD, NVIDIA
 from rocm_ext.hardware.environment import ALLOCATOR_VARIABLES, environment_conflicts, environment_for
 from rocm_ext.hardware.machine import VISIBLE_VARIABLES, Torch
 from rocm_ext.hardware.profile import below_floor, reinstall_command
+from rocm_ext.pins import wrong_pins
 
 # Variables that help to find errors and cost speed
 DEBUGGING = {
@@ -137,7 +137,7 @@ def pins(facts: Facts) -> Iterator[Finding]:
         yield unrecorded(name)
         return
     found = ", ".join(packages.get(name) or "none" for name in ("torchtune", "torchao"))
-    if problem := registry.wrong_pins(packages):
+    if problem := wrong_pins(packages):
         why, _, fix = problem.partition(" Fix: ")
         yield Finding(name, "error", found, why, fix)
     else:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from rocm_ext import registry
+from rocm_ext import pins
 from rocm_ext.doctor.check_tools import COMPILERS
 from rocm_ext.doctor.check_torch import DEBUGGING
 from rocm_ext.doctor.facts import Facts, combine
@@ -48,7 +48,7 @@ def live_facts() -> Facts:
         environment={name: os.environ[name] for name in _variables() if name in os.environ},
         user=user,
         device_nodes={path: _with_access(path, node, user) for path, node in nodes.items()} if linux else None,
-        packages=registry.installed(),
+        packages=pins.installed(),
         commands=tuple(name for name in ("bwrap", *COMPILERS) if shutil.which(name)),
         sandbox=_sandbox() if linux else None,
         disk_free=_disk_free(),
