@@ -14,6 +14,7 @@ from rocm_ext.recipes import lora_finetune_rocm as recipe
 from safetensors.torch import load_file, save_file
 
 from rocm_ext.hardware.machine import detect
+from rocm_ext.train import runtime
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
 REMOVED = object()
@@ -301,8 +302,8 @@ def test_fewer_rows_than_a_step(folder, tmp_path):
 
 def test_more_ranks_than_gpus(fails, monkeypatch):
     machine = replace(detect(), backend="cuda", torch_build="cuda", arch="sm_90", name="H200", gpu_count=1, bf16=True)
-    monkeypatch.setattr(recipe, "detect", lambda: machine)
-    monkeypatch.setattr(recipe, "local_world_size", lambda: 4)
+    monkeypatch.setattr(runtime, "detect", lambda: machine)
+    monkeypatch.setattr(runtime, "local_world_size", lambda: 4)
     monkeypatch.setattr("rocm_ext.config.main.apply_environment", lambda profile, machine: [])
     line = fails(hardware="cuda")
     assert "4 processes need 4 GPUs" in line
