@@ -18,7 +18,7 @@ from rocm_ext.errors import UserError
 
 _FULL = (
     "no space left to write {}: the disk is full, or a quota or size limit is reached. "
-    "Earlier files are untouched; free some space and go on with resume_from_checkpoint=True"
+    "Earlier files are untouched; free some space and continue with resume_from_checkpoint=True"
 )
 
 
