@@ -124,6 +124,8 @@ def plan_run(
     _check(cfg, profile, machine, decoder, ranks, here)
     use_packed_attention(decoder)
     asked = questions(cfg, known) if samples else None
+    if asked and _samples_here(cfg):
+        _check_sampling(cfg, decoder, asked)  # before the plan of rows that long, which takes minutes
     planner = TrainingPlanner(
         cfg,
         decoder,
@@ -196,6 +198,16 @@ def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget:
     return planner.choice(micro_batch, layers, budget)
 
 
+def _samples_here(cfg: DictConfig) -> bool:
+    return str(cfg.engine[config.COMPONENT]).endswith("LocalEngine")
+
+
+def _check_sampling(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> None:
+    config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
+    if (longest := asked.longest + cfg.max_new_tokens) > (context := decoder.max_seq_len):
+        raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}")
+
+
 def _cycle(
     cfg: DictConfig,
     decoder: TransformerDecoder,
@@ -206,11 +218,8 @@ def _cycle(
     budget: int,
     ranks: int,
 ) -> CyclePlan | None:
-    if not str(cfg.engine[config.COMPONENT]).endswith("LocalEngine"):
+    if not _samples_here(cfg):
         return None  # servers have their own memory and speed
-    config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
-    if (longest := asked.longest + cfg.max_new_tokens) > (context := decoder.max_seq_len):
-        raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}")
     planner = SamplingPlanner(cfg, decoder, target, asked, ranks=ranks, figures=figures)
     fixed = training.memory.fixed
     sampling = planner.plan(budget - fixed)
