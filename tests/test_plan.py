@@ -20,15 +20,22 @@ from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import profile_names
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.objectives import CrossEntropy
-from rocm_ext.plan import memory
+from rocm_ext.plan import memory, speeds
 from rocm_ext.plan.costs import Kernels, Operation, Tally, simulate_layer
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
-from rocm_ext.plan.speeds import Figures
+from rocm_ext.plan.speeds import Figures, measure_cpu
 from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.ranks import Ranks
 from tests.tiny import run_config, write_model, write_yaml
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
+
+
+@pytest.fixture(autouse=True)
+def _cpu_of_known_speed(monkeypatch):
+    """Measuring this CPU takes half a second per plan, and what it finds depends on what else the machine does."""
+    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
+    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
 
 
 def plan(capsys, *arguments: str, code: int = 0) -> dict:
@@ -337,6 +344,13 @@ def test_tables_for_people(capsys):
 def test_every_machine_has_figures(profile, capsys):
     found = plan(capsys, "--config", "cpu_pocket", f"hardware={profile}", "dtype=fp32", "num_workers=0")
     assert found["configured"]["step"]["seconds"] > 0
+
+
+def test_this_cpu_is_measured():
+    figures = measure_cpu()
+    assert all(figures.rate(dtype) > 1e6 for dtype in ("fp32", "bf16"))
+    assert figures.bandwidth > 1e6
+    assert not figures.measured
 
 
 @pytest.mark.slow
