@@ -3,10 +3,12 @@
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,18 +29,40 @@ def forked(
     Returns:
         The exit code, negative for a signal, and the messages.
     """
+    pid, receive = _start(main, path, overrides, prepare)
+    if kill_after is not None:
+        timer = threading.Timer(kill_after, lambda: os.kill(pid, signal.SIGKILL))
+        timer.start()
+    found = _wait(pid, receive)
+    if kill_after is not None:
+        timer.cancel()
+    return found
+
+
+def forked_ranks(main: Callable[[], None], path: Path, *overrides: str, ranks: int = 2) -> list[tuple[int, str]]:
+    """Run a recipe's ``main`` on several ranks, a fork each, with the environment that torchrun gives them.
+
+    Returns:
+        Exit code and messages of each rank.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    meeting |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    places = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    started = [_start(main, path, overrides, partial(os.environ.update, place)) for place in places]
+    return [_wait(*each) for each in started]
+
+
+def _start(
+    main: Callable[[], None], path: Path, overrides: tuple[str, ...], prepare: Callable[[], object] | None
+) -> tuple[int, int]:
+    """Process id of the fork, and the end of the pipe that its messages come out of."""
     receive, send = os.pipe()  # holds 64 kB, far more than a run prints
     pid = os.fork()
     if pid:
         os.close(send)
-        if kill_after is not None:
-            timer = threading.Timer(kill_after, lambda: os.kill(pid, signal.SIGKILL))
-            timer.start()
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if kill_after is not None:
-            timer.cancel()
-        with open(receive) as messages:
-            return code, messages.read()
+        return pid, receive
     code = 1
     try:
         sys.stdout = sys.stderr = os.fdopen(send, "w")
@@ -57,6 +81,12 @@ def forked(
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _wait(pid: int, receive: int) -> tuple[int, str]:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with open(receive) as messages:
+        return code, messages.read()
 
 
 def kill_before(count: int) -> Callable[[], None]:

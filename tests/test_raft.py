@@ -23,11 +23,10 @@ from rocm_ext.raft import rollouts
 from rocm_ext.raft.rollouts import Journal, read_records
 from rocm_ext.ranks import Ranks
 from rocm_ext.train.trainer import Trainer
-from tests.forks import forked, kill_before
-from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
+from tests.forks import forked, forked_ranks, kill_before
+from tests.tiny import run_config, write_model, write_rows, write_yaml
 
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
-REPO = Path(__file__).parents[1]
 SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
 WEIGHTS = "adapter/adapter_model.safetensors"
 
@@ -208,9 +207,8 @@ def test_evaluation_of_any_adapter(reference, make, tmp_path):
 
 def test_two_ranks_sample_and_train_what_one_does(reference, make, tmp_path):
     out = tmp_path / "two"
-    run = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "raft_rocm", "--config", make(out),
-               env={"PYTHONPATH": str(REPO)})  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    for code, messages in forked_ranks(main, make(out)):
+        assert code == 0, messages
     for cycle in (1, 2):
         found, expected = (
             {(r["prompt_id"], r["sample"]): (r["tokens"], r["seed"]) for r in read_records(path)}
@@ -442,10 +440,16 @@ def test_another_run_in_the_same_folder_is_refused(reference, make, tmp_path, ov
     assert code == 1
     assert message in messages
     assert "Traceback" not in messages
+    assert outcome(out) == before
+
+
+def test_a_used_folder_is_refused(reference, make, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
     code, messages = forked(main, make(out))
     assert code == 1
     assert "resume_from_checkpoint=True continues a RAFT run" in messages
-    assert outcome(out) == before
+    assert outcome(out) == outcome(reference)
 
 
 def test_overwriting_starts_afresh(reference, make, tmp_path):

@@ -4,25 +4,27 @@ import json
 
 import pytest
 import torch
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from safetensors.torch import load_file
 
 from rocm_ext import config
+from tests.forks import forked_ranks
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
 
 @pytest.mark.parametrize(
-    ("family", "lora", "changes"),
+    ("family", "start", "lora", "changes"),
     [
-        ("qwen2", {}, {"tokens_per_micro_batch": 100}),
+        ("qwen2", "torchrun", {}, {"tokens_per_micro_batch": 100}),
         (
             "llama",
+            "forks",
             {"use_dora": True, "apply_lora_to_output": True},
             {"enable_activation_checkpointing": True, "clip_grad_norm": 0.5},
         ),
     ],
 )
-def test_two_ranks_equal_one(tmp_path, family, lora, changes):
+def test_two_ranks_equal_one(tmp_path, family, start, lora, changes):
     base = write_model(tmp_path / "base", family, initializer_range=0.1)
     rows = write_rows(tmp_path / "rows.jsonl", 17)  # the third step of an epoch has one row for two ranks
     cfg = run_config(base, rows, tmp_path / "one", epochs=2, **changes)
@@ -34,8 +36,12 @@ def test_two_ranks_equal_one(tmp_path, family, lora, changes):
     one.cleanup()
 
     path = write_yaml(tmp_path / "two.yaml", {**cfg, "output_dir": str(tmp_path / "two")})
-    run = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "lora_finetune_rocm", "--config", path)
-    assert run.returncode == 0, run.stderr
+    if start == "torchrun":
+        run = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "lora_finetune_rocm", "--config", path)
+        assert run.returncode == 0, run.stderr
+    else:
+        for code, messages in forked_ranks(main, path):
+            assert code == 0, messages
 
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["ranks"] == 2
     for key, tolerance in [("loss", 1e-6), ("val_loss", 1e-6), ("grad_norm", 1e-5), ("lr", 0), ("tokens", 0)]:

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torchtune._recipe_registry as torchtune_registry
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from torchtune._cli.tune import main as tune_command
 
 from rocm_ext import config, hook, pins, registry
 from rocm_ext.train.trainer import Trainer
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
-CONFIGS = sorted(path.stem for path in (Path(__file__).parents[1] / "recipe_configs").glob("*.yaml"))
+SHIPPED = Path(__file__).parents[1] / "recipe_configs"
+CONFIGS = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 @pytest.fixture
@@ -45,17 +47,24 @@ def installed(monkeypatch):
     return install
 
 
-def test_tune_ls_cp_validate(tmp_path):
+def test_tune_ls(tmp_path):
     listed = tune("ls", cwd=tmp_path).stdout.split()
     assert "lora_finetune_rocm" in listed
     assert set(CONFIGS) <= set(listed)
     assert "lora_finetune_single_device" in listed  # torchtune's own are still there
 
-    copied = tune("cp", "cpu_pocket", "mine.yaml", cwd=tmp_path)
-    assert copied.returncode == 0, copied.stderr
-    assert "rocm_ext.pocket.lora_pocket" in (tmp_path / "mine.yaml").read_text()
-    validated = tune("validate", "mine.yaml", cwd=tmp_path)
-    assert "Config is well-formed!" in validated.stdout, validated.stderr
+
+def test_tune_cp_and_validate(as_tune, tmp_path, monkeypatch, capsys):
+    """In this process, after :func:`hook.register`."""
+    hook.register()
+    for name in ("cpu_pocket", "strix_halo_qwen7b"):
+        copy = tmp_path / f"{name}_of_mine"
+        monkeypatch.setattr(sys, "argv", ["tune", "cp", name, str(copy)])
+        tune_command()
+        assert copy.with_suffix(".yaml").read_text() == (SHIPPED / f"{name}.yaml").read_text()
+        monkeypatch.setattr(sys, "argv", ["tune", "validate", str(copy.with_suffix(".yaml"))])
+        tune_command()
+        assert "Config is well-formed!" in capsys.readouterr().out
 
 
 def test_tune_run_by_name_from_another_folder(tmp_path):

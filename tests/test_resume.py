@@ -169,16 +169,13 @@ def test_reference_is_what_the_others_claim(reference):
     assert steps(reference) == [8, 10]  # keep_last_n_checkpoints is 2
 
 
-def test_tune_killed_in_mid_epoch(make, reference, tmp_path):
-    out, env = tmp_path / "out", {"PYTHONPATH": str(REPO)}
-    path = make(out, metric_logger=at(7, signal.SIGKILL))
-    killed = tune("run", "lora_finetune_rocm", "--config", path, cwd=tmp_path, env=env)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+def test_killed_in_mid_epoch_and_resumed_by_tune(make, reference, tmp_path):
+    out = tmp_path / "out"
+    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
     assert steps(out) == [5, 6]
     assert not (out / "adapter").exists()
 
-    path = make(out, resume_from_checkpoint=True, metric_logger=None)
-    resumed = tune("run", "lora_finetune_rocm", "--config", path, cwd=tmp_path, env=env)
+    resumed = tune("run", "lora_finetune_rocm", "--config", make(out, resume_from_checkpoint=True), cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed from" in resumed.stderr
     assert_equal(out, reference)

@@ -18,7 +18,6 @@ from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import check_locked, load_profile
 from rocm_ext.nested import flatten
 from tests.test_device import CPU, STRIX
-from tests.tiny import tune
 
 RECIPE = "lora_finetune_rocm"
 CONFIGS = Path(__file__).parents[1] / "recipe_configs"
@@ -194,12 +193,6 @@ def test_tune_knows_them(monkeypatch):
     assert [c.name for c in recipe.configs] == NAMES
     for entry in recipe.configs:
         assert (STOCK / entry.file_path).read_text() == text(entry.name), "tune joins its own folder and ours"
-
-
-def test_tune_cp(tmp_path):
-    done = tune("cp", "strix_halo_qwen7b", "mine", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "mine.yaml").read_text() == text("strix_halo_qwen7b")
 
 
 # ------------------------------------------------------------------------------------------------ config.load
