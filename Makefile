@@ -4,6 +4,8 @@ VENV ?= .venv
 # What to install where there is no torch yet. On Linux, PyPI's torch brings 3 GB of CUDA along; a CPU
 # build: make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
+# Processes that run the tests, 0 for none beside pytest itself; one takes about 1.5 GB.
+JOBS ?= 2
 BIN := $(VENV)/bin
 HAS_GPU_TORCH := import torch, sys; sys.exit(not (torch.version.hip or torch.version.cuda))
 
@@ -36,7 +38,7 @@ demo: setup
 	@$(BIN)/rocm-ext report demo/sft demo/raft --output demo/report.html
 
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

@@ -18,6 +18,24 @@ for _name, _variable in OmegaConf.load(_PROFILE).environment.items():
     os.environ.setdefault(_name, _variable.value)
 # Tests must not depend on this machine's bench file.
 os.environ["ROCM_EXT_BENCH"] = os.devnull
+# One thread: these models are too small for more, and threads that spin for a busy core cost minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def _empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    before, folder = Path.cwd(), tmp_path_factory.mktemp("empty")
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(_empty_folder: Path) -> Iterator[None]:
+    """No test reads the folder that pytest was started in, or leaves files in the working directory."""
+    assert Path.cwd() == _empty_folder
+    yield
+    assert not os.listdir(_empty_folder)
 
 
 @pytest.fixture(scope="session")

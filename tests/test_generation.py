@@ -246,7 +246,15 @@ def test_samples_do_not_depend_on_other_samples_or_prompts(small, reference):
         assert_same(sample(small, [request], WARM), reference)
 
 
-def test_samples_of_a_wide_model_do_not_depend_on_slots():
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_samples_of_a_wide_model_do_not_depend_on_slots(two_threads):
     """MKL sums products of 896 columns in blocks, on several threads, and differently for other numbers of rows."""
     wide = model(num_layers=1, num_heads=14, embed_dim=896)
     requests = ask(prompts(9, 200), 64)

@@ -302,14 +302,16 @@ def reference(folders, tmp_path_factory):
 
 def invariant_config(folders, out: Path, **changes) -> dict:
     cfg = run_config(folders["qwen2"], folders["rows"], out, tokens_per_micro_batch=100_000, **changes)
-    cfg["checkpointer"]["adapter_checkpoint"] = str(given_adapter(folders, out.parent))
+    cfg["checkpointer"]["adapter_checkpoint"] = str(given_adapter(folders))
     return cfg
 
 
-def given_adapter(folders, folder: Path) -> Path:
+def given_adapter(folders) -> Path:
     """An adapter with random weights; a fresh one has B = 0, so A has no gradient."""
-    path = folder / "start.pt"
-    cfg = run_config(folders["qwen2"], folders["rows"], folder / "start")
+    path = folders["rows"].with_name("start.pt")
+    if path.exists():
+        return path
+    cfg = run_config(folders["qwen2"], folders["rows"], path.with_suffix(""))
     state = adapter(prepare(cfg))
     generator = torch.Generator().manual_seed(3)
     torch.save({k: torch.randn(v.shape, generator=generator) * 0.1 for k, v in state.items()}, path)

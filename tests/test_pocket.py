@@ -16,6 +16,7 @@ from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli, pocket
+from rocm_ext.data.prompts import check_disjoint, prompt_dataset
 from rocm_ext.data.render import render_conversation, render_prompt
 from rocm_ext.generation import LocalEngine, Request, Sampling
 from rocm_ext.runs.scores import Score, pass_at_k, wilson
@@ -135,6 +136,14 @@ def test_rows_are_disjoint_and_right(pocket_dir, held_out):
         for line in worked.splitlines()[:-1]:
             left, right = line.split("=")
             assert eval(left) == int(right)
+
+
+def test_the_pocket_models_own_files_are_read(pocket_dir):
+    held_out = prompt_dataset(source=str(pocket_dir / "heldout.jsonl"))
+    train = prompt_dataset(source=str(pocket_dir / "train.jsonl"))
+    assert (len(held_out), len(train)) == (400, 3000)
+    assert all(p.messages[-1]["content"] == p.row["prompt"] for p in train)
+    check_disjoint(train, held_out)
 
 
 def test_the_seed_decides(pocket_dir, tmp_path):

@@ -99,14 +99,6 @@ def test_column_map_tells_which_of_prompt_and_messages_counts(write):
     assert prompt.row["prompt"] == "b"
 
 
-def test_the_pocket_models_own_files_are_read(pocket_dir):
-    held_out = prompt_dataset(source=str(pocket_dir / "heldout.jsonl"))
-    train = prompt_dataset(source=str(pocket_dir / "train.jsonl"))
-    assert (len(held_out), len(train)) == (400, 3000)
-    assert all(p.messages[-1]["content"] == p.row["prompt"] for p in train)
-    check_disjoint(train, held_out)
-
-
 def test_limit_and_split_take_the_first_rows(write):
     source = write(*({"prompt": str(i)} for i in range(10)))
     assert [p.row["prompt"] for p in prompt_dataset(source=source, limit=3)] == ["0", "1", "2"]
