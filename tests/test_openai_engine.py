@@ -168,7 +168,8 @@ def test_transformers_serve_leaves_stop_strings_in_and_we_do_not(served, model_d
 
 
 def test_what_transformers_serve_cannot_do_is_said_in_a_line(served, model_dir):
-    with pytest.raises(UserError, match=r"prompt must be a string\.; for a server .* set endpoint: chat"):
+    message = r"prompt must be a string\.; if the server does not accept token ids, set endpoint: chat"
+    with pytest.raises(UserError, match=message):
         chat_engine(served, model_dir, endpoint="completions").check()
     with pytest.raises(UserError, match=r"HTTP 400: Server is pinned to .*; requested 'other'"):
         chat_engine(served, model_dir, model="other").check()

@@ -486,7 +486,7 @@ def test_without_privileges(sized: bool, tmp_path: Path):
     root = Path(__file__).parents[1]
     sources = tmp_path / "rocm_ext"
     shutil.copytree(root / "rocm_ext" / "verifiers", sources / "verifiers")
-    for name in ("__init__.py", "errors.py"):
+    for name in ("__init__.py", "errors.py", "importing.py"):
         shutil.copy(root / "rocm_ext" / name, sources)
     code = f"""
 import sys
