@@ -85,7 +85,7 @@ def find(name: str, *folders: Path) -> Recipe:
         folders: where a user's files may be, beside the current folder.
 
     Raises:
-        UserError: there is none, or its file does not say what it needs to.
+        UserError: no recipe has this name, or its file lacks the call of ``recipe_main`` or the defaults.
     """
     from pathlib import Path
 
@@ -248,7 +248,7 @@ def is_recipe_file(name: str) -> bool:
 
 
 def _recipe_main_call(path: Path) -> tuple[str, str | None] | None:
-    """Name and defaults in the first call of ``recipe_main`` with a name that is written out; None: there is none."""
+    """Name and defaults in the first call of ``recipe_main`` whose name is a literal; None without such a call."""
     import ast
 
     try:

@@ -1,4 +1,4 @@
-"""Which values the keys of a recipe may have, beside what their components check themselves."""
+"""Range checks of a recipe's keys. Components check their own arguments."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -57,7 +57,7 @@ def check_values(cfg: DictConfig) -> None:
 
 
 def check_max_seq_len(value: Any) -> None:
-    """Refuse a tokenizer's ``max_seq_len`` that is no length.
+    """Refuse a tokenizer's ``max_seq_len`` unless it is a whole number or null.
 
     Raises:
         UserError: saying what was expected.
@@ -67,7 +67,7 @@ def check_max_seq_len(value: Any) -> None:
 
 
 def check_raft_values(cfg: DictConfig) -> None:
-    """The same for the keys that only RAFT has; what sampling checks itself is left to it.
+    """Refuse values of the keys that only RAFT has. ``Sampling`` checks its own.
 
     Raises:
         UserError: naming the key, what was found and what was expected.

@@ -149,7 +149,7 @@ def _without_removed(run: dict[str, Any], name: str, overrides: list[str]) -> tu
 
 
 def _check_recipe(name: str, stated: Any, recipe: registry.Recipe, folder: Path) -> None:
-    """A recipe also runs configs of the one that it extends, up to this library's."""
+    """Refuse a config of another recipe. A recipe also runs configs of those that it extends, up to this library's."""
     if stated is None:
         return
     chain = [each.name for each in registry.chain(recipe)]
@@ -166,7 +166,7 @@ def find(name: str) -> Path:
     """The YAML file called ``name``: a path, a config of this library, or one of torchtune's.
 
     Raises:
-        UserError: if there is none, with the nearest name.
+        UserError: no config has this name; the message suggests the nearest.
     """
     if Path(name).is_file():
         return Path(name)
@@ -183,7 +183,7 @@ def find(name: str) -> Path:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:
-    """``key: was A, is B`` for every leaf that differs, keys named in ``free`` left out."""
+    """``key: was A, is B`` for every value that differs, except under the keys in ``free``."""
     flat_old, flat_new = flatten(with_new_names(old)), flatten(new)
     return [
         f"{key}: was {flat_old.get(key)}, is {flat_new.get(key)}"
@@ -207,7 +207,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
-    """The profile's name and its settings; ``auto`` adds what was measured on this machine."""
+    """Name and settings of the profile; ``auto`` adds what `rocm-ext bench` measured on this machine."""
     if requested != "auto":
         return str(requested), load_profile(str(requested)).settings
     machine = detect()
@@ -253,7 +253,7 @@ def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[st
 def _check_known(given: Mapping[str, Any], defaults: Mapping[str, Any], run: Mapping[str, Any]) -> None:
     text = str(run)
     for key in given:
-        # a key that another one refers to is a variable
+        # a key that another key refers to is a variable of the user's
         if key in defaults or re.search(rf"\$\{{\.*{re.escape(str(key))}[.\[}}]", text):
             continue
         raise UserError(f"unknown key {key}{nearest(key, list(defaults))}")
@@ -262,7 +262,8 @@ def _check_known(given: Mapping[str, Any], defaults: Mapping[str, Any], run: Map
 def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> None:
     missing = set(OmegaConf.missing_keys(cfg))
     missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
-    if missing := {key for key in missing if key in defaults} or missing:  # what refers to a missing key is no news
+    # a missing key of the recipe explains the missing values that refer to it
+    if missing := {key for key in missing if key in defaults} or missing:
         raise UserError(f"config {name}: {', '.join(sorted(missing))} must be set")
 
 

@@ -18,7 +18,7 @@ class CaseResults:
         right: those of them in which it printed the expected output.
         detail: the first failure.
         timed_out: the program exceeded the time limit.
-        broken: the sandbox's own failure; empty if there is none.
+        broken: the sandbox's own failure; empty if the sandbox worked.
     """
 
     total: int
