@@ -55,11 +55,11 @@ class LoRAFinetune:
         folder = OutputDir.open(cfg, self.runtime.ranks)
         tokenizer = setup_tokenizer(cfg)
         rows, validation_rows = self.setup_data(tokenizer)
-        self.metric_logger = setup_metric_logger(cfg, self.runtime)
         self.learner = self._learner(cfg, self.runtime, tokenizer)
         for each in filter(None, (rows, validation_rows)):
             self.learner.check_rows(each)
         self.learner.setup(workload.describe(rows, len(rows), "the run's rows"))
+        self.metric_logger = setup_metric_logger(cfg, self.runtime)
         self.trainer = self._trainer(
             self.learner,
             rows,

@@ -30,12 +30,12 @@ from rocm_ext.log import log
 from rocm_ext.model import adapter_files
 from rocm_ext.raft import evaluation
 from rocm_ext.raft.adapters import Adapters
-from rocm_ext.raft.cycles import RAFT_FREE_KEYS, Cycle, RunRecord, best, stop_reason, table
+from rocm_ext.raft.cycles import RAFT_FREE_KEYS, Cycle, RunRecord, best, gained, stop_reason, table
 from rocm_ext.raft.engine import open_engine, verify_workers
 from rocm_ext.raft.history import History
 from rocm_ext.raft.prompt_set import PromptSet
 from rocm_ext.raft.rollouts import Phase, Rollouts, Sample, SampleKey, sampling_requests
-from rocm_ext.raft.selection import choose_prompts, filter_samples, to_rows, write_kept
+from rocm_ext.raft.selection import ROW_COLUMNS, choose_prompts, filter_samples, to_rows, write_kept
 from rocm_ext.raft.training import cycle_config, training_config
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import check_same_run
@@ -76,6 +76,7 @@ class RAFT:
         self.out = Path(cfg.output_dir)
         self.interrupt = Interrupt()  # all phases share it
         self.metric_logger: Any = None
+        self.rollouts: Rollouts | None = None  # set while the verification processes run
 
     # ---- set-up
 
@@ -86,20 +87,22 @@ class RAFT:
             UserError: the config, the prompts, the weights or the machine do not allow this run.
         """
         cfg = self.cfg
+        self.prompts = PromptSet(cfg)
+        self.verifier_node = self.prompts.check_verifier()
         self.runtime = Runtime.open(training_config(cfg))
         self.ranks = self.runtime.ranks
         begun = RunRecord(self.out).begun(cfg.resume_from_checkpoint, cfg.overwrite_output_dir)
         cfg.seed = pick_seed(cfg.seed, begun["identity"]["seed"] if begun else None, self.ranks)
         tokenizer = setup_tokenizer(cfg)
-        self.prompts = PromptSet(cfg, tokenizer)
-        self.verifier = self.prompts.check_verifier()
+        self.prompts.render(tokenizer)
         self.learner = self._learner(training_config(cfg), self.runtime, tokenizer)
+        self.learner.check_columns(ROW_COLUMNS)
         self.prompts.check_model(self.learner.decoder)
         self.engine = open_engine(cfg, self.learner)
-        self.metric_logger = setup_metric_logger(cfg, self.runtime)
         self.learner.setup(self.prompts.expected_work())
         self.adapters = Adapters(cfg, self.learner, self.out)
         self.history = self._setup_folder(begun)
+        self.metric_logger = setup_metric_logger(cfg, self.runtime)
 
     def _setup_folder(self, begun: dict[str, Any] | None) -> History:
         """Claim the output folder for this run; called once all other set-up has succeeded.
@@ -138,22 +141,25 @@ class RAFT:
             UserError: a cycle cannot continue; the message says why.
         """
         done = 0
-        with self.verification() as self.rollouts:
+        with self.verification():
             if self.prompts.held_out:
                 self.evaluate(0)
             for cycle in range(1, self.cfg.cycles + 1):
                 reason = self.cycle(cycle)
-                done = cycle if cycle in self.history.rows else done
+                if cycle in self.history.rows:
+                    done = cycle
                 if reason:
                     log.info("stopped: %s", reason)
                     break
         self.write_outputs(done)
 
     @contextmanager
-    def verification(self) -> Iterator[Rollouts]:
-        """Start the worker processes that verify while the model samples, and yield what makes the phases."""
-        with Pool(self.verifier, verify_workers(self.cfg), self.cfg.verify_timeout) as pool:
-            yield Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share)
+    def verification(self) -> Iterator[None]:
+        """Run the worker processes that verify while the model samples; phases can be made inside."""
+        with Pool(self.verifier_node, verify_workers(self.cfg), self.cfg.verify_timeout) as pool:
+            self.rollouts = Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share)
+            yield
+        self.rollouts = None
 
     def cycle(self, cycle: int) -> str | None:
         """Sample, verify, filter, train, evaluate; skip stages whose files are complete.
@@ -200,6 +206,7 @@ class RAFT:
 
     def _phase(self, cycle: int, what: str, adapter_of: int, requests: Sequence, prompts: Sequence[Prompt]) -> Phase:
         """Complete ``requests`` with the adapter of cycle ``adapter_of``, and verify the completions."""
+        assert self.rollouts is not None, "phases are made inside verification()"
         if signum := self.interrupt.agree(self.ranks):  # a signal may arrive after the previous phase's last check
             raise Interrupted(f"in cycle {cycle}", signum)
         self.adapters.load(adapter_of)
@@ -266,7 +273,8 @@ class RAFT:
         """
         columns, folder = self.learner.objective.columns, Cycle(self.out, cycle).folder
         if "old_logprobs" in columns and any(len(sample.logprobs) != len(sample.tokens) for sample in kept):
-            raise UserError("raft++ needs the log-probs of sampling, and this engine returned none; set objective=raft")
+            loss = type(self.learner.objective).__name__
+            raise UserError(f"loss {loss} needs the log-probs of sampling, and this engine returned none")
         self.adapters.load_for_training(cycle)
         cfg = cycle_config(self.cfg, cycle, folder)
         self._trainer(
@@ -316,9 +324,9 @@ class RAFT:
         Raises:
             UserError: no cycle was trained.
         """
-        rows = self.history.until(last)
         if not last:
             raise UserError("no prompt qualifies for the first cycle, so no cycle was trained")
+        rows = self.history.until(last)
         self.history.write(last)
         if self.ranks.is_main:
             number = best(rows)
@@ -328,10 +336,7 @@ class RAFT:
                 adapter_files.merge(self.learner.cfg.checkpointer, self.out / "adapter", self.out / "merged")
             log.info("%s", table(rows))
             log.info("adapter: %s, of cycle %d", self.out / "adapter", number)
-            if (
-                self.prompts.held_out
-                and self.history.rows[number]["held_out"]["correct"] <= rows[0]["held_out"]["correct"]
-            ):
+            if self.prompts.held_out and not gained(rows, number):
                 log.warning("no cycle scores higher on the held-out prompts than the initial model")
         self.ranks.barrier()
 
@@ -354,17 +359,22 @@ def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
 
     Raises:
         UserError: ``eval_prompts`` is not set, or the evaluation cannot run.
+        SystemExit: 128 + the signal's number, after Ctrl-C or SIGTERM.
     """
     if cfg.eval_prompts is None:
         raise UserError("eval_prompts is not set; set it to the prompts to evaluate on")
     if adapter is not None:
         cfg.checkpointer.adapter_checkpoint = str(adapter)
-    cfg.prompts = None  # the evaluation does not read the training prompts
+    cfg.prompts = cfg.metric_logger = None  # the evaluation neither reads training prompts nor logs
     raft = RAFT(cfg)
     raft.setup()
-    with raft.verification() as raft.rollouts:
-        raft.evaluate(0)
-    raft.cleanup()
+    try:
+        with raft.verification():
+            raft.evaluate(0)
+    except Interrupted as stop:
+        raise SystemExit(128 + stop.signum) from None
+    finally:
+        raft.cleanup()
     return Cycle(raft.out, 0).scores() or {}
 
 

@@ -99,6 +99,24 @@ def test_both_passes_draw_the_same_dropout():
     torch.testing.assert_close(torch.autograd.grad(found, hidden)[0], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_long_sequences_keep_their_gradient_in_fp16():
+    """Weights of 1/length are multiplied in after the gradient has left fp16."""
+    torch.manual_seed(0)
+    labels, words = 1000, 40_000
+    hidden, targets = torch.randn(labels, WIDTH), torch.zeros(labels, dtype=torch.long)
+    weight = 1 + 0.1 * torch.randn(words, WIDTH)
+    weight[0] = 0  # the label's own row, so that only the probabilities of the others count: 1/40,000/1,000 each
+    gradients = []
+    for dtype in (torch.float32, torch.float16):
+        states = hidden.to(dtype, copy=True).requires_grad_()
+        rows = weight.to(dtype)
+        objective = CrossEntropy(normalize="sequences")
+        loss = objective(lambda h, rows=rows: h @ rows.T, states, targets, {}, torch.zeros_like(targets))
+        (65536 * loss).backward()  # the scale that torch's GradScaler begins with
+        gradients.append(states.grad.float())
+    assert (gradients[1] - gradients[0]).norm() < 0.05 * gradients[0].norm()
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_micro_batch_without_labels(name):
     """A rank without rows still takes part in the step."""
@@ -222,6 +240,6 @@ def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize):
 
 def test_missing_columns_are_named(folder, tmp_path):
     loss = {"_component_": "rocm_ext.objectives.ClippedRatio", "clip_high": 0.28}
-    with pytest.raises(UserError, match="loss ClippedRatio needs the columns old_logprobs, which these rows do not"):
+    with pytest.raises(UserError, match="loss ClippedRatio needs the columns old_logprobs, which the rows do not"):
         finetune(folder, tmp_path / "out", loss)
     assert not list((tmp_path / "out").iterdir())

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
-from rocm_ext import config
+from rocm_ext import config, registry
 from rocm_ext.bench.training import RandomWeights
 from rocm_ext.cli import main
 from rocm_ext.generation import Request, Sampling
@@ -355,9 +355,7 @@ def test_this_cpu_is_measured():
 
 @pytest.mark.slow
 def test_every_config_fits_its_machine(capsys):
-    from rocm_ext.registry import _config_names
-
-    for name in _config_names():
+    for name in (path.stem for recipe in registry.recipes().values() for path in recipe.configs):
         ranks = "8" if name.split("_")[1] in ("qwen32b", "qwen72b") or "8gpu" in name else "1"
         plan(capsys, "--config", name, "--ranks", ranks)
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from rocm_ext import cli, config
 from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.errors import UserError
-from rocm_ext.objectives import ClippedRatio
+from rocm_ext.objectives import ClippedRatio, CrossEntropy
 from rocm_ext.raft import rollouts
 from rocm_ext.raft.rollouts import Journal, read_records
 from rocm_ext.ranks import Ranks
@@ -200,6 +200,48 @@ def test_evaluation_of_any_adapter(reference, make, tmp_path):
         cfg = config.load("raft_rocm", str(path), [f"output_dir={tmp_path / str(cycle)}"])
         scores = json.loads((reference / f"cycle_{cycle}" / "eval.json").read_text())
         assert evaluate_adapter(cfg, adapter) == scores
+
+
+def test_an_evaluation_that_is_stopped(make, tmp_path, monkeypatch):
+    original = Journal.append
+
+    def append(self, record):
+        original(self, record)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Journal, "append", append)
+    cfg = config.load("raft_rocm", str(make(tmp_path / "unused")), [f"output_dir={tmp_path / 'out'}"])
+    with pytest.raises(SystemExit) as stop:
+        evaluate_adapter(cfg, None)
+    assert stop.value.code == 128 + signal.SIGTERM
+
+
+def test_a_cycle_whose_files_are_deleted_is_done_again(reference, make, tmp_path):
+    """Rows of ``summary.json`` count only as long as the files are there."""
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    shutil.rmtree(out / "cycle_2")
+    (out / "cycle_1" / "eval.json").unlink()
+    code, messages = forked(main, make(out), "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert_equal(out, reference)
+    found, expected = (json.loads((each / "summary.json").read_text())["cycles"] for each in (out, reference))
+    assert [row["cycle"] for row in found] == [0, 1, 2]
+    assert [row["held_out"] for row in found] == [row["held_out"] for row in expected]
+
+
+class NeedsAdvantages(CrossEntropy):
+    """An objective with a column that RAFT's rows do not have."""
+
+    columns = ("advantages",)
+
+
+def test_columns_that_no_sample_has_are_refused_early(make, tmp_path):
+    loss = {"_component_": "tests.test_raft.NeedsAdvantages"}
+    code, messages = forked(main, make(tmp_path / "out", loss=loss))
+    assert code == 1
+    assert "loss NeedsAdvantages needs the columns advantages, which the rows do not have" in messages
+    assert not (tmp_path / "out" / "cycle_0").exists()
 
 
 # ---- ranks

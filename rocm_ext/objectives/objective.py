@@ -60,8 +60,11 @@ class Objective(ABC):
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Compute each label's contribution to the objective, and its derivative with respect to the label's NLL.
 
-        With ``whole_sequences`` the derivative of label i is that of the *sum* of all values with respect to the NLL
-        of label i.
+        With ``whole_sequences`` a value may depend on all labels of its own sequence. The derivative of label i is
+        then that of the *sum* of its sequence's values with respect to the NLL of label i.
+
+        The memory plan runs this method on fake tensors: shapes must not depend on values (no ``.item()``, no boolean
+        masks as an index).
 
         Args:
             nll: [n] fp32, NLL of each label under the current model.
@@ -128,6 +131,12 @@ class _Labels:
         self.objective, self.targets, self.columns, self.sequence = objective, targets, columns, sequence
         self._weights = objective.weights(sequence)
         self._whole: Terms | None = None
+        # Weights of 1/length would push gradients of 16-bit logits below the smallest fp16. So weights are at least 1
+        # while gradients are 16 bits wide, and `scale` is multiplied in afterwards, together with the loss scale.
+        self.scale: Tensor | None = None
+        if self._weights is not None and len(self._weights):
+            self.scale = self._weights.min()
+            self._weights = self._weights / self.scale
 
     def chunks(self) -> Iterator[slice]:
         """Yield slices of labels; the logits of one slice exist at a time."""
@@ -136,11 +145,12 @@ class _Labels:
 
     def look_ahead(self, head: Head, hidden: Tensor) -> None:
         """Do the first pass for an objective with ``whole_sequences``: compute NLLs and terms of all labels."""
+        if not len(self.targets):
+            return
         # the second pass draws the same dropout in the head
         with torch.no_grad(), torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
             nll = [_nll(head(hidden[rows]), self.targets[rows], gradient=False)[0] for rows in self.chunks()]
-        empty = hidden.new_zeros(0, dtype=torch.float32)
-        self._whole = self.objective.terms(torch.cat([empty, *nll]), self.columns, self.sequence)
+        self._whole = self.objective.terms(torch.cat(nll), self.columns, self.sequence)
 
     def terms(self, nll: Tensor, rows: slice) -> Terms:
         """Return the weighted value and derivative of one chunk."""
@@ -179,13 +189,15 @@ class _Summed(torch.autograd.Function):
             for sum_, grad in zip(grads, rest, strict=True):
                 sum_ += grad
             del logits, grad_logits  # frees them before the next chunk's logits exist
+        ctx.scale = labels.scale
         if train:
             ctx.save_for_backward(grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))
-        return total
+        return total if labels.scale is None else total * labels.scale
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[override]
         grad_hidden, *grads = ctx.saved_tensors
+        grad_output = grad_output if ctx.scale is None else grad_output * ctx.scale
         return None, None, None, grad_hidden * grad_output, *(g * grad_output for g in grads)
 
 

@@ -37,10 +37,12 @@ def open_engine(cfg: DictConfig, learner: Learner) -> Engine:
     wanted = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
     engine = config.instantiate(cfg.engine, key="engine", **wanted)
     engine.check()
-    known = engine.exact_tokens and engine.has_logprobs
-    if not known and ("old_logprobs" in learner.objective.columns or cfg.min_entropy is not None):
+    loss = learner.objective
+    needs = [f"loss {type(loss).__name__}"] * ("old_logprobs" in loss.columns)
+    needs += ["min_entropy"] * (cfg.min_entropy is not None)
+    if needs and not (engine.exact_tokens and engine.has_logprobs):
         raise UserError(
-            "raft++ and min_entropy need the token ids and log-probs of sampling, which this engine does not return"
+            f"{' and '.join(needs)}: the engine returns no token ids and log-probs of sampling, which this needs"
         )
     return engine
 

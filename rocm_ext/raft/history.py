@@ -1,7 +1,8 @@
 """Totals over the finished cycles of a run.
 
 All of them follow from the cycles' files, so a resumed run has the same totals as an undisturbed one. A run reads the
-files once, when it starts. After that the bookkeeping of a cycle takes the same time however many cycles came before.
+files once, when it starts. After that a cycle reads only its own files, however many cycles came before. What grows is
+the text of ``summary.json``, by about a kilobyte per cycle.
 """
 
 import json
@@ -16,7 +17,7 @@ from rocm_ext.files import replace_text
 from rocm_ext.raft.cycles import Cycle, Filter, pass_rates
 from rocm_ext.ranks import Ranks
 from rocm_ext.runs.reader import PHASES
-from rocm_ext.train.metrics import Metrics
+from rocm_ext.train.metrics import Metrics, read_metrics
 
 
 class History:
@@ -39,16 +40,24 @@ class History:
         self.out, self._threshold, self._ranks = out, threshold, ranks
         self.last_asked: dict[str, tuple[int, float]] = {}
         self.steps = 0
-        self._seconds: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0))
-        self._metrics = Metrics(out / "metrics.jsonl", self._note) if ranks.is_main else None
-        self._summary = out / "summary.json"
-        written = json.loads(self._summary.read_text())["cycles"] if self._summary.exists() else []
-        self.rows: dict[int, dict[str, Any]] = {row["cycle"]: row for row in written}
-        self._texts = {number: _text(row) for number, row in self.rows.items()}
+        self._seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._metrics: Metrics | None = None
+        if ranks.is_main:
+            self._metrics = Metrics(out / "metrics.jsonl")
+            for line in read_metrics(out / "metrics.jsonl"):
+                self._add_seconds(line)
+        last = 0
         for number in count(1):
             if not (cycle := Cycle(out, number)).trained:
                 break
             self.add(cycle)
+            last = number
+        self._summary = out / "summary.json"
+        written = json.loads(self._summary.read_text())["cycles"] if self._summary.exists() else []
+        # a user may have deleted the files of a cycle to have it done again
+        whole = [row for row in written if row["cycle"] <= last and _has_scores(out, row)]
+        self.rows: dict[int, dict[str, Any]] = {row["cycle"]: row for row in whole}
+        self._texts = {number: _text(row) for number, row in self.rows.items()}
 
     def add(self, cycle: Cycle) -> None:
         """Add a trained cycle to ``last_asked`` and ``steps``."""
@@ -56,22 +65,21 @@ class History:
             self.last_asked[prompt] = cycle.number, rate
         self.steps += cycle.training()["steps"]
 
-    def _note(self, line: Mapping[str, Any]) -> bool:
+    def _add_seconds(self, line: Mapping[str, Any]) -> None:
         self._seconds[line["cycle"]][line["phase"]] += line["seconds"]
-        return True
 
     def log(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
         """Write a line of ``metrics.jsonl``, and add its seconds to the phase's time in the cycle.
 
         Args:
             cycle: number of the cycle.
-            phase: one of ``PHASES``.
+            phase: ``sample``, ``train``, ``eval`` or a phase of a subclass.
             values: measurements of the phase, among them ``seconds``.
         """
         if self._metrics is not None:
             line = {"cycle": cycle, "phase": phase, **values}
             self._metrics.write(**line)
-            self._note(line)
+            self._add_seconds(line)
 
     def summarize(self, cycle: Cycle, filter_: Filter) -> None:
         """Add a finished cycle to ``summary.json``.
@@ -82,7 +90,8 @@ class History:
         """
         number, row = cycle.number, None
         if self._ranks.is_main:
-            row = cycle.row(self._threshold, filter_) | {"seconds": dict(self._seconds[number])}
+            seconds = {phase: self._seconds[number].get(phase, 0) for phase in PHASES}
+            row = cycle.row(self._threshold, filter_) | {"seconds": seconds}
         self.rows[number] = self._ranks.agree(row)
         self._texts[number] = _text(self.rows[number])
         self.write(number)
@@ -97,6 +106,10 @@ class History:
             return
         rows = ",\n".join(text for number, text in sorted(self._texts.items()) if number <= last)
         replace_text(self._summary, f'{{\n  "cycles": [\n{rows}\n  ]\n}}\n')
+
+
+def _has_scores(out: Path, row: Mapping[str, Any]) -> bool:
+    return "held_out" not in row or Cycle(out, row["cycle"]).eval.exists()
 
 
 def _text(row: Mapping[str, Any]) -> str:

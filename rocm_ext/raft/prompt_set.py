@@ -23,26 +23,29 @@ class PromptSet:
 
     Args:
         cfg: config of ``raft_rocm`` or of a recipe that extends it.
-        tokenizer: the model's tokenizer; it renders prompts as it renders SFT rows.
 
     Attributes:
         training: prompts to train on; empty if ``prompts`` is null.
         held_out: prompts to evaluate on; empty if ``eval_prompts`` is null.
-        tokens: token ids of every prompt, by its id.
+        tokens: token ids of every prompt, by its id; empty until :meth:`render`.
 
     Raises:
         UserError: prompts cannot be read, or a held-out prompt is also a training prompt.
     """
 
-    def __init__(self, cfg: DictConfig, tokenizer: Any) -> None:
+    def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
         self.training = _read(cfg, "prompts")
         self.held_out = _read(cfg, "eval_prompts")
         if cfg.stop_after_no_gain and not self.held_out:
             raise UserError("stop_after_no_gain needs held-out prompts: set eval_prompts")
         check_disjoint(self.training, self.held_out)
-        self.tokens = {prompt.id: render_prompt(tokenizer, prompt.messages) for prompt in self}
+        self.tokens: dict[str, list[int]] = {}
         self._by_id = {prompt.id: prompt for prompt in self}
+
+    def render(self, tokenizer: Any) -> None:
+        """Fill ``tokens`` as SFT rows are rendered."""
+        self.tokens = {prompt.id: render_prompt(tokenizer, prompt.messages) for prompt in self}
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter((*self.training, *self.held_out))

@@ -83,6 +83,9 @@ def filter_samples(
     return kept, {**{rule: count for rule, count in dropped.items() if count}, "kept": len(kept)}
 
 
+ROW_COLUMNS = ("old_logprobs",)  # what :func:`to_rows` can give an objective
+
+
 def to_rows(kept: Sequence[Sample], prompts: Mapping[str, Sequence[int]], columns: Collection[str]) -> Rows:
     """Convert samples to training rows: the tokens of prompt and answer as sampled, with labels on the answer only.
 

@@ -139,7 +139,7 @@ def check_same_run(
         UserError: the runs differ in something that changes the results; the message names every difference.
     """
     now: Any = OmegaConf.to_container(cfg, resolve=True)
-    begun = {"recipe": now.get("recipe"), **state["config"]}  # older runs do not name their recipe
+    begun = now | state["config"]  # a run of an earlier version lacks the keys that came later
     problems = difference(begun, now, free)
     for what, is_ in identity.items():
         was = state["identity"][what]

@@ -1,7 +1,7 @@
 """The model to train. It is built once; each run over it is a :class:`~rocm_ext.train.trainer.Trainer`."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,17 @@ class Learner:
             UserError: a token id is outside the vocabulary, or the rows lack a column that the objective needs.
         """
         rows.check_vocabulary(self.decoder.tok_embeddings.num_embeddings)
-        if missing := [name for name in self.objective.columns if name not in rows.columns]:
+        self.check_columns(rows.columns)
+
+    def check_columns(self, available: Collection[str]) -> None:
+        """Check that rows with the columns ``available`` have those that the objective needs.
+
+        Raises:
+            UserError: a column is missing.
+        """
+        if missing := [name for name in self.objective.columns if name not in available]:
             loss = type(self.objective).__name__
-            raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which these rows do not have")
+            raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have")
 
     def setup(self, work: Workload) -> None:
         """Make the model ready to train.

@@ -87,7 +87,10 @@ class Trainer:
         self.rows, self.validation_rows, self.cfg, self.folder = rows, validation_rows, cfg, folder
         self.metric_logger, self.steps_before = metric_logger, steps_before
         self.interrupt = interrupt or Interrupt()
-        learner.check_rows(rows)
+        self.step, self.worse = 0, 0  # worse: number of validations since the best one
+        self.best: dict[str, Any] | None = None
+        for each in filter(None, (rows, validation_rows)):
+            learner.check_rows(each)
         per_step = rows_per_step(cfg, self.ranks.world)
         self.loader = self._loader(
             rows, Steps(len(rows), per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
@@ -101,8 +104,6 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
         self.scheduler = self.setup_scheduler()
         self.profiler = self._profiler()
-        self.step, self.worse = 0, 0  # worse: number of validations since the best one
-        self.best: dict[str, Any] | None = None
         self.identity = self._identity()
         self._resume()
         self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
