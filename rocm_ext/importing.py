@@ -3,17 +3,23 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rocm_ext.errors import UserError, nearest, one_line
 
 COMPONENT = "_component_"
 
+# What configs written for earlier versions say
+_MOVED = {
+    "rocm_ext.prompts.prompt_dataset": "rocm_ext.data.prompt_dataset",
+    "rocm_ext.loss.LinearCrossEntropyLoss": "rocm_ext.objectives.CrossEntropy",
+    "rocm_ext.loss.ClippedRatioLoss": "rocm_ext.objectives.ClippedRatio",
+}
+
 
 def import_component(path: Any) -> Callable:
-    """Import what ``path`` names. Modules in the current folder are found, too: a user's components lie beside their
-    YAML.
+    """Import what ``path`` names. Modules in the current folder are found, too.
 
     Args:
         path: such as ``torch.optim.AdamW`` or ``my_module.MyClass``.
@@ -37,6 +43,15 @@ def import_component(path: Any) -> Callable:
     if not callable(found):
         raise UserError(f"{path!r} is a {type(found).__name__}; expected a function or class")
     return found
+
+
+def with_new_names(node: Any) -> Any:
+    """A copy of a config's content that calls components by their names of today."""
+    if isinstance(node, Mapping):
+        return {
+            key: _MOVED.get(value, value) if key == COMPONENT else with_new_names(value) for key, value in node.items()
+        }
+    return [with_new_names(each) for each in node] if isinstance(node, list) else node
 
 
 def _import_module(path: str, here: str) -> tuple[Any, list[str]]:

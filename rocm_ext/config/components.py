@@ -1,7 +1,7 @@
 """Nodes of a config that name a component: a function or class, with its arguments."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -9,12 +9,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.importing import COMPONENT, import_component
 
-# What configs written for earlier versions say
-_MOVED = {
-    "rocm_ext.prompts.prompt_dataset": "rocm_ext.data.prompt_dataset",
-    "rocm_ext.loss.LinearCrossEntropyLoss": "rocm_ext.objectives.CrossEntropy",
-    "rocm_ext.loss.ClippedRatioLoss": "rocm_ext.objectives.ClippedRatio",
-}
 # Keys whose value names a component
 _COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
 _COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier"}
@@ -44,15 +38,6 @@ def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
         raise
     except Exception as error:  # whatever the component raises
         raise UserError(f"{key}: {node[COMPONENT]}: {one_line(error)}") from error
-
-
-def with_new_names(node: Any) -> Any:
-    """A copy of a config's content that calls components by their names of today."""
-    if isinstance(node, Mapping):
-        return {
-            key: _MOVED.get(value, value) if key == COMPONENT else with_new_names(value) for key, value in node.items()
-        }
-    return [with_new_names(each) for each in node] if isinstance(node, list) else node
 
 
 def takes(node: DictConfig, argument: str, key: str) -> bool:

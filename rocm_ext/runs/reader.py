@@ -20,6 +20,7 @@ import yaml
 from rocm_ext.errors import UserError
 from rocm_ext.files import json_object, read_lines
 from rocm_ext.hardware.counters import HARDWARE_LOG
+from rocm_ext.importing import with_new_names
 from rocm_ext.nested import flatten
 from rocm_ext.registry import RAFT, SFT, TITLES
 from rocm_ext.runs.scores import wilson
@@ -197,7 +198,7 @@ class RunFolder:
         name: the folder's; the report changes it where two runs share it.
         recipe: its name.
         family: the recipe of this library that it is or extends; its records are of that kind.
-        config: content of ``config.yaml``.
+        config: content of ``config.yaml``, with components by their names of today.
         summary: content of ``summary.json``; empty before the end of SFT or of RAFT's first cycle.
         steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … A RAFT run counts them across its cycles.
         validations: ``step``, ``val_loss``.
@@ -215,7 +216,7 @@ class RunFolder:
             raise UserError(f"{path} {what}; expected the folder of a run (its output_dir)")
         self.path, self.name = path, path.resolve().name
         self.problems: list[str] = []
-        self.config = read_yaml(path / "config.yaml", self.problems)
+        self.config = with_new_names(read_yaml(path / "config.yaml", self.problems))
         self.summary = read_json(path / "summary.json", self.problems)
         folders = [p for p in path.glob("cycle_*") if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", p.name) and p.is_dir()]
         # older runs name no recipe, and a user's recipe need not be here: its records tell which of ours it extends
