@@ -7,6 +7,7 @@ imported itself is imported at the top of this file.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -21,10 +22,9 @@ def register() -> None:
     """torch's hook. In `tune`: append our recipes to torchtune's registry. In a program that runs a recipe: complete
     the environment before anything else is imported. Never raises, but ends ``tune`` with one line where the installed
     torchtune or torchao cannot work."""
+    what = "its recipes are not registered"
     try:
-        tune = _is_tune()
-        if not tune and not _is_ours():
-            return
+        tune, script = _is_tune(), _script()
         if tune:
             problem = pins.wrong_pins()
             table = registry.recipes()
@@ -34,32 +34,40 @@ def register() -> None:
             _add_recipes(table)
             if not named:
                 return
-        from rocm_ext.config import startup
+        elif not script.endswith((*_RECIPES, *_COMMANDS)) and registry.DECIDED not in os.environ:
+            return
+        what = "the environment of this run is not prepared"
+        logging.getLogger("torchao").addFilter(_unless_about_extensions)
+        if (tune or script.endswith(_RECIPES)) and not _is_worker():
+            from rocm_ext.config import startup
 
-        startup.begin(tune)
+            startup.begin(tune)
     except Exception as error:
-        print(f"torchtune-rocm: its recipes are not registered: {error}", file=sys.stderr)
+        print(f"torchtune-rocm: {what}: {error}", file=sys.stderr)
+
+
+def _script() -> str:
+    return "/" + sys.argv[0].replace("\\", "/") if sys.argv else ""
 
 
 def _is_tune() -> bool:
-    # sys.argv[0] is "-m" while `python -m torchtune._cli.tune` is still importing torchtune
-    names = [*sys.argv[:1], *getattr(sys, "orig_argv", [])[1:3]]
-    return any(name.replace("\\", "/").rsplit("/", 1)[-1] in _TUNE for name in names)
+    if sys.argv[:1] == ["-m"]:  # `python -m torchtune._cli.tune` is still importing torchtune
+        return sys.orig_argv[-len(sys.argv) :][:1] in (["torchtune._cli.tune"], ["-mtorchtune._cli.tune"])
+    return _script().rpartition("/")[2] in ("tune", "tune.exe", "tune-script.py")
 
 
-_TUNE = ("tune", "tune.exe", "tune-script.py", "torchtune._cli.tune")
+_RECIPES = tuple(f"/recipes/{name}.py" for name in registry.TITLES)
+_COMMANDS = ("/rocm-ext", "/rocm-ext.exe", "/rocm_ext/cli/__main__.py", "/rocm_ext/bench/child.py")
 
 
-def _is_ours() -> bool:
-    """Whether this process runs a script of this library, or one of our commands started it."""
-    if registry.DECIDED in os.environ:
-        return True
-    script = "/" + sys.argv[0].replace("\\", "/") if sys.argv else ""
-    return script.endswith(_OURS)
+def _is_worker() -> bool:
+    """Whether this is a worker process of a run."""
+    return "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
 
 
-_OURS = ("/rocm-ext", "/rocm-ext.exe", "/rocm_ext/cli/__main__.py", "/rocm_ext/bench/child.py",
-         *(f"/recipes/{name}.py" for name in registry.TITLES))  # fmt: skip
+def _unless_about_extensions(record: logging.LogRecord) -> bool:
+    # torchao's C++ kernels are for torch versions that it was built with; nothing here uses them
+    return not record.getMessage().startswith("Skipping import of cpp extensions")
 
 
 def _names_us(argv: list[str], table: Mapping[str, registry.Recipe]) -> bool:

@@ -1,17 +1,13 @@
-"""Runs a recipe's script as ``tune run`` would, without what else ``tune`` imports.
+"""Runs a recipe's script as ``tune run`` does, without the imports of ``tune``'s other commands.
 
 python launch.py file /path/to/recipe.py --config NAME ...
 python launch.py module my_recipe --config NAME ...
 """
 
-import sys
-
-if __name__ == "__main__":  # this folder's modules are no top-level modules
-    sys.path[:] = [folder for folder in sys.path if folder != __file__.replace("\\", "/").rpartition("/")[0]]
-
 import gc
 import os
 import runpy
+import sys
 from collections.abc import Sequence
 
 
@@ -31,14 +27,20 @@ def command(recipe, arguments: Sequence[str]) -> list[str]:
 
 def main() -> None:
     """Run what the arguments name as ``__main__``."""
+    here = _slashes(__file__).rpartition("/")[0]
+    sys.path[:] = [folder for folder in sys.path if _slashes(folder) != here]  # its modules are not top-level modules
     _, kind, what, *arguments = sys.argv
     gc.disable()  # see rocm_ext.config.startup
     sys.argv = [what, *arguments]
-    sys.path.append(os.getcwd())  # a user's own components lie beside their YAML
+    sys.path.append(os.getcwd())  # a user's own components are in the folder they start from
     if kind == "file":
         runpy.run_path(what, run_name="__main__")
     else:
         runpy.run_module(what, run_name="__main__")
+
+
+def _slashes(path: str) -> str:
+    return path.replace("\\", "/")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def as_tune(monkeypatch):
     recipes = list(torchtune_registry._ALL_RECIPES)
     monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", recipes)
     monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: None)  # this process stays as it is
-    return recipes
+    registry.recipes.cache_clear()
+    yield recipes
+    registry.recipes.cache_clear()
 
 
 @pytest.fixture
@@ -120,6 +122,23 @@ def test_register_never_raises(as_tune, monkeypatch, capsys, broken):
     hook.register()
     assert capsys.readouterr().err.startswith("torchtune-rocm: its recipes are not registered: ")
     assert len(as_tune) == before
+
+
+def test_a_failing_preparation_says_so(as_tune, monkeypatch, capsys):
+    def begin(tune):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("rocm_ext.config.startup.begin", begin)
+    hook.register()
+    assert capsys.readouterr().err == "torchtune-rocm: the environment of this run is not prepared: no such device\n"
+    assert "raft_rocm" in [recipe.name for recipe in as_tune]
+
+
+def test_a_program_below_a_run_begins_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv(registry.DECIDED, "")
+    monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: pytest.fail("it imports what it must not"))
+    hook.register()
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,24 @@
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
 import torch
 
-from rocm_ext import launch, registry
+from rocm_ext import hook, launch, registry
 from rocm_ext.config import startup
+from rocm_ext.hardware.environment import replace_process
 from rocm_ext.hardware.profile import load_profile
 from tests.test_device import CPU, H200, MI300X, STRIX
 
 PROFILES = ("cpu", "strix_halo", "mi300x", "mi50", "radeon")
-VARIABLES = {registry.DECIDED, *(name for each in PROFILES for name in load_profile(each).environment)}
+VARIABLES = {
+    registry.DECIDED,
+    startup._LAUNCHER,
+    *(name for each in PROFILES for name in load_profile(each).environment),
+}
 
 
 @pytest.fixture
@@ -33,6 +39,7 @@ def begin(monkeypatch):
         startup.begin(tune)
         return replaced.pop() if replaced else None
 
+    gc.enable()
     yield begin
     gc.enable()
 
@@ -53,6 +60,7 @@ def test_a_recipe_by_name_goes_on_as_its_script_with_the_profile_s_variables(beg
     ]
     assert os.environ["GOMP_SPINCOUNT"] == "20000"
     assert registry.DECIDED in os.environ
+    assert not gc.isenabled()
     assert begin(CPU, "lora_finetune_rocm", "--config", "cpu_pocket") is None, "once"
 
 
@@ -98,6 +106,7 @@ def test_the_profile_is_the_one_that_the_run_will_have(begin, machine, hardware,
 def test_a_launcher_sets_what_its_ranks_inherit_and_goes_on(begin, options, several):
     assert begin(MI300X, *options, "lora_finetune_rocm", "--config", "mi300x_qwen72b") is None
     assert ("GPU_MAX_HW_QUEUES" in os.environ) == several
+    assert gc.isenabled(), "the launcher is no run"
 
 
 def test_a_launcher_does_not_keep_the_gpu_that_it_looked_at(begin):
@@ -127,3 +136,73 @@ def test_variables_of_the_user_s_stay(begin, monkeypatch):
         monkeypatch.setenv(name, "7")
     assert begin(CPU, "lora_finetune_rocm", "--config", "cpu_pocket") is None
     assert os.environ["GOMP_SPINCOUNT"] == "7"
+
+
+def test_a_run_below_another_program_of_ours_gets_what_it_still_lacks(begin, monkeypatch):
+    monkeypatch.setenv(registry.DECIDED, "OMP_NUM_THREADS")
+    assert begin(CPU, "lora_finetune_rocm", "--config", "cpu_pocket")
+    assert os.environ["GOMP_SPINCOUNT"] == "20000"
+    assert {"OMP_NUM_THREADS", "GOMP_SPINCOUNT"} <= set(os.environ[registry.DECIDED].split(","))
+
+
+@pytest.mark.parametrize("tune", [True, False])
+def test_contradicting_variables_are_left_to_the_recipe_to_report(begin, monkeypatch, tune):
+    monkeypatch.setenv("PYTORCH_HIP_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
+    assert begin(STRIX, "raft_rocm", "--config", "strix_halo_qwen7b_raft", tune=tune) is None
+    script = str(registry.find("raft_rocm").file)
+    monkeypatch.setattr(sys, "argv", [script, "--config", "strix_halo_qwen7b_raft"])
+    startup.begin(tune=False)  # does not raise
+
+
+def test_a_recipe_whose_file_is_far_from_its_config_gets_its_hardware(begin, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "recipes" / "mine.py").write_text("recipe_main('mine', defaults='mine.yaml')(main)()")
+    (tmp_path / "recipes" / "mine.yaml").write_text("recipe: mine\nextends: lora_finetune_rocm\nhardware: cpu\n")
+    (tmp_path / "configs" / "run.yaml").write_text("recipe: mine\n")
+    assert begin(STRIX, "recipes/mine.py", "--config", "configs/run.yaml")
+    assert os.environ["GOMP_SPINCOUNT"] == "20000"
+
+
+@pytest.mark.parametrize(
+    ("options", "argv", "is_tune"),
+    [
+        (["/bin/tune"], ["/bin/tune", "run"], True),
+        (["-W", "ignore", "-m", "torchtune._cli.tune"], ["-m", "run", "x"], True),
+        (["-mtorchtune._cli.tune"], ["-m"], True),
+        (["-m", "check"], ["-m", "tune"], False),
+        (["check.py"], ["check.py", "tune", "--lr", "3"], False),
+    ],
+)
+def test_what_counts_as_tune(monkeypatch, options, argv, is_tune):
+    monkeypatch.setattr(sys, "orig_argv", ["python", *options, *argv[1:]])
+    monkeypatch.setattr(sys, "argv", argv)
+    assert hook._is_tune() == is_tune
+
+
+@pytest.mark.parametrize(("folder", "script"), [("/lib/rocm_ext", "/lib/rocm_ext/launch.py"),
+                                                (r"C:\lib\rocm_ext", r"C:\lib\rocm_ext\launch.py")])  # fmt: skip
+def test_the_launcher_s_modules_do_not_hide_the_user_s(tmp_path, monkeypatch, folder, script):
+    (tmp_path / "recipe.py").write_text("import sys\nsys.found = list(sys.path)")
+    monkeypatch.setattr(launch, "__file__", script)
+    monkeypatch.setattr(sys, "path", [folder, *sys.path])
+    monkeypatch.setattr(sys, "argv", [script, "file", str(tmp_path / "recipe.py")])
+    monkeypatch.setattr(sys, "found", None, raising=False)
+    launch.main()
+    gc.enable()
+    assert folder not in sys.found
+    assert sys.found[-1] == os.getcwd()
+
+
+def test_on_windows_the_program_ends_by_itself_after_ctrl_c(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    child = "import os, signal, time; time.sleep(.3); os.kill(os.getppid(), signal.SIGINT); time.sleep(.3); os._exit(3)"
+    monkeypatch.setattr(os, "name", "nt")
+    try:
+        with pytest.raises(SystemExit) as left:
+            replace_process([sys.executable, "-S", "-c", child])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert left.value.code == 3

@@ -7,10 +7,10 @@ the variables and its ranks inherit them. The script of a recipe has not begun b
 """
 
 import gc
-import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from rocm_ext.hardware.environment import (
     ensure_environment,
     environment_for,
     preset,
+    put,
     replace_process,
     this_command,
 )
@@ -30,21 +31,21 @@ from rocm_ext.hardware.profile import Profile, choose_profile, load_profile
 
 
 def begin(tune: bool) -> None:
-    """Complete the environment of this program, which may replace it.
+    """Complete the environment of this program, which may replace it. What a user can set wrong is left to the recipe
+    to report.
 
     Args:
         tune: this is `tune`, and its arguments name a recipe or a config of ours.
     """
-    logging.getLogger("torchao").addFilter(_unless_about_extensions)
-    if "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None:
-        return  # a worker of a run
-    if tune:
-        if sys.argv[1:2] == ["run"]:
-            _begin_tune(sys.argv[2:])
-    elif Path(sys.argv[0]).resolve() in [recipe.file.resolve() for recipe in map(registry.find, registry.TITLES)]:
-        gc.disable()  # imports leave hardly any garbage to look for; recipe_main enables it
-        if registry.DECIDED not in os.environ and (found := _profile(sys.argv[1:])):
-            ensure_environment(*found)
+    with suppress(UserError):
+        if tune:
+            if sys.argv[1:2] == ["run"]:
+                _begin_tune(sys.argv[2:])
+            return
+        script = Path(sys.argv[0]).resolve()
+        if script.stem in registry.TITLES and (recipe := registry.find(script.stem)).file.resolve() == script:
+            gc.disable()  # imports leave hardly any garbage to look for; recipe_main enables it
+            ensure_environment(*_profile(recipe, sys.argv[1:]))
 
 
 def prepare(config: str, overrides: Sequence[str]) -> list[str]:
@@ -65,41 +66,43 @@ def prepare(config: str, overrides: Sequence[str]) -> list[str]:
     return ensure_environment(load_profile(name), machine)
 
 
-def _unless_about_extensions(record: logging.LogRecord) -> bool:
-    # torchao's C++ kernels are for torch versions that it was built with; nothing here uses them
-    return not record.getMessage().startswith("Skipping import of cpp extensions")
-
-
 def _begin_tune(arguments: Sequence[str]) -> None:
     """`tune run [torchrun's options] RECIPE --config NAME …`."""
     table = registry.recipes()
     at = next((i for i, each in enumerate(arguments) if each in table or registry.is_recipe_file(each)), None)
     if at is None:
         return
-    gc.disable()
-    if registry.DECIDED in os.environ or (found := _profile(arguments[at + 1 :])) is None:
+    if at == 0:
+        gc.disable()
+    elif os.environ.get(_LAUNCHER) == str(os.getpid()):  # replaced already; looking again would take a GPU's memory
         return
-    profile, machine = found
+    recipe = table.get(arguments[at]) or registry.read_recipe(Path(arguments[at]))
+    profile, machine = _profile(recipe, arguments[at + 1 :])
     ranks = _ranks(arguments[:at], machine)
     environ = {**os.environ, "WORLD_SIZE": str(ranks)} if ranks > 1 else os.environ
     missing = environment_for(profile, machine, environ)
-    os.environ |= {name: value for name, (value, _) in missing.items()}
-    os.environ[registry.DECIDED] = ",".join(sorted(missing))
+    put({name: value for name, (value, _) in missing.items()})
+    os.environ.setdefault(registry.DECIDED, "")  # child processes are known by it
     if at == 0 and missing:
         replace_process(launch.command(table.get(arguments[0]), arguments))
     elif at and sys.modules["torch"].cuda.is_initialized():  # a launcher must not keep a GPU's memory
+        os.environ[_LAUNCHER] = str(os.getpid())
         replace_process(this_command())
 
 
-def _profile(arguments: Sequence[str]) -> tuple[Profile, Machine] | None:
-    """The profile that a recipe with these arguments will have; None: it will say what is wrong with them."""
-    try:
-        requested = requested_hardware(*command_line([each for each in arguments if each not in ("-h", "--help")]))
-        machine = detect()
-        name = choose_profile(machine)[0] if requested == "auto" else requested
-        return load_profile(name), machine
-    except UserError:
-        return None
+_LAUNCHER = "ROCM_EXT_LAUNCHER"  # process id of a launcher that was replaced, which keeps its id
+
+
+def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile, Machine]:
+    """The profile that ``recipe`` will have with these arguments.
+
+    Raises:
+        UserError: something is wrong with them.
+    """
+    name, overrides = command_line([each for each in arguments if each not in ("-h", "--help")])
+    requested = requested_hardware(name, overrides, recipe)
+    machine = detect()
+    return load_profile(choose_profile(machine)[0] if requested == "auto" else requested), machine
 
 
 def _ranks(options: Sequence[str], machine: Machine) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.machine import Machine, parse_version
 from rocm_ext.hardware.profile import Profile, Variable
+from rocm_ext.registry import DECIDED
 
 # One setting under three names: HIP builds of torch read each of them
 ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_SET_BY_US = "ROCM_EXT_ENVIRONMENT"  # the names that this library has set, comma separated; they survive the restart
 
 _CONDITIONS = {  # of Variable.when
     "always": lambda profile, machine, environ: True,
@@ -150,18 +151,22 @@ def preset(profile: Profile) -> list[str]:
         A line about variables that were set after torch had been imported: some are read at that time.
     """
     added = {name: each.value for name, each in _missing(profile, os.environ).items() if each.when == "always"}
-    _put(added)
+    put(added)
     if not added or "torch" not in sys.modules:
         return []
     exports = " ".join(f"{name}={value}" for name, value in added.items())
     return [f"torch was imported before these variables were set; `tune run` sets them in time, or: export {exports}"]
 
 
-def _put(added: Mapping[str, str]) -> None:
+def put(added: Mapping[str, str]) -> None:
+    """Set variables, and record that this library has set them."""
     if added:
-        before = {name for name in os.environ.get(_SET_BY_US, "").split(",") if name}
         os.environ.update(added)
-        os.environ[_SET_BY_US] = ",".join(sorted(before | set(added)))
+        os.environ[DECIDED] = ",".join(sorted(_ours() | set(added)))
+
+
+def _ours() -> set[str]:
+    return {name for name in os.environ.get(DECIDED, "").split(",") if name}
 
 
 def apply_environment(profile: Profile, machine: Machine, restart: bool = False) -> list[str]:
@@ -181,9 +186,9 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     Raises:
         UserError: where the allocator's variables contradict each other.
     """
-    before = {name for name in os.environ.get(_SET_BY_US, "").split(",") if name}
+    before = _ours()
     added = environment_for(profile, machine, os.environ)
-    _put({name: value for name, (value, _) in added.items()})
+    put({name: value for name, (value, _) in added.items()})
     ours = before | set(added)
     if restart and added.keys() - before and _can_repeat():
         replace_process(this_command())
@@ -210,9 +215,11 @@ def this_command() -> list[str]:
 
 
 def replace_process(command: list[str]) -> None:
-    """Go on as ``command``, in this process where the system can."""
+    """Run ``command`` instead of this program, in the same process where the system can do that."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":  # Windows' exec starts a second process, and the shell does not wait for it
-        sys.exit(subprocess.call(command))
+        process = subprocess.Popen(command)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the program decides when it ends
+        sys.exit(process.wait())
     os.execve(sys.executable, command, os.environ)
