@@ -19,7 +19,7 @@ imported itself.
 from __future__ import annotations
 
 import sys
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 SFT, RAFT = "lora_finetune_rocm", "raft_rocm"
 TITLES = {SFT: "LoRA fine-tuning", RAFT: "RAFT"}  # of this library's recipes
 GROUP = "rocm_ext.recipes"  # of entry points
-DECIDED = "ROCM_EXT_ENVIRONMENT"  # set in processes whose environment one of our commands has completed
+# Environment variable with the names of those that this library has set, comma separated. Child processes inherit it
+DECIDED = "ROCM_EXT_ENVIRONMENT"
 
 
 # ----------------------------------------------------------------------------------------------- the recipes
@@ -57,12 +58,13 @@ class Recipe:
         folder = _folder("recipe_configs") if self.name in TITLES else self.file.parent
         others = {self.defaults.resolve()}
         found = sorted(path for path in folder.iterdir() if path.suffix == ".yaml" and path.resolve() not in others)
-        return [path for path in found if read_yaml(path).get("recipe") == self.name]
+        return [path for path in found if _stated_recipe(path) == self.name]
 
 
-def recipes() -> dict[str, Recipe]:
-    """This library's recipes and those of installed packages, by name. A package that is broken is left out, with a
-    line on stderr."""
+@cache
+def recipes() -> Mapping[str, Recipe]:
+    """This library's recipes and those of installed packages, by name. Packages are looked up once per process; a line
+    on stderr names those that are broken, or whose recipe has the name of another."""
     from importlib.metadata import entry_points
 
     found = {name: _shipped(name) for name in TITLES}
@@ -71,9 +73,10 @@ def recipes() -> dict[str, Recipe]:
             recipe = _of_module(entry.value)
             if recipe.name != entry.name:
                 raise ValueError(f"{recipe.file} is recipe {recipe.name}")
-            found.setdefault(recipe.name, recipe)
+            if (first := found.setdefault(recipe.name, recipe)).file != recipe.file:
+                raise ValueError(f"recipe {recipe.name} is already in {first.file}")
         except Exception as error:
-            print(f"torchtune-rocm: entry point {entry.name} = {entry.value} is no recipe: {error}", file=sys.stderr)
+            print(f"torchtune-rocm: entry point {entry.name} = {entry.value} is left out: {error}", file=sys.stderr)
     return found
 
 
@@ -175,6 +178,19 @@ def family(recipe: Recipe) -> str:
     return next((each.name for each in chain(recipe) if each.name in TITLES), "")
 
 
+def extended(recipe: Recipe) -> str:
+    """As :func:`family`, for commands that know only such recipes.
+
+    Raises:
+        UserError: as :func:`chain`, or ``recipe`` extends none of this library's recipes.
+    """
+    from rocm_ext.errors import UserError
+
+    if not (name := family(recipe)):
+        raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends neither {' nor '.join(TITLES)}")
+    return name
+
+
 def recipe_for(config: Mapping[str, Any], *folders: Path) -> Recipe:
     """The recipe that a config is for: the one it names. One that names none, as torchtune's own do, is for the first
     recipe of this library that knows the most of its keys.
@@ -217,6 +233,16 @@ def _keys(recipe: Recipe) -> set[str]:
         content = read_yaml(each.defaults)
         keys = (keys - set(content.get("without", []))) | content.keys()
     return keys
+
+
+def _stated_recipe(path: Path) -> Any:
+    """The recipe that a YAML file names. None without one, and for files that are no configs at all."""
+    from rocm_ext.errors import UserError
+
+    try:
+        return read_yaml(path).get("recipe")
+    except UserError:
+        return None
 
 
 def _shipped(name: str) -> Recipe:

@@ -130,8 +130,42 @@ def test_files_that_are_no_recipe(folder, script, message):
 )
 def test_a_config_of_another_recipe_is_refused(folder, tiny, wanted, asked):
     run = write_run(folder, tiny, name="run.yaml") if wanted == "lora_plus" else "cpu_pocket_raft"
-    with pytest.raises(UserError, match=f"is for recipe {wanted}, this is {asked}; start it with `tune run {wanted}`"):
+    start = "lora_plus.py" if wanted == "lora_plus" else wanted
+    with pytest.raises(UserError, match=f"is for recipe {wanted}, this is {asked}; start it with `tune run {start}`"):
         config.load(registry.find(asked, folder), str(run))
+
+
+def test_its_files_and_the_config_may_be_in_three_folders(folder, tiny):
+    recipe = registry.find("lora_plus", folder)
+    (folder / "configs").mkdir()
+    run = write_run(folder / "configs", tiny)
+    assert config.load(recipe, str(run)).recipe == "lora_plus"
+
+
+def test_a_recipe_that_extends_none_of_ours(folder, capsys):
+    (folder / "lora_plus.yaml").write_text("recipe: lora_plus\nlora_plus_ratio: 16\n")
+    (folder / "own.yaml").write_text("recipe: lora_plus\n")
+    for action in (lambda: config.requested_hardware(str(folder / "own.yaml")),
+                   lambda: config.load("lora_plus", str(folder / "own.yaml"))):  # fmt: skip
+        with pytest.raises(UserError, match=r"lora_plus.yaml: the defaults lack the key hardware"):
+            action()
+    with (folder / "lora_plus.yaml").open("a") as file:
+        file.write("hardware: auto\n")
+    assert config.load("lora_plus", str(folder / "own.yaml")).lora_plus_ratio == 16
+    for command in ("plan", "bench"):
+        line = fails(capsys, lambda command=command: rocm_ext([command, "--config", str(folder / "own.yaml")]))
+        assert "recipe lora_plus extends neither lora_finetune_rocm nor raft_rocm" in line
+
+
+def test_bench_reads_a_config_that_names_a_file(folder, tiny):
+    from rocm_ext.bench.context import Bench
+    from rocm_ext.bench.spec import Spec
+
+    (folder / "configs").mkdir()
+    content = yaml.safe_load(write_run(folder, tiny).read_text())
+    run = write_yaml(folder / "configs" / "run.yaml", {**content, "recipe": "../lora_plus.py"})
+    bench = Bench(Spec(str(run), ("hardware=cpu", "lora_plus_ratio=2"), 2**30, quick=True, seconds=0.1))
+    assert bench.cfg.lora_plus_ratio == 2
 
 
 def test_it_runs_configs_of_the_recipe_that_it_extends(folder):
@@ -258,13 +292,17 @@ def package(tmp_path, monkeypatch) -> Path:
     entries = [
         EntryPoint("lora_plus", "their_package.lora_plus", registry.GROUP),
         EntryPoint("broken", "no_such_package.recipe", registry.GROUP),
+        EntryPoint("lora_plus", "their_package.second", registry.GROUP),
     ]
+    shutil.copy(home / "lora_plus.py", home / "second.py")
     monkeypatch.syspath_prepend(tmp_path / "site")
     real = importlib.metadata.entry_points
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda **kw: entries if kw == {"group": registry.GROUP} else real(**kw)
     )
-    return home
+    registry.recipes.cache_clear()
+    yield home
+    registry.recipes.cache_clear()
 
 
 def test_a_package_registers_recipes_and_configs(package, monkeypatch, capsys):
@@ -279,9 +317,20 @@ def test_a_package_registers_recipes_and_configs(package, monkeypatch, capsys):
         ("pocket_plus", str(package / "pocket_plus.yaml"))
     ]
     assert "their_package.lora_plus" not in sys.modules
-    assert "entry point broken = no_such_package.recipe is no recipe" in capsys.readouterr().err
+    broken, second = capsys.readouterr().err.splitlines()
+    assert "entry point broken = no_such_package.recipe is left out: " in broken
+    assert "second is left out: recipe lora_plus is already in " in second
     cfg = config.load(config.recipe_of("pocket_plus"), "pocket_plus")
     assert (cfg.recipe, cfg.lora_plus_ratio) == ("lora_plus", 8)
+    assert capsys.readouterr().err == "", "once is enough"
+
+
+def test_files_beside_a_packaged_recipe_that_are_no_configs(package):
+    (package / "list.yaml").write_text("- recipe\n")
+    (package / "torn.yaml").write_text("recipe: [lora_plus\n")
+    (package / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (package / "folder.yaml").mkdir()
+    assert [path.name for path in registry.recipes()["lora_plus"].configs] == ["pocket_plus.yaml"]
 
 
 def test_the_example_is_what_the_package_s_test_and_the_docs_name():
@@ -360,4 +409,4 @@ def test_eval_has_the_environment_before_torch_is_imported(tmp_path, spin):
 
 def test_eval_wants_a_recipe_that_samples(tmp_path, capsys):
     line = fails(capsys, lambda: rocm_ext(["eval", "--config", "cpu_pocket"]))
-    assert "config cpu_pocket is for lora_finetune_rocm; expected one of raft_rocm" in line
+    assert "config cpu_pocket is for lora_finetune_rocm; eval needs a config of raft_rocm, or of a recipe" in line

@@ -30,7 +30,8 @@ class Bench:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.machine = detect()
-        self.cfg = OmegaConf.create(config.trainer_config(config.load(spec.recipe, spec.config, list(spec.overrides))))
+        recipe = config.recipe_of(spec.config, spec.overrides)
+        self.cfg = OmegaConf.create(config.trainer_config(config.load(recipe, spec.config, spec.overrides)))
         self.profile = load_profile(self.cfg.hardware)
         self.device = open_device(self.profile, self.machine, 0, self._fraction(), self.cfg.device)
         self.dtype, _ = numerics.pick_dtype(self.cfg.dtype, self.machine)

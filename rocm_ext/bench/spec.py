@@ -18,15 +18,13 @@ class Spec:
     """One run of ``rocm-ext bench``.
 
     Attributes:
-        recipe: the name of the recipe that the config is for.
-        config: its name or file.
+        config: whose model is measured: a name or file.
         overrides: ``key=value``.
         budget: bytes that a probe may take on the device.
         quick: fewer and shorter measurements.
         seconds: the least time of a measurement.
     """
 
-    recipe: str
     config: str
     overrides: tuple[str, ...]
     budget: int

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure, print the measurements and the fastest settings, and write the file."""
     from omegaconf import OmegaConf
 
-    from rocm_ext import config
+    from rocm_ext import config, registry
     from rocm_ext.bench import runner, spec
     from rocm_ext.bench.busy import OtherPrograms
     from rocm_ext.config.checks import check_values
@@ -91,7 +91,8 @@ def run(args: argparse.Namespace) -> None:
     name = args.config or profile.bench_config
     # the machine's profile overrules a config for another machine
     overrides = [f"hardware={profile.name}", *args.overrides]
-    recipe = config.recipe_of(name, args.overrides).name
+    recipe = config.recipe_of(name, args.overrides)
+    registry.extended(recipe)
     cfg = OmegaConf.create(config.trainer_config(config.load(recipe, name, overrides)))
     check_values(cfg)
     if cfg.device == "cpu":  # even where there is a GPU: its speeds are not measured
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     profile = load_profile(cfg.hardware)
     budget, why = memory_budget(profile, machine)
     seconds = 0.3 if args.quick else 1.0
-    job = spec.Spec(recipe, name, tuple(overrides), budget, args.quick, seconds)
+    job = spec.Spec(name, tuple(overrides), budget, args.quick, seconds)
     items = [item for item in spec.items(cfg, machine, profile, args.quick, args.risky)
              if not only or item.probe in only]  # fmt: skip
     output = args.output or (None if only else bench_path())

@@ -42,8 +42,11 @@ def run(args: argparse.Namespace) -> None:
 
     recipe = config.recipe_of(args.config, args.overrides)
     if registry.family(recipe) != registry.RAFT:
-        raise UserError(f"config {args.config} is for {recipe.name}; expected one of {registry.RAFT}, with a verifier")
-    for line in startup.prepare(args.config, args.overrides):  # may begin this program anew
+        raise UserError(
+            f"config {args.config} is for {recipe.name}; eval needs a config of {registry.RAFT}, or of a recipe that "
+            "extends it"
+        )
+    for line in startup.prepare(args.config, args.overrides):  # may restart this program
         print(line, file=sys.stderr)
     from rocm_ext.recipes.raft_rocm import evaluate_adapter
 

@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     from rocm_ext.plan.workload import Known
 
     recipe = config.recipe_of(args.config, args.overrides)
+    samples = registry.extended(recipe) == registry.RAFT
     cfg = config.load(recipe, args.config, args.overrides)
     check_values(OmegaConf.create(config.trainer_config(cfg)))
-    samples = registry.family(recipe) == registry.RAFT
     if samples:
         check_raft_values(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)

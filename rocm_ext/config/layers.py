@@ -21,11 +21,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rocm_ext import registry
-from rocm_ext.config.components import COMPONENT, check_components, with_new_names
+from rocm_ext.config.components import COMPONENT, check_components
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.hardware.bench_file import of_this_machine
 from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import choose_profile, load_profile
+from rocm_ext.importing import with_new_names
 from rocm_ext.log import log
 from rocm_ext.nested import flatten
 
@@ -87,10 +88,11 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
     ``extends`` in a defaults file names a recipe whose keys it has too, but for those in ``without``.
 
     Raises:
-        UserError: a defaults file cannot be read, or leaves out a key that there is not.
+        UserError: a defaults file cannot be read, `without` names an unknown key, or there is no key `hardware`.
     """
     merged: dict[str, Any] = {}
-    for each in reversed(registry.chain(registry.find(recipe) if isinstance(recipe, str) else recipe)):
+    recipe = registry.find(recipe) if isinstance(recipe, str) else recipe
+    for each in reversed(registry.chain(recipe)):
         own = _read(each.defaults)
         own.pop("extends", None)
         for key in own.pop("without", []):
@@ -98,6 +100,8 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
                 raise UserError(f"{each.defaults}: without names an unknown key {key}{nearest(key, merged)}")
             del merged[key]
         merged |= own
+    if "hardware" not in merged:
+        raise UserError(f"{recipe.defaults}: the defaults lack the key hardware; add `extends: {registry.SFT}` or it")
     return merged
 
 
@@ -122,14 +126,19 @@ def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
     return registry.recipe_for({"recipe": stated} if stated else _read(path), path.parent)
 
 
-def requested_hardware(name: str, overrides: Iterable[str] = ()) -> str:
+def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registry.Recipe | None = None) -> str:
     """The value of ``hardware`` that :func:`load` would resolve, found without loading the rest.
+
+    Args:
+        name: as in :func:`load`.
+        overrides: as in :func:`load`.
+        recipe: that runs the config; None: the one that the config is for.
 
     Raises:
         UserError: there is no such config, or no such recipe.
     """
     stated = _by_key(overrides).get("hardware") or _read(find(name)).get("hardware")
-    return str(stated or defaults(recipe_of(name, overrides))["hardware"])
+    return str(stated or defaults(recipe or recipe_of(name, overrides))["hardware"])
 
 
 def _by_key(overrides: Iterable[str]) -> dict[str, str]:
@@ -155,11 +164,19 @@ def _check_recipe(name: str, stated: Any, recipe: registry.Recipe, folder: Path)
     chain = [each.name for each in registry.chain(recipe)]
     family = registry.family(recipe)
     fits = chain[: chain.index(family) + 1] if family else chain
-    wanted = registry.find(str(stated), folder).name
-    if wanted not in fits:
+    if str(stated) in fits:  # the running recipe's own file may be in any folder
+        return
+    wanted = registry.find(str(stated), folder)
+    if wanted.name not in fits:
+        start = wanted.name if wanted.name in registry.recipes() else _from_here(wanted.file)
         raise UserError(
-            f"config {name} is for recipe {wanted}, this is {recipe.name}; start it with `tune run {wanted}`"
+            f"config {name} is for recipe {wanted.name}, this is {recipe.name}; start it with `tune run {start}`"
         )
+
+
+def _from_here(file: Path) -> str:
+    here = Path.cwd().resolve()
+    return file.relative_to(here).as_posix() if file.is_relative_to(here) else file.name
 
 
 def find(name: str) -> Path:

@@ -21,7 +21,7 @@ _TOLD = ("step", "epoch", "loss", "tokens_per_second", "val_loss")
 
 
 def progress(out: Path) -> dict[str, Any]:
-    """The newest values that the run in ``out`` wrote; missing and torn ones are absent.
+    """The newest values that the run in ``out`` wrote, without those that are missing or half written.
 
     Returns:
         ``cycle`` and ``phase`` of a RAFT run; ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss`` of
