@@ -160,7 +160,7 @@ def chain(recipe: Recipe) -> list[Recipe]:
     while True:
         if recipe.name in [each.name for each in found]:
             raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends itself")
-        content = read_yaml(recipe.defaults)
+        content = _read(recipe.defaults)
         if content.get("recipe") != recipe.name:
             raise UserError(f"{recipe.defaults} says recipe: {content.get('recipe')}; expected recipe: {recipe.name}")
         found.append(recipe)
@@ -191,24 +191,7 @@ def extended(recipe: Recipe) -> str:
     return name
 
 
-def recipe_for(config: Mapping[str, Any], *folders: Path) -> Recipe:
-    """The recipe that a config is for: the one it names. One that names none, as torchtune's own do, is for the first
-    recipe of this library that knows the most of its keys.
-
-    Args:
-        config: content of the YAML.
-        folders: where the files of a user's recipe may be.
-
-    Raises:
-        UserError: there is no recipe of that name.
-    """
-    if (name := config.get("recipe")) is not None:
-        return find(str(name), *folders)
-    known = {name: _keys(_shipped(name)) for name in TITLES}
-    return _shipped(max(TITLES, key=lambda name: len(known[name] & config.keys())))
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, interpolations left as they are.
 
     Raises:
@@ -227,20 +210,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _keys(recipe: Recipe) -> set[str]:
-    keys: set[str] = set()
-    for each in reversed(chain(recipe)):
-        content = read_yaml(each.defaults)
-        keys = (keys - set(content.get("without", []))) | content.keys()
-    return keys
-
-
 def _stated_recipe(path: Path) -> Any:
     """The recipe that a YAML file names. None without one, and for files that are no configs at all."""
     from rocm_ext.errors import UserError
 
     try:
-        return read_yaml(path).get("recipe")
+        return _read(path).get("recipe")
     except UserError:
         return None
 

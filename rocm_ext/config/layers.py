@@ -116,14 +116,17 @@ def trainer_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
-    """The recipe that a config is for: the one that ``recipe=…`` or the config names, see :func:`registry.recipe_for`.
+    """The recipe that a config is for: the one that ``recipe=…`` or the config names. One that names none, as
+    torchtune's own do, is for the first recipe of this library that knows the most of its keys.
 
     Raises:
         UserError: there is no such config, or no such recipe.
     """
     path = find(name)
-    stated = _by_key(overrides).get("recipe")
-    return registry.recipe_for({"recipe": stated} if stated else _read(path), path.parent)
+    content = _read(path)
+    if (stated := _by_key(overrides).get("recipe") or content.get("recipe")) is not None:
+        return registry.find(str(stated), path.parent)
+    return registry.find(max(registry.TITLES, key=lambda recipe: len(defaults(recipe).keys() & content.keys())))
 
 
 def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registry.Recipe | None = None) -> str:
