@@ -44,7 +44,7 @@ class Losses:
             have had the time to diverge.
         all: relative difference over all ``steps``.
         values: mean losses of A and B in the last half.
-        validation: step, A, B of the last validation at the same step with equally many labels; None if there is none.
+        validation: step, A, B of the last validation at the same step with equally many labels; None without one.
         best_validation: A, B, if both runs are finished and all their validations have equally many labels.
         not_comparable: why training losses at the same step measure different things; empty if they do not.
         attributable: whether the settings can explain a difference; with different seeds it may be chance.

@@ -84,7 +84,7 @@ class CycleFolder:
         summary: of its training; empty before the end.
         seconds: duration of each phase that ended.
         phases: the last line of each phase in the run's ``metrics.jsonl``.
-        row: its entry in the run's ``summary.json``; empty if there is none.
+        row: its entry in the run's ``summary.json``; empty for an unfinished cycle.
     """
 
     def __init__(self, folder: Path, lines: Sequence[Mapping[str, Any]], row: Mapping[str, Any], problems: list[str]):
