@@ -10,6 +10,7 @@ from torchtune import config as torchtune_config
 
 from rocm_ext import config, verifiers
 from rocm_ext.hardware.profile import check_locked, load_profile
+from rocm_ext.raft.training import training_config
 from tests.test_run_configs import CONFIGS, head, text
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*raft*.yaml"))
@@ -89,3 +90,12 @@ def test_every_key_of_the_recipe_is_read():
     source = "\n".join(path.read_text() for path in files if path.name not in lists)
     for key in config.defaults("raft_rocm").keys() - {"low_cpu_ram"}:  # changes nothing here, as its comment says
         assert re.search(rf"cfg\.{key}\b|[\"']{key}[\"']", source), key
+
+
+def test_a_trainer_inside_raft_sees_the_keys_of_a_recipe_of_ones_own():
+    cfg = load("cpu_pocket_raft")
+    cfg.lora_plus_ratio = 8  # as the defaults of a recipe that extends raft_rocm would add it
+    training = training_config(cfg)
+    assert training.lora_plus_ratio == 8
+    assert (training.recipe, training.dataset) == ("lora_finetune_rocm", None)
+    assert not {"cycles", "verifier", "prompts"} & set(training)
