@@ -1,0 +1,19 @@
+"""What pyproject.toml cannot say: an editable install copies one module instead of linking to it.
+
+torch fails to import without ``torchtune_rocm_hook``, so that module must outlive the checkout.
+"""
+
+import sys
+
+from setuptools import Distribution, setup
+
+
+class Project(Distribution):
+    """setuptools' ``editable_wheel`` asks for ``has_data`` and leaves data files out where it is missing."""
+
+    has_data = Distribution.has_data_files
+
+
+# relative to the `data` folder of a wheel; `purelib` beside it is unpacked into site-packages
+copied = [("../purelib", ["torchtune_rocm_hook.py"])]
+setup(distclass=Project, data_files=copied if "editable_wheel" in sys.argv else [])

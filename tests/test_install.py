@@ -1,0 +1,67 @@
+"""What an installation leaves in ``site-packages``, and what happens when the checkout it links to is gone."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = ("pyproject.toml", "setup.py", "torchtune_rocm_hook.py", "README.md", "LICENSE", "rocm_ext", "recipes",
+           "recipe_configs")  # fmt: skip
+# what torch does at the end of its import
+CALL_HOOKS = """
+import sys
+from importlib.metadata import entry_points
+for hook in entry_points(group="torch.backends"):
+    hook.load()()
+print("rocm_ext.hook" in sys.modules)
+"""
+
+
+@pytest.fixture
+def editable(tmp_path):
+    """A checkout and the Python of a venv into which it is installed with ``pip install -e``."""
+    checkout, folder = tmp_path / "checkout", tmp_path / "venv"
+    checkout.mkdir()
+    for name in PROJECT:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, checkout / name)
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    site = next(folder.glob("lib/python*/site-packages"))
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site / "zz_packages_of_the_tests.pth").write_text("\n".join(packages))
+    pip = [sys.executable, "-m", "pip", "-q", "--python", str(python), "install"]
+    subprocess.run([*pip, "--no-index", "--no-deps", "--no-build-isolation", "-e", str(checkout)], check=True)
+    return checkout, python
+
+
+def run(python, *command):
+    """What a Python program that ends well writes, on stdout and on stderr."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([python, *command], capture_output=True, text=True, cwd=python.parent, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_torch_imports_without_the_checkout(editable, tmp_path):
+    checkout, python = editable
+    tune = tmp_path / "tune"
+    tune.write_text(CALL_HOOKS)
+    assert run(python, "-c", CALL_HOOKS) == ("True\n", "")
+
+    (checkout / "rocm_ext" / "hook.py").rename(checkout / "rocm_ext" / "hooks.py")  # another version checked out
+    assert run(python, "-c", CALL_HOOKS) == ("False\n", "")
+    assert "No module named 'rocm_ext.hook'" in run(python, tune)[1]
+
+    checkout.rename(tmp_path / "moved")
+    assert run(python, "-c", "import torch; print(torch.ones(2).sum())") == ("tensor(2.)\n", "")
+    said = run(python, tune)[1]
+    assert said.count("\n") == 1
+    assert said.startswith("torchtune-rocm: its recipes are not registered: No module named 'rocm_ext'; ")
+    assert "pip install" in said
+    assert "pip uninstall torchtune-rocm" in said
