@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tqdm import tqdm
 
@@ -35,30 +35,43 @@ class Progress:
         start: number already done.
         enabled: False: print nothing.
         unit: the name of what is counted.
+        left: estimates the seconds that the rest takes, or returns None while they are unknown; by default all units
+            take equally long.
     """
 
-    def __init__(self, total: int, start: int, enabled: bool, unit: str = "step") -> None:
+    def __init__(
+        self, total: int, start: int, enabled: bool, unit: str = "step", left: Callable[[], float | None] | None = None
+    ) -> None:
         self.total, self.done, self._unit = total, start, unit
         self._bar = None
-        self._enabled = enabled
+        self._enabled, self._own_left = enabled, left
         self._began, self._start, self._spoke = time.monotonic(), start, 0.0
         if enabled and sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True)
+            form = None if left is None else "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+            self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True, bar_format=form)
 
     def update(self, text: str) -> None:
         """Count one more; ``text`` describes it, such as its loss."""
         self.done += 1
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            told = text if self._own_left is None else text + self._left()
+            self._bar.set_postfix_str(told, refresh=False)
             self._bar.update()
             return
         now = time.monotonic()
         if self._enabled and (now - self._spoke >= 30 or self.done in (self._start + 1, self.total)):
             self._spoke = now
-            left = (now - self._began) / (self.done - self._start) * (self.total - self.done)
-            known = now - self._began >= 5  # an earlier estimate would be a guess
-            told = f"  {duration(left)} left" * known
-            log.info("%s %d/%d  %s%s", self._unit, self.done, self.total, text, told)
+            log.info("%s %d/%d  %s%s", self._unit, self.done, self.total, text, self._left())
+
+    def _left(self) -> str:
+        past = time.monotonic() - self._began
+        if past < 5:  # an estimate would be a guess
+            return ""
+        if self._own_left is None:
+            left: float | None = past / (self.done - self._start) * (self.total - self.done)
+        else:
+            left = self._own_left()
+        return "" if left is None else f"  {duration(left)} left"
 
     def close(self) -> None:
         """Remove the bar."""
