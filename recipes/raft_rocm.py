@@ -3,9 +3,10 @@
     tune run raft_rocm --config strix_halo_qwen7b_raft
     tune run --nproc_per_node 8 raft_rocm --config mi300x_qwen7b_raft_8gpu
 
-Each stage writes a file: ``cycle_k/`` has ``samples.jsonl``, ``verdicts.jsonl``, ``kept.jsonl``, ``adapter/`` and
-``eval.json``. ``cycle_0/`` has the evaluation before any training. A stopped run continues after its last complete
-record. To train, each cycle runs the SFT recipe's :class:`Trainer` once.
+Each stage writes a file: ``cycle_k/`` has ``samples.jsonl``, ``verdicts.jsonl``, ``selection.json``, ``kept.jsonl``,
+``adapter/`` and ``eval.json``. ``cycle_0/`` has the evaluation before any training. A stopped run continues after its
+last complete record. To train, each cycle runs the SFT recipe's :class:`Trainer` once. A cycle that keeps no answer is
+skipped.
 """
 
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.config.checks import check_raft_values, check_values
@@ -28,15 +29,14 @@ from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.generation import Sampling, sample_seed
 from rocm_ext.log import log
 from rocm_ext.model import adapter_files
-from rocm_ext.raft import evaluation
+from rocm_ext.raft import cycles, evaluation, selection, training
 from rocm_ext.raft.adapters import Adapters
-from rocm_ext.raft.cycles import RAFT_FREE_KEYS, Cycle, RunRecord, best, gained, stop_reason, table
+from rocm_ext.raft.cycles import Cycle, RunRecord
 from rocm_ext.raft.engine import open_engine, verify_workers
 from rocm_ext.raft.history import History
 from rocm_ext.raft.prompt_set import PromptSet
-from rocm_ext.raft.rollouts import Phase, Rollouts, Sample, SampleKey, sampling_requests
-from rocm_ext.raft.selection import ROW_COLUMNS, choose_prompts, filter_samples, to_rows, write_kept
-from rocm_ext.raft.training import cycle_config, training_config
+from rocm_ext.raft.reopen import discard_after, reopen
+from rocm_ext.raft.rollouts import Phase, Rollouts, Sample, SampleKey, read_samples, sampling_requests
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import check_same_run
 from rocm_ext.train.components import setup_metric_logger, setup_tokenizer
@@ -63,7 +63,7 @@ class RAFT:
 
     def __init__(self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[Trainer] = Trainer) -> None:
         check_raft_values(cfg)
-        check_values(training_config(cfg))
+        check_values(training.training_config(cfg))
         self.cfg, self._learner, self._trainer = cfg, learner, trainer
         self.sampling = Sampling(
             max_new_tokens=cfg.max_new_tokens,
@@ -89,14 +89,15 @@ class RAFT:
         cfg = self.cfg
         self.prompts = PromptSet(cfg)
         self.verifier_node = self.prompts.check_verifier()
-        self.runtime = Runtime.open(training_config(cfg))
+        self.runtime = Runtime.open(training.training_config(cfg))
         self.ranks = self.runtime.ranks
         begun = RunRecord(self.out).begun(cfg.resume_from_checkpoint, cfg.overwrite_output_dir)
         cfg.seed = pick_seed(cfg.seed, begun["identity"]["seed"] if begun else None, self.ranks)
         tokenizer = setup_tokenizer(cfg)
         self.prompts.render(tokenizer)
-        self.learner = self._learner(training_config(cfg), self.runtime, tokenizer)
-        self.learner.check_columns(ROW_COLUMNS)
+        self.learner = self._learner(training.training_config(cfg), self.runtime, tokenizer)
+        self.learner.check_columns(selection.ROW_COLUMNS)
+        training.warn_of_old_logprobs(cfg, self.learner.objective.columns)
         self.prompts.check_model(self.learner.decoder)
         self.engine = open_engine(cfg, self.learner)
         self.learner.setup(self.prompts.expected_work())
@@ -125,7 +126,10 @@ class RAFT:
         }
         record = RunRecord(self.out)
         if begun is not None:
-            check_same_run(record.path, begun, cfg, identity, RAFT_FREE_KEYS)
+            if "replay_cycles" not in begun["config"]:  # a run of an earlier version continues as it began
+                cfg.replay_cycles, cfg.optimizer_state = 0, "cycle"
+            check_same_run(record.path, begun, cfg, identity, cycles.RAFT_FREE_KEYS)
+            reopen(self.out, begun["config"], cfg, self.ranks)
         if self.ranks.is_main:
             record.take(cfg, identity, fresh=begun is None)
         self.ranks.barrier()
@@ -151,6 +155,7 @@ class RAFT:
                 if reason:
                     log.info("stopped: %s", reason)
                     break
+            self._evaluate_last(done)
         self.write_outputs(done)
 
     @contextmanager
@@ -170,24 +175,34 @@ class RAFT:
         Returns:
             The reason to stop after this cycle, or None to continue.
         """
+        files = Cycle(self.out, cycle)
         if cycle not in self.history.rows:
-            if not Cycle(self.out, cycle).trained:
+            if not files.selected and not files.trained:
                 asked = self.choose(cycle)
                 if not asked:
                     asked_of = len(self.prompts.training)
                     return f"none of {asked_of} prompts qualifies for cycle {cycle} (skip_solved, retry_unsolved_after)"
-                phase = self.sample(cycle, asked)
-                self.fit(cycle, self.keep(cycle, phase))
-            self.adapters.check_changed(cycle)
-            if self.prompts.held_out:
-                self.evaluate(cycle)
+                self.keep(cycle, self.sample(cycle, asked))
+            if not files.done:
+                self.fit(cycle, read_samples(files.kept))
+            self.history.add(files)
+            if files.trained:
+                self._finish_training(cycle)
+                if self.prompts.held_out and self._due(cycle) and self.adapters.exists(cycle):
+                    self.evaluate(cycle)
             self._summarize(cycle)
-        return stop_reason(self.history.until(cycle), self.cfg.min_entropy, self.cfg.stop_after_no_gain)
+        cfg, rows = self.cfg, self.history.until(cycle)
+        return cycles.stop_reason(
+            rows, min_entropy=cfg.min_entropy, stop_after=cfg.stop_after_no_gain, max_empty=cfg.max_empty_cycles
+        )
+
+    def _due(self, cycle: int) -> bool:
+        return cycle % self.cfg.eval_every_n_cycles == 0 or cycle == self.cfg.cycles
 
     def choose(self, cycle: int) -> list[Prompt]:
         """Choose the prompts that a cycle asks."""
         cfg = self.cfg
-        chosen = choose_prompts(
+        chosen = selection.choose_prompts(
             [prompt.id for prompt in self.prompts.training],
             self.history.last_asked,
             cycle,
@@ -199,10 +214,11 @@ class RAFT:
         return [self.prompts[prompt_id] for prompt_id in chosen]
 
     def sample(self, cycle: int, asked: Sequence[Prompt]) -> Phase:
-        """Sample answers to ``asked`` with the previous cycle's adapter, and verify them."""
+        """Sample answers to ``asked`` with the adapter of the last trained cycle, and verify them."""
         tokens, samples = self.prompts.tokens, self.cfg.samples_per_prompt
         requests = sampling_requests(asked, tokens, samples, self.cfg.seed, cycle)
-        return self._phase(cycle, "sample", cycle - 1, [(request, self.sampling) for request in requests], asked)
+        wanted = [(request, self.sampling) for request in requests]
+        return self._phase(cycle, "sample", self.history.source(cycle), wanted, asked)
 
     def _phase(self, cycle: int, what: str, adapter_of: int, requests: Sequence, prompts: Sequence[Prompt]) -> Phase:
         """Complete ``requests`` with the adapter of cycle ``adapter_of``, and verify the completions."""
@@ -222,7 +238,7 @@ class RAFT:
             )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # frees the key-value cache's memory for training
-        if phase.stats.get("tokens"):  # without new tokens, an earlier process recorded the whole phase
+        if not self.history.logged(cycle, what):
             self._record(cycle, what, phase.stats)
         return phase
 
@@ -233,28 +249,23 @@ class RAFT:
             numbers = {f"{phase}_{name}": value for name, value in values.items() if isinstance(value, int | float)}
             self.metric_logger.log_dict(numbers, step=self.history.steps)
 
-    def keep(self, cycle: int, phase: Phase) -> list[Sample]:
-        """Select the samples to train on, and write them to ``kept.jsonl``.
-
-        Raises:
-            UserError: no sample is left; the message has the number of each verdict.
-        """
-        kept, counts = self._filter(cycle, phase.samples, phase.results)
-        rules = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts.items())
-        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(phase.verdicts().items()))
-        if not kept:
-            raise UserError(
-                f"cycle {cycle}: nothing to train on. {len(phase.samples)} answers: {verdicts}; {rules}. Raise "
-                "samples_per_prompt or max_new_tokens, or use easier prompts or a model that is right more often"
-            )
-        log.info("cycle %d: %d answers: %s; %s", cycle, len(phase.samples), verdicts, rules)
+    def keep(self, cycle: int, phase: Phase) -> None:
+        """Select the samples to train on, and write them to ``kept.jsonl``; without any, the cycle is skipped."""
+        cfg, files = self.cfg, Cycle(self.out, cycle)
+        kept, dropped = self._filter(cycle, phase.samples, phase.results)
+        counts = cycles.count_answers(phase.samples, phase.results, dropped, cfg.reward_threshold)
+        told = ":" if kept else " is skipped, nothing to train on."
+        log.info("cycle %d%s %s", cycle, told, cycles.in_words(counts))
         if self.ranks.is_main:
-            write_kept(Cycle(self.out, cycle).kept, kept, phase.results, self.prompts.tokens)
-        return kept
+            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, sorted(cycles.CHANGEABLE)), resolve=True)
+            selection.write_selection(files.selection, counts, settings)
+            # last, because it says that the selection is complete
+            selection.write_kept(files.kept, kept, phase.results, self.prompts.tokens)
+        self.ranks.barrier()
 
     def _filter(self, cycle: int, samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result]) -> Any:
         cfg = self.cfg
-        return filter_samples(
+        return selection.filter_samples(
             samples,
             results,
             threshold=cfg.reward_threshold,
@@ -266,30 +277,56 @@ class RAFT:
         )
 
     def fit(self, cycle: int, kept: Sequence[Sample]) -> None:
-        """Train on ``kept`` with a new optimiser, in the cycle's folder.
+        """Train on ``kept`` and the replayed answers, in the cycle's folder.
 
         Raises:
             UserError: the objective needs log-probs and the samples have none, or training fails.
         """
-        columns, folder = self.learner.objective.columns, Cycle(self.out, cycle).folder
-        if "old_logprobs" in columns and any(len(sample.logprobs) != len(sample.tokens) for sample in kept):
+        columns, folder, history = self.learner.objective.columns, Cycle(self.out, cycle).folder, self.history
+        earlier = history.trained_before(cycle)
+        replayed = training.replay(self.cfg, self.out, kept, earlier)
+        if replayed:
+            log.info("cycle %d: also trains on %d answers of earlier cycles", cycle, len(replayed))
+        samples = [*kept, *replayed]
+        if "old_logprobs" in columns and any(len(sample.logprobs) != len(sample.tokens) for sample in samples):
             loss = type(self.learner.objective).__name__
             raise UserError(f"loss {loss} needs the log-probs of sampling, and this engine returned none")
-        self.adapters.load_for_training(cycle)
-        cfg = cycle_config(self.cfg, cycle, folder)
-        self._trainer(
+        if self.ranks.is_main:
+            discard_after(self.out, cycle)
+        self.adapters.load(self._start(cycle))
+        cfg = training.cycle_config(self.cfg, cycle, len(earlier), folder)
+        trainer = self._trainer(
             self.learner,
-            to_rows(kept, self.prompts.tokens, columns),
+            selection.to_rows(samples, self.prompts.tokens, columns),
             cfg,
             OutputDir.open(cfg, self.ranks),
             metric_logger=self.metric_logger,
             interrupt=self.interrupt,
-            steps_before=self.history.steps,
-        ).train()
+            steps_before=history.steps,
+        )
+        if earlier and training.keeps_optimizer(self.cfg):
+            training.load_optimizer(trainer, Cycle(self.out, earlier[-1]))
+        trainer.train()
+
+    def _start(self, cycle: int) -> int:
+        """Return the cycle with whose adapter the training of ``cycle`` starts; 0 is the run's initial adapter."""
+        return self.history.source(cycle) if self.cfg.start_from == "previous" else 0
+
+    def _finish_training(self, cycle: int) -> None:
+        """Check the trained adapter, and do what is left to do after training; doing it again changes nothing.
+
+        Raises:
+            UserError: training changed nothing.
+        """
+        files, start = Cycle(self.out, cycle), self._start(cycle)
         if self.ranks.is_main:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        self.history.add(Cycle(self.out, cycle))
-        self._record(cycle, "train", Cycle(self.out, cycle).training())
+            trained = [Cycle(self.out, number) for number in self.history.trained_before(cycle + 1)]
+            training.clean_up(files, trained, training.keeps_optimizer(self.cfg))
+        if not self.history.logged(cycle, "train"):
+            self._record(cycle, "train", files.training())
+        if self.adapters.exists(cycle) and self.adapters.exists(start):
+            self.adapters.check_changed(cycle, start)
+        self.ranks.barrier()
 
     def evaluate(self, cycle: int) -> None:
         """Score a cycle's adapter on the held-out prompts, and write ``eval.json`` unless it exists."""
@@ -307,10 +344,22 @@ class RAFT:
 
     # ---- the outputs
 
+    def _evaluate_last(self, last: int) -> None:
+        """Evaluate the last trained cycle up to ``last`` unless ``eval_every_n_cycles`` had it evaluated."""
+        cycle = self.history.source(last + 1)
+        if cycle and self.prompts.held_out and "held_out" not in self.history.rows[cycle]:
+            self.evaluate(cycle)
+            self._summarize(cycle)
+
     def _summarize(self, cycle: int) -> None:
-        """Add this cycle to ``summary.json``; with cycle 1 also add the evaluation of cycle 0."""
-        for each in ([0] if cycle == 1 and self.prompts.held_out else []) + [cycle]:
-            self.history.summarize(Cycle(self.out, each), partial(self._filter, each))
+        """Add this cycle to ``summary.json``, with the evaluation of cycle 0 before the first one; remove adapters."""
+        history, keep = self.history, self.cfg.keep_last_n_adapters
+        for each in ([0] if self.prompts.held_out and 0 not in history.rows else []) + [cycle]:
+            history.summarize(Cycle(self.out, each), partial(self._filter, each))
+        if keep and self.ranks.is_main and history.trained and history.rows.keys() >= set(history.trained):
+            rows = [row for row in history.rows.values() if self.adapters.exists(row["cycle"])]
+            self.adapters.prune({cycles.best(rows), *history.trained[-keep:]}, history.trained)
+        self.ranks.barrier()
 
     def write_outputs(self, last: int) -> None:
         """Write ``adapter/`` and, if the config asks for it, ``merged/``.
@@ -319,25 +368,28 @@ class RAFT:
         cycle's.
 
         Args:
-            last: number of the last trained cycle; 0 without one.
+            last: number of the last finished cycle; 0 without one.
 
         Raises:
-            UserError: no cycle was trained.
+            UserError: no cycle was trained, or its adapter was removed.
         """
-        if not last:
-            raise UserError("no prompt qualifies for the first cycle, so no cycle was trained")
         rows = self.history.until(last)
+        if not cycles.trained_rows(rows):
+            raise UserError(cycles.nothing_trained(rows))
+        there = [row for row in rows if self.adapters.exists(row["cycle"])]
+        if not cycles.trained_rows(there):
+            raise UserError(f"keep_last_n_adapters removed the adapters of all cycles up to {last}; raise cycles")
         self.history.write(last)
         if self.ranks.is_main:
-            number = best(rows)
+            number = cycles.best(there)
             with replace_folder(self.out / "adapter") as folder:
                 shutil.copytree(Cycle(self.out, number).adapter, folder, dirs_exist_ok=True)
             if not self.cfg.save_adapter_weights_only:
                 adapter_files.merge(self.learner.cfg.checkpointer, self.out / "adapter", self.out / "merged")
-            log.info("%s", table(rows))
+            log.info("%s", cycles.table(rows))
             log.info("adapter: %s, of cycle %d", self.out / "adapter", number)
-            if self.prompts.held_out and not gained(rows, number):
-                log.warning("no cycle scores higher on the held-out prompts than the initial model")
+            if self.prompts.held_out:
+                evaluation.report_gain(self.out, rows, number)
         self.ranks.barrier()
 
     def cleanup(self) -> None:

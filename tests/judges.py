@@ -37,3 +37,17 @@ class Dies(Verifier):
 
     def __call__(self, completion, row):
         os._exit(3)
+
+
+class Until(Coin):
+    """A coin until the file ``end`` exists; then nothing is right. Right answers have the reward ``right``."""
+
+    def __init__(self, end: str | None = None, share: float = 0.5, right: float = 1.0) -> None:
+        super().__init__(share=share)
+        self.end, self.right = end, right
+
+    def __call__(self, completion, row):
+        result = super().__call__(completion, row)
+        if self.end is not None and Path(self.end).exists():
+            return Result(Verdict.WRONG, 0.0)
+        return Result(Verdict.CORRECT, self.right) if result.verdict is Verdict.CORRECT else result

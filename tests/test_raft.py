@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,54 +25,20 @@ from rocm_ext.raft.rollouts import Journal, read_records
 from rocm_ext.ranks import Ranks
 from rocm_ext.train.trainer import Trainer
 from tests.forks import forked, forked_ranks, kill_before
-from tests.tiny import run_config, write_model, write_rows, write_yaml
+from tests.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, write_run, write_world
 
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
-SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
-WEIGHTS = "adapter/adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with a base model of peaked distributions, 12 prompts and 6 held-out prompts."""
-    top = tmp_path_factory.mktemp("raft")
-    write_model(top / "base", initializer_range=0.1)
-    write_model(top / "llama", "llama", initializer_range=0.1)
-    write_rows(top / "prompts.jsonl", 12)
-    write_rows(top / "heldout.jsonl", 6, start=100)
-    return top
+    return write_world(tmp_path_factory.mktemp("raft"))
 
 
 @pytest.fixture(scope="module")
 def make(folder):
     """Write the YAML of a run: 2 cycles of 12 prompts with 4 answers each."""
-
-    def prompts(name: str) -> dict:
-        component = "rocm_ext.data.prompt_dataset"
-        return {"_component_": component, "source": str(folder / name), "column_map": {"prompt": "question"}}
-
-    def make(out: Path, base: str = "base", **changes) -> Path:
-        cfg = run_config(folder / base, folder / "prompts.jsonl", out)
-        cfg = {key: value for key, value in cfg.items() if key not in SFT_ONLY} | {
-            "prompts": prompts("prompts.jsonl"),
-            "eval_prompts": prompts("heldout.jsonl"),
-            "verifier": {"_component_": "tests.judges.Coin"},
-            "verify_workers": 1,
-            "cycles": 2,
-            "samples_per_prompt": 4,
-            "max_new_tokens": 12,
-            "drop_truncated": False,
-            "skip_solved": False,
-            "retry_unsolved_after": 1,
-            "epochs": 2,
-            "save_every_n_steps": 2,
-            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-3},
-            **changes,
-        }
-        out.parent.mkdir(exist_ok=True, parents=True)
-        return write_yaml(out.with_suffix(f".{len(changes)}.yaml"), cfg)
-
-    return make
+    return partial(write_run, folder)
 
 
 @pytest.fixture(scope="module")
@@ -85,32 +52,6 @@ def reference(make, folder) -> Path:
 
 def load(path: Path, *overrides: str) -> RAFT:
     return RAFT(config.load("raft_rocm", str(path), list(overrides)))
-
-
-def cycle_row(out: Path, cycle: int) -> dict:
-    return next(row for row in json.loads((out / "summary.json").read_text())["cycles"] if row["cycle"] == cycle)
-
-
-def outcome(out: Path) -> dict:
-    """Return everything that must be equal in all runs: records, adapters, training curves and scores."""
-    found: dict = {"adapter": (out / WEIGHTS).read_bytes()}
-    for folder in sorted(out.glob("cycle_*")):
-        for path in sorted(folder.rglob("*.jsonl")):
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            timing = ("seconds", "tokens_per_second", "peak_memory")
-            lines = [{k: v for k, v in line.items() if k not in timing} for line in lines]
-            found[f"{folder.name}/{path.relative_to(folder)}"] = sorted(map(json.dumps, lines))
-        for name in (WEIGHTS, "eval.json"):
-            if (folder / name).exists():
-                found[f"{folder.name}/{name}"] = (folder / name).read_bytes()
-    return found
-
-
-def assert_equal(out: Path, reference: Path) -> None:
-    found, expected = outcome(out), outcome(reference)
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert found[name] == expected[name], name
 
 
 # ---- what a run writes
@@ -461,9 +402,9 @@ def test_more_cycles_go_on_from_the_last(reference, make, tmp_path):
     ("override", "message"),
     [
         ("temperature=0.7", "temperature: was 1.0, is 0.7"),
-        ("max_new_tokens=11", "max_new_tokens: was 12, is 11"),
-        ("samples_per_prompt=5", "samples_per_prompt: was 4, is 5"),
-        ("verifier.share=0.4", "verifier.share: was None, is 0.4"),
+        ("best_fraction=0.9", "best_fraction: was 1.0, is 0.9"),
+        ("replay_cycles=1", "replay_cycles: was None, is 1"),
+        ("optimizer_state=cycle", "optimizer_state: was None, is cycle"),
         ("prompts.limit=7", "prompts changed"),
         ("eval_prompts.limit=3", "eval prompts changed"),
         ("model.lora_rank=5", "model.lora_rank: was 4, is 5"),
@@ -511,9 +452,8 @@ def test_base_starts_each_cycle_from_the_first_adapter(reference, make, tmp_path
     code, messages = forked(main, make(out, start_from="base"))
     assert code == 0, messages
     assert (out / "cycle_1" / WEIGHTS).read_bytes() == (reference / "cycle_1" / WEIGHTS).read_bytes()
-    samples = [(top / "cycle_2" / "samples.jsonl").read_text() for top in (out, reference)]
     # cycle 1 of both runs has the same adapter
-    assert sorted(samples[0].splitlines()) == sorted(samples[1].splitlines())
+    assert outcome(out)["cycle_2/samples.jsonl"] == outcome(reference)["cycle_2/samples.jsonl"]
     assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
 
 
@@ -575,6 +515,10 @@ def test_llama_on_the_same_road(make, tmp_path):
         ({"verifier": {"_component_": "rocm_ext.verifiers.PythonTests"}}, "prompts.jsonl:1"),
         ({"stop_after_no_gain": 1, "eval_prompts": None}, "stop_after_no_gain needs held-out prompts"),
         ({"verifier": {"_component_": "tests.judges.Coin", "share": 0.0}}, "nothing to train on. 48 answers: 48 WRONG"),
+        ({"replay_cycles": -1}, "replay_cycles is -1; expected a whole number of at least 0, all, or null"),
+        ({"optimizer_state": "run", "start_from": "base"}, "optimizer_state=run keeps the moments of other weights"),
+        ({"optimizer_state": "always"}, "optimizer_state is 'always'; expected run, cycle, or null"),
+        ({"max_empty_cycles": 0}, "max_empty_cycles is 0; expected a whole number of at least 1"),
         ({"verifier": {"_component_": "tests.judges.Broken"}}, "the judge is ill"),
         ({"verifier": {"_component_": "tests.judges.Dies"}}, "exited with 3"),
         ({"engine": {"_component_": "rocm_ext.generation.LocalEngine", "slots": 0}}, "engine.slots is 0"),

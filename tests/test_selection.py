@@ -166,20 +166,39 @@ def rows(*correct, entropy=1.0):
     return [{"cycle": i, "entropy": entropy, "held_out": {"correct": c}} for i, c in enumerate(correct)]
 
 
+def stops_early(*correct, entropy=1.0, min_entropy=None, stop_after=None, max_empty=2):
+    return stop_reason(
+        rows(*correct, entropy=entropy), min_entropy=min_entropy, stop_after=stop_after, max_empty=max_empty
+    )
+
+
+def test_skipped_cycles_are_neither_best_nor_a_missed_gain():
+    skipped = {"cycle": 2, "skipped": True, "entropy": 1.0}
+    evaluated = [*rows(10, 20), skipped]
+    rules = {"min_entropy": None, "stop_after": 1, "max_empty": 2}
+    assert stop_reason(evaluated, **rules) is None
+    assert "no answer was kept in 2 cycles in a row" in stop_reason([*evaluated, {**skipped, "cycle": 3}], **rules)
+    assert best([*rows(10, 20), skipped]) == 1
+    later = {"cycle": 3, "entropy": 1.0}
+    assert stop_reason([*evaluated, later], **rules) is None  # not evaluated yet
+    assert "no gain" in stop_reason([*evaluated, {**later, "held_out": {"correct": 19}}], **rules)
+    assert best([*evaluated, later]) == 1  # the best of those that were evaluated
+
+
 @pytest.mark.parametrize(
     ("correct", "patience", "stops"),
     [((10, 20, 30), 1, False), ((10, 20, 20), 1, True), ((10, 20, 15), 2, False), ((10, 20, 15, 20), 2, True),
      ((30, 20, 25), 2, True), ((10, 5, 11), 2, False)],
 )  # fmt: skip
 def test_no_gain_for_so_many_cycles_stops(correct, patience, stops):
-    assert bool(stop_reason(rows(*correct), None, patience)) == stops
-    assert stop_reason(rows(*correct), None, None) is None
+    assert bool(stops_early(*correct, stop_after=patience)) == stops
+    assert stops_early(*correct) is None
 
 
 def test_low_entropy_stops_if_it_is_known():
-    assert "0.100 nats" in stop_reason(rows(1, 2, entropy=0.1), 0.2, None)
-    assert stop_reason(rows(1, 2, entropy=0.3), 0.2, None) is None
-    assert stop_reason(rows(1, 2, entropy=None), 0.2, None) is None
+    assert "0.100 nats" in stops_early(1, 2, entropy=0.1, min_entropy=0.2)
+    assert stops_early(1, 2, entropy=0.3, min_entropy=0.2) is None
+    assert stops_early(1, 2, entropy=None, min_entropy=0.2) is None
 
 
 def test_the_best_cycle_is_the_last_of_the_best_that_were_trained():

@@ -20,7 +20,8 @@ _WHOLE = {  # key -> the least, and whether it may be null
 }
 _RAFT_WHOLE = {
     **dict.fromkeys(["cycles", "samples_per_prompt", "max_new_tokens"], (1, False)),
-    **dict.fromkeys(["prompts_per_cycle", "max_per_prompt", "verify_workers"], (1, True)),
+    **dict.fromkeys(["max_empty_cycles", "eval_every_n_cycles"], (1, False)),
+    **dict.fromkeys(["prompts_per_cycle", "max_per_prompt", "verify_workers", "keep_last_n_adapters"], (1, True)),
     **dict.fromkeys(["retry_unsolved_after", "stop_after_no_gain"], (1, True)),
     "eval_samples": (0, False),
 }
@@ -88,6 +89,7 @@ def check_raft_values(cfg: DictConfig) -> None:
     for key, choices in (("objective", ("raft", "raft++")), ("start_from", ("previous", "base"))):
         if cfg[key] not in choices:
             raise UserError(f"{key} is {cfg[key]!r}; expected {' or '.join(choices)}")
+    _check_cycles(cfg)
     if not isinstance(cfg.stop_strings, ListConfig):
         raise UserError(f"stop_strings is {cfg.stop_strings!r}; expected a list of texts")
     for key, most in (("samples_per_prompt", 1), ("eval_samples", 0)):
@@ -97,6 +99,18 @@ def check_raft_values(cfg: DictConfig) -> None:
             )
     if not cfg.optimizer.get("lr"):
         raise UserError(f"optimizer.lr is {cfg.optimizer.get('lr')!r}; expected a number above 0")
+
+
+def _check_cycles(cfg: DictConfig) -> None:
+    if (replay := cfg.replay_cycles) not in (None, "all") and not (type(replay) is int and replay >= 0):
+        raise UserError(f"replay_cycles is {replay!r}; expected a whole number of at least 0, all{_OR_NULL}")
+    if cfg.optimizer_state not in (None, "run", "cycle"):
+        raise UserError(f"optimizer_state is {cfg.optimizer_state!r}; expected run, cycle{_OR_NULL}")
+    if cfg.optimizer_state == "run" and cfg.start_from == "base":
+        raise UserError(
+            "optimizer_state=run keeps the moments of other weights: with start_from=base each cycle trains the run's "
+            "initial adapter anew; set optimizer_state=cycle, or start_from=previous"
+        )
 
 
 def _check_whole(cfg: DictConfig, keys: Mapping[str, tuple[int, bool]]) -> None:

@@ -1,12 +1,14 @@
 """The adapters of a run: each cycle starts from one and writes one."""
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 
 from rocm_ext.errors import UserError
+from rocm_ext.files import remove_folder
 from rocm_ext.raft.cycles import Cycle
 from rocm_ext.train.learner import Learner
 
@@ -26,6 +28,7 @@ class Adapters:
     def __init__(self, cfg: DictConfig, learner: Learner, out: Path) -> None:
         self._cfg, self._learner, self._out = cfg, learner, out
         self.first = learner.adapter_state()
+        self._pruned: set[int] = set()
 
     def folder(self, cycle: int) -> Path:
         """Return the PEFT folder of a cycle's adapter; cycle 0 has the ``adapter_checkpoint`` of the config, if any."""
@@ -36,17 +39,21 @@ class Adapters:
         """Load the adapter that a cycle wrote into the learner; cycle 0 is the initial adapter."""
         self._learner.load_adapter(self._state(cycle), str(self.folder(cycle)))
 
-    def load_for_training(self, cycle: int) -> None:
-        """Load the adapter that a cycle's training starts from into the learner."""
-        self.load(self._trained_from(cycle))
+    def exists(self, cycle: int) -> bool:
+        """Return whether the adapter of a cycle is there; ``keep_last_n_adapters`` removes adapters."""
+        return not cycle or self.folder(cycle).exists()
 
-    def check_changed(self, cycle: int) -> None:
+    def check_changed(self, cycle: int, start: int) -> None:
         """Check that a cycle's training changed the adapter.
+
+        Args:
+            cycle: the trained cycle.
+            start: the cycle with whose adapter the training started.
 
         Raises:
             UserError: the adapter equals the one that the training started from.
         """
-        before, after = self._state(self._trained_from(cycle)), self._state(cycle)
+        before, after = self._state(start), self._state(cycle)
         if all(torch.equal(before[name], tensor) for name, tensor in after.items()):
             steps = Cycle(self._out, cycle).training()["steps"]
             raise UserError(
@@ -55,8 +62,15 @@ class Adapters:
                 "set another dtype"
             )
 
-    def _trained_from(self, cycle: int) -> int:
-        return cycle - 1 if self._cfg.start_from == "previous" else 0
+    def prune(self, keep: Collection[int], trained: Sequence[int]) -> None:
+        """Remove the adapters of the cycles in ``trained`` that are not in ``keep``."""
+        for cycle in trained:
+            if cycle not in keep and cycle not in self._pruned:
+                folder = Cycle(self._out, cycle).adapter
+                if folder.exists():
+                    remove_folder(folder)
+                shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)  # a killed process's
+                self._pruned.add(cycle)
 
     def _state(self, cycle: int) -> Mapping[str, torch.Tensor]:
         return self._learner.read_adapter(self.folder(cycle)) if cycle else self.first

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.generation import Request, Sampling, sample_seed
-from rocm_ext.raft.rollouts import Phase
+from rocm_ext.log import log
+from rocm_ext.raft.rollouts import Phase, read_results
+from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.reader import GREEDY
 from rocm_ext.runs.scores import pass_at_k, wilson
 from rocm_ext.verifiers import Verdict
@@ -69,3 +72,37 @@ def score(phase: Phase, samples: int) -> dict[str, Any]:
         "verdicts": dict(sorted(phase.verdicts().items())),
         "truncated": sum(sample.finish_reason == "length" for sample in phase.samples.values()),
     }
+
+
+def report_gain(out: Path, rows: Sequence[Mapping[str, Any]], chosen: int) -> None:
+    """Log how the chosen cycle's adapter does on the held-out prompts against the initial model, with a paired test.
+
+    The best of several evaluations on the same prompts scores too high, so the p-value is multiplied by their number
+    (Bonferroni).
+
+    Args:
+        out: the run's output folder.
+        rows: entries of ``summary.json``.
+        chosen: number of the cycle.
+    """
+    before, after = (_greedy(out / f"cycle_{number}" / "eval") for number in (0, chosen))
+    if not before or before.keys() != after.keys():
+        return
+    gained = sum(right and not before[prompt] for prompt, right in after.items())
+    lost = sum(right and not after[prompt] for prompt, right in before.items())
+    looks, p = sum(bool(row["cycle"]) and "held_out" in row for row in rows), mcnemar(lost, gained)
+    told = f"cycle {chosen} against the initial model: {gained} of {len(after)} held-out prompts gained, {lost} lost"
+    told += f"; McNemar p = {p:.2g}"
+    if looks > 1:
+        told += (
+            f", {min(1.0, looks * p):.2g} for the best of {looks} looks at the same prompts (Bonferroni). This choice "
+            "makes its score too high: measure it on other prompts with rocm-ext eval"
+        )
+    log.info("%s", told)
+    if gained <= lost:
+        log.warning("no cycle scores higher on the held-out prompts than the initial model")
+
+
+def _greedy(folder: Path) -> dict[str, bool]:
+    results = read_results(folder / "verdicts.jsonl").items()
+    return {prompt: result.verdict is Verdict.CORRECT for (prompt, sample), result in results if sample == GREEDY}

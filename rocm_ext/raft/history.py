@@ -32,6 +32,7 @@ class History:
     Attributes:
         last_asked: for each prompt asked so far, the last cycle that asked it and the share of its answers that
             passed.
+        trained: numbers of the trained cycles, in order; skipped ones are missing.
         steps: number of optimiser steps of all trained cycles.
         rows: entries of ``summary.json``, by cycle.
     """
@@ -39,16 +40,20 @@ class History:
     def __init__(self, out: Path, threshold: float, ranks: Ranks) -> None:
         self.out, self._threshold, self._ranks = out, threshold, ranks
         self.last_asked: dict[str, tuple[int, float]] = {}
+        self.trained: list[int] = []
         self.steps = 0
         self._seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._metrics: Metrics | None = None
         if ranks.is_main:
-            self._metrics = Metrics(out / "metrics.jsonl")
+            # a phase that is not complete writes its line again, with the work of all processes
+            self._metrics = Metrics(
+                out / "metrics.jsonl", lambda line: Cycle(out, line["cycle"]).phases.get(line["phase"], True)
+            )
             for line in read_metrics(out / "metrics.jsonl"):
                 self._add_seconds(line)
         last = 0
         for number in count(1):
-            if not (cycle := Cycle(out, number)).trained:
+            if not (cycle := Cycle(out, number)).done:
                 break
             self.add(cycle)
             last = number
@@ -60,13 +65,27 @@ class History:
         self._texts = {number: _text(row) for number, row in self.rows.items()}
 
     def add(self, cycle: Cycle) -> None:
-        """Add a trained cycle to ``last_asked`` and ``steps``."""
+        """Add a trained or skipped cycle to ``last_asked``, ``trained`` and ``steps``."""
         for prompt, rate in pass_rates(cycle.results(), self._threshold).items():
             self.last_asked[prompt] = cycle.number, rate
-        self.steps += cycle.training()["steps"]
+        if cycle.trained and cycle.number not in self.trained:
+            self.trained.append(cycle.number)
+            self.steps += cycle.training()["steps"]
+
+    def trained_before(self, cycle: int) -> list[int]:
+        """Return the numbers of the trained cycles before ``cycle``, in order."""
+        return [number for number in self.trained if number < cycle]
+
+    def source(self, cycle: int) -> int:
+        """Return the cycle whose adapter ``cycle`` samples with: the last trained one before it, or 0."""
+        return max(self.trained_before(cycle), default=0)
 
     def _add_seconds(self, line: Mapping[str, Any]) -> None:
         self._seconds[line["cycle"]][line["phase"]] += line["seconds"]
+
+    def logged(self, cycle: int, phase: str) -> bool:
+        """Return whether ``metrics.jsonl`` has a line of this phase, on the main rank."""
+        return phase in self._seconds[cycle]
 
     def log(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
         """Write a line of ``metrics.jsonl``, and add its seconds to the phase's time in the cycle.

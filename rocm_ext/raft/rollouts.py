@@ -4,6 +4,7 @@ A phase is a set of requests. No recorded work is repeated: a phase that was kil
 without a sample and the samples without a verdict.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -23,6 +24,7 @@ from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, read_lines, replace_text
 from rocm_ext.generation import Completion, Request, Sampling, Session, sample_seed
 from rocm_ext.log import Progress
+from rocm_ext.raft.pace import Pace
 from rocm_ext.ranks import Ranks
 from rocm_ext.runs.reader import SampleKey
 from rocm_ext.train.interrupt import Interrupt, Interrupted
@@ -93,6 +95,7 @@ class Journal:
         self._path, self._ranks = path, ranks
         self._own = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
         self._file: Any = None
+        self.records: dict[SampleKey, dict[str, Any]] = {}
         self._read()
 
     def append(self, record: dict[str, Any]) -> None:
@@ -109,9 +112,12 @@ class Journal:
         self.records[record["prompt_id"], record["sample"]] = record
 
     def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Remove the ``unwanted`` records of all ranks; call it on the main rank after :meth:`collect`."""
-        kept = [record for record in self.records.values() if not unwanted(record)]
-        replace_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        """Remove the ``unwanted`` records; call it on every rank, on opening or after :meth:`collect`."""
+        kept = {key: record for key, record in self.records.items() if not unwanted(record)}
+        if len(kept) < len(self.records) and self._ranks.is_main:
+            replace_text(self._path, "".join(json.dumps(record) + "\n" for record in kept.values()))
+        self.records = kept
+        self._ranks.barrier()
 
     def collect(self) -> None:
         """Close the file, then merge and read the records of all ranks."""
@@ -126,9 +132,7 @@ class Journal:
         if self._ranks.is_main:
             self._merge()
         self._ranks.barrier()
-        self.records: dict[SampleKey, dict[str, Any]] = {
-            (record["prompt_id"], record["sample"]): record for record in read_records(self._path)
-        }
+        self.records = {(record["prompt_id"], record["sample"]): record for record in read_records(self._path)}
 
     def _merge(self) -> None:
         with disk_errors(self._path):
@@ -190,7 +194,8 @@ class Phase:
     Attributes:
         samples: samples by prompt id and sample index.
         results: verdicts under the same keys.
-        stats: the engine's statistics of this process's share; ``seconds`` of the phase; ``waiting``, the part of
+        stats: the engine's statistics of this process's share; and of the whole phase, with the work of earlier
+            processes that were stopped, ``tokens`` of the samples, ``seconds``, and ``waiting``: the part of
             ``seconds`` spent on verdicts after the last sample.
     """
 
@@ -243,52 +248,84 @@ class Rollouts:
             UserError: too many verdicts are ERROR, or the disk is full.
             Interrupted: the user asked to stop.
         """
-        began = time.perf_counter()
         samples = Journal(folder / "samples.jsonl", self._ranks)
         verdicts = Journal(folder / "verdicts.jsonl", self._ranks)
-        prompts = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(r.prompt_id for r, _ in requests))}
-        mine = {
-            (r.prompt_id, r.sample) for r, _ in requests
-            if prompts[r.prompt_id] % self._ranks.world == self._ranks.rank
-        }  # fmt: skip
-        wanted = [(r, s) for r, s in requests if (k := (r.prompt_id, r.sample)) in mine and k not in samples.records]
-        progress = Progress(len(mine), len(mine) - len(wanted), self._ranks.is_main, f"cycle {cycle} {what}")
-        judge = _Judge(self._pool, verdicts, self._interrupt)
-        for key in mine & samples.records.keys() - verdicts.records.keys():
-            judge.submit(key, samples.records[key]["text"], rows[key[0]])
-        stats: dict[str, float] = {}
-        # every rank opens a session if one does, because gathering sharded weights may need every rank
-        anything = any(self._ranks.gather(bool(wanted)))
-        for completion, engine in _generate(wanted, session) if anything else ():
-            sample = Sample.of(completion)
-            samples.append(sample.record())
-            judge.submit(sample.key, sample.text, rows[sample.prompt_id])
-            judge.record_finished()
-            stats = engine.stats()
-            progress.update(_describe(stats, judge.counts))
-            if self._interrupt.signum is not None:
-                break
-        sampled = time.perf_counter()
+        keys = {(request.prompt_id, request.sample) for request, _ in requests}
+        for journal in (samples, verdicts):  # a resumed run may ask for fewer answers
+            journal.drop(lambda record: (record["prompt_id"], record["sample"]) not in keys)
+        clock = _Clock(samples, verdicts)
+        judge = _Judge(self._pool, verdicts, self._interrupt, clock)
+        mine = self._share(requests)
+        for request, _ in mine:
+            key = request.prompt_id, request.sample
+            if key in samples.records and key not in verdicts.records:
+                judge.submit(key, samples.records[key]["text"], rows[key[0]])
+        stats = self._complete(mine, samples, judge, rows, session, clock, f"cycle {cycle} {what}")
+        sampled = clock()
         judge.finish()
-        progress.close()
         if signum := self._interrupt.agree(self._ranks):
             raise Interrupted(f"in cycle {cycle}", signum)
         samples.collect()
         verdicts.collect()
         self._check_errors(verdicts, len(requests))
-        now = time.perf_counter()
+        tokens, seconds = sum(len(record["tokens"]) for record in samples.records.values()), clock()
         return Phase(
-            {key: Sample(**record) for key, record in samples.records.items()},
+            {key: _sample(record) for key, record in samples.records.items()},
             {key: _result(record) for key, record in verdicts.records.items()},
-            {**stats, "seconds": now - began, "waiting": now - sampled},
+            {"tokens_per_second": tokens / max(sampled, 1e-9)}  # of the engine, if this process sampled
+            | stats
+            | {"tokens": tokens, "seconds": seconds, "waiting": seconds - sampled},
         )
+
+    def _share(self, requests: Sequence[tuple[Request, Sampling]]) -> list[tuple[Request, Sampling]]:
+        """Return the requests of this rank: every so many prompts, with all their samples."""
+        prompts = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(r.prompt_id for r, _ in requests))}
+        return [(r, s) for r, s in requests if prompts[r.prompt_id] % self._ranks.world == self._ranks.rank]
+
+    def _complete(
+        self,
+        mine: Sequence[tuple[Request, Sampling]],
+        samples: Journal,
+        judge: "_Judge",
+        rows: Mapping[str, Mapping[str, Any]],
+        session: Callable[[], AbstractContextManager[Session]],
+        clock: "_Clock",
+        name: str,
+    ) -> dict[str, float]:
+        """Sample the requests that have no record yet, and submit the samples to ``judge``.
+
+        Returns:
+            The engine's statistics; empty if there was nothing to sample.
+        """
+        wanted = [(r, s) for r, s in mine if (r.prompt_id, r.sample) not in samples.records]
+        stats: dict[str, float] = {}
+        lengths = [len(samples.records[key]["tokens"]) for r, _ in mine if (key := (r.prompt_id, r.sample)) in
+                   samples.records]  # fmt: skip
+        pace = Pace(len(wanted), lengths, max((s.max_new_tokens for _, s in wanted), default=0))
+        progress = Progress(
+            len(mine), len(lengths), self._ranks.is_main, name,
+            lambda: pace.seconds_left(int(stats["tokens"]), clock() - clock.earlier),
+        )  # fmt: skip
+        # every rank opens a session if one does, because gathering sharded weights may need every rank
+        anything = any(self._ranks.gather(bool(wanted)))
+        with contextlib.closing(progress):
+            for completion, engine in _generate(wanted, session) if anything else ():
+                sample = Sample.of(completion)
+                samples.append({**sample.record(), "seconds": clock()})
+                judge.submit(sample.key, sample.text, rows[sample.prompt_id])
+                judge.record_finished()
+                stats |= engine.stats()
+                pace.finish(len(sample.tokens))
+                progress.update(_describe(stats, judge.counts))
+                if self._interrupt.signum is not None:
+                    break
+        return stats
 
     def _check_errors(self, verdicts: Journal, total: int) -> None:
         errors = [r for r in verdicts.records.values() if r["verdict"] == Verdict.ERROR.value]
         if len(errors) > self._max_error_share * total:
-            if self._ranks.is_main:  # a resumed run judges samples without a verdict again
-                verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
-            self._ranks.barrier()
+            # a resumed run judges samples without a verdict again
+            verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
             raise UserError(
                 f"the verifier failed on {len(errors)} of {total} answers, a larger share than max_error_share "
                 f"{self._max_error_share:g}; the first error: {errors[0]['detail']}. The samples are saved: fix the "
@@ -306,11 +343,27 @@ def _generate(
                 yield completion, engine
 
 
+class _Clock:
+    """Seconds of work on a phase, by all processes; the records of earlier processes say how far they came.
+
+    Attributes:
+        earlier: seconds of the processes that were stopped.
+    """
+
+    def __init__(self, *journals: Journal) -> None:
+        records = (record for journal in journals for record in journal.records.values())
+        self.earlier = max((record.get("seconds", 0.0) for record in records), default=0.0)
+        self._began = time.perf_counter()
+
+    def __call__(self) -> float:
+        return round(self.earlier + time.perf_counter() - self._began, 3)
+
+
 class _Judge:
     """Submits samples to the pool and records the verdicts in the journal."""
 
-    def __init__(self, pool: Pool, journal: Journal, interrupt: Interrupt) -> None:
-        self._pool, self._journal, self._interrupt = pool, journal, interrupt
+    def __init__(self, pool: Pool, journal: Journal, interrupt: Interrupt, clock: _Clock) -> None:
+        self._pool, self._journal, self._interrupt, self._clock = pool, journal, interrupt, clock
         self._pending: dict[Future, SampleKey] = {}
         self._done: SimpleQueue[Future] = SimpleQueue()
         self.counts: Counter[str] = Counter(record["verdict"] for record in journal.records.values())
@@ -336,6 +389,7 @@ class _Judge:
                     "verdict": result.verdict.value,
                     "reward": result.reward,
                     "detail": result.detail,
+                    "seconds": self._clock(),
                 }
             )
             self.counts[result.verdict.value] += 1
@@ -349,13 +403,17 @@ class _Judge:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Read the samples of a phase."""
-    return [Sample(**record) for record in read_records(path)]
+    """Read the samples of a phase, or those in ``kept.jsonl``."""
+    return [_sample(record) for record in read_records(path)]
 
 
 def read_results(path: Path) -> dict[SampleKey, Result]:
     """Read the verdicts of a phase, by prompt id and sample index."""
     return {(record["prompt_id"], record["sample"]): _result(record) for record in read_records(path)}
+
+
+def _sample(record: Mapping[str, Any]) -> Sample:
+    return Sample(**{field: record[field] for field in Sample.__dataclass_fields__})
 
 
 def _result(record: Mapping[str, Any]) -> Result:

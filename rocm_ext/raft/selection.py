@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -133,6 +134,20 @@ def write_kept(
         more = {"reward": results[sample.key].reward, "prompt_tokens": prompts[sample.prompt_id]}
         lines.append(json.dumps({**sample.record(), **more}) + "\n")
     replace_text(path, "".join(lines))
+
+
+def write_selection(path: Path, counts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Write ``selection.json``: what the selection counted, and the settings it was made with.
+
+    Args:
+        path: path of the file.
+        counts: see :func:`rocm_ext.raft.cycles.count_answers`.
+        settings: values of the keys that a resumed run may change.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    replace_text(path, json.dumps({"counts": counts, "settings": settings}, indent=2) + "\n")
 
 
 def choose_prompts(

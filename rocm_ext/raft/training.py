@@ -1,12 +1,23 @@
-"""The SFT config of a cycle's training."""
+"""A cycle's training: its SFT config, the answers that it replays, and its optimiser's state."""
 
+import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.files import replace_folder
 from rocm_ext.generation import sample_seed
+from rocm_ext.log import log
+from rocm_ext.raft.cycles import Cycle
+from rocm_ext.raft.rollouts import Sample, read_samples
+from rocm_ext.train.checkpoint import Checkpoints
+from rocm_ext.train.trainer import Trainer
+
+_STATE = "state.pt"
 
 
 def training_config(cfg: DictConfig, **changes: Any) -> DictConfig:
@@ -23,12 +34,13 @@ def training_config(cfg: DictConfig, **changes: Any) -> DictConfig:
     return OmegaConf.create(trainer | changes)
 
 
-def cycle_config(cfg: DictConfig, cycle: int, folder: Path) -> DictConfig:
+def cycle_config(cfg: DictConfig, cycle: int, trained: int, folder: Path) -> DictConfig:
     """Return the config of one cycle's training.
 
     Args:
         cfg: config of ``raft_rocm`` or of a recipe that extends it.
-        cycle: number of the cycle, from 1; it determines the seed and the learning rate.
+        cycle: number of the cycle, from 1; it determines the seed.
+        trained: number of trained cycles before; it determines the learning rate.
         folder: output folder of the training; the training resumes if the folder has checkpoints.
     """
     lr = cfg.optimizer.lr
@@ -36,8 +48,111 @@ def cycle_config(cfg: DictConfig, cycle: int, folder: Path) -> DictConfig:
         cfg,
         output_dir=str(folder),
         seed=sample_seed(cfg.seed, cycle, "train", 0) % 2**31,
-        optimizer={**cfg.optimizer, "lr": max(lr * cfg.lr_decay ** (cycle - 1), min(cfg.lr_floor, lr))},
+        optimizer={**cfg.optimizer, "lr": max(lr * cfg.lr_decay**trained, min(cfg.lr_floor, lr))},
         resume_from_checkpoint=(folder / "checkpoints").exists(),
         overwrite_output_dir=True,
         save_adapter_weights_only=True,
     )
+
+
+def replay(cfg: DictConfig, out: Path, kept: Sequence[Sample], trained: Sequence[int]) -> list[Sample]:
+    """Return the answers of earlier cycles that a cycle trains on in addition to its own.
+
+    STaR (arXiv:2203.14465) and ReST-EM (arXiv:2312.06585) train the initial model on the newest answers alone, but ask
+    every prompt each time. Cycles that ask a part of the prompts, or skip solved ones, would forget the rest; V-STaR
+    (arXiv:2402.06457) adds up the answers of all iterations, as this does.
+
+    Args:
+        cfg: config of ``raft_rocm``: ``replay_cycles``, ``deduplicate`` and ``max_per_prompt``, which limits a prompt's
+            answers of all cycles together. Newer answers come first.
+        out: the run's output folder.
+        kept: the cycle's own answers.
+        trained: numbers of the trained cycles before it, in order.
+    """
+    count = len(trained) if (replayed := _replayed(cfg)) == "all" else min(replayed, len(trained))
+    numbers = trained[len(trained) - count :]
+    seen = {(sample.prompt_id, tuple(sample.tokens)) for sample in kept}
+    of_prompt: dict[str, int] = {}
+    for sample in kept:
+        of_prompt[sample.prompt_id] = of_prompt.get(sample.prompt_id, 0) + 1
+    found = []
+    for number in reversed(numbers):
+        for sample in read_samples(Cycle(out, number).kept):
+            key, known = (sample.prompt_id, tuple(sample.tokens)), of_prompt.get(sample.prompt_id, 0)
+            full = cfg.max_per_prompt is not None and known >= cfg.max_per_prompt
+            if not full and not (cfg.deduplicate and key in seen):
+                seen.add(key)
+                of_prompt[sample.prompt_id] = known + 1
+                found.append(sample)
+    return found
+
+
+def warn_of_old_logprobs(cfg: DictConfig, columns: Collection[str]) -> None:
+    """Warn if the config replays answers for an objective that compares with the adapter that sampled them."""
+    if "old_logprobs" in columns and _replayed(cfg):
+        log.warning(
+            "replay_cycles: the log-probs of replayed answers are those of older adapters. Many of their tokens are "
+            "outside the clipping range from the start and then teach nothing"
+        )
+
+
+def _replayed(cfg: DictConfig) -> Any:
+    if cfg.replay_cycles is None:
+        return "all" if cfg.start_from == "base" else 0
+    return cfg.replay_cycles
+
+
+def keeps_optimizer(cfg: DictConfig) -> bool:
+    """Return whether a cycle's optimiser starts with the state that the previous one ended with.
+
+    A cycle often has few steps. A new Adam moves each entry by the learning rate in its first step, whatever the size
+    of the gradient, so by default the state is kept where the adapter is.
+    """
+    return (cfg.optimizer_state or ("cycle" if cfg.start_from == "base" else "run")) == "run"
+
+
+def save_optimizer(cycle: Cycle) -> None:
+    """Write the optimiser's state at the end of a cycle's training, from the training's last checkpoint."""
+    checkpoints = Checkpoints(cycle.folder / "checkpoints", keep=1)
+    if cycle.optimizer.exists() or not checkpoints.steps():
+        return
+    found = checkpoints.newest()
+    if found is None or found[1]["step"] != cycle.training()["steps"]:
+        log.warning("cycle %d: its last checkpoint is not there, so the next optimiser begins anew", cycle.number)
+        return
+    with replace_folder(cycle.optimizer) as folder:
+        torch.save({key: found[1][key] for key in ("optimizer", "scaler")}, folder / _STATE)
+
+
+def load_optimizer(trainer: Trainer, cycle: Cycle) -> None:
+    """Give a new training the optimiser's state of an earlier cycle: the moments and the loss scale, no learning rate.
+
+    Args:
+        trainer: a trainer; one that has resumed already has its own state.
+        cycle: the cycle that the training goes on from.
+    """
+    if trainer.step:
+        return
+    if not cycle.optimizer.exists():
+        log.warning("%s is not there: the optimiser begins anew", cycle.optimizer)
+        return
+    state = torch.load(cycle.optimizer / _STATE, map_location="cpu", weights_only=True)
+    fresh = trainer.optimizer.state_dict()
+    trainer.optimizer.load_state_dict({**fresh, "state": state["optimizer"]["state"]})
+    trainer.scaler.load_state_dict(state["scaler"])
+
+
+def clean_up(cycle: Cycle, trained: Sequence[Cycle], keep_optimizer: bool) -> None:
+    """Remove what a finished training no longer needs; doing it again changes nothing.
+
+    Args:
+        cycle: the trained cycle.
+        trained: all trained cycles up to this one, in order.
+        keep_optimizer: keep the optimiser's state for the next cycle. That of the cycle before stays too, so that a
+            user can delete the newest cycle and have it done again.
+    """
+    if keep_optimizer:
+        save_optimizer(cycle)
+    for earlier in trained[-4:-2]:
+        shutil.rmtree(earlier.optimizer, ignore_errors=True)
+    shutil.rmtree(cycle.folder / "checkpoints", ignore_errors=True)

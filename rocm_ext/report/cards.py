@@ -93,7 +93,9 @@ def _sft(run: RunFolder) -> Iterator[tuple[str, str]]:
 def _raft(run: RunFolder) -> Iterator[tuple[str, str]]:
     trained = [cycle for cycle in run.cycles if cycle.number]
     if trained:
-        state = f", {trained[-1].state} in cycle {trained[-1].number}" if trained[-1].state != "complete" else ""
+        last, skipped = trained[-1], sum(cycle.state == "skipped" for cycle in trained)
+        state = f", {skipped} skipped" if skipped else ""
+        state += f", {last.state} in cycle {last.number}" if last.state not in ("complete", "skipped") else ""
         yield "Cycles", f"{sum(cycle.state == 'complete' for cycle in trained)}{state}"
     scored = [cycle for cycle in run.cycles if cycle.scores is not None]
     told = []

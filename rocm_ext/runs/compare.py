@@ -319,8 +319,14 @@ def _compare_raft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[floa
     pairs = [(cycle, of_b[cycle.number]) for cycle in a.cycles if cycle.number in of_b]
     judges = [key for key in settings if key.startswith("verifier.")]
     scores = [_scores(x, y, judges) for x, y in pairs if x.scores is not None and y.scores is not None]
-    whole = [(x, y) for x, y in pairs if x.number and x.state == y.state == "complete" and x.seconds and y.seconds]
-    times = [same_work for x, y in whole if (same_work := _seconds_of_same_work(x, y)) is not None]
+    evaluations = a.is_evaluation and b.is_evaluation
+    timed = ("eval",) if evaluations else ("sample", "train")
+    whole = [
+        (x, y)
+        for x, y in pairs
+        if (x.number or evaluations) and x.state == y.state == "complete" and x.seconds and y.seconds
+    ]
+    times = [same_work for x, y in whole if (same_work := _seconds_of_same_work(x, y, timed)) is not None]
     speed = Interval(math.nan, -math.inf, math.inf)
     if times:
         ratios = [x / y for x, y in times]
@@ -330,7 +336,7 @@ def _compare_raft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[floa
     for phase in PHASES if whole else ():
         spent = np.array([[cycle.seconds.get(phase, 0.0) for cycle in pair] for pair in whole]).sum(axis=0)
         rates[f"seconds to {phase}, {len(whole)} cycles"] = float(spent[0]), float(spent[1])
-    for phase in ("sample", "train") if whole else ():
+    for phase in timed if whole else ():
         speeds = [[number(c.phases.get(phase, {}).get("tokens_per_second")) for c in pair] for pair in whole]
         rates[f"{phase} tokens/s"] = float(np.mean(speeds, axis=0)[0]), float(np.mean(speeds, axis=0)[1])
     notes = ["no cycle has held-out scores in both runs; set eval_prompts"] if not scores else []
@@ -338,13 +344,13 @@ def _compare_raft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[floa
     return Comparison(a, b, settings, speed, memory, rates, _mishaps(a, b), scores=scores, notes=notes)
 
 
-def _seconds_of_same_work(a: CycleFolder, b: CycleFolder) -> tuple[float, float] | None:
-    """Seconds that A's cycle took to sample and train, and those that B would take for as many tokens.
+def _seconds_of_same_work(a: CycleFolder, b: CycleFolder, phases: Sequence[str]) -> tuple[float, float] | None:
+    """Seconds that A's cycle took for ``phases``, and those that B would take for as many tokens.
 
     Fewer answers are less work, not more speed. None if the tokens are unknown.
     """
     both = [0.0, 0.0]
-    for phase in ("sample", "train"):
+    for phase in phases:
         tokens = [number(cycle.phases.get(phase, {}).get("tokens")) for cycle in (a, b)]
         seconds = [cycle.seconds.get(phase, math.nan) for cycle in (a, b)]
         if not all(math.isfinite(value) and value > 0 for value in (*tokens, *seconds)):

@@ -64,7 +64,7 @@ def decide(found: Comparison, tolerance: float = TOLERANCE, score_tolerance: flo
     if found.losses is not None:
         quality = _losses(found.losses, tolerance)
     else:
-        quality = _scores(found.scores, score_tolerance)
+        quality = _scores(found.scores, score_tolerance, found.a.is_evaluation and found.b.is_evaluation)
     if quality.state == "worse":
         return Decision("reject", f"{speed}, but {quality.text}: do not take it")
     if slower and not saved < _SAVED:
@@ -148,20 +148,20 @@ def _validation(a: float, b: float, what: str, tolerance: float, attributable: b
     return _Quality("worse", f"its {what} is {_percent(difference)} higher")
 
 
-def _scores(scores: list[Scores], tolerance: float) -> _Quality:
-    """Judge the last cycle that both runs have.
+def _scores(scores: list[Scores], tolerance: float, evaluations: bool) -> _Quality:
+    """Judge the last cycle that both runs have, or two evaluations by ``rocm-ext eval``.
 
     B is not worse if the whole interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
     does not explain the difference.
     """
-    if not scores or not scores[-1].cycle:
+    if not scores or not (scores[-1].cycle or evaluations):
         return _Quality("unknown", "no trained cycle of both runs has held-out scores yet")
     last = scores[-1]
     if last.not_comparable:
         return _Quality("unknown", f"held-out scores cannot be compared: {last.not_comparable}")
     gain, points = last.gain, 100 * tolerance
     told = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
-    name = f"held-out pass@1 after cycle {last.cycle}"
+    name = "held-out pass@1" if evaluations else f"held-out pass@1 after cycle {last.cycle}"
     if gain.low > -tolerance:
         return _Quality("same", f"{name} {told}")
     if gain.high < 0 or (last.p is not None and last.p < 0.05 and gain.value < 0):

@@ -42,6 +42,8 @@ def progress(out: Path) -> dict[str, Any]:
         if written:
             told["phase"] = _WRITTEN_BY[file]
         told |= _last_values(folder / "metrics.jsonl")
+        if _skipped(folder):
+            told["phase"] = "skipped"
     if written:
         told["seconds_ago"] = round(max(0.0, time.time() - written), 1)
         told["finished"] = _finished(out, cycles, told)
@@ -61,7 +63,14 @@ def _finished(out: Path, cycles: list[tuple[int, Path]], told: dict[str, Any]) -
     complete = (folder / "eval.json").exists() or (
         is_rows(listed) and any(last and row.get("cycle") == last for row in listed)
     )
-    return complete and raft_finished(out, read_yaml(out / "config.yaml", unreadable), last)
+    return complete and raft_finished(out, read_yaml(out / "config.yaml", unreadable), last, _skipped(folder))
+
+
+def _skipped(folder: Path) -> bool:
+    try:
+        return (folder / "kept.jsonl").stat().st_size == 0
+    except OSError:
+        return False
 
 
 def _last_values(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from rocm_ext.runs.scores import wilson
 
 PHASES = ("sample", "train", "eval")  # of a RAFT cycle
 GREEDY = -1  # index of a held-out prompt's greedy answer; those drawn at random count from 0
+SELECTION = "selection.json"  # of a RAFT cycle: what the selection of its answers counted
 _PAUSE = 60.0  # seconds without a line in hardware.jsonl after which a run counts as paused
 _MOST = 1e12  # seconds or prompts; a file with more is damaged
 _BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
@@ -116,7 +117,9 @@ class CycleFolder:
 
     @property
     def state(self) -> str:
-        """``begun``, ``sampling``, ``training``, ``trained``, ``evaluating`` or ``complete``."""
+        """``begun``, ``sampling``, ``training``, ``trained``, ``evaluating``, ``complete`` or ``skipped``."""
+        if self.kept == 0:
+            return "skipped"
         if (self.folder / "eval.json").exists() or (self.row and self.number):
             return "complete"
         for sign, state in (
@@ -180,7 +183,7 @@ class CycleFolder:
 
     @cached_property
     def kept(self) -> int | None:
-        """How many answers the cycle trains on; None before they are chosen."""
+        """How many of its answers the cycle trains on, 0 if it was skipped; None before they are chosen."""
         path = self.folder / "kept.jsonl"
         try:
             return path.read_bytes().count(b"\n") if path.exists() else None
@@ -256,10 +259,19 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether the run has ended by itself, with all its steps or cycles."""
+        if self.is_evaluation:
+            return self.cycles[0].scores is not None
         if self.family == RAFT:
-            whole = all(cycle.state == "complete" for cycle in self.cycles)
-            return whole and raft_finished(self.path, self.config, self.cycles[-1].number if self.cycles else 0)
+            whole = all(cycle.state in ("complete", "skipped") for cycle in self.cycles)
+            last = self.cycles[-1] if self.cycles else None
+            skipped = last is not None and last.state == "skipped"
+            return whole and raft_finished(self.path, self.config, last.number if last else 0, skipped)
         return number(self.summary.get("steps")) == len(self.steps)
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether ``rocm-ext eval --output`` wrote this folder: the evaluation of one adapter, without training."""
+        return [cycle.number for cycle in self.cycles] == [0] and self.config.get("prompts", "") is None
 
     def setting(self, key: str) -> Any:
         """A value of ``config.yaml`` by its dotted name; None if the file has no such key."""
@@ -299,13 +311,14 @@ class RunFolder:
         return next((each[key] for each in found if each.get(key) is not None), None)
 
 
-def raft_finished(path: Path, config: Mapping[str, Any], last: int) -> bool:
+def raft_finished(path: Path, config: Mapping[str, Any], last: int, skipped: bool = False) -> bool:
     """Whether a RAFT run whose cycle ``last`` is complete has ended.
 
     ``adapter/`` alone does not show it: a run that continues with more cycles still has the adapter of the shorter
-    run. If the config lets a run stop early, the adapter decides.
+    run. If the run may have stopped early, because its config allows it or its last cycle was ``skipped``, the adapter
+    decides.
     """
-    may_stop = any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "skip_solved"))
+    may_stop = skipped or any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "skip_solved"))
     return (path / "adapter").exists() and (may_stop or not last < number(config.get("cycles")))
 
 

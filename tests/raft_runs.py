@@ -1,0 +1,79 @@
+"""Small runs of RAFT for tests: a model with random weights, its prompts, and what must be equal in equal runs."""
+
+import json
+from pathlib import Path
+
+from tests.tiny import run_config, write_model, write_rows, write_yaml
+
+SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
+WEIGHTS = "adapter/adapter_model.safetensors"
+
+
+def write_world(top: Path) -> Path:
+    """Write base models of peaked distributions, 12 prompts and 6 held-out prompts."""
+    write_model(top / "base", initializer_range=0.1)
+    write_model(top / "llama", "llama", initializer_range=0.1)
+    write_rows(top / "prompts.jsonl", 12)
+    write_rows(top / "heldout.jsonl", 6, start=100)
+    return top
+
+
+def write_run(folder: Path, out: Path, base: str = "base", **changes) -> Path:
+    """Write the YAML of a run: 2 cycles of 12 prompts with 4 answers each.
+
+    Args:
+        folder: from :func:`write_world`.
+        out: output folder of the run; the YAML lies beside it.
+        base: folder of the model.
+        changes: other values.
+    """
+
+    def prompts(name: str) -> dict:
+        component = "rocm_ext.data.prompt_dataset"
+        return {"_component_": component, "source": str(folder / name), "column_map": {"prompt": "question"}}
+
+    cfg = run_config(folder / base, folder / "prompts.jsonl", out)
+    cfg = {key: value for key, value in cfg.items() if key not in SFT_ONLY} | {
+        "prompts": prompts("prompts.jsonl"),
+        "eval_prompts": prompts("heldout.jsonl"),
+        "verifier": {"_component_": "tests.judges.Coin"},
+        "verify_workers": 1,
+        "cycles": 2,
+        "samples_per_prompt": 4,
+        "max_new_tokens": 12,
+        "drop_truncated": False,
+        "skip_solved": False,
+        "retry_unsolved_after": 1,
+        "epochs": 2,
+        "save_every_n_steps": 2,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-3},
+        **changes,
+    }
+    out.parent.mkdir(exist_ok=True, parents=True)
+    return write_yaml(out.with_suffix(f".{len(changes)}.yaml"), cfg)
+
+
+def cycle_row(out: Path, cycle: int) -> dict:
+    return next(row for row in json.loads((out / "summary.json").read_text())["cycles"] if row["cycle"] == cycle)
+
+
+def outcome(out: Path) -> dict:
+    """Return everything that must be equal in all runs: records, adapters, training curves and scores."""
+    found: dict = {"adapter": (out / WEIGHTS).read_bytes()}
+    for folder in sorted(out.glob("cycle_*")):
+        for path in sorted(folder.rglob("*.jsonl")):
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            timing = ("seconds", "tokens_per_second", "peak_memory")
+            lines = [{k: v for k, v in line.items() if k not in timing} for line in lines]
+            found[f"{folder.name}/{path.relative_to(folder)}"] = sorted(map(json.dumps, lines))
+        for name in (WEIGHTS, "eval.json"):
+            if (folder / name).exists():
+                found[f"{folder.name}/{name}"] = (folder / name).read_bytes()
+    return found
+
+
+def assert_equal(out: Path, reference: Path) -> None:
+    found, expected = outcome(out), outcome(reference)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name] == expected[name], name

@@ -1,0 +1,487 @@
+"""Cycles that keep nothing, settings that change on resume, replayed answers, adapters, optimisers, evaluations."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rocm_ext.recipes.raft_rocm import main
+from safetensors.torch import load_file
+
+from rocm_ext import cli, log
+from rocm_ext.raft.cycles import Cycle
+from rocm_ext.raft.pace import Pace
+from rocm_ext.raft.rollouts import Journal, Sample, read_records
+from rocm_ext.raft.training import replay
+from rocm_ext.runs.intervals import mcnemar
+from rocm_ext.runs.progress import progress
+from rocm_ext.runs.reader import RunFolder
+from rocm_ext.train.trainer import Trainer
+from tests.forks import forked, forked_ranks, kill_before
+from tests.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, write_run, write_world
+
+pytest.importorskip("resource", reason="forks and POSIX signals")
+RESUME = "resume_from_checkpoint=True"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("cycles"))
+
+
+@pytest.fixture(scope="module")
+def make(folder):
+    return partial(write_run, folder)
+
+
+@pytest.fixture(scope="module")
+def reference(make, folder) -> Path:
+    """An undisturbed run."""
+    return ran(make, folder / "reference")
+
+
+def ran(make, out: Path, *overrides: str, **changes) -> Path:
+    code, messages = forked(main, make(out, **changes), *overrides)
+    assert code == 0, messages
+    return out
+
+
+def lines(out: Path, cycle: int, phase: str) -> list[dict]:
+    found = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if (line["cycle"], line["phase"]) == (cycle, phase)]
+
+
+# ---- cycles that keep nothing
+
+
+@pytest.fixture(scope="module")
+def dry(make, folder):
+    """A run of 4 cycles whose verifier accepts nothing after cycle 1: its folder, its settings and its messages."""
+    out, end = folder / "dry", folder / "end"
+    verifier = {"_component_": "tests.judges.Until", "end": str(end)}
+    changes = {"verifier": verifier, "prompts_per_cycle": 4, "retry_unsolved_after": 9, "epochs": 1}
+    ran(make, out, "cycles=1", **changes)
+    end.touch()
+    code, messages = forked(main, make(out, **changes), "cycles=4", RESUME)
+    assert code == 0, messages
+    return out, changes, messages
+
+
+def test_cycles_that_keep_nothing_are_skipped_and_end_the_run(dry):
+    out, _, messages = dry
+    assert "cycle 2 is skipped, nothing to train on. 16 answers: 16 WRONG; 16 below threshold, 0 kept" in messages
+    assert "stopped: no answer was kept in 2 cycles in a row (max_empty_cycles 2)" in messages
+    assert (out / WEIGHTS).read_bytes() == (out / "cycle_1" / WEIGHTS).read_bytes()
+    rows = json.loads((out / "summary.json").read_text())["cycles"]
+    assert [(row["cycle"], row.get("skipped")) for row in rows] == [(0, None), (1, None), (2, True), (3, True)]
+    assert (rows[2]["samples"], rows[2]["kept"], rows[2]["verdicts"]) == (16, 0, {"WRONG": 16})
+    assert rows[2]["seconds"]["sample"] > 0
+    asked = [{r["prompt_id"] for r in read_records(out / f"cycle_{n}" / "samples.jsonl")} for n in (1, 2, 3)]
+    assert len(set.union(*asked)) == 12  # each cycle asked other prompts
+    assert not (out / "cycle_4").exists()
+
+
+def test_tools_understand_skipped_cycles(dry, reference, tmp_path, capsys):
+    out, _, messages = dry
+    assert re.search(r"\n +2 +16 +0\.0% +0 +- +- +skipped ", messages)
+    run = RunFolder(out)
+    assert [cycle.state for cycle in run.cycles] == ["complete", "complete", "skipped", "skipped"]
+    assert run.finished
+    told = progress(out)
+    assert (told["cycle"], told["phase"], told["finished"]) == (3, "skipped", True)
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(out), "--output", str(page)]) == 0
+    assert "skipped" in page.read_text()
+    assert "1, 2 skipped" in page.read_text()
+    cli.main(["compare", str(reference), str(out), "--json"])
+    found = json.loads(capsys.readouterr().out.partition("{")[2].join(("{", "")))
+    assert found["rates"]["cycles"] == [2, 1]
+    assert found["finished"] == [True, True]
+
+
+def test_resuming_an_ended_run_repeats_nothing(dry, make, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(dry[0], out)
+    verifier = dry[1]["verifier"]
+    code, messages = forked(main, make(out, **dry[1]), "cycles=4", RESUME)
+    assert code == 0, messages
+    assert "stopped: no answer was kept in 2 cycles in a row" in messages
+    assert_equal(out, dry[0])
+    assert verifier == dry[1]["verifier"]
+
+
+def test_an_ended_run_continues_with_another_verifier(dry, make, tmp_path):
+    """It judges again what it sampled, and ends as if it had begun so."""
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    shutil.copytree(dry[0], out)
+    before = {(r["prompt_id"], r["sample"]): r["seconds"] for r in read_records(out / "cycle_2" / "samples.jsonl")}
+    ran(make, out, "cycles=3", "verifier.end=null", RESUME, **dry[1])
+    ran(make, expected, "cycles=3", "verifier.end=null", **dry[1])
+    assert_equal(out, expected)
+    after = {(r["prompt_id"], r["sample"]): r["seconds"] for r in read_records(out / "cycle_2" / "samples.jsonl")}
+    assert after == before  # not sampled again
+    assert cycle_row(out, 2)["kept"] > 0
+
+
+@pytest.mark.slow
+def test_killed_while_it_continues_with_another_verifier(dry, make, tmp_path):
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    shutil.copytree(dry[0], out)
+    changed = ("cycles=3", "verifier.end=null", "max_new_tokens=14", RESUME)
+    codes = [forked(main, make(out, **dry[1]), *changed, prepare=kill_before(count))[0] for count in range(1, 60, 2)]
+    assert set(codes) <= {-signal.SIGKILL, 0}
+    assert codes.count(-signal.SIGKILL) > 5
+    ran(make, out, *changed, **dry[1])
+    whole = tmp_path / "whole"
+    shutil.copytree(dry[0], whole)
+    ran(make, whole, *changed, **dry[1])
+    ran(make, expected, "cycles=3", "verifier.end=null", **dry[1])
+    assert_equal(out, whole)
+    for name in (WEIGHTS, "kept.jsonl"):  # cycle 1 is that of the old limit
+        assert (out / "cycle_1" / name).read_bytes() == (expected / "cycle_1" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_two_ranks_skip_and_continue(make, reference, tmp_path):
+    out, nothing = tmp_path / "out", ("verifier.share=0", "samples_per_prompt=2", "max_new_tokens=8")
+    for code, messages in forked_ranks(main, make(out, max_empty_cycles=1), *nothing):
+        assert code == 1
+        assert "no cycle was trained" in messages
+    for code, messages in forked_ranks(main, make(out, max_empty_cycles=1), RESUME, "verifier.share=0.5"):
+        assert code == 0, messages
+    torch.testing.assert_close(load_file(out / WEIGHTS), load_file(reference / WEIGHTS), rtol=0, atol=1e-6)
+    assert not list(out.rglob("*.rank*"))
+
+
+def test_a_failed_first_cycle_continues_with_another_threshold(make, tmp_path):
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    # a part of the answers is right, but their rewards are too low
+    changes = {"max_empty_cycles": 1, "verifier": {"_component_": "tests.judges.Until", "right": 0.4}}
+    code, messages = forked(main, make(out, **changes))
+    assert code == 1
+    assert "no cycle was trained. Cycle 1: nothing to train on. 48 answers: " in messages
+    assert "; 48 below threshold, 0 kept. Continue with resume_from_checkpoint=True and more sampl" in messages
+    assert "Traceback" not in messages
+    assert not (out / "adapter").exists()
+    assert RunFolder(out).cycles[-1].state == "skipped"
+    assert not RunFolder(out).finished
+    samples = (out / "cycle_1" / "samples.jsonl").read_bytes()
+    ran(make, out, RESUME, "reward_threshold=0.3", **changes)
+    assert (out / "cycle_1" / "samples.jsonl").read_bytes() == samples
+    ran(make, expected, "reward_threshold=0.3", **changes)
+    assert_equal(out, expected)
+
+
+def test_fewer_and_longer_answers_on_resume(make, reference, tmp_path):
+    out = tmp_path / "out"
+    nothing = ("verifier.share=0", "samples_per_prompt=5", "max_new_tokens=8", "max_empty_cycles=1")
+    assert forked(main, make(out), *nothing)[0] == 1
+    ended = {(r["prompt_id"], r["sample"]): r for r in read_records(out / "cycle_1" / "samples.jsonl")}
+    ended = {key: r for key, r in ended.items() if r["finish_reason"] == "stop" and key[1] < 4}
+    assert ended
+    ran(make, out, RESUME, "verifier.share=0.5")
+    assert_equal(out, reference)
+    after = {(r["prompt_id"], r["sample"]): r for r in read_records(out / "cycle_1" / "samples.jsonl")}
+    assert {key: after[key] for key in ended} == ended  # not sampled again
+
+
+def test_settings_change_for_later_cycles_alone(make, reference, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    ran(make, out, RESUME, "cycles=3", "samples_per_prompt=5", "max_new_tokens=16", "reward_threshold=0.6")
+    for cycle in (1, 2):
+        for name in (WEIGHTS, "samples.jsonl", "kept.jsonl"):
+            path = f"cycle_{cycle}/{name}"
+            assert (out / path).read_bytes() == (reference / path).read_bytes()
+    assert len(read_records(out / "cycle_3" / "samples.jsonl")) == 60
+    for cycle in range(4):  # all adapters are measured with the same limit
+        lengths = [len(r["tokens"]) for r in read_records(out / f"cycle_{cycle}" / "eval" / "samples.jsonl")]
+        assert len(lengths) == 6
+        assert max(lengths) > 12
+        assert cycle_row(out, cycle)["held_out"] == json.loads((out / f"cycle_{cycle}" / "eval.json").read_text())
+
+
+# ---- answers of earlier cycles
+
+
+def sample(prompt: str, index: int, *tokens: int) -> Sample:
+    return Sample(prompt, index, 0, "stop", "", list(tokens), [0.0] * len(tokens))
+
+
+def test_replayed_answers_are_the_newest_of_each_prompt(tmp_path):
+    earlier = {
+        1: [sample("a", 0, 1), sample("a", 1, 2), sample("b", 0, 3)],
+        2: [sample("a", 0, 4), sample("b", 0, 3), sample("c", 0, 5)],
+        4: [sample("a", 0, 1), sample("d", 0, 6)],
+    }
+    for number, kept in earlier.items():
+        Cycle(tmp_path, number).folder.mkdir()
+        text = "".join(json.dumps({**each.record(), "reward": 1.0, "prompt_tokens": [9]}) + "\n" for each in kept)
+        Cycle(tmp_path, number).kept.write_text(text)
+
+    def replayed(**changes):
+        rules = {"replay_cycles": "all", "start_from": "previous", "deduplicate": True, "max_per_prompt": 3}
+        found = replay(OmegaConf.create({**rules, **changes}), tmp_path, [sample("a", 7, 2)], [1, 2, 4])
+        return [(each.prompt_id, *each.tokens) for each in found]
+
+    newest, middle = [("a", 1), ("d", 6)], [("a", 4), ("b", 3), ("c", 5)]
+    assert replayed() == newest + middle  # "a" is full then, and "b" is a duplicate
+    assert replayed(max_per_prompt=None) == newest + middle
+    assert replayed(max_per_prompt=2) == [*newest, ("b", 3), ("c", 5)]
+    assert replayed(max_per_prompt=None, deduplicate=False) == newest + middle + [("a", 1), ("a", 2), ("b", 3)]
+    assert replayed(replay_cycles=1) == newest
+    assert replayed(replay_cycles=9) == newest + middle
+    assert replayed(replay_cycles=0) == replayed(replay_cycles=None) == []
+    assert replayed(replay_cycles=None, start_from="base") == newest + middle
+
+
+def kill_in_training() -> None:
+    """Patch the trainer so that the first checkpoint of cycle 2 kills the process when it is written."""
+    original = Trainer.save_checkpoint
+
+    def save_checkpoint(self):
+        original(self)
+        if self.folder.path.name == "cycle_2":
+            assert self.step < self.total_steps
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
+def trained_rows(out: Path, cycle: int) -> int:
+    return json.loads((out / f"cycle_{cycle}" / "summary.json").read_text())["rows"]["rows"]
+
+
+def test_base_trains_on_all_cycles(make, tmp_path):
+    out, killed = tmp_path / "out", tmp_path / "killed"
+    changes = {"start_from": "base", "max_per_prompt": None, "epochs": 1, "prompts_per_cycle": 6}
+    ran(make, out, **changes)
+    kept = [cycle_row(out, cycle)["kept"] for cycle in (1, 2)]
+    assert trained_rows(out, 1) == kept[0]
+    assert trained_rows(out, 2) == sum(kept)  # of other prompts, so none is a duplicate
+    assert forked(main, make(killed, **changes), prepare=kill_in_training)[0] == -signal.SIGKILL
+    assert (killed / "cycle_2" / "checkpoints").exists()
+    ran(make, killed, RESUME, **changes)
+    assert_equal(killed, out)
+
+
+def test_old_log_probs_are_warned_of(make, tmp_path):
+    code, messages = forked(main, make(tmp_path / "out", objective="raft++", start_from="base", cycles=1, epochs=1))
+    assert code == 0, messages
+    assert "the log-probs of replayed answers are those of older adapters" in messages
+
+
+# ---- the optimiser's state
+
+
+def moments(out: Path, cycle: int) -> dict:
+    path = out / f"cycle_{cycle}" / "optimizer" / "state.pt"
+    return torch.load(path, weights_only=True)["optimizer"]["state"][0]
+
+
+def test_the_optimiser_goes_on_or_begins_anew(reference, make, tmp_path):
+    out = ran(make, tmp_path / "out", optimizer_state="cycle")
+    assert (out / "cycle_1" / WEIGHTS).read_bytes() == (reference / "cycle_1" / WEIGHTS).read_bytes()
+    assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
+    assert not list(out.glob("cycle_*/optimizer"))
+    steps = [cycle_row(reference, cycle)["steps"] for cycle in (1, 2)]
+    assert moments(reference, 1)["step"] == steps[0]
+    assert moments(reference, 2)["step"] == sum(steps)
+
+
+@pytest.mark.parametrize("at", [pytest.param("checkpoint", marks=pytest.mark.slow), "clean-up"])
+def test_killed_while_the_optimisers_state_is_moved(reference, make, tmp_path, at):
+    def prepare() -> None:
+        original = shutil.rmtree
+
+        def rmtree(path, *args, **kwargs):
+            if Path(path).name == "checkpoints":
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(path, *args, **kwargs)
+
+        shutil.rmtree = rmtree  # type: ignore[assignment]
+
+    out = tmp_path / "out"
+    stop = prepare if at == "clean-up" else kill_in_training
+    assert forked(main, make(out), prepare=stop)[0] == -signal.SIGKILL
+    assert list(out.glob("cycle_*/checkpoints/*"))
+    ran(make, out, RESUME)
+    assert_equal(out, reference)
+    assert not list(out.glob("cycle_*/checkpoints"))
+    for cycle in (1, 2):
+        assert [line["steps"] for line in lines(out, cycle, "train")] == [cycle_row(out, cycle)["steps"]]
+        assert moments(out, cycle)["step"] == moments(reference, cycle)["step"]
+
+
+def test_a_run_of_an_earlier_version_continues_as_it_began(make, tmp_path):
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    ran(make, expected, start_from="base", replay_cycles=0)
+    shutil.copytree(expected, out)
+    for name in ("eval", "adapter"):
+        shutil.rmtree(out / "cycle_2" / name)
+    for name in ("eval.json", "kept.jsonl", "summary.json", "metrics.jsonl"):
+        (out / "cycle_2" / name).unlink()
+    new = ("max_empty_cycles", "replay_cycles", "optimizer_state", "eval_every_n_cycles", "keep_last_n_adapters")
+    record = json.loads((out / "run.json").read_text())
+    record["config"] = {key: value for key, value in record["config"].items() if key not in new}
+    (out / "run.json").write_text(json.dumps(record))
+    for path in [*out.rglob("samples.jsonl"), *out.rglob("verdicts.jsonl")]:
+        records = [{k: v for k, v in r.items() if k != "seconds"} for r in read_records(path)]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for path in out.rglob("selection.json"):
+        path.unlink()
+    ran(make, out, RESUME, start_from="base")
+    assert_equal(out, expected)
+
+
+# ---- which cycles are evaluated, which adapters stay
+
+
+def test_some_cycles_are_evaluated_and_some_adapters_stay(make, tmp_path):
+    out = ran(
+        make, tmp_path / "out", cycles=5, epochs=1, eval_every_n_cycles=2, keep_last_n_adapters=1, prompts_per_cycle=3,
+    )  # fmt: skip
+    assert [cycle for cycle in range(6) if (out / f"cycle_{cycle}" / "eval.json").exists()] == [0, 2, 4, 5]
+    rows = json.loads((out / "summary.json").read_text())["cycles"]
+    scores = {row["cycle"]: row["held_out"]["correct"] for row in rows if "held_out" in row and row["cycle"]}
+    assert list(scores) == [2, 4, 5]
+    chosen = max(scores, key=lambda cycle: (scores[cycle], cycle))
+    assert {cycle for cycle in range(6) if (out / f"cycle_{cycle}" / "adapter").exists()} == {chosen, 5}
+    assert (out / WEIGHTS).read_bytes() == (out / f"cycle_{chosen}" / WEIGHTS).read_bytes()
+    before = outcome(out)
+    ran(make, out, RESUME, cycles=5, epochs=1, eval_every_n_cycles=2, keep_last_n_adapters=1, prompts_per_cycle=3)
+    assert outcome(out) == before
+
+
+def test_the_choice_is_printed_with_its_test(reference, make, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    code, messages = forked(main, make(out), RESUME)
+    assert code == 0, messages
+    right = [
+        {r["prompt_id"] for r in read_records(out / f"cycle_{n}" / "eval" / "verdicts.jsonl") if r["reward"]}
+        for n in range(3)
+    ]
+    chosen = 2 if len(right[2]) >= len(right[1]) else 1
+    gained, lost = len(right[chosen] - right[0]), len(right[0] - right[chosen])
+    p = mcnemar(lost, gained)
+    assert (
+        f"cycle {chosen} against the initial model: {gained} of 6 held-out prompts gained, {lost} lost; "
+        f"McNemar p = {p:.2g}, {min(1, 2 * p):.2g} for the best of 2 looks at the same prompts (Bonferroni)"
+    ) in messages
+
+
+# ---- what a phase cost
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_seconds_and_tokens_cover_the_whole_phase(make, tmp_path, stop):
+    def prepare() -> None:
+        original, done = Journal.append, []
+
+        def append(self, record):
+            original(self, record)
+            done.append(record)
+            if len(done) == 50:
+                os.kill(os.getpid(), stop)
+
+        Journal.append = append  # type: ignore[method-assign]
+
+    out, changes = tmp_path / "out", {"cycles": 1, "eval_prompts": None, "epochs": 1}
+    assert forked(main, make(out, **changes), prepare=prepare)[0] in (-signal.SIGKILL, 143)
+    spent = max(r["seconds"] for r in read_records(out / "cycle_1" / "samples.jsonl"))
+    assert spent > 0
+    ran(make, out, RESUME, **changes)
+    (line,) = lines(out, 1, "sample")
+    records = read_records(out / "cycle_1" / "samples.jsonl")
+    assert line["tokens"] == sum(len(r["tokens"]) for r in records)
+    assert line["seconds"] >= max(r["seconds"] for r in records) > spent
+    assert cycle_row(out, 1)["seconds"]["sample"] == line["seconds"]
+
+
+# ---- how long a phase takes
+
+
+def simulate(lengths: list[int], slots: int, longest: int) -> list[tuple[float, float | None, float]]:
+    """Decode answers in slots, one token a second each; returns (seconds, estimate, what was left) for each answer."""
+    pace, waiting, running, seconds, told = Pace(len(lengths), [], longest), list(lengths), [], 0, []
+    sampled = 0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append([waiting.pop(0), 0])
+        seconds += 1
+        sampled += len(running)
+        for each in running:
+            each[1] += 1
+        for length, at in [each for each in running if each[0] == each[1]]:
+            running.remove([length, at])
+            pace.finish(length)
+            told.append((seconds, pace.seconds_left(sampled, seconds)))
+    return [(at, estimate, seconds - at) for at, estimate in told]
+
+
+def test_the_first_estimate_of_a_phase_is_near(monkeypatch):
+    lengths = [20 + 37 * i % 400 for i in range(1600)]
+    found = simulate(lengths, slots=100, longest=1024)
+    first, _, rest = found[0]
+    assert first * (len(lengths) - 1) > 8 * rest  # answers per second are eight times too few at first
+    estimates = [(at, estimate, left) for at, estimate, left in found if estimate is not None]
+    assert estimates[0][0] < 0.1 * found[-1][0]
+    for at, estimate, left in estimates:
+        assert at + left > 0.5 * (at + estimate)
+        assert at + left < 1.5 * (at + estimate)
+    assert estimates[-1][1] == 0
+
+
+def test_a_resumed_phase_knows_lengths_from_the_start():
+    pace = Pace(100, [50] * 100, 1024)
+    pace.finish(10)
+    assert pace.seconds_left(1000, 10.0) == pytest.approx((99 * (5000 + 1000) / 101 - 990) / 100)
+
+
+def test_progress_prints_the_estimate_it_is_given(monkeypatch, caplog):
+    now = [0.0]
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(log.sys.stderr, "isatty", lambda: False, raising=False)
+    left = iter([None, 90.0])
+    shown = log.Progress(10, 0, True, "cycle 1 sample", lambda: next(left))
+    with caplog.at_level("INFO", logger="rocm_ext"):
+        monkeypatch.setattr(log.log, "propagate", True)
+        for seconds in (4, 40, 80):
+            now[0] = seconds
+            shown.update("x")
+    assert [record.message for record in caplog.records] == [
+        "cycle 1 sample 1/10  x", "cycle 1 sample 2/10  x", "cycle 1 sample 3/10  x  1m30s left",
+    ]  # fmt: skip
+
+
+# ---- evaluations that are kept
+
+
+def test_evaluations_can_be_kept_and_compared(reference, make, tmp_path, capsys):
+    path = str(make(tmp_path / "unused"))
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert cli.main(["eval", "--config", path, "--output", str(a)]) == 0
+    assert cli.main(["eval", "--config", path, "--adapter", str(reference / "adapter"), "--output", str(b)]) == 0
+    for out in (a, b):
+        samples, verdicts = (
+            read_records(out / "cycle_0" / "eval" / f"{name}.jsonl") for name in ("samples", "verdicts")
+        )
+        assert len(samples) == len(verdicts) == 6
+        assert RunFolder(out).finished
+    capsys.readouterr()
+    code = cli.main(["compare", str(a), str(b), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    (scores,) = found["scores"]
+    assert scores["p"] is not None
+    assert found["decision"]["exit_code"] == code
+    assert "no trained cycle" not in found["decision"]["text"]
+    assert "held-out pass@1" in found["decision"]["text"]
+    assert cli.main(["eval", "--config", path, "--output", str(a)]) == 1  # holds an evaluation
+    assert "holds an earlier run" in capsys.readouterr().err
