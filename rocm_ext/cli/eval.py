@@ -28,6 +28,12 @@ def add(commands) -> None:
     option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the model that the config starts from)")
     option("--data", metavar="FILE", help="rows to use instead of the config's eval_prompts: a file or a hub name")
     add_format(option)
+    option(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="keep the answers, verdicts and scores in this new folder; rocm-ext compare compares two of them",
+    )
     option("--json", action="store_true", help="print one JSON object instead of text")
     add_overrides(parser)
     parser.set_defaults(run=run)
@@ -56,8 +62,8 @@ def run(args: argparse.Namespace) -> None:
         cfg.eval_prompts = {config.COMPONENT: "rocm_ext.data.prompt_dataset", "source": args.data}
         if args.format:
             cfg.eval_prompts.format = args.format
-    with TemporaryDirectory() as out:
-        cfg.output_dir = cfg.checkpointer.output_dir = out
+    with TemporaryDirectory() as unkept:
+        cfg.output_dir = cfg.checkpointer.output_dir = str(args.output or unkept)
         scores = evaluate_adapter(cfg, args.adapter)
     if args.json:
         print(json.dumps(scores))
