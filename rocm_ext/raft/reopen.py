@@ -2,7 +2,8 @@
 
 A resumed run may change the keys in :data:`rocm_ext.raft.cycles.CHANGEABLE`. Trained cycles stay as they are. The
 change applies to the skipped cycles since the last trained one, to the cycle that was stopped before its answers were
-selected, and to evaluations: all adapters of a run are measured under the same settings.
+selected, and to evaluations: all adapters of a run are measured under the same settings. A cycle whose adapter was
+removed loses its score.
 """
 
 import re
