@@ -4,12 +4,17 @@ VENV ?= .venv
 # What to install where there is no torch yet. On Linux, PyPI's torch brings 3 GB of CUDA along; a CPU
 # build: make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
+# The torch of $(TORCH), for test-torch, which takes a bare version, too.
+VERSION = $(patsubst torch==%,%,$(firstword $(TORCH)))
+OTHER = .venv-torch-$(VERSION)
+# What test-torch runs: parity with torchtune, resuming, RAFT, sampling, several ranks and `tune`.
+CORE := parity objectives precision resume raft generation ranks registry
 # Processes that run the tests, 0 for none beside pytest itself; one takes about 1.5 GB.
 JOBS ?= 2
 BIN := $(VENV)/bin
 HAS_GPU_TORCH := import torch, sys; sys.exit(not (torch.version.hip or torch.version.cuda))
 
-.PHONY: setup demo test test-slow lint clean
+.PHONY: setup demo test test-slow test-torch lint clean
 
 setup: $(VENV)/.ready
 
@@ -43,6 +48,13 @@ test: setup lint
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
+# With another torch: make test-torch TORCH=2.9.1; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where pip finds its build.
+test-torch:
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install -q torch==$(VERSION) $(wordlist 2,9,$(TORCH))
+	$(OTHER)/bin/python -m pip install -q -e ".[test]"
+	$(OTHER)/bin/python -m pytest -n $(JOBS) --dist worksteal $(CORE:%=tests/test_%.py)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
@@ -50,4 +62,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) demo build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* demo build dist *.egg-info

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from rocm_ext import files
 from rocm_ext.log import log
+
+several_ranks = pytest.mark.skipif(torch.__version__ < (2, 7), reason="several ranks need torch 2.7")
 
 
 def forked(

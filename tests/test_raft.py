@@ -24,7 +24,7 @@ from rocm_ext.raft import rollouts
 from rocm_ext.raft.rollouts import Journal, read_records
 from rocm_ext.ranks import Ranks
 from rocm_ext.train.trainer import Trainer
-from tests.forks import forked, forked_ranks, kill_before
+from tests.forks import forked, forked_ranks, kill_before, several_ranks
 from tests.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, write_run, write_world
 
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
@@ -188,6 +188,7 @@ def test_columns_that_no_sample_has_are_refused_early(make, tmp_path):
 # ---- ranks
 
 
+@several_ranks
 def test_two_ranks_sample_and_train_what_one_does(reference, make, tmp_path):
     out = tmp_path / "two"
     for code, messages in forked_ranks(main, make(out)):

@@ -8,10 +8,11 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from safetensors.torch import load_file
 
 from rocm_ext import config
-from tests.forks import forked_ranks
+from tests.forks import forked_ranks, several_ranks
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
 
+@several_ranks
 @pytest.mark.parametrize(
     ("family", "start", "lora", "changes"),
     [

@@ -23,6 +23,7 @@ from rocm_ext.hardware.environment import environment_for
 from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import load_profile
 from rocm_ext.runs.reader import RunFolder
+from tests.forks import several_ranks
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lora_plus"
@@ -350,7 +351,7 @@ def bare() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours and name != registry.DECIDED}
 
 
-@pytest.mark.parametrize("how", ["one process", "two ranks"])
+@pytest.mark.parametrize("how", ["one process", pytest.param("two ranks", marks=several_ranks)])
 def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once(folder, how):
     script = folder / "lora_plus.py"
     script.write_text(MARK + script.read_text())
