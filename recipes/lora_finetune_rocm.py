@@ -15,10 +15,11 @@ from omegaconf import DictConfig
 from rocm_ext import config
 from rocm_ext.config.checks import check_values
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
+from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.errors import UserError
 from rocm_ext.log import log
 from rocm_ext.plan import workload
-from rocm_ext.train.components import setup_metric_logger, setup_tokenizer
+from rocm_ext.train.components import setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.output_dir import OutputDir
@@ -53,7 +54,7 @@ class LoRAFinetune:
         cfg = self.cfg
         self.runtime = Runtime.open(cfg)
         folder = OutputDir.open(cfg, self.runtime.ranks)
-        tokenizer = setup_tokenizer(cfg)
+        tokenizer = open_tokenizer(cfg)
         rows, validation_rows = self.setup_data(tokenizer)
         self.learner = self._learner(cfg, self.runtime, tokenizer)
         for each in filter(None, (rows, validation_rows)):

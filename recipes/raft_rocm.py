@@ -24,6 +24,7 @@ from rocm_ext import config
 from rocm_ext.config.checks import check_raft_values, check_values
 from rocm_ext.data.batches import rows_per_step
 from rocm_ext.data.prompts import Prompt
+from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.generation import Sampling, sample_seed
@@ -39,7 +40,7 @@ from rocm_ext.raft.reopen import discard_after, reopen
 from rocm_ext.raft.rollouts import Phase, Rollouts, Sample, SampleKey, read_samples, sampling_requests
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import check_same_run
-from rocm_ext.train.components import setup_metric_logger, setup_tokenizer
+from rocm_ext.train.components import setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.output_dir import OutputDir, pick_seed
@@ -93,7 +94,7 @@ class RAFT:
         self.ranks = self.runtime.ranks
         begun = RunRecord(self.out).begun(cfg.resume_from_checkpoint, cfg.overwrite_output_dir)
         cfg.seed = pick_seed(cfg.seed, begun["identity"]["seed"] if begun else None, self.ranks)
-        tokenizer = setup_tokenizer(cfg)
+        tokenizer = open_tokenizer(cfg)
         self.prompts.render(tokenizer)
         self.learner = self._learner(training.training_config(cfg), self.runtime, tokenizer)
         self.learner.check_columns(selection.ROW_COLUMNS)

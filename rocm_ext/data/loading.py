@@ -62,6 +62,21 @@ def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tup
     return rows, origin
 
 
+def row_at(rows: Any, index: int) -> dict[str, Any]:
+    """Return a row of :func:`load_rows`.
+
+    Arrow gives every object the keys of all objects and fills the gaps with None, so those go. JSON rows stay as
+    they are.
+    """
+    return rows[index] if isinstance(rows, list) else _without_nulls(rows[index])
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def _local_files(source: str) -> list[str]:
     """Return the files that a path or a glob names; [] for a folder, a hub name or a loader's name.
 

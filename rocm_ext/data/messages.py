@@ -1,33 +1,43 @@
 """Check the messages of a conversation in a row, without importing torch."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rocm_ext.errors import UserError
 
-ROLES = {role: role for role in ("system", "user", "assistant", "ipython")}
-ROLES |= {"human": "user", "gpt": "assistant", "tool": "ipython"}
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "ipython": "tool"}
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
+_OWN = ("role", "from", "content", "value", "weight")
 
 
 class Turn(NamedTuple):
     """One message.
 
     Attributes:
-        role: torchtune's name of the role, a value of :data:`ROLES`.
-        content: text of the message.
+        role: a value of :data:`ROLES`.
+        content: text of the message; empty only where an assistant calls tools.
         masked: whether the loss excludes the whole message.
+        more: what else a chat template may use: ``tool_calls``, ``reasoning_content``, ``name``, …
     """
 
     role: str
     content: str
     masked: bool
+    more: Mapping[str, Any] = {}
+
+    def message(self) -> dict[str, Any]:
+        """Return the message as chat templates and servers expect it."""
+        return {"role": self.role, "content": self.content, **self.more}
 
 
 def to_turns(turns: Any) -> list[Turn]:
     """Check a conversation and return its turns.
 
     Args:
-        turns: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``; roles as in :data:`ROLES`.
+        turns: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``; roles as in :data:`ROLES`. An
+            assistant's message may have ``tool_calls`` in OpenAI's form; arguments may be an object or JSON text.
 
     Raises:
         UserError: a message is malformed.
@@ -43,21 +53,79 @@ def _to_turn(turn: Any, where: str) -> Turn:
     role, weight = turn.get("role", turn.get("from")), turn.get("weight")
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{where}: unknown role {role!r}; known: {', '.join(ROLES)}")
-    if turn.get("tool_calls"):
-        raise UserError(f"{where}: tool_calls are not supported; write the call into content as the model does")
+    role = ROLES[role]
+    more = {key: value for key, value in turn.items() if key not in _OWN and value is not None}
+    reasoning = next((more[key] for key in _REASONING if key in more), None)
+    if reasoning is not None:
+        more["reasoning_content"] = string(reasoning, f"{where}: reasoning_content")
+    if calls := more.pop("tool_calls", None):  # templates ask whether the key is there
+        if role != "assistant":
+            raise UserError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
+        more["tool_calls"] = _tool_calls(calls, f"{where}: tool_calls")
     content = turn.get("content", turn.get("value"))
-    if isinstance(content, list):  # a list of parts, as in OpenAI's API
+    content = "" if content is None and calls else _text(content, where)
+    if role == "assistant" and not content.strip() and not calls:
+        raise UserError(f"{where}: the assistant's content is empty")
+    if weight not in (None, 0, 1):
+        raise UserError(f"{where}: weight must be 0 or 1, found {weight!r}")
+    return Turn(role, content, role != "assistant" or weight == 0, more)
+
+
+def _text(content: Any, where: str) -> str:
+    """Return a message's text, which may come as a list of parts, as in OpenAI's API."""
+    if isinstance(content, list):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text":
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
                 raise UserError(f"{where}: content of type {kind!r}; only text is supported, no images")
         content = "".join(string(part.get("text"), f"{where}: text") for part in content)
-    content = string(content, f"{where}: content")
-    if ROLES[role] == "assistant" and not content.strip():
-        raise UserError(f"{where}: the assistant's content is empty")
-    if weight not in (None, 0, 1):
-        raise UserError(f"{where}: weight must be 0 or 1, found {weight!r}")
-    return Turn(ROLES[role], content, masked=ROLES[role] != "assistant" or weight == 0)
+    return string(content, f"{where}: content")
+
+
+def _tool_calls(calls: Any, where: str) -> list[Any]:
+    """Check calls and parse arguments that are JSON text, because templates expect objects."""
+    if not isinstance(calls, list):
+        raise UserError(f"{where} must be a list, found {type(calls).__name__}")
+    return [_tool_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where} needs a function with a name, found {call!r}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise UserError(f"{where}: arguments are not valid JSON: {error}") from error
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise UserError(f"{where}: arguments must be an object, found {type(arguments).__name__}")
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def to_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Return the functions that a conversation may call, as JSON schemas.
+
+    Args:
+        value: the ``tools`` column: a list of objects in OpenAI's form, the same as JSON text, or nothing.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise UserError(f"tools are not valid JSON: {error}") from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) and tool for tool in value):
+        raise UserError(f"tools must be a list of objects, as in OpenAI's API, found {value!r}")
+    return [dict(tool) for tool in value]
 
 
 def string(value: Any, what: str) -> str:

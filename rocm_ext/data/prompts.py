@@ -4,11 +4,11 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rocm_ext.data.loading import load_rows
-from rocm_ext.data.messages import string, to_turns
+from rocm_ext.data.loading import load_rows, row_at
+from rocm_ext.data.messages import string, to_tools, to_turns
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.log import log
 
@@ -19,21 +19,25 @@ class Prompt:
 
     Attributes:
         id: the row's ``id`` or ``task_id`` as text, else the first 16 hex digits of ``key``.
-        messages: ``{role, content}`` each; an optional system message first, a user's turn last.
+        messages: ``{role, content}`` each, with ``tool_calls`` where the assistant calls tools; an optional system
+            message first, the turn of a user or a tool last.
         row: all columns under our names, without nulls; the verifier gets them. ``prompt`` is the text of the
             last user's turn as the model reads it.
         origin: ``file:line`` in JSON lines, else the source and the row's index from 0.
+        tools: JSON schemas of the functions that the assistant may call.
     """
 
     id: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     row: Mapping[str, Any]
     origin: str
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def key(self) -> str:
-        """SHA-256 of the messages, in hex; prompts with the same key are identical for the model."""
-        return hashlib.sha256(_canonical(self.messages).encode()).hexdigest()
+        """SHA-256 of messages and tools, in hex; prompts with the same key are identical for the model."""
+        asked = (self.messages, self.tools) if self.tools else self.messages
+        return hashlib.sha256(_canonical(asked).encode()).hexdigest()
 
 
 def prompt_dataset(
@@ -49,10 +53,11 @@ def prompt_dataset(
 ) -> list[Prompt]:
     """Read prompts; a component for YAML: ``_component_: rocm_ext.data.prompt_dataset``.
 
-    A row has ``prompt``, the text of one user's turn, or ``messages``, a conversation that ends with a user's
-    turn. It also has the columns of its verifier (``answer``, ``tests``, ...). A row may have both ``prompt``
-    and ``messages`` if they agree; ``messages`` may then include the assistant's answer. If they differ,
-    ``column_map`` must name one of them.
+    A row has ``prompt``, the text of one user's turn, or ``messages``, a conversation that ends with the turn of a
+    user or a tool. It may have ``system``, the text of the system message, and ``tools``, the JSON schemas of
+    functions that the assistant may call. It also has the columns of its verifier (``answer``, ``tests``, ...).
+    A row may have both ``prompt`` and ``messages`` if they agree; ``messages`` may then include the assistant's
+    answer. If they differ, ``column_map`` must name one of them.
 
     Formats convert the columns of well-known datasets to ours:
 
@@ -96,7 +101,7 @@ def prompt_dataset(
     prompts = []
     for index in range(len(rows) if limit is None else min(limit, len(rows))):
         try:
-            prompts.append(_prompt(rows[index], mapping, format, system_prompt, origin(index)))
+            prompts.append(_prompt(row_at(rows, index), mapping, format, system_prompt, origin(index)))
         except UserError as error:
             raise UserError(f"{origin(index)}: {error}") from error
     return _distinct(prompts, source)
@@ -161,13 +166,22 @@ def _prompt(row: Mapping[str, Any], mapping: dict[str, str], format: str | None,
         messages = _from_text(fields["prompt"])
     else:
         messages = _messages(fields, mapping)
-    if system and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": system}, *messages)
-    prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin)
-    return Prompt(_id(fields) or prompt.key[:16], prompt.messages, prompt.row, origin)
+    messages = _with_system(messages, string(fields.get("system", ""), "system"), system)
+    tools = tuple(to_tools(fields.get("tools")) or ())
+    prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin, tools)
+    return replace(prompt, id=_id(fields) or prompt.key[:16])
 
 
-def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str, str], ...]:
+def _with_system(messages: tuple[dict[str, Any], ...], own: str, default: str) -> tuple[dict[str, Any], ...]:
+    """Add a row's system message, or the default one if the conversation has none."""
+    if messages[0]["role"] == "system":
+        if own and own != messages[0]["content"]:
+            raise UserError("the column system differs from the system message in the conversation; keep one of them")
+        return messages
+    return ({"role": "system", "content": own or default}, *messages) if own or default else messages
+
+
+def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str, Any], ...]:
     """Return the conversation from ``prompt`` or ``messages``; if a row has both, from the one in ``mapping``.
 
     Raises:
@@ -191,28 +205,26 @@ def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str
     return messages
 
 
-def _from_text(text: Any) -> tuple[dict[str, str], ...]:
+def _from_text(text: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(text, str):
         hint = "; a conversation goes in messages" if isinstance(text, list) else ""
         raise UserError(f"prompt must be text, found {type(text).__name__}{hint}")
     return _encodable(({"role": "user", "content": text},))
 
 
-def _conversation(turns: Any) -> tuple[dict[str, str], ...]:
-    """Check a row's messages and reduce them to ``{role, content}``; the last must be a user's turn."""
-    # torchtune calls the role of tools ipython; servers call it tool
-    roles = {"ipython": "tool"}
-    messages = [{"role": roles.get(m.role, m.role), "content": m.content} for m in to_turns(turns)]
+def _conversation(turns: Any) -> tuple[dict[str, Any], ...]:
+    """Check a row's messages; the last must be the turn of a user or a tool."""
+    messages = [turn.message() for turn in to_turns(turns)]
     if not messages:
         raise UserError("messages is empty; expected a conversation that ends with a user's turn")
-    if messages[-1]["role"] != "user":
+    if messages[-1]["role"] not in ("user", "tool"):
         raise UserError(f"messages must end with a user's turn, found the {messages[-1]['role']}'s; remove it")
     if any(m["role"] == "system" for m in messages[1:]):
         raise UserError("a system message must be the first of its conversation")
     return _encodable(tuple(messages))
 
 
-def _encodable(messages: tuple[dict[str, str], ...]) -> tuple[dict[str, str], ...]:
+def _encodable(messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """Check that the last message is not empty and that every message is valid Unicode; return ``messages``."""
     if not messages[-1]["content"].strip():
         raise UserError("prompt is empty")

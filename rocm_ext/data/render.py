@@ -1,4 +1,4 @@
-"""Render messages to tokens and labels with the tokenizer's own template.
+"""Render conversations to tokens and labels.
 
 Only this module turns messages into tokens. A training row therefore starts with exactly the tokens that the
 sampler gets, and its labels start right behind them.
@@ -7,42 +7,56 @@ Labels follow torchtune: ``labels[t]`` is the token at ``t`` itself, or -100 for
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from torchtune.data import Message
 
-from rocm_ext.data.messages import to_turns
+from rocm_ext.data.messages import Turn, to_turns
+from rocm_ext.data.template import ChatTemplate
 from rocm_ext.errors import UserError
 
 IGNORE = -100
+Tools = Sequence[Mapping] | None
 
 
-def render_prompt(tokenizer: Any, messages: Sequence[Mapping]) -> list[int]:
+class Renderer(Protocol):
+    """A way to render conversations."""
+
+    def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
+        """Render a conversation to sample from, with the header of the assistant's turn."""
+
+    def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+        """Render a conversation to tokens and labels; the last turn is one to train on."""
+
+
+def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = None) -> list[int]:
     """Render a prompt to sample from: the conversation so far and the header of the assistant's turn.
 
-    torchtune's Qwen tokenizers turn text that looks like a special token (``<|im_end|>``) into that token, as
-    transformers does. The Llama 3 tokenizer keeps it as text. ``tokenizer.max_seq_len`` does not apply.
+    Text that looks like a special token (``<|im_end|>``) becomes that token, as in transformers. Only torchtune's
+    Llama 3 tokenizer keeps it as text. ``tokenizer.max_seq_len`` does not apply.
 
     Args:
-        tokenizer: a torchtune model tokenizer.
+        tokenizer: from :func:`rocm_ext.data.tokenizer.open_tokenizer`, or a torchtune model tokenizer.
         messages: ``{"role", "content"}`` each, or ShareGPT's ``{"from", "value"}``.
+        tools: JSON schemas of the functions that the assistant may call.
 
     Returns:
         Token ids ``[s]``.
 
     Raises:
-        UserError: a message is malformed.
+        UserError: a message is malformed, or the chat template refuses the conversation.
     """
-    conversation = [*to_messages(messages), Message(role="assistant", content="")]
-    tokens, mask = _render(tokenizer, conversation, unmasked=[len(conversation) - 1])
-    start = mask.index(False) if False in mask else len(mask)
-    return tokens[: start + _header_length(tokenizer)]
+    return _renderer(tokenizer).prompt(to_turns(messages), tools)
 
 
 def render_conversation(
-    tokenizer: Any, messages: Sequence[Mapping], train_on_input: bool = False
+    tokenizer: Any,
+    messages: Sequence[Mapping],
+    train_on_input: bool = False,
+    tools: Tools = None,
+    last_turn: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Render a conversation to train on.
 
@@ -51,63 +65,215 @@ def render_conversation(
     labelled one bear no loss and are cut.
 
     Args:
-        tokenizer: a torchtune model tokenizer.
+        tokenizer: as in :func:`render_prompt`.
         messages: as in :func:`render_prompt`.
         train_on_input: label every token.
+        tools: as in :func:`render_prompt`.
+        last_turn: label the last assistant turn alone.
 
     Returns:
         Tokens ``[s]`` and labels ``[s]``.
 
     Raises:
-        UserError: a message is malformed, or the conversation has no assistant turn to train on.
+        UserError: a message is malformed, the conversation has no assistant turn to train on, or the chat template
+            does not show which tokens to train on.
     """
-    conversation = to_messages(messages)
-    trained = [i for i, message in enumerate(conversation) if not message.masked]
-    if not trained:
+    turns = to_turns(messages)
+    last = max((i for i, turn in enumerate(turns) if not turn.masked), default=None)
+    if last is None:
         raise UserError("no assistant turn to train on")
-    conversation = conversation[: trained[-1] + 1]
-    if train_on_input:
-        tokens, _ = _render(tokenizer, conversation, unmasked=trained)
-        return tokens, list(tokens)
-
-    labels: list[int] = []
-    header, stops = _header_length(tokenizer), getattr(tokenizer, "stop_tokens", ())
-    # A run of unmasked tokens must be one turn. Where assistant turns follow each other, render twice, each time
-    # with every other assistant turn unmasked.
-    adjacent = any(b - a == 1 for a, b in pairwise(trained))
-    for group in (trained[::2], trained[1::2]) if adjacent else (trained,):
-        tokens, mask = _render(tokenizer, conversation, unmasked=group)
-        labels = labels or [IGNORE] * len(tokens)
-        for masked, run in groupby(range(len(mask)), key=mask.__getitem__):
-            own = [] if masked else list(run)[header:]
-            # The model does not generate what the template puts after the end of turn ("\n").
-            end = max((n for n, i in enumerate(own, 1) if tokens[i] in stops), default=len(own))
-            for i in own[:end]:
-                labels[i] = tokens[i]
-    return tokens, labels
+    turns = turns[: last + 1]
+    if last_turn or train_on_input:
+        turns = [*(turn._replace(masked=True) for turn in turns[:-1]), turns[-1]]
+    tokens, labels = _renderer(tokenizer).conversation(turns, tools)
+    return tokens, list(tokens) if train_on_input else labels
 
 
-def _render(tokenizer: Any, messages: list[Message], unmasked: list[int]) -> tuple[list[int], list[bool]]:
-    """Render with the tokenizer, with only the messages at these indices unmasked; return tokens and mask."""
-    messages = [Message(m.role, m.content, masked=i not in unmasked) for i, m in enumerate(messages)]
-    out = unlimited(tokenizer)({"messages": messages})
-    return out["tokens"], out["mask"]
+def _renderer(tokenizer: Any) -> Renderer:
+    return getattr(tokenizer, "renderer", None) or TorchtuneRenderer(tokenizer)
 
 
-def _header_length(tokenizer: Any) -> int:
-    """Count the tokens of an assistant's turn before its content.
+# ---- by the model's own template
 
-    It compares an empty turn with another one; they differ from the first token of the content on.
-    ``inference=True`` does not help: torchtune's Qwen, Mistral and Gemma tokenizers ignore it and end the empty
-    turn, and Phi 4's tokenizer does not accept it.
+
+class TemplateRenderer:
+    """Renders with a chat template, to the ids that ``apply_chat_template`` gives.
+
+    A prompt and the answer behind it are tokenised apart where a token would span both, because a server tokenises
+    the prompt alone.
+
+    Args:
+        template: the chat template.
+        encode: tokenises text, in which special tokens are parsed; it adds none.
+        stops: ids of the tokens that end an answer.
     """
 
-    def turn(content: str) -> list[int]:
-        tokens, mask = _render(tokenizer, [Message("user", "a"), Message("assistant", content)], unmasked=[1])
-        return [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+    def __init__(self, template: ChatTemplate, encode: Callable[[str], list[int]], stops: Sequence[int]) -> None:
+        self.template, self._encode, self._stops = template, encode, frozenset(stops)
 
-    empty, other = turn(""), turn("a")
-    return next((i for i, (a, b) in enumerate(zip(empty, other, strict=False)) if a != b), len(empty))
+    def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
+        return self._encode(self.template.render(turns, tools, prompt=True))
+
+    def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+        text, spans = self._marked(turns, tools) if self.template.marked else self._nested(turns, tools)
+        tokens, cuts = self._encode_apart(text, [cut for span in spans for cut in span])
+        labels = [IGNORE] * len(tokens)
+        for start, end in zip(cuts[::2], cuts[1::2], strict=True):
+            _label(labels, tokens, range(start, end), self._stops)
+        return tokens, labels
+
+    def _nested(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and the span of each trained turn, from renderings of the turns up to it."""
+        text, spans = self.template.render(turns, tools), []
+        for i, turn in enumerate(turns):
+            if turn.masked:
+                continue
+            before = self.template.render(turns[:i], tools, prompt=True)
+            after = text if i == len(turns) - 1 else self.template.render(turns[: i + 1], tools)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise UserError(
+                    f"message {i}: chat template {self.template.origin} renders this assistant turn differently "
+                    "when it is generated and in the whole conversation, so training would teach text that is never "
+                    "generated; train on the last turn alone (assistant_turns: last in the dataset, or weight: 0 in "
+                    "the message), or use a template that keeps earlier turns as they are"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+    def _marked(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and the span of each trained turn, from the template's generation blocks."""
+        text, spans = self.template.render_marked(turns, tools)
+        masked = [turn.masked for turn in turns if turn.role == "assistant"]
+        if len(masked) != len(spans):
+            raise UserError(
+                f"chat template {self.template.origin} has marked {len(spans)} parts of a conversation with "
+                f"{len(masked)} assistant turns; expected one generation block for each"
+            )
+        return text, [span for span, skip in zip(spans, masked, strict=True) if not skip]
+
+    def _encode_apart(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Tokenise ``text`` so that no token spans a cut; return the tokens and the index of each cut's token."""
+        begun: list[int] = []  # tokens in front of the last forced cut, which is at `start`
+        start, tokens, positions = 0, self._encode(text), []
+        for cut in cuts:
+            before = begun + self._encode(text[start:cut])
+            if tokens[: len(before)] != before:
+                begun, start = before, cut
+                tokens = begun + self._encode(text[start:])
+            positions.append(len(before))
+        return tokens, positions
+
+
+# ---- without a template
+
+
+class PlainRenderer:
+    """Renders a prompt and its completion as they are, for base models.
+
+    Args:
+        tokenizer: a torchtune model tokenizer; it adds a BOS if the model has one.
+        end: id of the token that ends a completion.
+    """
+
+    def __init__(self, tokenizer: Any, end: int) -> None:
+        self._tokenizer, self._end = tokenizer, end
+
+    def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
+        if tools or len(turns) != 1 or turns[0].role != "user":
+            roles = ", ".join(turn.role for turn in turns)
+            raise UserError(
+                f"chat_template none takes a prompt alone, found {'tools and ' * bool(tools)}{roles or 'nothing'}; "
+                "a conversation needs a chat template"
+            )
+        return self._tokenizer.encode(turns[0].content, add_bos=True, add_eos=False)
+
+    def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+        prompt = self.prompt(turns[:-1], tools)
+        answer = [*self._tokenizer.encode(turns[-1].content, add_bos=False, add_eos=False), self._end]
+        return [*prompt, *answer], [*[IGNORE] * len(prompt), *answer]
+
+
+# ---- by torchtune's tokenizers
+
+
+class TorchtuneRenderer:
+    """Renders with the tokenizer itself, as torchtune's own recipes do.
+
+    Args:
+        tokenizer: a torchtune model tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = unlimited(tokenizer)
+
+    def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
+        _refuse_tools(turns, tools)
+        conversation = [*turns, Turn("assistant", "", False)]
+        tokens, mask = self._render(conversation, unmasked=[len(turns)])
+        start = mask.index(False) if False in mask else len(mask)
+        return tokens[: start + self._header_length()]
+
+    def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+        _refuse_tools(turns, tools)
+        trained = [i for i, turn in enumerate(turns) if not turn.masked]
+        labels: list[int] = []
+        header, stops = self._header_length(), frozenset(getattr(self._tokenizer, "stop_tokens", ()))
+        # A run of unmasked tokens must be one turn. Where assistant turns follow each other, render twice, each time
+        # with every other assistant turn unmasked.
+        adjacent = any(b - a == 1 for a, b in pairwise(trained))
+        for group in (trained[::2], trained[1::2]) if adjacent else (trained,):
+            tokens, mask = self._render(turns, unmasked=group)
+            labels = labels or [IGNORE] * len(tokens)
+            for masked, run in groupby(range(len(mask)), key=mask.__getitem__):
+                if not masked:
+                    _label(labels, tokens, list(run)[header:], stops)
+        return tokens, labels
+
+    def _render(self, turns: Sequence[Turn], unmasked: Sequence[int]) -> tuple[list[int], list[bool]]:
+        """Return tokens and mask, with only the turns at these indices unmasked."""
+        roles = {"tool": "ipython"}
+        out = self._tokenizer(
+            {
+                "messages": [
+                    Message(roles.get(turn.role, turn.role), turn.content, masked=i not in unmasked)
+                    for i, turn in enumerate(turns)
+                ]
+            }
+        )
+        return out["tokens"], out["mask"]
+
+    def _header_length(self) -> int:
+        """Count the tokens of an assistant's turn before its content.
+
+        It compares an empty turn with another one; they differ from the first token of the content on.
+        ``inference=True`` does not help: torchtune's Qwen, Mistral and Gemma tokenizers ignore it and end the empty
+        turn, and Phi 4's tokenizer does not accept it.
+        """
+
+        def turn(content: str) -> list[int]:
+            tokens, mask = self._render([Turn("user", "a", True), Turn("assistant", content, False)], unmasked=[1])
+            return [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+
+        empty, other = turn(""), turn("a")
+        return next((i for i, (a, b) in enumerate(zip(empty, other, strict=False)) if a != b), len(empty))
+
+
+def _refuse_tools(turns: Sequence[Turn], tools: Tools) -> None:
+    if tools or any("tool_calls" in turn.more for turn in turns):
+        raise UserError("tools and tool_calls need the model's own chat template (chat_template: auto)")
+
+
+# ---- shared
+
+
+def _label(labels: list[int], tokens: Sequence[int], own: Sequence[int], stops: frozenset[int]) -> None:
+    """Label the tokens at the indices ``own`` of one turn.
+
+    The model does not generate what a template puts after the end of turn (``"\\n"``), so this gets no label.
+    """
+    end = max((n for n, i in enumerate(own, 1) if tokens[i] in stops), default=len(own))
+    for i in own[:end]:
+        labels[i] = tokens[i]
 
 
 def unlimited(tokenizer: Any) -> Any:
@@ -120,18 +286,6 @@ def unlimited(tokenizer: Any) -> Any:
         tokenizer = copy.copy(tokenizer)
         tokenizer.max_seq_len = None
     return tokenizer
-
-
-def to_messages(turns: Any) -> list[Message]:
-    """Convert turns to torchtune messages; a message without training tokens is ``masked``.
-
-    Args:
-        turns: ``messages`` of :func:`render_prompt`.
-
-    Raises:
-        UserError: a message is malformed.
-    """
-    return [Message(turn.role, turn.content, masked=turn.masked) for turn in to_turns(turns)]
 
 
 def to_text(tokenizer: Any, tokens: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import ConversationDataset
 from rocm_ext.errors import UserError, nearest, one_line
-from rocm_ext.log import log
+from rocm_ext.log import log, warn
 
 TOO_LONG = ("truncate", "drop", "error")
 
@@ -191,6 +191,8 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
         rows.tokens.append(tokens)
         rows.labels.append(labels)
         rows.lengths.append(lengths)
+    for part in getattr(dataset, "datasets", [dataset]):
+        warn(part.warnings() if isinstance(part, ConversationDataset) else [])
     if not rows.tokens:
         raise UserError(
             f"0 of {counts['rows']} rows left: {counts['dropped_too_long']} over max_seq_len {max_seq_len} "

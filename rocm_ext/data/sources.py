@@ -1,14 +1,16 @@
 """Read conversations from files or the hub, and recognise their schema."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch.utils.data import Dataset
 
-from rocm_ext.data.loading import load_rows
-from rocm_ext.data.messages import string
-from rocm_ext.data.render import render_conversation
+from rocm_ext.data.loading import load_rows, row_at
+from rocm_ext.data.messages import string, to_tools, to_turns
+from rocm_ext.data.render import PlainRenderer, render_conversation
+from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 from rocm_ext.errors import UserError, nearest, one_line
 
 SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
@@ -18,7 +20,8 @@ SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
-FIELDS = ("input", *(field for fields in SCHEMAS.values() for field in fields))
+EXTRAS = ("system", "tools")  # columns that every schema but text may have
+FIELDS = ("input", *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
 NEEDS = ", ".join(f"{name} ({' + '.join(fields)})" for name, fields in SCHEMAS.items())
 
 
@@ -32,6 +35,7 @@ def sft_dataset(
     column_map: Mapping[str, str] | None = None,
     schema: str = "auto",
     system_prompt: str | None = None,
+    assistant_turns: str = "all",
     train_on_input: bool = False,
 ) -> "ConversationDataset":
     """Open a dataset of conversations; a component for YAML.
@@ -43,7 +47,11 @@ def sft_dataset(
     - prompt_completion: ``prompt`` and ``completion``, strings or lists of messages
     - alpaca: ``instruction``, ``output`` and optionally ``input``. The user's turn is the instruction, a blank
       line and the input. The model's chat template formats it
-    - text: ``text``. Every token is labelled, and the tokenizer's EOS ends the row
+    - text: ``text``. Every token is labelled, and the model's EOS ends the row
+
+    Rows of the first four may also have ``system``, the text of the system message, and ``tools``, the JSON schemas
+    of functions that the assistant may call (a list, or JSON text). ``chat_template: none`` takes prompt_completion
+    with strings, and text.
 
     Args:
         tokenizer: a torchtune model tokenizer.
@@ -53,8 +61,10 @@ def sft_dataset(
         data_files, name: passed on to `datasets`; ``name`` is the configuration of a hub dataset.
         column_map: our column -> yours, ``{prompt: question, completion: answer}``.
         schema: one of the above, or ``auto``, which chooses the matching schema row by row.
-        system_prompt: added to conversations without a system message. None adds nothing, although
-            Qwen 2.5's Hugging Face template adds a default one.
+        system_prompt: added to conversations without a system message. With None, the chat template may add a
+            default one, as Qwen 2.5's does.
+        assistant_turns: ``all``, or ``last`` to train on the last assistant turn of each conversation alone, which
+            templates need that cut the reasoning from earlier turns, as Qwen 3's does.
         train_on_input: label every token instead of only the assistant's.
 
     Returns:
@@ -65,6 +75,8 @@ def sft_dataset(
     """
     if schema not in ("auto", *SCHEMAS):
         raise UserError(f"schema {schema!r} is unknown{nearest(schema, ['auto', *SCHEMAS])}; schemas: {NEEDS}")
+    if assistant_turns not in ("all", "last"):
+        raise UserError(f"assistant_turns is {assistant_turns!r}; expected all or last")
     column_map = dict(column_map or {})
     for ours in column_map:
         if ours not in FIELDS:
@@ -73,7 +85,8 @@ def sft_dataset(
     columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
     if missing := [column for column in column_map.values() if column not in columns]:
         raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
-    return ConversationDataset(tokenizer, rows, origin, column_map, schema, system_prompt, train_on_input)
+    last = assistant_turns == "last"
+    return ConversationDataset(tokenizer, rows, origin, column_map, schema, system_prompt, last, train_on_input, source)
 
 
 @dataclass(eq=False)
@@ -84,6 +97,8 @@ class ConversationDataset(Dataset):
         rows: the raw rows.
         origin: ``origin(i)`` names the source of row i: ``file:line`` in JSON lines, else its index, from 0.
         tokenizer, column_map, schema, system_prompt, train_on_input: see :func:`sft_dataset`.
+        last_turn: whether to train on the last assistant turn of each conversation alone.
+        source: the source of :func:`sft_dataset`.
     """
 
     tokenizer: Any
@@ -92,26 +107,54 @@ class ConversationDataset(Dataset):
     column_map: dict[str, str]
     schema: str
     system_prompt: str | None
+    last_turn: bool
     train_on_input: bool
+    source: str
+    _seen: set[str] = field(default_factory=set)  # columns of the rows read so far, and those that a row used
+    _used: set[str] = field(default_factory=set)
+    _reserved: dict[int, str] = field(default_factory=dict)  # a special token in the text of row i
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        row = self.rows[index]
         try:
-            schema, fields = self._fields(row)
-            if schema == "text":
-                if not string(fields["text"], "text"):
-                    raise UserError("text is empty")
-                tokens = self.tokenizer.encode(fields["text"], add_bos=True, add_eos=True)
-                labels = list(tokens)
-            else:
-                messages = self._messages(schema, fields)
-                tokens, labels = render_conversation(self.tokenizer, messages, self.train_on_input)
+            tokens, labels = self._render(index)
         except (UserError, ValueError) as error:  # ValueError: the tokenizer cannot encode the text
             raise UserError(f"{self.origin(index)}: {one_line(error)}") from error
         return {"tokens": tokens, "labels": labels}
+
+    def warnings(self) -> list[str]:
+        """Return what the user should know about the rows read so far, one line each."""
+        found = []
+        if unused := self._seen - self._used:
+            found.append(f"{self.source}: the columns {', '.join(sorted(unused))} are not used")
+        reserved = [(self._reserved[index], self.origin(index)) for index in sorted(self._reserved)]
+        found += special_token_lines(f"rows of {self.source}", len(self), reserved)
+        return found
+
+    def _render(self, index: int) -> tuple[list[int], list[int]]:
+        row = row_at(self.rows, index)
+        schema, fields = self._fields(row)
+        plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
+        if schema == "text":
+            if not string(fields["text"], "text"):
+                raise UserError("text is empty")
+            end = getattr(self.tokenizer, "end_of_text", self.tokenizer.eos_id)
+            tokens = [*self.tokenizer.encode(fields["text"], add_bos=True, add_eos=False), end]
+            return tokens, list(tokens)
+        messages = self._messages(schema, fields)
+        if plain and (schema != "prompt_completion" or any(isinstance(fields[key], list) for key in SCHEMAS[schema])):
+            raise UserError("chat_template none needs prompt and completion as strings, or text")
+        tools = to_tools(fields.get("tools"))
+        tokens, labels = render_conversation(self.tokenizer, messages, self.train_on_input, tools, self.last_turn)
+        if special := self._special_token(turn.content for turn in to_turns(messages)):
+            self._reserved[index] = special
+        return tokens, labels
+
+    @cached_property
+    def _special_token(self) -> Callable[[Iterable[str]], str | None]:
+        return special_tokens_in(self.tokenizer)
 
     def _fields(self, row: Mapping) -> tuple[str, dict[str, Any]]:
         """Return the schema that matches a row, and the row's values under our column names.
@@ -132,6 +175,9 @@ class ConversationDataset(Dataset):
         if not fits:
             what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
             raise UserError(f"the columns {list(row)} do not fit {what}; use column_map. Known: {NEEDS}")
+        self._seen.update(present)
+        used = {*SCHEMAS[fits[0]], *(EXTRAS if fits[0] != "text" else ()), *(["input"] if fits[0] == "alpaca" else ())}
+        self._used.update(self.column_map.get(ours, ours) for ours in used)
         return fits[0], fields
 
     def _messages(self, schema: str, fields: dict[str, Any]) -> Any:
@@ -148,8 +194,13 @@ class ConversationDataset(Dataset):
                 messages[0]["content"] += "\n\n" + string(fields["input"], "input")
         else:
             messages = fields[SCHEMAS[schema][0]]
-        if self.system_prompt is None or not isinstance(messages, list):
+        if not isinstance(messages, list):
             return messages
-        if any(isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from")) for m in messages):
+        own = next((m for m in messages if isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from"))), None)
+        system: str | None = string(fields.get("system", ""), "system")
+        if own is not None and system and system != own.get("content", own.get("value")):
+            raise UserError("the column system differs from the system message in the conversation; keep one of them")
+        system = system or self.system_prompt
+        if own is not None or system is None:
             return messages
-        return [{"role": "system", "content": self.system_prompt}, *messages]
+        return [{"role": "system", "content": system}, *messages]

@@ -13,6 +13,7 @@ from rocm_ext import config
 from rocm_ext.data.batches import count_labels
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
+from rocm_ext.data.tokenizer import open_tokenizer
 
 _LONGEST_ROW, _PROMPT = 2048, 128  # tokens assumed if neither the config nor its data tells
 _RIGHT = 0.5  # assumed share of right answers
@@ -87,7 +88,7 @@ def sft_rows(cfg: DictConfig, known: Known) -> Workload:
     """
     limit = cfg.tokenizer.get("max_seq_len")
     if _is_local(cfg.dataset) and _tokenizer_is_here(cfg):
-        tokenizer = config.instantiate(cfg.tokenizer, key="tokenizer")
+        tokenizer = open_tokenizer(cfg)
         whole = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
         count = len(whole)  # type: ignore[arg-type]
         part = Subset(whole, range(0, count, -(-count // _LOOKED_AT)))
@@ -114,7 +115,7 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
     """Estimate the prompts and answers of a RAFT config; sizes in ``known`` take precedence."""
     count, held_out, lengths, source = None, _count(cfg.eval_prompts), [_PROMPT], "prompts assumed, not on disk"
     if _is_local(cfg.prompts) and _tokenizer_is_here(cfg):
-        tokenizer = config.instantiate(cfg.tokenizer, key="tokenizer")
+        tokenizer = open_tokenizer(cfg)
         prompts = config.instantiate(cfg.prompts, key="prompts")
         count, source = len(prompts), f"{len(prompts):,} prompts read"
         lengths = [len(render_prompt(tokenizer, prompt.messages)) for prompt in prompts]

@@ -13,7 +13,9 @@ from rocm_ext import config
 from rocm_ext.data.prompts import Prompt, check_disjoint
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import check_vocabulary
+from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 from rocm_ext.errors import UserError
+from rocm_ext.log import warn
 from rocm_ext.plan import workload
 from rocm_ext.verifiers import build
 
@@ -44,8 +46,21 @@ class PromptSet:
         self._by_id = {prompt.id: prompt for prompt in self}
 
     def render(self, tokenizer: Any) -> None:
-        """Fill ``tokens`` as SFT rows are rendered."""
-        self.tokens = {prompt.id: render_prompt(tokenizer, prompt.messages) for prompt in self}
+        """Fill ``tokens`` as SFT rows are rendered.
+
+        Raises:
+            UserError: the chat template refuses a prompt.
+        """
+        special = special_tokens_in(tokenizer)
+        reserved = []
+        for prompt in self:
+            try:
+                self.tokens[prompt.id] = render_prompt(tokenizer, prompt.messages, prompt.tools or None)
+            except UserError as error:
+                raise UserError(f"{prompt.origin}: {error}") from error
+            if found := special(message["content"] for message in prompt.messages):
+                reserved.append((found, prompt.origin))
+        warn(special_token_lines("prompts", len(self.tokens), reserved))
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter((*self.training, *self.held_out))

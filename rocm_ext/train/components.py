@@ -5,19 +5,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rocm_ext import config
-from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.train.runtime import Runtime
-
-
-def setup_tokenizer(cfg: DictConfig) -> Any:
-    """Build the config's tokenizer.
-
-    Raises:
-        UserError: it cannot be built, or its ``max_seq_len`` is not a length.
-    """
-    tokenizer = config.instantiate(cfg.tokenizer, key="tokenizer")
-    check_max_seq_len(getattr(tokenizer, "max_seq_len", None))
-    return tokenizer
 
 
 def setup_metric_logger(cfg: DictConfig, runtime: Runtime) -> Any:

@@ -1,0 +1,234 @@
+"""Open a config's tokenizer together with the way its conversations are rendered."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from tokenizers import Tokenizer
+
+from rocm_ext import config
+from rocm_ext.config.checks import check_max_seq_len
+from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, render_conversation
+from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
+from rocm_ext.errors import UserError, one_line
+from rocm_ext.files import json_object
+from rocm_ext.log import log
+
+TOKENIZER = "tokenizer.json"
+_SAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+class ChatTokenizer:
+    """A torchtune model tokenizer whose conversations another renderer renders.
+
+    Every other attribute is that of the torchtune tokenizer.
+
+    Args:
+        base: a torchtune model tokenizer.
+        renderer: renders conversations.
+        end_of_text: id of the token that ends a text without turns.
+        reserved: texts that become special tokens; None: those of ``base``.
+        template: text of a chat template that is not the model's own; None if it is.
+
+    Attributes:
+        stop_tokens: ids that end an answer.
+        max_seq_len: maximum length of a row in tokens; None: no limit.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        renderer: Renderer,
+        end_of_text: int,
+        reserved: frozenset[str] | None = None,
+        template: str | None = None,
+    ) -> None:
+        self.base, self.renderer, self.end_of_text, self._template = base, renderer, end_of_text, template
+        self.reserved = reserved_tokens(base) if reserved is None else reserved
+        self.max_seq_len = getattr(base, "max_seq_len", None)
+        self.stop_tokens = list(dict.fromkeys([*getattr(base, "stop_tokens", ()), end_of_text]))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "base":  # copy and pickle look before __init__ has run
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    def __call__(self, sample: dict[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Render ``sample["messages"]``, torchtune Messages, for torchtune's datasets: adds ``tokens`` and ``mask``."""
+        messages = sample.pop("messages")
+        turns = [
+            {"role": m.role, "content": m.text_content, "weight": int(m.role != "assistant" or not m.masked)}
+            for m in messages
+        ]
+        on_input = any(m.role != "assistant" and not m.masked for m in messages)
+        tokens, labels = render_conversation(self, turns, on_input)
+        return {**sample, "tokens": tokens, "mask": [label < 0 for label in labels]}
+
+    def write_template(self, folder: Path) -> None:
+        """Write the chat template into a folder with an exported model, unless it is the model's own."""
+        if self._template is not None:
+            (folder / TEMPLATE).write_text(self._template, encoding="utf-8")
+
+
+def open_tokenizer(cfg: DictConfig) -> Any:
+    """Build the config's tokenizer, which renders as ``chat_template`` says.
+
+    Args:
+        cfg: config of a recipe; its ``checkpointer`` names the folder with the model's own template.
+
+    Returns:
+        A :class:`ChatTokenizer`; the torchtune tokenizer itself where that renders.
+
+    Raises:
+        UserError: the tokenizer cannot be built, or the template cannot be read or does not fit the tokenizer.
+    """
+    base = config.instantiate(cfg.tokenizer, key="tokenizer")
+    check_max_seq_len(getattr(base, "max_seq_len", None))
+    folder, setting = Path(str(cfg.checkpointer.get("checkpoint_dir", ""))), cfg.chat_template
+    args, today = _checked_args(cfg), _checked_date(cfg.chat_template_date)
+    if not isinstance(setting, str):
+        raise UserError(f"chat_template is {setting!r}; expected auto, torchtune, none, a template's path, or its text")
+    if setting == "none":
+        end = _end_of_text(folder, base)
+        return ChatTokenizer(base, PlainRenderer(base, end), end)
+    own = read_template("auto", folder, args, today)
+    if setting == "torchtune" or (setting == "auto" and (own is None or getattr(base, "prompt_template", None))):
+        if own is not None:
+            _warn_if_different(base, own, folder)
+        elif setting == "auto":
+            log.info("%s has no chat template; torchtune's tokenizer renders the conversations", folder)
+        return base
+    template = own if setting == "auto" else read_template(setting, folder, args, today)
+    assert template is not None, "only auto may find no template"
+    log.info("chat template: %s", template.origin)
+    encode, reserved = _encoder(folder)
+    renderer = TemplateRenderer(template, encode, base.stop_tokens)
+    custom = template.text if setting != "auto" else None
+    tokenizer = ChatTokenizer(base, renderer, _end_of_text(folder, base), reserved, custom)
+    _check_end_of_turn(tokenizer, template)
+    return tokenizer
+
+
+def reserved_tokens(tokenizer: Any) -> frozenset[str]:
+    """Return the texts that a tokenizer turns into special tokens wherever they stand, such as ``<|im_end|>``."""
+    if isinstance(tokenizer, ChatTokenizer):
+        return tokenizer.reserved
+    names = getattr(tokenizer, "special_tokens", {})
+    return frozenset(
+        name
+        for name, number in names.items()
+        if name.startswith("<|") and tokenizer.encode(name, add_bos=False, add_eos=False) == [number]
+    )
+
+
+def special_tokens_in(tokenizer: Any) -> Callable[[Iterable[str]], str | None]:
+    """Return a function that finds a special token in texts; the model reads it as such, not as text."""
+    names = sorted(reserved_tokens(tokenizer))
+    pattern = re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
+
+    def find(texts: Iterable[str]) -> str | None:
+        return next((found[0] for text in texts if (found := pattern.search(text))), None)
+
+    return find
+
+
+def special_token_lines(what: str, count: int, found: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a warning about the special tokens in texts; none if nothing was found.
+
+    Args:
+        what: name of the texts.
+        count: number of texts.
+        found: a special token and the origin of each text that contains one.
+    """
+    if not found:
+        return []
+    token, origin = found[0]
+    return [
+        f"{len(found):,} of {count:,} {what} contain special tokens such as {token} in their text, first {origin}; "
+        "the model reads them as such"
+    ]
+
+
+def _checked_args(cfg: DictConfig) -> dict[str, Any]:
+    args: Any = OmegaConf.to_container(cfg, resolve=True)
+    if not isinstance(args := args["chat_template_args"], Mapping) or not all(isinstance(key, str) for key in args):
+        expected = "expected variables of the template, like {enable_thinking: False}"
+        raise UserError(f"chat_template_args is {args!r}; {expected}")
+    return dict(args)
+
+
+def _checked_date(value: Any) -> date:
+    try:
+        return date.fromisoformat(str(value))
+    except ValueError as error:
+        raise UserError(f"chat_template_date is {value!r}; expected a date like 2024-07-26") from error
+
+
+def _encoder(folder: Path) -> tuple[Callable[[str], list[int]], frozenset[str]]:
+    """Return a function that tokenises text with the folder's ``tokenizer.json``, as transformers does.
+
+    Also return the texts that it turns into special tokens.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise UserError(
+            f"the chat template needs {path}, which does not exist; download the model's {TOKENIZER}, or set "
+            "chat_template: torchtune"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers package raises Exception itself
+        raise UserError(f"cannot read {path}: {one_line(error)}; download the file again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    special = (token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, frozenset(special)
+
+
+def _end_of_text(folder: Path, base: Any) -> int:
+    """Return the id of the token that ends a text: the first EOS in ``generation_config.json`` or ``config.json``.
+
+    torchtune's Qwen tokenizers know only the EOS of the instruct models, which base models do not generate.
+    """
+    for name in ("generation_config.json", "config.json"):
+        content = json_object((folder / name).read_bytes()) if (folder / name).is_file() else None
+        found = (content or {}).get("eos_token_id")
+        found = found[0] if isinstance(found, list) and found else found
+        if type(found) is int:
+            return found
+    return base.eos_id
+
+
+def _warn_if_different(base: Any, own: ChatTemplate, folder: Path) -> None:
+    """Warn if torchtune's rendering differs from the model's own template, which every server uses."""
+    if not (folder / TOKENIZER).is_file():
+        return
+    model = TemplateRenderer(own, _encoder(folder)[0], base.stop_tokens)
+    theirs = render_conversation(ChatTokenizer(base, model, base.eos_id), _SAMPLE)[0]
+    ours = render_conversation(base, _SAMPLE)[0]
+    if theirs[: len(ours)] != ours:
+        log.warning(
+            "torchtune renders conversations differently from the model's own chat template (%s), which servers use; "
+            "chat_template: auto trains on what is served",
+            own.origin,
+        )
+
+
+def _check_end_of_turn(tokenizer: ChatTokenizer, template: ChatTemplate) -> None:
+    """Warn if sampling would not stop at the token that ends the assistant's turn in the template."""
+    _, labels = render_conversation(tokenizer, _SAMPLE)
+    last = next(label for label in reversed(labels) if label >= 0)
+    if last not in tokenizer.stop_tokens:
+        log.warning(
+            "chat template %s ends the assistant's turn with token %d, which is not among the stop tokens %s of the "
+            "tokenizer, so sampled answers run on",
+            template.origin,
+            last,
+            tokenizer.stop_tokens,
+        )
