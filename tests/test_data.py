@@ -314,7 +314,7 @@ def test_bad_rows_are_named(qwen, write, row, pieces):
     ("kwargs", "pieces"),
     [
         ({"schema": "mesages"}, ["'mesages'", "did you mean messages", "sharegpt (conversations)"]),
-        ({"column_map": {"promt": "messages"}}, ["'promt'", "did you mean prompt", "completion"]),
+        ({"column_map": {"promt": "messages"}}, ["'promt'", "did you mean prompt"]),
         ({"column_map": {"prompt": "question"}}, ["['question']", "['messages']"]),
         ({"split": "test"}, ["test", "one split, train"]),
         ({"split": "train[5:]"}, ["has no rows", "train[5:]"]),
