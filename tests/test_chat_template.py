@@ -11,11 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 from transformers import AutoTokenizer
 
+from rocm_ext import config
 from rocm_ext.data import prompt_dataset, sft_dataset
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset, tokenize
@@ -491,3 +493,40 @@ def test_torchtunes_datasets_get_the_template_too(model_folder, rows):
     found = tokenize(open_dataset(node, tokenizer, "truncate"), max_seq_len=None, too_long="error", progress=False)
     assert found.tokens[0].tolist() == theirs(folder, CHATS["several turns"])
     assert labelled(folder, found.labels[0].tolist()) == ["one<|im_end|>", "two\n\nlines<|im_end|>"]
+
+
+# ---- a run
+
+
+def finetune(folder: Path, source: str, out: Path, **changes) -> LoRAFinetune:
+    cfg = tiny.run_config(folder, Path(source), out, save_adapter_weights_only=False, **changes)
+    cfg["dataset"] = {"_component_": "rocm_ext.data.sft_dataset", "source": source}
+    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(tiny.write_yaml(out.with_suffix(".yaml"), cfg))))
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    return recipe
+
+
+def test_a_template_of_the_runs_own_is_exported_and_part_of_the_run(rows, tmp_path):
+    folder = tiny.write_model(tmp_path / "base")
+    source = rows(*[{"messages": CHATS["several turns"]}] * 4)
+    dated = "{{ strftime_now('%Y') }}" + PLAIN
+    recipe = finetune(folder, source, tmp_path / "run", chat_template=dated)
+    for exported in ("adapter", "merged"):
+        assert (tmp_path / "run" / exported / "chat_template.jinja").read_text() == dated
+    served = AutoTokenizer.from_pretrained(tmp_path / "run" / "merged")
+    assert served.chat_template == dated
+    assert served.decode(recipe.trainer.rows.tokens[0]).startswith("2024[system]Be brief.<|im_end|>[user]a")
+    with pytest.raises(UserError, match=r"chat_template_date: was 2024-07-26, is 2025-01-01"):
+        finetune(folder, source, tmp_path / "run", chat_template=dated, chat_template_date="2025-01-01",
+                 resume_from_checkpoint=True)  # fmt: skip
+
+
+def test_the_models_own_template_is_not_written_twice(rows, tmp_path):
+    folder = tiny.write_model(tmp_path / "base")
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    recipe = finetune(folder, rows(*[{"messages": CHATS["one turn"]}] * 4), tmp_path / "run")
+    assert recipe.trainer.rows.tokens[0].tolist() == theirs(folder, CHATS["one turn"], template=PLAIN)
+    assert not (tmp_path / "run" / "adapter" / "chat_template.jinja").exists()
+    assert (tmp_path / "run" / "merged" / "chat_template.jinja").read_text() == PLAIN

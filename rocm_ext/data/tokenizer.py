@@ -32,6 +32,7 @@ class ChatTokenizer:
         end_of_text: id of the token that ends a text without turns.
         reserved: texts that become special tokens; None: those of ``base``.
         template: text of a chat template that is not the model's own; None if it is.
+        template_args: the config's variables of the template, which a server needs, too.
 
     Attributes:
         stop_tokens: ids that end an answer.
@@ -45,8 +46,10 @@ class ChatTokenizer:
         end_of_text: int,
         reserved: frozenset[str] | None = None,
         template: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> None:
         self.base, self.renderer, self.end_of_text, self._template = base, renderer, end_of_text, template
+        self.template_args = dict(template_args or {})
         self.reserved = reserved_tokens(base) if reserved is None else reserved
         self.max_seq_len = getattr(base, "max_seq_len", None)
         self.stop_tokens = list(dict.fromkeys([*getattr(base, "stop_tokens", ()), end_of_text]))
@@ -107,7 +110,7 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     encode, reserved = _encoder(folder)
     renderer = TemplateRenderer(template, encode, base.stop_tokens)
     custom = template.text if setting != "auto" else None
-    tokenizer = ChatTokenizer(base, renderer, _end_of_text(folder, base), reserved, custom)
+    tokenizer = ChatTokenizer(base, renderer, _end_of_text(folder, base), reserved, custom, args)
     _check_end_of_turn(tokenizer, template)
     return tokenizer
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rocm_ext.errors import UserError
 
@@ -57,13 +57,15 @@ class Request:
         seed: 0 … 2**63 - 1; it determines everything random about the answer.
         tokens: ids of the rendered prompt, which ends with the assistant's header.
         messages: the conversation behind ``tokens``, ``{role, content}`` each.
+        tools: JSON schemas of the functions that the assistant may call.
     """
 
     prompt_id: str
     sample: int
     seed: int
     tokens: tuple[int, ...]
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

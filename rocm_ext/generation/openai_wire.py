@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -104,7 +104,10 @@ class Wire:
         if self.endpoint == "chat":
             if not request.messages:
                 raise UserError(f"prompt {request.prompt_id} has no messages; endpoint: chat needs them")
-            body |= {"messages": [dict(message) for message in request.messages], "logprobs": True, "top_logprobs": 1}
+            body |= {"messages": list(map(_sent, request.messages)), "logprobs": True, "top_logprobs": 1}
+            body |= {"tools": [dict(tool) for tool in request.tools]} if request.tools else {}
+            args = getattr(self.tokenizer, "template_args", {})
+            body |= {"chat_template_kwargs": dict(args)} if args and server.dialect == "extended" else {}
         else:
             body |= {"prompt": list(request.tokens), "logprobs": 1}
         return body | _sampling_fields(server, sampling, stops)
@@ -177,6 +180,18 @@ def authorization(api_key_env: str | None) -> dict[str, str]:
     if not (key := os.environ.get(api_key_env, "").strip()):
         raise UserError("the environment variable that api_key_env names is not set; export it with the API key")
     return {"Authorization": f"Bearer {key}"}
+
+
+def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in OpenAI's form, where the arguments of a tool call are JSON text."""
+    if "tool_calls" not in message:
+        return dict(message)
+    calls = []
+    for number, call in enumerate(message["tool_calls"]):
+        function = call.get("function", call)
+        text = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        calls.append({"id": f"call_{number}", "type": "function", **call, "function": text})
+    return {**message, "tool_calls": calls}
 
 
 def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
+from rocm_ext.data.template import TEMPLATE
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder
 from rocm_ext.log import log
@@ -246,6 +247,8 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
         for path in base.iterdir():  # everything except weights: config, tokenizer, licence
             if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
                 shutil.copy2(path, folder / path.name)
+        if (adapter / TEMPLATE).is_file():  # the run had a chat template of its own
+            shutil.copy2(adapter / TEMPLATE, folder / TEMPLATE)
 
 
 def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -34,7 +34,7 @@ def eval_requests(
     for prompt in prompts:
         for sample in (GREEDY, *range(samples)):
             drawn = sample_seed(seed, "eval", prompt.id, sample)
-            request = Request(prompt.id, sample, drawn, tuple(tokens[prompt.id]), prompt.messages)
+            request = Request(prompt.id, sample, drawn, tuple(tokens[prompt.id]), prompt.messages, prompt.tools)
             requests.append((request, greedy if sample == GREEDY else sampling))
     return requests
 

@@ -181,6 +181,7 @@ def sampling_requests(
             sample_seed(seed, cycle, prompt.id, sample),
             tuple(tokens[prompt.id]),
             prompt.messages,
+            prompt.tools,
         )
         for prompt in prompts
         for sample in range(samples)

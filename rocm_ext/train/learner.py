@@ -14,6 +14,7 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext import config
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.rows import Rows
+from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.errors import UserError
 from rocm_ext.hardware import numerics
 from rocm_ext.log import log, warn
@@ -202,7 +203,9 @@ class Learner:
         return adapter_files.read_adapter(folder, self.decoder, self.cfg.checkpointer.model_type)
 
     def write_adapter(self, folder: Path) -> None:
-        """Write the adapter to ``folder`` in PEFT's format."""
+        """Write the adapter to ``folder`` in PEFT's format, with the chat template unless it is the model's own."""
         checkpointer = self.cfg.checkpointer
         base = adapter_files.base_model_name(Path(checkpointer.checkpoint_dir))
         adapter_files.write_adapter(folder, self.decoder, checkpointer.model_type, base)
+        if isinstance(self.tokenizer, ChatTokenizer):
+            self.tokenizer.write_template(folder)
