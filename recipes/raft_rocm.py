@@ -294,6 +294,7 @@ class RAFT:
             raise UserError(f"loss {loss} needs the log-probs of sampling, and this engine returned none")
         if self.ranks.is_main:
             discard_after(self.out, cycle)
+            shutil.rmtree(Cycle(self.out, cycle).optimizer, ignore_errors=True)  # of a training that is done again
         self.adapters.load(self._start(cycle))
         cfg = training.cycle_config(self.cfg, cycle, len(earlier), folder)
         trainer = self._trainer(
