@@ -33,11 +33,12 @@ from rocm_ext.model import adapter_files
 from rocm_ext.raft import cycles, evaluation, selection, training
 from rocm_ext.raft.adapters import Adapters
 from rocm_ext.raft.cycles import Cycle, RunRecord
-from rocm_ext.raft.engine import open_engine, verify_workers
+from rocm_ext.raft.engine import open_engines, verify_workers
 from rocm_ext.raft.history import History
 from rocm_ext.raft.prompt_set import PromptSet
 from rocm_ext.raft.reopen import discard_after, reopen
 from rocm_ext.raft.rollouts import Phase, Rollouts, Sample, SampleKey, read_samples, sampling_requests
+from rocm_ext.raft.swap import Swap
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import check_same_run
 from rocm_ext.train.components import setup_metric_logger
@@ -100,9 +101,10 @@ class RAFT:
         self.learner.check_columns(selection.ROW_COLUMNS)
         training.warn_of_old_logprobs(cfg, self.learner.objective.columns)
         self.prompts.check_model(self.learner.decoder)
-        self.engine = open_engine(cfg, self.learner)
+        self.engines = open_engines(cfg, self.learner, lambda: self.interrupt.signum is not None)
         self.learner.setup(self.prompts.expected_work())
         self.adapters = Adapters(cfg, self.learner, self.out)
+        self.swap = Swap(self.learner, self.adapters)
         self.history = self._setup_folder(begun)
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
 
@@ -235,7 +237,7 @@ class RAFT:
                 what,
                 requests,
                 {prompt.id: prompt.row for prompt in prompts},
-                lambda: self.engine.session(folder if folder.exists() else None),
+                lambda: self.engines.session(what, self.swap, folder, adapter_of, requests),
             )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # frees the key-value cache's memory for training

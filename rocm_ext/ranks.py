@@ -6,7 +6,7 @@ communicates.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -129,6 +129,23 @@ class Ranks:
     def agree(self, value: Any) -> Any:
         """Return rank 0's ``value`` on every rank."""
         return self.gather(value)[0]
+
+    def on_main(self, action: Callable[[], Any]) -> Any:
+        """Run ``action`` on the main rank and return its result on every rank.
+
+        Raises:
+            UserError: on every rank, if ``action`` raises it.
+        """
+        found, failed = None, ""
+        if self.is_main:
+            try:
+                found = action()
+            except UserError as error:
+                failed = str(error)
+        found, failed = self.agree((found, failed))
+        if failed:
+            raise UserError(failed)
+        return found
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -1,5 +1,7 @@
 """The OpenAI engine, against `transformers serve` and scripted servers."""
 
+import asyncio
+import itertools
 import json
 import os
 import re
@@ -11,8 +13,8 @@ import time
 from collections import Counter, deque
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,15 +24,16 @@ from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from rocm_ext import config
 from rocm_ext.data.render import render_prompt
 from rocm_ext.errors import UserError
-from rocm_ext.generation import openai
+from rocm_ext.generation import openai, openai_session
 from rocm_ext.generation.base import Request, Sampling
 from rocm_ext.generation.openai import OpenAIEngine
+from rocm_ext.generation.openai_session import OpenAISession
 from rocm_ext.raft.rollouts import read_records
+from tests.servers import CHAT, COMPLETIONS, LOAD, MODELS, Fake, Vllm, is_check, vllm_form
 from tests.tiny import run_config, write_model, write_rows, write_tokenizer, write_yaml
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 PLAIN = Sampling(max_new_tokens=8)
-COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -188,86 +191,26 @@ def test_transformers_serve_takes_no_adapter(served, model_dir, adapter):
 # ---- a scripted server
 
 
-class Fake(ThreadingHTTPServer):
-    """Answers with ``reply(path, body)``: a dict, or status, body and headers. It keeps the requests."""
-
-    daemon_threads, request_queue_size = True, 256
-
-    def __init__(self, reply):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.reply, self.asked, self.lock = reply, [], threading.Lock()
-        self.active = self.most = 0
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def bodies(self, path=COMPLETIONS):
-        return [body for asked, body, _ in self.asked if asked == path and not is_check(body)]
-
-    def die(self):
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request, client_address):
-        pass  # the client has disconnected
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.answer(None)
-
-    def do_POST(self):
-        self.answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-    def answer(self, body):
-        fake = self.server
-        with fake.lock:
-            fake.asked.append((self.path, body, dict(self.headers)))
-            fake.active += 1
-            fake.most = max(fake.most, fake.active)
-        try:
-            reply = fake.reply(self.path, body)
-        finally:
-            with fake.lock:
-                fake.active -= 1
-        status, content, headers = reply if isinstance(reply, tuple) else (200, reply, {})
-        content = content if isinstance(content, str) else json.dumps(content)
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("content-length", str(len(content.encode())))
-        self.end_headers()
-        self.wfile.write(content.encode())
-
-    def log_message(self, *args):
-        pass
-
-
-def is_check(body):
-    return body is not None and body.get("max_tokens") == 1
-
-
 @pytest.fixture
 def vllm(tokenizer, monkeypatch):
     """Make servers that answer like vLLM, unless ``reply(body)`` gives something else for a request."""
-    monkeypatch.setattr(openai, "BACKOFF", 0.01)
+    monkeypatch.setattr(openai_session, "BACKOFF", 0.01)
     fakes = []
 
-    def vllm(reply=None, paths=None):
-        def answer(path, body):
-            if paths and path in paths:
-                return paths[path](body) if callable(paths[path]) else paths[path]
-            if path == MODELS:
-                return {"object": "list", "data": [{"id": "base", "parent": None}, {"id": "old", "parent": "base"}]}
-            if path.endswith("_lora_adapter"):
-                return 200, "Success: LoRA adapter.", {}
+    def vllm(reply=None, paths=None, port=0, **rules):
+        def scripted(adapter, body):
             said = None if reply is None or is_check(body) else reply(body)
             return vllm_answer(tokenizer, body) if said is None else said
 
-        fakes.append(Fake(answer))
-        return fakes[-1]
+        def answer(path, body):
+            if paths and path in paths:
+                return paths[path](body) if callable(paths[path]) else paths[path]
+            return fake.rules(path, body)
+
+        fake = Fake(answer, port)
+        fake.rules = Vllm(scripted, **rules)
+        fakes.append(fake)
+        return fake
 
     yield vllm
     for fake in fakes:
@@ -278,10 +221,7 @@ def vllm_answer(tokenizer, body, text="It is 7.", **choice):
     """Return an answer in the form of vLLM's /v1/completions; its text contains the seed."""
     text = f"{text} {body['seed']}" if "seed" in body else text
     tokens = [*tokenizer.encode(text, add_bos=False, add_eos=False), tokenizer.stop_tokens[0]]
-    logprobs = {"tokens": ["t"] * len(tokens), "token_logprobs": [-0.25 * i for i in range(len(tokens))]}
-    choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": "stop", "stop_reason": None,
-              "token_ids": tokens, "prompt_token_ids": body.get("prompt"), **choice}  # fmt: skip
-    return {"id": "cmpl-1", "object": "text_completion", "choices": [choice], "usage": {}}
+    return vllm_form(body, text, tokens, [-0.25 * i for i in range(len(tokens))], **choice)
 
 
 @pytest.fixture
@@ -419,16 +359,16 @@ def test_the_share_of_a_server_that_dies_moves_to_the_others(vllm, tokenizer, me
 
     bad, good = vllm(dying), vllm(slowly)
     requests = requests_for(tokenizer, *"abcdef", samples=5)
-    completions, _ = run(OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, retries=2), requests)
+    completions, _ = run(OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, patience=0.02), requests)
     assert wanted(c.request for c in completions) == wanted(requests)
-    assert f"dropping {bad.url}, the other servers take its requests: HTTP 500: CUDA out of memory" in "\n".join(
-        messages
-    )
+    said = "\n".join(messages)
+    assert f"giving up {bad.url}, the other servers take its requests: HTTP 500: CUDA out of memory" in said
+    assert said.count(f"waiting for {bad.url}, 0s of 0s so far: HTTP 500: CUDA out of memory") == 1
 
 
 def test_a_server_whose_process_is_gone_is_left_out(vllm, tokenizer):
     bad, good = vllm(), vllm()
-    engine = OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, retries=1)
+    engine = OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, patience=0.02)
     with engine.session(None) as session:
         bad.die()
         requests = requests_for(tokenizer, *"abcdef")
@@ -445,18 +385,18 @@ def test_when_no_server_is_left_what_had_finished_has_been_yielded(vllm, tokeniz
             return 502, "<html>bad gateway</html>", {}
 
     fakes = [vllm(dying), vllm()]
-    engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], concurrency=1, retries=2)
+    engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], concurrency=1, patience="0.02 s")
     got = []
     with engine.session(None) as session:
         fakes[1].die()
         completions = session.generate(requests_for(tokenizer, *"abcdef"), PLAIN)
-        with pytest.raises(UserError, match="all servers failed after 2 retries each") as caught:
+        with pytest.raises(UserError, match=r"no server is left: .* with resume_from_checkpoint=True") as caught:
             deque(map(got.append, completions))
     assert len(got) == 3
     message = str(caught.value)
     assert f"{fakes[0].url}: HTTP 502: <html>bad gateway</html>" in message
     assert f"{fakes[1].url}: ConnectError: " in message
-    assert re.search(r"bad gateway</html> \(prompt p[3-5], sample 0\)", message)
+    assert re.search(r"bad gateway</html>, for 0s \(prompt p[3-5], sample 0\)", message)
     assert "\n" not in message
 
 
@@ -712,7 +652,7 @@ def test_check_names_a_model_that_is_not_served(vllm, tokenizer):
 
 
 def test_check_wants_one_model_of_all_servers(vllm, tokenizer):
-    urls = [vllm(paths={MODELS: {"data": [{"id": name}]}}).url for name in "ab"]
+    urls = [vllm(model=name).url for name in "ab"]
     with pytest.raises(UserError, match="the urls serve different models: a, b; set model to one of them"):
         OpenAIEngine(tokenizer, urls=urls).check()
 
@@ -770,8 +710,10 @@ BAD_ARGUMENTS = {
     "urls twice": ({"urls": ["http://x", "http://x/v1/"]}, "urls names http://x twice"),
     "endpoint": ({"endpoint": "chats"}, "endpoint 'chats' is unknown; did you mean chat"),
     "concurrency": ({"concurrency": 0}, "concurrency is 0; expected a whole number of at least 1"),
-    "retries": ({"retries": -1}, "retries is -1"),
-    "bool": ({"retries": True}, "retries is True"),
+    "patience": ({"patience": -1}, "patience is -1; expected seconds, or a time such as"),
+    "unit": ({"patience": "10 days"}, "patience is '10 days'; expected seconds, or a time such as"),
+    "words": ({"patience": "long"}, "patience is 'long'"),
+    "bool": ({"patience": True}, "patience is True"),
     "timeout": ({"timeout": 0}, "timeout is 0; expected seconds"),
     "nan": ({"timeout": float("nan")}, "timeout is nan"),
     "lora": ({"lora_name": "a b"}, "lora_name is 'a b'"),
@@ -789,23 +731,20 @@ def test_bad_arguments(tokenizer, case):
 # ---- adapters
 
 
-def adapter_calls(fake):
-    return [(path.split("/")[-1].split("_")[0], body) for path, body, _ in fake.asked if path.endswith("_lora_adapter")]
-
-
 def test_an_adapter_is_loaded_by_all_used_by_name_and_unloaded(vllm, tokenizer, adapter, monkeypatch):
     monkeypatch.chdir(adapter.parent)
     fakes = [vllm(), vllm()]
     engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], lora_name="mine", concurrency=1)
     with engine.session(Path("adapter")) as session:
-        before = [adapter_calls(fake) for fake in fakes]
+        before = [fake.adapter_calls() for fake in fakes]
         list(session.generate(requests_for(tokenizer, *"abcdef"), PLAIN))
     name = before[0][0][1]["lora_name"]
     assert re.fullmatch("mine-[0-9a-f]{12}", name)
     load = [("unload", {"lora_name": name}), ("load", {"lora_name": name, "lora_path": str(adapter.resolve())})]
     for fake, calls in zip(fakes, before, strict=True):
         assert calls == load
-        assert adapter_calls(fake) == [*load, ("unload", {"lora_name": name})]
+        assert fake.adapter_calls() == [*load, ("unload", {"lora_name": name})]
+        assert fake.rules.adapters == {}
         assert {body["model"] for body in fake.bodies()} <= {name}
     assert sum(len(fake.bodies()) for fake in fakes) == 6
 
@@ -817,7 +756,7 @@ def test_other_weights_have_another_name(vllm, tokenizer, adapter):
         (adapter / "adapter_model.safetensors").write_bytes(weights)
         with engine.session(adapter):
             pass
-    names = [body["lora_name"] for verb, body in adapter_calls(fake) if verb == "load"]
+    names = [body["lora_name"] for verb, body in fake.adapter_calls() if verb == "load"]
     assert names[0] == names[2] != names[1]
 
 
@@ -826,32 +765,143 @@ def test_the_adapter_is_unloaded_after_an_error_too(vllm, tokenizer, adapter):
     engine = OpenAIEngine(tokenizer, urls=[fake.url])
     with pytest.raises(ZeroDivisionError), engine.session(adapter):
         raise ZeroDivisionError
-    assert [verb for verb, _ in adapter_calls(fake)] == ["unload", "load", "unload"]
+    assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load", "unload"]
 
 
-@pytest.mark.parametrize(("status", "said"), [(404, "Not Found"), (400, "LoRA rank 64 is greater than 16.")])
-def test_a_server_that_does_not_take_adapters(vllm, tokenizer, adapter, status, said):
+REFUSALS = [(404, "Not Found"), (400, "LoRA rank 64 is greater than 16."), (500, "LoRA is not enabled")]
+
+
+@pytest.mark.parametrize(("status", "said"), REFUSALS)
+def test_a_server_that_takes_no_adapters_is_found_before_sampling(vllm, tokenizer, adapter, status, said):
     willing = vllm()
-    fake = vllm(paths={"/v1/load_lora_adapter": (status, {"detail": said}, {})})
-    engine = OpenAIEngine(tokenizer, urls=[willing.url, fake.url])
-    with pytest.raises(UserError) as caught, engine.session(adapter):
-        pytest.fail("the adapter was taken")
-    assert str(caught.value).startswith(f"{fake.url} does not load the adapter {adapter} (HTTP {status}: {said})")
+    fake = vllm(paths={LOAD: (status, {"detail": said}, {})})
+    with pytest.raises(UserError) as caught:
+        OpenAIEngine(tokenizer, urls=[willing.url, fake.url]).check_adapter(adapter)
+    assert str(caught.value).startswith(fake.url)
+    assert f"does not load the adapter {adapter} (HTTP {status}: {said})" in str(caught.value)
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve" in str(caught.value)
-    # the server that had loaded it has unloaded it again
-    assert [verb for verb, _ in adapter_calls(willing)] == ["unload", "load", "unload"]
+    assert willing.rules.adapters == {}
+    OpenAIEngine(tokenizer, urls=[willing.url]).check_adapter(adapter)
+
+
+def test_a_server_that_refuses_an_adapter_is_left_out(vllm, tokenizer, adapter, messages):
+    willing, fake = vllm(), vllm(lora=False)
+    with OpenAIEngine(tokenizer, urls=[willing.url, fake.url]).session(adapter) as session:
+        assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
+    assert f"{fake.url} does not load the adapter {adapter} (HTTP 404: Not Found)" in "\n".join(messages)
+    assert fake.bodies() == []
+    with (
+        pytest.raises(UserError, match=f"{fake.url} does not load the adapter"),
+        OpenAIEngine(tokenizer, urls=[fake.url]).session(adapter),
+    ):
+        pytest.fail("the adapter was taken")
 
 
 def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(vllm, tokenizer, adapter):
     gone, fake = vllm(), vllm()
-    engine = OpenAIEngine(tokenizer, urls=[gone.url, fake.url])
+    engine = OpenAIEngine(tokenizer, urls=[gone.url, fake.url], patience=0.02)
     engine.check()
     gone.die()
     with engine.session(adapter) as session:
         assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
     fake.die()
-    with pytest.raises(UserError, match=f"no server can load .*{fake.url} cannot be reached"):
-        engine.session(adapter).__enter__()
+    with (
+        pytest.raises(UserError, match=f"no server is left: .*{fake.url}: ConnectError"),
+        engine.session(adapter) as session,
+    ):
+        list(session.generate(requests_for(tokenizer, "a"), PLAIN))
+
+
+def test_a_restarted_server_gets_its_adapter_again(vllm, tokenizer, adapter, messages):
+    count = itertools.count()
+
+    def restarts(body):
+        if next(count) == 4:
+            fake.rules.restart()
+
+    fake = vllm(restarts)
+    engine = OpenAIEngine(tokenizer, urls=[fake.url], concurrency=8)
+    requests = requests_for(tokenizer, *"abcdef", samples=5)
+    with engine.session(adapter) as session:
+        completions = list(session.generate(requests, PLAIN))
+    assert wanted(c.request for c in completions) == wanted(requests)
+    assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load", "load", "unload"]
+    assert f"{fake.url} had lost the adapter {adapter} and has loaded it again" in messages
+
+
+def test_a_server_that_comes_back_on_its_port_goes_on(vllm, tokenizer, adapter):
+    """The process is gone for a while and then back without the adapter."""
+    first = vllm()
+    port = first.server_address[1]
+    engine = OpenAIEngine(tokenizer, urls=[first.url], concurrency=2)
+    requests = requests_for(tokenizer, *"abcdef")
+    with engine.session(adapter) as session:
+        completions = session.generate(requests, PLAIN)
+        got = [next(completions)]
+        first.die()
+        second = vllm(port=port)
+        got += completions
+    assert wanted(c.request for c in got) == wanted(requests)
+    assert [verb for verb, _ in second.adapter_calls()] in (["load", "unload"], ["unload"])
+
+
+def test_a_server_restarted_without_adapters_is_given_up(vllm, tokenizer, adapter, messages):
+    def restarts(body):
+        bad.rules.lora = False
+        bad.rules.restart()
+
+    bad, good = vllm(restarts), vllm(lambda body: time.sleep(0.01))
+    engine = OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, patience=0.02)
+    requests = requests_for(tokenizer, *"abcdef", samples=5)
+    with engine.session(adapter) as session:
+        assert wanted(c.request for c in session.generate(requests, PLAIN)) == wanted(requests)
+    assert f"giving up {bad.url}, the other servers take its requests: HTTP 404: The model" in "\n".join(messages)
+
+
+def test_a_server_that_serves_another_model_than_before_is_given_up(vllm, tokenizer):
+    fake = vllm()
+    engine = OpenAIEngine(tokenizer, urls=[fake.url], patience=0)
+    engine.check()
+    fake.rules.model = "another"
+    with pytest.raises(UserError, match=r"no server is left: .*HTTP 404: The model `base` does not exist.*resume_from"):
+        run(engine, requests_for(tokenizer, "a"))
+
+
+def test_a_server_that_answers_with_rubbish_is_given_up_and_others_go_on(vllm, tokenizer, messages):
+    bad, good = vllm(lambda body: "<html>"), vllm()
+    requests = requests_for(tokenizer, *"abcdef", samples=5)
+    completions, _ = run(OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2), requests)
+    assert wanted(c.request for c in completions) == wanted(requests)
+    assert f"giving up {bad.url}" in "\n".join(messages)
+
+
+def test_patience_counts_pauses_that_double(tokenizer, monkeypatch):
+    """The pauses are 0.5, 1, 2, 4 … 30, 30 s, up to ten minutes in all."""
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    engine = OpenAIEngine(tokenizer, urls=["http://127.0.0.1:1"], concurrency=1)
+    assert engine.terms.patience == 600
+    monkeypatch.setattr(openai_session, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(openai_session, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    session = OpenAISession(engine.terms, [openai.Server(engine._servers[0].url, "base", "plain")], None)
+    with pytest.raises(UserError, match=r"no server is left: .* for 10m00s \(prompt p0, sample 0\)"):
+        list(session.generate(requests_for(tokenizer, "a"), PLAIN))
+    assert pauses[:7] == [0.5, 1, 2, 4, 8, 16, 30]
+    assert set(pauses[6:-1]) == {30}
+    assert sum(pauses) == 600
+
+
+def test_a_stop_ends_waiting_at_once(vllm, tokenizer):
+    """Ctrl-C only sets a flag in a recipe; no answer arrives to look at it."""
+    stop = threading.Event()
+    fake = vllm(lambda body: (stop.set(), (503, "busy", {"Retry-After": "500"}))[1])
+    engine = OpenAIEngine(tokenizer, urls=[fake.url], stopped=stop.is_set)
+    with engine.session(None) as session:
+        assert list(session.generate(requests_for(tokenizer, *"abc"), PLAIN)) == []
+    assert engine_threads() == []
 
 
 def test_what_is_no_adapter_and_servers_without_them(vllm, tokenizer, tmp_path, adapter):

@@ -91,6 +91,9 @@ class Completion:
 class Engine(Protocol):
     """A source of completions.
 
+    An engine that loads adapters from their folders, as :class:`rocm_ext.generation.OpenAIEngine` does, has two more
+    methods: ``check_adapter(adapter)``, which raises UserError if it cannot, and its sessions' ``ask_each``.
+
     Attributes:
         exact_tokens: whether completions hold the sampled ids; False: ids re-encoded from the text.
         has_logprobs: whether completions have log-probabilities.

@@ -5,39 +5,35 @@ samples differ from run to run, even with the same seeds. A resumed run keeps th
 """
 
 import asyncio
-import queue
-import random
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.errors import UserError, nearest
-from rocm_ext.generation.base import Completion, Request, Sampling
+import torch
+
+from rocm_ext.errors import UserError, nearest, one_line
+from rocm_ext.generation import openai_adapters as adapters
+from rocm_ext.generation.base import Request, Sampling
+from rocm_ext.generation.openai_session import OpenAISession, Terms
 from rocm_ext.generation.openai_wire import (
     CHECK_TIMEOUT,
     DIALECTS,
     ENDPOINTS,
-    LORA_HINT,
     Refused,
     Server,
     Transient,
     Wire,
-    adapter_name,
     authorization,
     checked_urls,
     httpx,
     in_words,
     json_object,
-    load_adapter,
-    unload_adapter,
+    seconds_of,
 )
 from rocm_ext.log import log
-
-BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds
+from rocm_ext.ranks import Ranks
 
 
 class OpenAIEngine:
@@ -47,6 +43,13 @@ class OpenAIEngine:
     gaps from the model's generation_config.json, and llama.cpp's defaults truncate the distribution. A server
     that refuses fields beyond OpenAI's own gets fewer; see :meth:`check`.
 
+    A request that fails goes to another server. The failing server is asked again after pauses that double from
+    half a second to 30 s. Lost connections, time-outs and the answers 408, 429 and 5xx are failures, and so is 404:
+    a restarted server has lost its adapter and gets it again. A server that fails for as long as ``patience`` is
+    given up for the rest of the session.
+
+    On several ranks, the main rank checks the servers, loads adapters and unloads them; every rank samples.
+
     Args:
         tokenizer: the run's torchtune model tokenizer.
         urls: the servers' addresses, ``http://host:8000`` or ``http://host:8000/v1``.
@@ -54,14 +57,14 @@ class OpenAIEngine:
         endpoint: ``completions`` sends the token ids of the prompt, so the run's chat template applies
             exactly. ``chat`` sends messages, to which the server applies its own template.
         api_key_env: name of the environment variable with the API key, if the servers need one.
-        concurrency: simultaneous requests per url.
-        timeout: seconds without an answer before a request is repeated.
-        retries: repetitions of a request after lost connections, time-outs and the answers 408, 429 and 5xx.
-            The pauses double from half a second to 30 s. A server may ask for longer pauses, up to
-            ``timeout``. A url that still fails is dropped, and the other urls take its requests.
+        concurrency: simultaneous requests of each rank per url.
+        timeout: seconds without an answer before a request counts as failed.
+        patience: time for which a server may fail before it is given up: seconds, or text such as ``10 min``.
         lora_name: servers serve adapters as ``<lora_name>-<hash of the adapter>``.
         dynamic_lora: the servers load adapters at run time, as vLLM does. The engine posts the adapter's name
             and path to ``/v1/load_lora_adapter``.
+        ranks: the run's processes; None: this one.
+        stopped: returns whether the user asked to stop; None: never.
 
     Attributes:
         exact_tokens: whether all token ids so far came from the server. These servers send them: vLLM from
@@ -87,25 +90,33 @@ class OpenAIEngine:
         api_key_env: str | None = None,
         concurrency: int = 64,
         timeout: float = 600.0,
-        retries: int = 5,
+        patience: float | str = "10 min",
         lora_name: str = "raft",
         dynamic_lora: bool = True,
+        ranks: Ranks | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> None:
         if endpoint not in ENDPOINTS:
             raise UserError(f"endpoint {endpoint!r} is unknown{nearest(endpoint, ENDPOINTS)}")
-        for name, value, least in (("concurrency", concurrency, 1), ("retries", retries, 0)):
-            if type(value) is not int or value < least:
-                raise UserError(f"{name} is {value!r}; expected a whole number of at least {least}")
+        if type(concurrency) is not int or concurrency < 1:
+            raise UserError(f"concurrency is {concurrency!r}; expected a whole number of at least 1")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise UserError(f"timeout is {timeout!r}; expected seconds above 0")
         if not isinstance(lora_name, str) or not re.fullmatch(r"[\w.-]+", lora_name):
             raise UserError(f"lora_name is {lora_name!r}; expected letters, digits, dots, - and _")
-        self.tokenizer, self.model = tokenizer, model
-        self.wire, self.path = Wire(tokenizer, endpoint), ENDPOINTS[endpoint]
-        self.concurrency, self.timeout, self.retries = concurrency, float(timeout), retries
+        self.tokenizer, self.model, self.wire = tokenizer, model, Wire(tokenizer, endpoint)
+        self.terms = Terms(
+            self.wire,
+            ENDPOINTS[endpoint],
+            authorization(api_key_env),
+            concurrency,
+            float(timeout),
+            seconds_of(patience, "patience"),
+            stopped or (lambda: False),
+        )
         self.lora_name, self.dynamic_lora = lora_name, dynamic_lora
-        self.headers = authorization(api_key_env)
         self._servers = [Server(url) for url in checked_urls(urls)]
+        self._ranks = ranks or Ranks(torch.device("cpu"))
 
     @property
     def exact_tokens(self) -> bool:
@@ -126,53 +137,97 @@ class OpenAIEngine:
         Raises:
             UserError: a check fails; the message has the url and the server's own message.
         """
-        self.wire.exact_tokens = self.wire.has_logprobs = True
-        for server in self._servers:
-            self._probe(server)
-        if len(names := {server.model for server in self._servers}) > 1:
-            raise UserError(f"the urls serve different models: {', '.join(sorted(names))}; set model to one of them")
+        self._servers, self.wire.exact_tokens, self.wire.has_logprobs = self._ranks.on_main(self._checked)
+
+    def check_adapter(self, adapter: Path) -> None:
+        """Check that every server can load ``adapter`` and answer with it.
+
+        Args:
+            adapter: PEFT folder.
+
+        Raises:
+            UserError: a server cannot; the message has the url and the server's own message.
+        """
+        if any(not server.dialect for server in self._servers):
+            self.check()
+        self._ranks.on_main(lambda: self._try_adapter(self._read(adapter)))
 
     @contextmanager
-    def session(self, adapter: Path | None) -> Iterator["OpenAISession"]:
+    def session(self, adapter: Path | None) -> Iterator[OpenAISession]:
         """Open a session; all servers load the adapter and unload it at the end.
+
+        On several ranks all must open it. It ends once all ranks have left it. An error on one rank ends it with an
+        error on all.
 
         Args:
             adapter: PEFT folder; None: the base model.
 
         Raises:
-            UserError: no server can be reached, or a server refuses the adapter.
+            UserError: the servers refuse the adapter, or another rank failed.
         """
         if any(not server.dialect for server in self._servers):
             self.check()
-        with ExitStack() as stack:
-            if adapter is None:
-                yield OpenAISession(self, [(server, server.model) for server in self._servers])
-            else:
-                name = adapter_name(self.lora_name, adapter)
-                servers = self._load(name, adapter, stack)
-                yield OpenAISession(self, [(server, name) for server in servers])
+        loaded, servers = None, self._servers
+        if adapter is not None:
+            loaded, servers = self._ranks.on_main(lambda: self._load(self._read(adapter)))
+        try:
+            yield OpenAISession(self.terms, servers, loaded)
+        except GeneratorExit:
+            self._leave(loaded, servers, "")
+            raise
+        except Exception as error:
+            self._leave(loaded, servers, one_line(error))
+            raise
+        except BaseException:  # a second Ctrl-C waits for no rank
+            self._unload(loaded, servers)
+            raise
+        self._leave(loaded, servers, "")
+
+    # ---- ranks
+
+    def _leave(self, adapter: adapters.Adapter | None, servers: Sequence[Server], failed: str) -> None:
+        """Wait for the other ranks, then unload the adapter."""
+        if failed and self._ranks.world > 1:
+            log.warning("rank %d: %s; waiting for the other ranks' answers", self._ranks.rank, failed)
+        failures = self._ranks.gather(failed)
+        self._unload(adapter, servers)
+        if not failed and any(failures):
+            rank = next(rank for rank, why in enumerate(failures) if why)
+            raise UserError(f"rank {rank}: {failures[rank]}")
 
     # ---- what a server offers
 
-    def _probe(self, server: Server) -> None:
-        """Find the server's model and dialect."""
-        timeout = httpx.Timeout(self.timeout, connect=CHECK_TIMEOUT)
+    def _checked(self) -> tuple[list[Server], bool, bool]:
+        """Return the servers with their models and dialects, and whether they send token ids and log-probs."""
+        self.wire.exact_tokens = self.wire.has_logprobs = True
+        servers = [self._probe(server) for server in self._servers]
+        if len(names := {server.model for server in servers}) > 1:
+            raise UserError(f"the urls serve different models: {', '.join(sorted(names))}; set model to one of them")
+        return servers, self.wire.exact_tokens, self.wire.has_logprobs
+
+    def _client(self) -> Any:
         # A server may close the connection after refusing a request, so every request gets a new one.
         limits = httpx.Limits(max_keepalive_connections=0)
-        with httpx.Client(headers=self.headers, timeout=timeout, limits=limits) as client:
+        timeout = httpx.Timeout(self.terms.timeout, connect=CHECK_TIMEOUT)
+        return httpx.Client(headers=self.terms.headers, timeout=timeout, limits=limits)
+
+    def _probe(self, server: Server) -> Server:
+        """Return the server with its model and dialect."""
+        with self._client() as client:
             listed = self._listed(client, server)
             if self.model is None and len(listed) != 1:
                 raise UserError(f"{server.url} serves {', '.join(listed) or 'no model'}; set model to the name of one")
-            server.model = self.model or listed[0]
+            model = self.model or listed[0]
             for dialect in DIALECTS:
+                found = Server(server.url, model, dialect)
                 try:
-                    self._first_request(client, Server(server.url, server.model, dialect))
+                    self._first_request(client, found, model)
                 except Refused as error:
                     if error.status not in (400, 422) or dialect == DIALECTS[-1]:
-                        raise UserError(f"{error}{self._hint(server, listed)}") from error
+                        raise UserError(f"{error}{self._hint(found, listed)}") from error
                 else:
-                    server.dialect = dialect
-                    return
+                    return found
+        raise AssertionError("the last dialect answers or raises")
 
     def _listed(self, client: Any, server: Server) -> list[str]:
         """Return the base models that a server lists; [] if listing fails and the config names a model.
@@ -194,14 +249,14 @@ class OpenAIEngine:
         # vLLM also lists adapters, perhaps those of a killed run; adapters name their parent.
         return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card and not card.get("parent")]
 
-    def _first_request(self, client: Any, server: Server) -> None:
-        """Ask for one token."""
+    def _first_request(self, client: Any, server: Server, model: str) -> None:
+        """Ask ``model`` for one token."""
         tokens = tuple(self.tokenizer.encode("1", add_bos=True, add_eos=False))
         request = Request("check", 0, 0, tokens, ({"role": "user", "content": "1"},))
         sampling = Sampling(max_new_tokens=1)
-        body = self.wire.body(server, server.model, request, sampling)
+        body = self.wire.body(server, model, request, sampling)
         try:
-            response = client.post(server.url + self.path, json=body)
+            response = client.post(server.url + self.terms.path, json=body)
             self.wire.completion(server.url, json_object(server.url, response), request, sampling)
         except (httpx.RequestError, Transient) as error:
             raise UserError(f"{server.url} does not answer the first request: {in_words(error)}") from error
@@ -215,176 +270,60 @@ class OpenAIEngine:
 
     # ---- adapters
 
-    def _load(self, name: str, adapter: Path, stack: ExitStack) -> list[Server]:
-        """Load ``adapter`` as ``name`` on every server and register its unloading with ``stack``.
+    def _read(self, adapter: Path) -> adapters.Adapter:
+        if not self.dynamic_lora:
+            raise UserError(f"dynamic_lora is false, so no server can load {adapter}. {adapters.LORA_HINT}")
+        return adapters.Adapter.read(self.lora_name, adapter)
+
+    def _on_each(
+        self, servers: Sequence[Server], action: Callable[[Any, Server], Awaitable[None]]
+    ) -> list[BaseException | None]:
+        """Run ``action(client, server)`` on all servers at once and return the error of each."""
+
+        async def run() -> list[BaseException | None]:
+            async with httpx.AsyncClient(headers=self.terms.headers) as client:
+                return await asyncio.gather(*(action(client, server) for server in servers), return_exceptions=True)
+
+        return asyncio.run(run())
+
+    def _try_adapter(self, adapter: adapters.Adapter) -> None:
+        """Load ``adapter`` on every server, ask for one token, and unload it."""
+        errors = self._on_each(self._servers, lambda client, server: adapters.load_anew(client, server, adapter))
+        loaded = [server for server, error in zip(self._servers, errors, strict=True) if error is None]
+        try:
+            for server, error in zip(self._servers, errors, strict=True):
+                if isinstance(error, httpx.RequestError | Transient):
+                    raise UserError(f"{server.url}: {in_words(error)}. {adapters.LORA_HINT}") from error
+                if error is not None:
+                    raise error
+            with self._client() as client:
+                for server in self._servers:
+                    self._first_request(client, server, adapter.name)
+        finally:
+            self._unload(adapter, loaded)
+
+    def _load(self, adapter: adapters.Adapter) -> tuple[adapters.Adapter, list[Server]]:
+        """Load ``adapter`` on all servers.
 
         Returns:
-            The servers that loaded it, without those that cannot be reached.
+            The adapter, and the servers without those that refuse it. A server that fails stays: it gets the adapter
+            once it works again.
         """
-        if not self.dynamic_lora:
-            raise UserError(f"dynamic_lora is false, so no server can load {adapter}. {LORA_HINT}")
-        ready, lost = [], ""
-        for server in self._servers:
-            try:
-                load_adapter(server, name, adapter, self.headers)
-            except httpx.RequestError as error:
-                lost = f"{server.url} cannot be reached: {in_words(error)}"
-                log.warning("%s; continuing without it", lost)
+        errors = self._on_each(self._servers, lambda client, server: adapters.load_anew(client, server, adapter))
+        usable = []
+        for server, error in zip(self._servers, errors, strict=True):
+            if isinstance(error, httpx.RequestError | Transient):
+                log.warning("%s: %s; it gets the adapter %s later", server.url, in_words(error), adapter.folder)
+            elif isinstance(error, UserError):
+                log.warning("%s; continuing without it", error)
                 continue
-            stack.callback(unload_adapter, server, name, self.headers)
-            ready.append(server)
-        if not ready:
-            raise UserError(f"no server can load {adapter}: {lost}")
-        return ready
+            elif error is not None:
+                raise error
+            usable.append(server)
+        if not usable:
+            raise UserError("; ".join(map(str, errors)))
+        return adapter, usable
 
-
-class OpenAISession:
-    """Servers with a loaded model; :meth:`OpenAIEngine.session` makes one."""
-
-    def __init__(self, engine: OpenAIEngine, servers: list[tuple[Server, str]]) -> None:
-        self._engine, self._servers = engine, servers
-        self._tokens = self._retried = 0
-        self._seconds, self._mark = 0.0, 0.0
-
-    @property
-    def exact_tokens(self) -> bool:
-        """See :class:`OpenAIEngine`."""
-        return self._engine.exact_tokens
-
-    @property
-    def has_logprobs(self) -> bool:
-        """See :class:`OpenAIEngine`."""
-        return self._engine.has_logprobs
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Yield a completion of each request as soon as it arrives. Closing the iterator cancels open requests.
-
-        Raises:
-            UserError: a server refuses a request or sends an invalid answer, or every server has failed.
-                Completions that arrived earlier have been yielded.
-        """
-        results: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(_Batch(self, sampling, results.put).run(requests))
-
-        def work() -> None:
-            try:
-                loop.run_until_complete(task)
-                end = None
-            except BaseException as error:  # for the caller's thread to raise
-                end = error
-            loop.run_until_complete(loop.shutdown_default_executor())
-            loop.close()
-            results.put(end)
-
-        # The loop runs in its own thread, so servers stay busy while the caller works on a completion.
-        thread = threading.Thread(target=work, name="openai-engine", daemon=True)
-        self._mark = time.monotonic()
-        thread.start()
-        try:
-            while (item := results.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            with suppress(RuntimeError):  # the loop is closed: no request is open
-                loop.call_soon_threadsafe(task.cancel)
-            thread.join()
-
-    def stats(self) -> dict[str, float]:
-        """Return ``tokens``, ``tokens_per_second`` while generating, and ``retried`` requests."""
-        speed = self._tokens / self._seconds if self._seconds else 0.0
-        return {"tokens": self._tokens, "tokens_per_second": speed, "retried": self._retried}
-
-    def arrived(self, completion: Completion) -> None:
-        """Count a completion."""
-        now = time.monotonic()
-        self._tokens += len(completion.tokens)
-        self._seconds, self._mark = self._seconds + now - self._mark, now
-
-    def repeated(self) -> None:
-        """Count a retry."""
-        self._retried += 1
-
-
-# ---- many requests at once
-
-
-class _Batch:
-    """The open requests of one ``generate``. Every url has workers, which take requests from one queue."""
-
-    def __init__(self, session: OpenAISession, sampling: Sampling, put: Callable[[Completion], None]) -> None:
-        self._session, self._sampling, self._put = session, sampling, put
-        self._engine, self._servers = session._engine, session._servers
-        self._gone: dict[str, str] = {}  # url -> why
-
-    async def run(self, requests: Sequence[Request]) -> None:
-        """Answer all ``requests``; the first error of a worker cancels the rest."""
-        engine = self._engine
-        self._queue: asyncio.Queue[Request] = asyncio.Queue()
-        for request in requests:
-            self._queue.put_nowait(request)
-        timeout = httpx.Timeout(engine.timeout, connect=min(engine.timeout, CHECK_TIMEOUT), pool=None)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the workers are the limit
-        async with httpx.AsyncClient(headers=engine.headers, timeout=timeout, limits=limits) as client:
-            done = asyncio.ensure_future(self._queue.join())
-            workers = [
-                asyncio.ensure_future(self._work(client, server, model))
-                for _ in range(min(engine.concurrency, len(requests)))
-                for server, model in self._servers
-            ]
-            pending = {done, *workers}
-            try:
-                while not done.done():
-                    finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                    for task in finished:
-                        task.result()
-            finally:
-                for task in (done, *workers):
-                    task.cancel()
-                await asyncio.gather(done, *workers, return_exceptions=True)
-
-    async def _work(self, client: Any, server: Server, model: str) -> None:
-        while server.url not in self._gone:
-            request = await self._queue.get()
-            completion = await self._ask(client, server, model, request)
-            if completion is None:
-                self._queue.put_nowait(request)
-            else:
-                self._session.arrived(completion)
-                self._put(completion)
-            self._queue.task_done()
-
-    async def _ask(self, client: Any, server: Server, model: str, request: Request) -> Completion | None:
-        """Return the answer to ``request``, or None if another server must answer it."""
-        engine = self._engine
-        body = engine.wire.body(server, model, request, self._sampling)
-        attempt = 0
-        while server.url not in self._gone:
-            try:
-                response = await client.post(server.url + engine.path, json=body)
-                return engine.wire.completion(server.url, json_object(server.url, response), request, self._sampling)
-            except (httpx.RequestError, Transient) as error:
-                if attempt == engine.retries:
-                    # Name the request: it may be the cause, and the same seed would fail in the same way again.
-                    self._give_up(server, f"{in_words(error)} (prompt {request.prompt_id}, sample {request.sample})")
-                    break
-                self._session.repeated()
-                await asyncio.sleep(_pause(attempt, error, engine.timeout))
-                attempt += 1
-        return None
-
-    def _give_up(self, server: Server, why: str) -> None:
-        if server.url in self._gone:
-            return
-        self._gone[server.url] = why
-        if len(self._gone) == len(self._servers):
-            reasons = "; ".join(f"{url}: {why}" for url, why in self._gone.items())
-            raise UserError(f"all servers failed after {self._engine.retries} retries each: {reasons}")
-        log.warning("dropping %s, the other servers take its requests: %s", server.url, why)
-
-
-def _pause(attempt: int, error: Exception, longest: float) -> float:
-    """Return the seconds to wait; they double, with random jitter so that requests do not return all at once."""
-    pause = min(MAX_BACKOFF, BACKOFF * 2**attempt) * random.uniform(0.5, 1)
-    return max(pause, min(getattr(error, "retry_after", 0.0), longest))
+    def _unload(self, adapter: adapters.Adapter | None, servers: Sequence[Server]) -> None:
+        if adapter is not None and self._ranks.is_main:
+            self._on_each(servers, lambda client, server: adapters.unload(client, server, adapter))

@@ -4,8 +4,8 @@ vLLM, SGLang, llama.cpp and ``transformers serve`` extend the protocol in differ
 parts of it.
 """
 
-import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Any
 
 from rocm_ext.data.render import render_conversation
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.generation.base import Completion, Request, Sampling
 from rocm_ext.log import log
-from rocm_ext.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 try:  # httpx's successor has the same interface; it needs Python 3.11
     import httpx2 as httpx
@@ -35,13 +33,8 @@ except ImportError:
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
 CHECK_TIMEOUT = 10.0  # seconds, to connect and for requests without computation
-ADAPTER_TIMEOUT = 300.0  # seconds, to load an adapter
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
-LORA_HINT = (
-    "RAFT needs a server that loads adapters at run time from its second cycle on: "
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK, "
-    "with the adapter's folder visible to it under the same path"
-)
 
 
 @dataclass
@@ -166,6 +159,22 @@ def checked_urls(urls: Any) -> list[str]:
     return plain
 
 
+def seconds_of(value: Any, name: str) -> float:
+    """Read a time: a number of seconds, or a number with a unit such as ``90 s``, ``10 min`` or ``1.5 h``.
+
+    Raises:
+        UserError: ``value`` is not a time of at least 0; the message has ``name``.
+    """
+    number, unit = value, "s"
+    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value)):
+        number, unit = float(found[1]), found[2]
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+        unit = ""
+    if unit not in _SECONDS:
+        raise UserError(f"{name} is {value!r}; expected seconds, or a time such as 90 s, 10 min or 1.5 h")
+    return float(number) * _SECONDS[unit]
+
+
 def authorization(api_key_env: str | None) -> dict[str, str]:
     """Return the header with the API key from the environment variable ``api_key_env``; {} for None.
 
@@ -228,56 +237,6 @@ def _end_of_turn(tokenizer: Any) -> int:
     return next((token for token in reversed(tokens) if token in tokenizer.stop_tokens), tokenizer.stop_tokens[0])
 
 
-# ---- adapters
-
-
-def adapter_name(prefix: str, adapter: Path) -> str:
-    """Return a name with a hash of the adapter. Every adapter needs its own name, because servers cache by name.
-
-    Raises:
-        UserError: ``adapter`` is not a PEFT folder.
-    """
-    digest = hashlib.sha256()
-    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        try:
-            digest.update((adapter / file).read_bytes())
-        except OSError as error:
-            raise UserError(f"{adapter} is not an adapter in PEFT's format: {one_line(error)}") from error
-    return f"{prefix}-{digest.hexdigest()[:12]}"
-
-
-def load_adapter(server: Server, name: str, adapter: Path, headers: dict[str, str]) -> None:
-    """Make a server serve ``adapter``, a PEFT folder, as ``name``.
-
-    Raises:
-        UserError: the server refuses.
-        httpx.RequestError: the server cannot be reached.
-    """
-    # A killed run may have left an adapter of this name: the same weights, but perhaps at another path.
-    _adapter_call(server, "unload", {"lora_name": name}, headers)
-    path = str(adapter.expanduser().resolve())
-    response = _adapter_call(server, "load", {"lora_name": name, "lora_path": path}, headers)
-    if response.status_code != 200:
-        said = f"HTTP {response.status_code}: {_message(response)}"
-        raise UserError(f"{server.url} does not load the adapter {adapter} ({said}). {LORA_HINT}")
-
-
-def unload_adapter(server: Server, name: str, headers: dict[str, str]) -> None:
-    """Unload the adapter ``name``; log a warning if that fails."""
-    try:
-        response = _adapter_call(server, "unload", {"lora_name": name}, headers)
-    except httpx.RequestError as error:
-        log.warning("cannot reach %s to unload %s: %s", server.url, name, in_words(error))
-    else:
-        if response.status_code != 200:
-            log.warning("%s does not unload %s: %s", server.url, name, _message(response))
-
-
-def _adapter_call(server: Server, verb: str, body: dict[str, str], headers: dict[str, str]) -> Any:
-    timeout = httpx.Timeout(ADAPTER_TIMEOUT, connect=CHECK_TIMEOUT)
-    return httpx.post(f"{server.url}/v1/{verb}_lora_adapter", json=body, headers=headers, timeout=timeout)
-
-
 # ---- what comes back
 
 
@@ -291,10 +250,10 @@ def json_object(url: str, response: Any) -> dict[str, Any]:
     """
     status = response.status_code
     if status in (408, 429) or status >= 500:
-        raise Transient(f"HTTP {status}: {_message(response)}", _retry_after(response))
+        raise Transient(f"HTTP {status}: {message_of(response)}", _retry_after(response))
     if status != 200:
         hint = "; set api_key_env" if status in (401, 403) else ""
-        raise Refused(f"{url} refuses a request with HTTP {status}: {_message(response)}{hint}", status)
+        raise Refused(f"{url} refuses a request with HTTP {status}: {message_of(response)}{hint}", status)
     try:
         answer = response.json()
     except ValueError:
@@ -372,7 +331,7 @@ def _retry_after(response: Any) -> float:
     return 0.0
 
 
-def _message(response: Any) -> str:
+def message_of(response: Any) -> str:
     """Return the server's error message: OpenAI's ``error.message``, FastAPI's ``detail``, or the body."""
     with suppress(ValueError):
         body = response.json()

@@ -36,7 +36,7 @@ RAFT_FREE_KEYS = (
         """
     cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
     max_empty_cycles eval_every_n_cycles keep_last_n_adapters
-    engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.retries engine.api_key_env
+    engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
     """.split()  # noqa: SIM905
     )
 )

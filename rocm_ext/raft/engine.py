@@ -1,6 +1,10 @@
-"""Open the config's engine on the learner's model, and count the processes that verify beside it."""
+"""Open the config's engines on the learner's model, and count the processes that verify beside it."""
 
 import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,28 +15,72 @@ from omegaconf import DictConfig
 
 from rocm_ext import config
 from rocm_ext.errors import UserError
-from rocm_ext.generation.base import Engine
+from rocm_ext.files import disk_errors
+from rocm_ext.generation import Engine, LocalEngine, Request, Sampling, Session
 from rocm_ext.hardware.machine import host_memory
+from rocm_ext.log import log
+from rocm_ext.raft.swap import Swap
 from rocm_ext.ranks import local_world_size
 from rocm_ext.train.learner import Learner
 
 
-def open_engine(cfg: DictConfig, learner: Learner) -> Engine:
-    """Build and check the config's engine.
+@dataclass(frozen=True)
+class Engines:
+    """The engines of a run.
 
-    The engine gets those of ``decoder``, ``tokenizer`` and ``free_memory`` that its constructor takes.
+    Attributes:
+        sample: samples the answers to train on.
+        eval: samples the answers of evaluations.
+    """
+
+    sample: Engine
+    eval: Engine
+
+    @contextmanager
+    def session(
+        self, what: str, swap: Swap, folder: Path, cycle: int, requests: Sequence[tuple[Request, Sampling]]
+    ) -> Iterator[Session]:
+        """Open a session, and check that servers sample with the adapter.
+
+        Args:
+            what: the phase, ``sample`` or ``eval``.
+            swap: checks the adapter of a session on servers.
+            folder: the adapter that the learner has loaded; none there: the base model.
+            cycle: number of the cycle that wrote the adapter.
+            requests: requests of the phase.
+
+        Raises:
+            UserError: the engine cannot sample with this adapter, or a server samples with another.
+        """
+        engine = self.eval if what == "eval" else self.sample
+        adapter = folder if folder.exists() else None
+        with engine.session(adapter) as session:
+            if adapter is not None and hasattr(session, "ask_each"):
+                swap.check(session, cycle, requests)
+            yield session
+
+
+def open_engines(cfg: DictConfig, learner: Learner, stopped: Callable[[], bool]) -> Engines:
+    """Build and check the config's engine, and find out whether it can do all that the run needs.
+
+    The engine gets those of ``decoder``, ``tokenizer``, ``free_memory``, ``ranks`` and ``stopped`` that its
+    constructor takes. If it cannot load adapters and only evaluations need this, they sample in this process.
 
     Args:
         cfg: config of ``raft_rocm``.
-        learner: the model to sample from.
+        learner: the model to sample from; its weights may be missing.
+        stopped: returns whether the user asked to stop.
 
     Raises:
-        UserError: the engine cannot run, or lacks the token ids and log-probs that the config needs.
+        UserError: the engine cannot run or cannot load adapters, or lacks the token ids and log-probs that the config
+            needs.
     """
     offered = {
         "decoder": learner.decoder,
         "tokenizer": learner.tokenizer,
         "free_memory": partial(free_memory, cfg, learner),
+        "ranks": learner.runtime.ranks,
+        "stopped": stopped,
     }
     wanted = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
     engine = config.instantiate(cfg.engine, key="engine", **wanted)
@@ -44,7 +92,51 @@ def open_engine(cfg: DictConfig, learner: Learner) -> Engine:
         raise UserError(
             f"{' and '.join(needs)}: the engine returns no token ids and log-probs of sampling, which this needs"
         )
-    return engine
+    if not hasattr(engine, "check_adapter"):
+        return Engines(engine, engine)
+    try:
+        _check_adapters(cfg, learner, engine)
+    except UserError as error:
+        first, training = cfg.checkpointer.get("adapter_checkpoint"), cfg.prompts is not None
+        if training and (first or cfg.cycles > 1):
+            without = "start without an adapter_checkpoint and with cycles=1" if first else "set cycles=1"
+            raise UserError(
+                f"{error}. Without such a server, {without}, or sample in this process with "
+                "engine._component_=rocm_ext.generation.LocalEngine"
+            ) from error
+        local = LocalEngine(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=offered["free_memory"])
+        try:
+            local.check()
+        except UserError as other:
+            raise UserError(f"{error}. Evaluations cannot sample in this process either: {other}") from error
+        log.warning("%s. Evaluations sample in this process instead", error)
+        return Engines(engine, local)
+    return Engines(engine, engine)
+
+
+def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any) -> None:
+    """Check that the engine can load the adapters that the run will need."""
+    if first := cfg.checkpointer.get("adapter_checkpoint"):
+        engine.check_adapter(Path(first))
+    if cfg.prompts is None or (cfg.cycles == 1 and cfg.eval_prompts is None):
+        return  # the run writes no adapter that it samples with
+    # in the run's folder, because the server must see this path
+    folder = Path(cfg.output_dir) / ".adapter-check"
+    ranks = learner.runtime.ranks
+    try:
+        ranks.on_main(lambda: _write(learner, folder))
+        engine.check_adapter(folder)
+    finally:
+        if ranks.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # it holds an earlier run
+                folder.parent.rmdir()
+
+
+def _write(learner: Learner, folder: Path) -> None:
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        learner.write_adapter(folder)
 
 
 def free_memory(cfg: DictConfig, learner: Learner) -> int:

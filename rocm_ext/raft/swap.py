@@ -1,0 +1,199 @@
+"""Check that servers sample with the adapter that they were told to load.
+
+A server answers a few prompts. The log-probs that it returns are compared with ours for the same tokens: with the new
+adapter, with the adapter before it, and without an adapter. Log-probs of sampled tokens are used, and not those of a
+prompt, because servers compute these without the output layer's adapter (vLLM issue 51594) or from a stale cache
+(vLLM issue 42019).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_ext.data.batches import collate, width_multiple
+from rocm_ext.errors import UserError
+from rocm_ext.generation import Completion, Request, Sampling
+from rocm_ext.log import log
+from rocm_ext.model.lora import adapters as adapted_layers
+from rocm_ext.objectives import Objective
+from rocm_ext.objectives.objective import Terms
+from rocm_ext.raft.adapters import Adapters
+from rocm_ext.raft.rollouts import Sample
+from rocm_ext.raft.selection import to_rows
+from rocm_ext.train.learner import Learner
+
+_ANSWERS, _TOKENS = 6, 32  # about 200 log-probs tell adapters apart whose log-probs differ by a hundredth
+_FAR = 0.1  # nats per token; rounding to bf16 on both sides gives about 0.01
+_SURE = 3.0  # standard errors
+_FEWEST = 8  # tokens that have a standard error
+
+
+class Swap:
+    """Checks the adapters of sessions on servers.
+
+    Args:
+        learner: the model, set up.
+        adapters: the run's adapters.
+    """
+
+    def __init__(self, learner: Learner, adapters: Adapters) -> None:
+        self._learner, self._adapters = learner, adapters
+        self._told: set[tuple[str, str]] = set()
+
+    def check(self, session: Any, cycle: int, requests: Sequence[tuple[Request, Sampling]]) -> None:
+        """Check that each server of ``session`` samples with the adapter of ``cycle``.
+
+        Every rank calls this, because sharded weights are gathered from all. The main rank asks the servers.
+
+        Args:
+            session: a session whose ``ask_each`` asks each of its servers.
+            cycle: number of the cycle whose adapter the session and the learner have loaded.
+            requests: requests to choose prompts from, the same on all ranks.
+
+        Raises:
+            UserError: a server samples with the adapter before, or without an adapter.
+        """
+        ranks = self._learner.runtime.ranks
+        asked = list({request.tokens: request for request, _ in requests}.values())[:_ANSWERS]
+        sampling = Sampling(min(_TOKENS, requests[0][1].max_new_tokens))
+        given = ranks.on_main(lambda: self._usable(session.ask_each(asked, sampling)))
+        answers = [answer for of_server in given.values() for answer in of_server]
+        if not answers:
+            return
+        ours = self._logprobs(answers)
+        others = {}
+        for name, loaded in self._others(cycle):
+            with loaded:
+                others[name] = self._logprobs(answers)
+        ranks.on_main(lambda: self._compare(given, cycle, ours, others))
+
+    def _usable(self, given: Mapping[str, Sequence[Completion]]) -> dict[str, list[Completion]]:
+        usable = {}
+        for url, answers in given.items():
+            usable[url] = [c for c in answers if len(c.logprobs) == len(c.tokens) > 0]
+            if answers and not usable[url]:
+                self._tell(url, "returns no log-probs with token ids, so nothing checks that it uses new adapters")
+        return usable
+
+    def _others(self, cycle: int) -> Iterator[tuple[str, AbstractContextManager]]:
+        """Yield what a server may have instead of the adapter of ``cycle``, and a context that loads it."""
+        yield "without an adapter", self._disabled()
+        for earlier in range(cycle - 1, -1, -1):
+            folder = self._adapters.folder(earlier)
+            if folder.exists():
+                yield f"with {folder}", self._loaded(folder, cycle)
+                return
+
+    @contextmanager
+    def _disabled(self) -> Iterator[None]:
+        layers = [layer for _, layer in adapted_layers(self._learner.decoder)]
+        for layer in layers:
+            layer.disabled = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.disabled = False
+
+    @contextmanager
+    def _loaded(self, folder: Path, cycle: int) -> Iterator[None]:
+        self._learner.load_adapter(self._learner.read_adapter(folder), str(folder))
+        try:
+            yield
+        finally:
+            self._adapters.load(cycle)
+
+    @torch.no_grad()
+    def _logprobs(self, answers: Sequence[Completion]) -> Tensor:
+        """Return the log-prob of each token of ``answers``, end to end, on the CPU."""
+        learner, device, dtype = self._learner, self._learner.runtime.device, self._learner.runtime.dtype
+        prompts = {answer.request.prompt_id: answer.request.tokens for answer in answers}
+        rows = to_rows([Sample.of(answer) for answer in answers], prompts, ())
+        pad, multiple = getattr(learner.tokenizer, "pad_id", 0) or 0, width_multiple(learner.cfg.compile, device, dtype)
+        training, objective, recorder = learner.model.training, learner.model.objective, _Recorder()
+        learner.model.eval()
+        learner.model.objective = recorder
+        try:
+            for row in range(len(answers)):  # one at a time: the memory plan covers the longest row
+                learner.model(collate(rows, [row], learner.packed, pad, multiple).to(device))
+        finally:
+            learner.model.objective = objective
+            learner.model.train(training)
+        return -torch.cat(recorder.nll).double().cpu()
+
+    def _compare(
+        self, given: Mapping[str, Sequence[Completion]], cycle: int, ours: Tensor, others: Mapping[str, Tensor]
+    ) -> None:
+        start = 0
+        for url, answers in given.items():
+            served = torch.tensor([value for answer in answers for value in answer.logprobs], dtype=torch.float64)
+            rows = slice(start, start + len(served))
+            start += len(served)
+            if len(served) >= _FEWEST:
+                before = {name: values[rows] for name, values in others.items()}
+                self._judge(url, self._adapters.folder(cycle), served, ours[rows], before)
+
+    def _judge(self, url: str, adapter: Path, served: Tensor, ours: Tensor, others: Mapping[str, Tensor]) -> None:
+        """Compare a server's log-probs with ours with ``adapter`` and with each of ``others``."""
+        far = _gap(served, ours)
+        for other, before in others.items():
+            figures = (
+                f"its log-probs of {len(served)} tokens differ, in nats per token, by {far:.2g} from ours with "
+                f"{adapter} and by {_gap(served, before):.2g} from ours {other}"
+            )
+            low, high = _share(served, ours, before)
+            if high < 0.5:
+                raise UserError(
+                    f"{url} does not sample with the adapter that it has loaded: {figures}. Restart this server, then "
+                    "continue with resume_from_checkpoint=True"
+                )
+            if low <= 0.5 and _gap(ours, before):
+                self._tell(url, f"rounds too much to show which adapter it uses: {figures}")
+        if far > _FAR:
+            self._tell(
+                url,
+                f"serves something else than our model: its log-probs of {len(served)} tokens differ by {far:.2g} nats "
+                "per token from ours. Its weights may be quantised or of another model, or its chat template differs",
+            )
+
+    def _tell(self, url: str, what: str) -> None:
+        kind = (url, what[:20])
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning("%s %s", url, what)
+
+
+class _Recorder(Objective):
+    """Records the NLL of each label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nll: list[Tensor] = []
+
+    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+        self.nll.append(nll)
+        return nll, None
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().mean())
+
+
+def _share(served: Tensor, new: Tensor, old: Tensor) -> tuple[float, float]:
+    """Estimate the share s in ``served = old + s (new - old) + noise``: 1 with the new adapter, 0 with the old one.
+
+    Returns:
+        The interval of s: least squares, with standard errors that allow for unequal noise (HC1, White 1980).
+    """
+    step, seen = new - old, served - old
+    if not (square := float(step @ step)):
+        return -math.inf, math.inf
+    share = float(seen @ step) / square
+    noise = (seen - share * step) * step
+    error = math.sqrt(float(noise @ noise) * len(step) / (len(step) - 1)) / square
+    return share - _SURE * error, share + _SURE * error
