@@ -2,6 +2,7 @@
 
 import json
 import threading
+import traceback
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rocm_ext.data.render import to_text
 from rocm_ext.model import adapter_files
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
@@ -61,6 +63,8 @@ class Handler(BaseHTTPRequestHandler):
             fake.most = max(fake.most, fake.active)
         try:
             reply = fake.reply(self.path, body)
+        except Exception:  # a fault of the test shows in the client's message
+            reply = 500, traceback.format_exc()[-400:], {}
         finally:
             with fake.lock:
                 fake.active -= 1
@@ -166,7 +170,7 @@ class Sampler:
                 self._weights[adapter] = self._merged(Path(adapter))
             tokens, logprobs = self._sample(self._weights[adapter], body)
         stopped = tokens[-1] in body["stop_token_ids"]
-        text = self._tokenizer.decode(tokens[:-1] if stopped else tokens, truncate_at_eos=False)
+        text = to_text(self._tokenizer, tokens[:-1] if stopped else tokens)
         return vllm_form(body, text, tokens, logprobs, finish_reason="stop" if stopped else "length")
 
     def _merged(self, adapter: Path) -> dict[str, torch.Tensor]:

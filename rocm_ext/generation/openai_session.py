@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rocm_ext.errors import UserError
@@ -28,10 +28,18 @@ from rocm_ext.log import duration, log
 BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds
 _POLL = 0.2  # seconds between looks at whether the user asked to stop
 _TELL = 30.0  # seconds between lines about a server that fails
+_CHECK_PATIENCE = 5.0  # seconds for which a server may fail while others wait to sample
 
 
 class NoServer(UserError):
-    """Every server has failed."""
+    """Every server has failed; ``reasons`` says how."""
+
+    def __init__(self, reasons: str) -> None:
+        super().__init__(
+            f"no server is left: {reasons}. All answers so far are saved; once a server is well again, continue with "
+            "resume_from_checkpoint=True"
+        )
+        self.reasons = reasons
 
 
 @dataclass(frozen=True)
@@ -129,17 +137,21 @@ class OpenAISession:
     def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> dict[str, list[Completion]]:
         """Ask every server the same requests; :meth:`stats` does not count them.
 
+        One of several servers that fails gets little time to recover, because the others wait.
+
         Returns:
             The completions of each server that answers, by url, in the order of ``requests``. There are fewer if the
             user asks to stop.
         """
-        found = {}
+        found, terms = {}, self._terms
+        if len(self._servers) > 1:
+            terms = replace(terms, patience=min(terms.patience, _CHECK_PATIENCE))
         for server in self._servers:
-            alone = OpenAISession(self._terms, [server], self._adapter)
+            alone = OpenAISession(terms, [server], self._adapter)
             try:
                 answers = {id(c.request): c for c in alone.generate(requests, sampling)}
             except NoServer as error:
-                log.warning("%s", error)
+                log.warning("nothing checks the adapter in this phase of %s", error.reasons)
                 continue
             found[server.url] = [answers[id(request)] for request in requests if id(request) in answers]
         return found
@@ -234,10 +246,7 @@ class _Batch:
         state.gone = why
         if all(each.gone for each in self._states.values()):
             reasons = "; ".join(f"{url}: {each.gone}" for url, each in self._states.items())
-            raise NoServer(
-                f"no server is left: {reasons}. All answers so far are saved; once a server is well again, continue "
-                "with resume_from_checkpoint=True"
-            )
+            raise NoServer(reasons)
         log.warning("giving up %s, the other servers take its requests: %s", server.url, why)
 
 

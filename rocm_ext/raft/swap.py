@@ -140,25 +140,26 @@ class Swap:
 
     def _judge(self, url: str, adapter: Path, served: Tensor, ours: Tensor, others: Mapping[str, Tensor]) -> None:
         """Compare a server's log-probs with ours with ``adapter`` and with each of ``others``."""
-        far = _gap(served, ours)
-        for other, before in others.items():
+        far, tokens = _gap(served, ours), f"its log-probs of {len(served)} tokens differ"
+        shares = {other: _share(served, ours, before) for other, before in others.items()}
+        stale = [other for other, (_, high) in shares.items() if high < 0.5]
+        unclear = [other for other, (low, _) in shares.items() if low <= 0.5 and _gap(ours, others[other])]
+        for other in sorted(stale or unclear, key=lambda other: _gap(served, others[other]))[:1]:
             figures = (
-                f"its log-probs of {len(served)} tokens differ, in nats per token, by {far:.2g} from ours with "
-                f"{adapter} and by {_gap(served, before):.2g} from ours {other}"
+                f"{tokens}, in nats per token, by {far:.2g} from ours with {adapter} and by "
+                f"{_gap(served, others[other]):.2g} from ours {other}"
             )
-            low, high = _share(served, ours, before)
-            if high < 0.5:
+            if stale:
                 raise UserError(
                     f"{url} does not sample with the adapter that it has loaded: {figures}. Restart this server, then "
                     "continue with resume_from_checkpoint=True"
                 )
-            if low <= 0.5 and _gap(ours, before):
-                self._tell(url, f"rounds too much to show which adapter it uses: {figures}")
+            self._tell(url, f"does not show clearly which adapter it samples with: {figures}")
         if far > _FAR:
             self._tell(
                 url,
-                f"serves something else than our model: its log-probs of {len(served)} tokens differ by {far:.2g} nats "
-                "per token from ours. Its weights may be quantised or of another model, or its chat template differs",
+                f"serves something else than our model: {tokens} by {far:.2g} nats per token from ours. Its weights "
+                "may be quantised or of another model, or its chat template differs",
             )
 
     def _tell(self, url: str, what: str) -> None:
