@@ -7,12 +7,13 @@ Labels follow torchtune: ``labels[t]`` is the token at ``t`` itself, or -100 for
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 from torchtune.data import Message
 
+from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.messages import Turn, to_turns
 from rocm_ext.data.template import ChatTemplate
 from rocm_ext.errors import UserError
@@ -104,19 +105,19 @@ class TemplateRenderer:
 
     Args:
         template: the chat template.
-        encode: tokenises text, in which special tokens are parsed; it adds none.
+        encoder: tokenises the template's text.
         stops: ids of the tokens that end an answer.
     """
 
-    def __init__(self, template: ChatTemplate, encode: Callable[[str], list[int]], stops: Sequence[int]) -> None:
-        self.template, self._encode, self._stops = template, encode, frozenset(stops)
+    def __init__(self, template: ChatTemplate, encoder: TextEncoder, stops: Sequence[int]) -> None:
+        self.template, self._encoder, self._stops = template, encoder, frozenset(stops)
 
     def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
-        return self._encode(self.template.render(turns, tools, prompt=True))
+        return self._encoder.encode(self.template.render(turns, tools, prompt=True))
 
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
         text, spans = self._marked(turns, tools) if self.template.marked else self._nested(turns, tools)
-        tokens, cuts = self._encode_apart(text, [cut for span in spans for cut in span])
+        tokens, cuts = self._encoder.encode_apart(text, [cut for span in spans for cut in span])
         labels = [IGNORE] * len(tokens)
         for start, end in zip(cuts[::2], cuts[1::2], strict=True):
             _label(labels, tokens, range(start, end), self._stops)
@@ -150,18 +151,6 @@ class TemplateRenderer:
                 f"{len(masked)} assistant turns; expected one generation block for each"
             )
         return text, [span for span, skip in zip(spans, masked, strict=True) if not skip]
-
-    def _encode_apart(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Tokenise ``text`` so that no token spans a cut; return the tokens and the index of each cut's token."""
-        begun: list[int] = []  # tokens in front of the last forced cut, which is at `start`
-        start, tokens, positions = 0, self._encode(text), []
-        for cut in cuts:
-            before = begun + self._encode(text[start:cut])
-            if tokens[: len(before)] != before:
-                begun, start = before, cut
-                tokens = begun + self._encode(text[start:])
-            positions.append(len(before))
-        return tokens, positions
 
 
 # ---- without a template

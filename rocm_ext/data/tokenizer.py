@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from tokenizers import Tokenizer
 
 from rocm_ext import config
 from rocm_ext.config.checks import check_max_seq_len
+from rocm_ext.data.encoder import TOKENIZER, TextEncoder
 from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, render_conversation
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
-from rocm_ext.errors import UserError, one_line
+from rocm_ext.errors import UserError
 from rocm_ext.files import json_object
 from rocm_ext.log import log
 
-TOKENIZER = "tokenizer.json"
 _SAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -107,10 +106,10 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     template = own if setting == "auto" else read_template(setting, folder, args, today)
     assert template is not None, "only auto may find no template"
     log.info("chat template: %s", template.origin)
-    encode, reserved = _encoder(folder)
-    renderer = TemplateRenderer(template, encode, base.stop_tokens)
+    encoder = _encoder(folder)
+    renderer = TemplateRenderer(template, encoder, base.stop_tokens)
     custom = template.text if setting != "auto" else None
-    tokenizer = ChatTokenizer(base, renderer, _end_of_text(folder, base), reserved, custom, args)
+    tokenizer = ChatTokenizer(base, renderer, _end_of_text(folder, base), encoder.special, custom, args)
     _check_end_of_turn(tokenizer, template)
     return tokenizer
 
@@ -170,28 +169,18 @@ def _checked_date(value: Any) -> date:
         raise UserError(f"chat_template_date is {value!r}; expected a date like 2024-07-26") from error
 
 
-def _encoder(folder: Path) -> tuple[Callable[[str], list[int]], frozenset[str]]:
-    """Return a function that tokenises text with the folder's ``tokenizer.json``, as transformers does.
-
-    Also return the texts that it turns into special tokens.
+def _encoder(folder: Path) -> TextEncoder:
+    """Open the folder's ``tokenizer.json``.
 
     Raises:
         UserError: the file is missing or damaged.
     """
-    path = folder / TOKENIZER
-    if not path.is_file():
+    if not (folder / TOKENIZER).is_file():
         raise UserError(
-            f"the chat template needs {path}, which does not exist; download the model's {TOKENIZER}, or set "
-            "chat_template: torchtune"
+            f"the chat template needs {folder / TOKENIZER}, which does not exist; download the model's {TOKENIZER}, "
+            "or set chat_template: torchtune"
         )
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers package raises Exception itself
-        raise UserError(f"cannot read {path}: {one_line(error)}; download the file again") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    special = (token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, frozenset(special)
+    return TextEncoder(folder / TOKENIZER)
 
 
 def _end_of_text(folder: Path, base: Any) -> int:
@@ -212,7 +201,7 @@ def _warn_if_different(base: Any, own: ChatTemplate, folder: Path) -> None:
     """Warn if torchtune's rendering differs from the model's own template, which every server uses."""
     if not (folder / TOKENIZER).is_file():
         return
-    model = TemplateRenderer(own, _encoder(folder)[0], base.stop_tokens)
+    model = TemplateRenderer(own, TextEncoder(folder / TOKENIZER), base.stop_tokens)
     theirs = render_conversation(ChatTokenizer(base, model, base.eos_id), _SAMPLE)[0]
     ours = render_conversation(base, _SAMPLE)[0]
     if theirs[: len(ours)] != ours:
