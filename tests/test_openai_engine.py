@@ -23,6 +23,7 @@ from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import config
 from rocm_ext.data.render import render_prompt
+from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.errors import UserError
 from rocm_ext.generation import openai, openai_session
 from rocm_ext.generation.base import Request, Sampling
@@ -602,6 +603,29 @@ def test_another_chat_template_than_ours_is_told(vllm, tokenizer, messages):
     assert completion.logprobs == [-1.0] * len(completion.tokens)
     assert (session.exact_tokens, session.has_logprobs) == (True, True)
     assert "\n".join(messages).count("its chat template differs") == 1
+
+
+def test_chat_sends_tools_and_the_variables_of_the_template(tokenizer):
+    args = {"enable_thinking": False}
+    chat = ChatTokenizer(tokenizer, None, tokenizer.eos_id, frozenset(), template_args=args)
+    chat.renderer = None  # torchtune's tokenizer renders
+    call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+    tools = ({"type": "function", "function": {"name": "weather"}},)
+    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]})
+    request = Request("p", 0, 0, (1,), messages, tools)
+    engine = OpenAIEngine(chat, urls=["http://127.0.0.1:1"], endpoint="chat")
+    body = engine.wire.body(openai.Server("http://x", "m", "extended"), "m", request, PLAIN)
+    assert body["tools"] == list(tools)
+    assert body["chat_template_kwargs"] == args
+    assert body["messages"][0] == messages[0]
+    (sent,) = body["messages"][1]["tool_calls"]
+    assert sent == {
+        "id": "call_0",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Zürich"}'},
+    }
+    plain = engine.wire.body(openai.Server("http://x", "m", "plain"), "m", Request("p", 0, 0, (1,), messages), PLAIN)
+    assert not {"tools", "chat_template_kwargs"} & plain.keys()
 
 
 def test_chat_needs_messages(vllm, tokenizer):
