@@ -22,7 +22,7 @@ from rocm_ext.recipes.raft_rocm import RAFT
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import config
-from rocm_ext.data.render import render_prompt
+from rocm_ext.data.render import TorchtuneRenderer, render_prompt
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.errors import UserError
 from rocm_ext.generation import openai, openai_session
@@ -607,8 +607,7 @@ def test_another_chat_template_than_ours_is_told(vllm, tokenizer, messages):
 
 def test_chat_sends_tools_and_the_variables_of_the_template(tokenizer):
     args = {"enable_thinking": False}
-    chat = ChatTokenizer(tokenizer, None, tokenizer.eos_id, frozenset(), template_args=args)
-    chat.renderer = None  # torchtune's tokenizer renders
+    chat = ChatTokenizer(tokenizer, TorchtuneRenderer(tokenizer), tokenizer.eos_id, template_args=args)
     call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
     tools = ({"type": "function", "function": {"name": "weather"}},)
     messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]})
