@@ -90,13 +90,10 @@ def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None 
             these are errors.
 
     Raises:
-        UserError: naming a damaged line, without ``problems``.
-        OSError: the file cannot be read, without ``problems``.
+        UserError: without ``problems``: the file cannot be read, or a line is damaged; the message names it.
     """
     damaged = 0
     try:
-        if not path.exists():
-            return
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 value = json_object(line)
@@ -110,13 +107,36 @@ def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None 
                             f"{path}:{number} is damaged; expected a JSON object{having}. Delete that line and go on "
                             "with resume_from_checkpoint=True"
                         )
+    except FileNotFoundError:
+        return
     except OSError as error:
         if problems is None:
-            raise
+            raise _unreadable(path, error) from error
         problems.append(f"{path} cannot be read: {error.strerror or error}")
     if damaged and problems is not None:
         lines = "1 line that is not a JSON object" if damaged == 1 else f"{damaged} lines that are not JSON objects"
         problems.append(f"{path}: skipped {lines}")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a record of a run, a file with one JSON object; None if it does not exist.
+
+    Raises:
+        UserError: the file cannot be read, or is damaged.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if (value := json_object(content)) is None:
+        raise UserError(f"{path} is damaged; expected a JSON object. Restore it, or delete it to have its work redone")
+    return value
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot read {path}: {error.strerror or error}. Nothing was changed; check the disk")
 
 
 def json_object(content: bytes) -> dict[str, Any] | None:

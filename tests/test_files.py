@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rocm_ext.errors import UserError
-from rocm_ext.files import read_lines
+from rocm_ext.files import read_json, read_lines
 
 
 def written(folder: Path, content: bytes) -> Path:
@@ -40,8 +40,12 @@ def test_files_that_cannot_be_read(tmp_path):
     problems: list[str] = []
     assert list(read_lines(tmp_path, problems=problems)) == []
     assert problems == [f"{tmp_path} cannot be read: Is a directory"]
-    with pytest.raises(IsADirectoryError):
-        list(read_lines(tmp_path))
+    for read in (lambda path: list(read_lines(path)), read_json):
+        with pytest.raises(UserError, match=r"cannot read .*: Is a directory\. Nothing was changed; check the disk"):
+            read(tmp_path)
+    assert read_json(tmp_path / "none.json") is None
+    with pytest.raises(UserError, match=r"lines\.jsonl is damaged; expected a JSON object"):
+        read_json(written(tmp_path, b'{"a": 1'))
 
 
 def test_characters_that_break_lines_elsewhere(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors, replace_text
+from rocm_ext.files import disk_errors, read_json, replace_text
 from rocm_ext.hardware.counters import HARDWARE_LOG
 from rocm_ext.raft.rollouts import Sample, SampleKey, entropy, read_results, read_samples
 from rocm_ext.runs.reader import SELECTION
@@ -156,11 +156,11 @@ class Cycle:
 
     def scores(self) -> dict[str, Any] | None:
         """Read ``eval.json``; return None if the file is missing."""
-        return json.loads(self.eval.read_text()) if self.eval.exists() else None
+        return read_json(self.eval)
 
     def training(self) -> dict[str, Any]:
         """Read the ``summary.json`` that the cycle's training wrote."""
-        return json.loads((self.folder / "summary.json").read_text())
+        return read_json(self.folder / "summary.json") or {}
 
     def row(self, threshold: float, filter_: Filter) -> dict[str, Any]:
         """Compute the cycle's entry in ``summary.json`` from its files.

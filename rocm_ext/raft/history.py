@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.files import replace_text
+from rocm_ext.files import read_json, replace_text
 from rocm_ext.raft.cycles import Cycle, Filter, pass_rates
 from rocm_ext.ranks import Ranks
 from rocm_ext.runs.reader import PHASES
@@ -58,7 +58,7 @@ class History:
             self.add(cycle)
             last = number
         self._summary = out / "summary.json"
-        written = json.loads(self._summary.read_text())["cycles"] if self._summary.exists() else []
+        written = (read_json(self._summary) or {"cycles": []})["cycles"]
         # a user may have deleted the files of a cycle to have it done again
         whole = [row for row in written if row["cycle"] <= last and _has_scores(out, row)]
         self.rows: dict[int, dict[str, Any]] = {row["cycle"]: row for row in whole}

@@ -1,8 +1,12 @@
 """Checkpoints of a run. Writing one is atomic, and a run that resumes from it equals an undisturbed run bit for bit."""
 
+import hashlib
+import os
 import random
+import re
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +16,30 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.config import difference
 from rocm_ext.errors import UserError
-from rocm_ext.files import remove_folder, replace_folder
+from rocm_ext.files import disk_errors, remove_folder, replace_folder
 from rocm_ext.log import log
+from rocm_ext.ranks import Ranks
 
 STATE = "state.pt"
+CHECKSUMS = "SHA256SUMS"  # `sha256sum -c` reads it
 
-# Keys that may change when a run resumes. Either they do not affect the results, or `check_same_run` compares
-# their effect (rows per step, data, base model).
-FREE_KEYS = frozenset(
-    """
-    hardware hardware_overrides device memory_fraction startup_checks num_workers pin_memory compile
-    checkpointer tokenizer enable_activation_checkpointing enable_activation_offloading low_cpu_ram
-    dataset dataset_val batch_size gradient_accumulation_steps sequences_per_step tokens_per_micro_batch
-    cudnn_deterministic_mode resume_from_checkpoint overwrite_output_dir save_every_n_steps seed
-    keep_last_n_checkpoints save_adapter_weights_only output_dir metric_logger log_every_n_steps
-    log_peak_memory_stats hardware_log_seconds profiler
-    """.split()  # noqa: SIM905
-)
+# Keys that may change when a run resumes, by the reason.
+_FREE = {
+    "how the machine computes; results differ by rounding": """
+        hardware hardware_overrides device memory_fraction startup_checks num_workers pin_memory compile
+        enable_activation_checkpointing enable_activation_offloading low_cpu_ram cudnn_deterministic_mode
+        loss.chunk_tokens""",
+    "`check_same_run` compares the effect: base model, data, rows and micro-batches of a step, dtype, seed": """
+        checkpointer tokenizer dataset dataset_val validation_fraction too_long batch_size
+        gradient_accumulation_steps sequences_per_step tokens_per_micro_batch dtype seed""",
+    "what a run reports, and where": """
+        output_dir resume_from_checkpoint overwrite_output_dir save_every_n_steps keep_last_n_checkpoints
+        save_adapter_weights_only metric_logger log_every_n_steps log_peak_memory_stats hardware_log_seconds
+        profiler""",
+    "a validation changes no weight, and the user may decide anew how long to wait for a better one": """
+        run_val_every_n_steps early_stopping_patience""",
+}
+FREE_KEYS = frozenset(" ".join(_FREE.values()).split())
 
 
 class Checkpoints:
@@ -43,11 +54,21 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
 
     def steps(self) -> list[Path]:
-        """Return the checkpoint folders, oldest first."""
-        return sorted(p for p in self.folder.glob("step_*") if p.is_dir())
+        """Return the checkpoint folders, oldest first.
+
+        Raises:
+            UserError: the system cannot list them.
+        """
+        try:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise UserError(f"cannot read {self.folder}: {error.strerror}") from error
+        return sorted(self.folder / name for name in names if re.fullmatch(r"step_\d+", name))
 
     def save(self, step: int, state: dict[str, Any], write_more: Callable[[Path], None]) -> Path:
-        """Write a checkpoint and remove those that are no longer kept.
+        """Write a checkpoint with its checksums, and remove those that are no longer kept.
 
         Args:
             step: optimiser steps done.
@@ -64,11 +85,9 @@ class Checkpoints:
         with replace_folder(path) as folder:
             torch.save(state, folder / STATE)
             write_more(folder)
-        # later checkpoints were unreadable when this run resumed from an earlier one, so they go too
-        kept = [p for p in self.steps() if p <= path][-self.keep :]
-        for other in self.steps():
-            if other not in kept:
-                remove_folder(other)
+            (folder / CHECKSUMS).write_bytes(_checksums(folder, sorted(p.name for p in folder.iterdir())))
+        for other in self.steps()[: -self.keep]:
+            remove_folder(other)
         return path
 
     def clear(self) -> None:
@@ -76,19 +95,88 @@ class Checkpoints:
         for path in self.steps():
             remove_folder(path)
 
-    def sweep(self) -> None:
-        """Remove folders that a killed process left half written or half removed."""
+    def sweep(self, step: int) -> None:
+        """Prepare the folder for a run that continues after ``step``.
+
+        This removes folders that a killed process left half written or half removed. It renames later checkpoints,
+        which could not be read, so that saving neither replaces nor removes them.
+
+        Raises:
+            UserError: the folder is read-only.
+        """
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
+        for path in self.steps():
+            if int(path.name.removeprefix("step_")) > step:
+                names = (path.with_name(f"{path.name}.unreadable{n or ''}") for n in count())
+                aside = next(name for name in names if not name.exists())
+                with disk_errors(path):
+                    path.rename(aside)
+                log.warning("checkpoint %s is kept as %s", path, aside.name)
 
-    def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest readable checkpoint and its state, or None; warn about unreadable ones."""
-        for path in reversed(self.steps()):
+    def newest(self, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
+        """Read the newest checkpoint that all ranks can read, and warn about newer ones.
+
+        Args:
+            ranks: all processes of the run.
+
+        Returns:
+            The checkpoint's folder and its state; None if there is no checkpoint.
+
+        Raises:
+            UserError: there are checkpoints, and none can be read; the message has the reason for each.
+        """
+        skipped: list[tuple[Path, str]] = []
+        for path in reversed(ranks.agree(self.steps())):
+            state: dict[str, Any] = {}
+            problem = None
             try:
-                return path, torch.load(path / STATE, map_location="cpu", weights_only=True)
-            except Exception as error:
-                log.warning("checkpoint %s cannot be read and is skipped: %s", path, str(error).split("\n")[0])
+                state = _read(path)
+            except Exception as error:  # torch.load raises whatever the damaged bytes lead to
+                problem = str(error).split("\n")[0] or type(error).__name__
+            reasons = [reason for reason in ranks.gather(problem) if reason is not None]
+            if not reasons:
+                for newer, reason in skipped:
+                    log.warning("checkpoint %s cannot be read and is skipped: %s", newer, reason)
+                return path, state
+            skipped.append((path, reasons[0]))
+        if skipped:
+            problems = "; ".join(f"{path}: {reason}" for path, reason in skipped)
+            raise UserError(
+                f"no checkpoint can be read ({problems}). Nothing was changed. Check the disk or restore the "
+                f"files, and resume again, or delete {self.folder} to train from the beginning"
+            )
         return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's state, after its checksums if it has them; earlier versions wrote none."""
+    try:
+        expected = (path / CHECKSUMS).read_bytes()
+    except FileNotFoundError:
+        expected = None
+    if expected is not None:
+        names = [line.partition("  ")[2] for line in expected.decode(errors="replace").splitlines()]
+        if STATE not in names or any(os.path.basename(name) != name for name in names):
+            raise ValueError(f"{CHECKSUMS} is damaged")
+        found = _checksums(path, names)
+        if found != expected:
+            pairs = zip(names, found.splitlines(), expected.splitlines(), strict=False)
+            changed = [name for name, is_, was in pairs if is_ != was]
+            raise ValueError(f"the checksum of {', '.join(changed) or CHECKSUMS} does not match")
+    return torch.load(path / STATE, map_location="cpu", weights_only=True)
+
+
+def _checksums(folder: Path, names: list[str]) -> bytes:
+    """The content of ``SHA256SUMS`` for files of ``folder``."""
+    lines = []
+    for name in names:
+        digest = hashlib.sha256()
+        with (folder / name).open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        lines.append(f"{digest.hexdigest()}  {name}\n")
+    return "".join(lines).encode()
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
@@ -142,7 +230,7 @@ def check_same_run(
     begun = now | state["config"]  # a run of an earlier version lacks the keys that came later
     problems = difference(begun, now, free)
     for what, is_ in identity.items():
-        was = state["identity"][what]
+        was = state["identity"].get(what, is_)  # a run of an earlier version lacks what came later
         if was != is_:  # hashes tell a reader nothing, so the message omits them
             problems.append(f"{what} changed" if len(str(was)) == 64 else f"{what}: was {was}, is {is_}")
     if problems:

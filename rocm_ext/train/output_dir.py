@@ -26,20 +26,21 @@ class OutputDir:
         keep: number of checkpoints to keep.
         resume: whether this run continues the one in the folder.
         overwrite: whether this run replaces the one in the folder.
+        ranks: all processes of the run.
 
     Attributes:
         checkpoints: the run's checkpoints.
         resumed: the checkpoint to resume from and its state, or None.
 
     Raises:
-        UserError: the folder holds another run.
+        UserError: the folder holds another run, or its checkpoints cannot be read.
     """
 
-    def __init__(self, path: Path, *, keep: int, resume: bool, overwrite: bool) -> None:
+    def __init__(self, path: Path, *, keep: int, resume: bool, overwrite: bool, ranks: Ranks) -> None:
         self.path, self.resume, self.overwrite = path, resume, overwrite
         self.checkpoints = Checkpoints(path / "checkpoints", keep)
         self._check()
-        self.resumed: tuple[Path, dict[str, Any]] | None = self.checkpoints.newest() if resume else None
+        self.resumed: tuple[Path, dict[str, Any]] | None = self.checkpoints.newest(ranks) if resume else None
 
     @classmethod
     def open(cls, cfg: DictConfig, ranks: Ranks) -> "OutputDir":
@@ -52,13 +53,14 @@ class OutputDir:
             ranks: all processes of the run; only the main one creates the folder.
 
         Raises:
-            UserError: the folder holds another run, or is not writable.
+            UserError: the folder holds another run, its checkpoints cannot be read, or it is not writable.
         """
         folder = cls(
             Path(cfg.output_dir),
             keep=cfg.keep_last_n_checkpoints,
             resume=cfg.resume_from_checkpoint,
             overwrite=cfg.overwrite_output_dir,
+            ranks=ranks,
         )
         cfg.seed = pick_seed(cfg.seed, folder.resumed[1]["config"]["seed"] if folder.resumed else None, ranks)
         training.set_seed(seed=cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
@@ -101,12 +103,12 @@ class OutputDir:
         Raises:
             UserError: the disk is full, or a file cannot be written.
         """
-        self.checkpoints.sweep()
         if self.overwrite and not self.resume:
             self.checkpoints.clear()
             for name in ("adapter", "merged"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "summary.json").unlink(missing_ok=True)
+        self.checkpoints.sweep(step)
         if not step:
             with disk_errors(self.path / HARDWARE_LOG):
                 (self.path / HARDWARE_LOG).unlink(missing_ok=True)

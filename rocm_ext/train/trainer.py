@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from rocm_ext import config
 from rocm_ext.data.batches import Batch, StepLoader, Steps, rows_per_step, width_multiple
@@ -18,11 +19,15 @@ from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.hardware import numerics
 from rocm_ext.log import Progress, log
 from rocm_ext.model import adapter_files
-from rocm_ext.train.checkpoint import check_same_run, rng_state, set_rng_state
+from rocm_ext.train.checkpoint import FREE_KEYS, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.metrics import peak_memory, summarize
 from rocm_ext.train.output_dir import OutputDir
+from rocm_ext.train.resume import check_length, load_for_new_length
+
+# in a run's identity: the cut of a step decides which masks dropout draws
+_DROPOUT_CUT = "tokens per micro-batch, which dropout depends on"
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,12 @@ class Trainer:
             "rows per step": self.loader.steps.per_step,
             "dtype": str(self.runtime.dtype),
             "seed": self.cfg.seed,
+            _DROPOUT_CUT: self.learner.tokens_per_micro_batch if self._has_dropout() else None,
         }
+
+    def _has_dropout(self) -> bool:
+        modules = self.learner.decoder.modules()
+        return any((isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attn_dropout", 0) > 0 for m in modules)
 
     def _resume(self) -> None:
         """Continue from the folder's checkpoint, if it found one."""
@@ -166,14 +176,20 @@ class Trainer:
                 log.info("no checkpoint in %s: starting from the beginning", self.folder.checkpoints.folder)
             return
         path, state = self.folder.resumed
-        check_same_run(path, state, self.cfg, self.identity)
-        self.learner.load_adapter(state["adapter"], str(path))
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.scaler.load_state_dict(state["scaler"])
+        same_ranks = len(state["rng"]) == self.ranks.world
+        identity = {what: is_ for what, is_ in self.identity.items() if same_ranks or what != _DROPOUT_CUT}
+        check_same_run(path, state, self.cfg, identity, FREE_KEYS | {"epochs", "max_steps_per_epoch"})
         self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
-        if len(state["rng"]) == self.ranks.world:
+        same_length = check_length(path, self.step, self.loader.steps, self.cfg, state["config"])
+        self.learner.load_adapter(state["adapter"], str(path))
+        if same_length:
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+        else:
+            load_for_new_length(self.optimizer, self.scheduler, state["optimizer"], self.step)
+        self.scaler.load_state_dict(state["scaler"])
+        if same_ranks:
             set_rng_state(state["rng"][self.ranks.rank], self.runtime.device)
         else:
             log.warning("the run had %d ranks and now has %d, so dropout differs", len(state["rng"]), self.ranks.world)
@@ -213,6 +229,8 @@ class Trainer:
                     if self.stopped_early:
                         break
                     began = time.perf_counter()
+        if self.stopped_early:
+            log.info("stopped early at step %d: %d validations without a better loss", self.step, self.worse)
         self.write_outputs()
 
     def _due(self, every: int | None, epoch_end: bool) -> bool:
