@@ -44,6 +44,7 @@ from rocm_ext.train.checkpoint import check_same_run
 from rocm_ext.train.components import setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lock import hold
 from rocm_ext.train.output_dir import OutputDir, pick_seed
 from rocm_ext.train.run import run
 from rocm_ext.train.runtime import Runtime
@@ -423,14 +424,15 @@ def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
         cfg.checkpointer.adapter_checkpoint = str(adapter)
     cfg.prompts = cfg.metric_logger = None  # the evaluation neither reads training prompts nor logs
     raft = RAFT(cfg)
-    raft.setup()
-    try:
-        with raft.verification():
-            raft.evaluate(0)
-    except Interrupted as stop:
-        raise SystemExit(128 + stop.signum) from None
-    finally:
-        raft.cleanup()
+    with hold(raft.out):
+        raft.setup()
+        try:
+            with raft.verification():
+                raft.evaluate(0)
+        except Interrupted as stop:
+            raise SystemExit(128 + stop.signum) from None
+        finally:
+            raft.cleanup()
     return Cycle(raft.out, 0).scores() or {}
 
 

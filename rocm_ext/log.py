@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 
 from tqdm import tqdm
 
+from rocm_ext.process import survive_terminal
+
 log = logging.getLogger("rocm_ext")
 
 
@@ -56,7 +58,10 @@ class Progress:
         if self._bar is not None:
             told = text if self._own_left is None else text + self._left()
             self._bar.set_postfix_str(told, refresh=False)
-            self._bar.update()
+            try:
+                self._bar.update()
+            except OSError:  # the terminal was closed
+                survive_terminal()
             return
         now = time.monotonic()
         if self._enabled and (now - self._spoke >= 30 or self.done in (self._start + 1, self.total)):

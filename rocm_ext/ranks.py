@@ -24,6 +24,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def rank() -> int:
+    """Index of this process among all that torchrun started; 0 without torchrun."""
+    return int(os.environ.get("RANK", 0))
+
+
 def local_world_size() -> int:
     """Number of torchrun's processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))

@@ -8,8 +8,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -32,11 +34,11 @@ def forked(
     Returns:
         The exit code, negative for a signal, and the messages.
     """
-    pid, receive = _start(main, path, overrides, prepare)
+    pid, receive = start(main, path, overrides, prepare)
     if kill_after is not None:
         timer = threading.Timer(kill_after, lambda: os.kill(pid, signal.SIGKILL))
         timer.start()
-    found = _wait(pid, receive)
+    found = wait(pid, receive)
     if kill_after is not None:
         timer.cancel()
     return found
@@ -53,11 +55,11 @@ def forked_ranks(main: Callable[[], None], path: Path, *overrides: str, ranks: i
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     meeting |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     places = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    started = [_start(main, path, overrides, partial(os.environ.update, place)) for place in places]
-    return [_wait(*each) for each in started]
+    started = [start(main, path, overrides, partial(os.environ.update, place)) for place in places]
+    return [wait(*each) for each in started]
 
 
-def _start(
+def start(
     main: Callable[[], None], path: Path, overrides: tuple[str, ...], prepare: Callable[[], object] | None
 ) -> tuple[int, int]:
     """Process id of the fork, and the end of the pipe that its messages come out of."""
@@ -66,12 +68,19 @@ def _start(
     if pid:
         os.close(send)
         return pid, receive
+    sys.stdout = sys.stderr = os.fdopen(send, "w")
+    run_and_exit(main, path, overrides, prepare)
+
+
+def run_and_exit(
+    main: Callable[[], None], path: Path, overrides: tuple[str, ...], prepare: Callable[[], object] | None
+) -> NoReturn:
+    """Run ``prepare()`` and a recipe's ``main`` in this process, a fork, and end it."""
     code = 1
     try:
-        sys.stdout = sys.stderr = os.fdopen(send, "w")
         log.handlers.clear()
         torch.set_num_threads(1)
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         if prepare is not None:
             prepare()
@@ -82,11 +91,12 @@ def _start(
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stderr.flush()
+        with suppress(OSError):  # a test may have closed the terminal
+            sys.stderr.flush()
         os._exit(code)
 
 
-def _wait(pid: int, receive: int) -> tuple[int, str]:
+def wait(pid: int, receive: int) -> tuple[int, str]:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with open(receive) as messages:
         return code, messages.read()

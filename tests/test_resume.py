@@ -7,6 +7,7 @@ be killed anywhere.
 import contextlib
 import json
 import os
+import pty
 import random
 import shutil
 import signal
@@ -23,8 +24,8 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
 from rocm_ext import config
 from rocm_ext.errors import UserError
-from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.learner import Learner
+from tests import forks
 from tests.forks import forked, kill_before
 from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 
@@ -65,6 +66,20 @@ class LimitFiles(FillDisk):
     def log_dict(self, payload, step: int) -> None:
         if step == self.step:
             limit_files(os.path.getsize(self.path) + 100)
+
+
+class Wait(FillDisk):
+    """Creates ``PATH.waiting`` right after a step, and waits for ``PATH``."""
+
+    def log_dict(self, payload, step: int) -> None:
+        if step == self.step:
+            Path(self.path).with_suffix(".waiting").touch()
+            wait_for(Path(self.path))
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def limit_files(size: int) -> None:
@@ -124,7 +139,8 @@ def resume(path: Path, **kwargs) -> tuple[int, str]:
 
 def steps(out: Path) -> list[int]:
     """Return the checkpoints on disk."""
-    return sorted(int(p.name.removeprefix("step_")) for p in (out / "checkpoints").iterdir())
+    names = [p.name.removeprefix("step_") for p in (out / "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def outcome(out: Path) -> tuple:
@@ -181,7 +197,7 @@ def test_killed_in_mid_epoch_and_resumed_by_tune(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_stopped(make, reference, tmp_path, signum, code):
     out = tmp_path / "out"
     found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which the run still completes
@@ -204,6 +220,33 @@ def test_tune_stopped_by_ctrl_c(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
+def test_sighup_under_nohup_is_ignored(make, reference, tmp_path):
+    def nohup():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    out = tmp_path / "out"
+    code, messages = run(make(out, metric_logger=at(6, signal.SIGHUP)), prepare=nohup)
+    assert code == 0, messages
+    assert_equal(out, reference)
+
+
+def test_closed_terminal(make, reference, tmp_path):
+    """The terminal's end sends SIGHUP, and printing to it is an error from then on."""
+    out, go = tmp_path / "out", tmp_path / "go"
+    path = make(out, metric_logger=at(5, Wait, go))
+    pid, terminal = pty.fork()
+    if not pid:
+        sys.stdout = sys.stderr = os.fdopen(2, "w")
+        forks.run_and_exit(main, path, (), None)
+    wait_for(go.with_suffix(".waiting"))
+    os.close(terminal)
+    go.touch()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    assert steps(out)[-1] == 6
+    assert resume(make(out))[0] == 0
+    assert_equal(out, reference)
+
+
 def test_sigterm_during_setup(make, tmp_path):
     def prepare():
         Learner.setup_model = lambda self: os.kill(os.getpid(), signal.SIGTERM)
@@ -211,7 +254,7 @@ def test_sigterm_during_setup(make, tmp_path):
     code, messages = run(make(tmp_path / "out"), prepare=prepare)
     assert code == 143
     assert "Traceback" not in messages
-    assert not any((tmp_path / "out").iterdir())
+    assert os.listdir(tmp_path / "out") == [".lock"]
 
 
 @pytest.mark.parametrize("counts", [range(1, 25, 4), pytest.param(range(1, 40), marks=pytest.mark.slow)])
@@ -230,7 +273,8 @@ def test_torn_newest_checkpoint(make, reference, tmp_path):
     out = tmp_path / "out"
     assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
     state = out / "checkpoints" / "step_00000006" / "state.pt"
-    os.truncate(state, state.stat().st_size // 2)
+    half = state.stat().st_size // 2
+    os.truncate(state, half)
 
     code, messages = resume(make(out))
     assert code == 0
@@ -238,15 +282,23 @@ def test_torn_newest_checkpoint(make, reference, tmp_path):
     assert "resumed from" in messages
     assert_equal(out, reference)
     assert steps(out) == [8, 10]
+    assert (out / "checkpoints" / "step_00000006.unreadable" / "state.pt").stat().st_size == half
 
 
-def test_torn_checkpoints_do_not_crowd_out_new_ones(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(8, {"step": 8}, lambda folder: None)
-    (tmp_path / "step_00000008" / "state.pt").write_bytes(b"torn")
-    assert checkpoints.newest() is None
-    checkpoints.save(2, {"step": 2}, lambda folder: None)
-    assert [p.name for p in checkpoints.steps()] == ["step_00000002"]
+def test_no_checkpoint_can_be_read(make, tmp_path):
+    out = tmp_path / "out"
+    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    for step in steps(out):
+        state = out / "checkpoints" / f"step_{step:08d}" / "state.pt"
+        state.unlink()
+        state.mkdir()  # reading it fails, as reading from a broken disk does
+    (out / ".lock.json").unlink()  # of the killed run
+    before = tree(out)
+    code, messages = resume(make(out))
+    assert code == 1
+    directory = "/state.pt'"
+    assert_one_line(messages, "step_00000006: [Errno 21] Is a directory", "step_00000005: [Errno 21]", directory)
+    assert tree(out) == before
 
 
 def test_resume_where_nothing_is_starts_and_resume_of_a_finished_run_changes_nothing(make, reference, tmp_path):
@@ -278,13 +330,18 @@ def test_seed_that_was_drawn_is_kept(make, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["optimizer.lr=2e-3"], "optimizer.lr: was 0.001, is 0.002"),
-        (["epochs=3"], "epochs: was 2, is 3"),
-        (["model.lora_dropout=0.2"], "model.lora_dropout: was 0.1, is 0.2"),
-        (["sequences_per_step=4"], "rows per step: was 8, is 4"),
-        (["seed=2"], "seed: was 1, is 2"),
-        (["checkpointer.checkpoint_dir={folder}/other"], "base model changed"),
-        (["dataset.source={folder}/fewer.jsonl"], "data changed; validation data changed"),
+        (["optimizer.lr=2e-3"], "belongs to another run: .*optimizer.lr: was 0.001, is 0.002"),
+        (["epochs=1"], "has 10 steps, but epochs=1 ends the run after 5; raise epochs"),
+        (["max_steps_per_epoch=3"], "has 10 steps, so max_steps_per_epoch cannot change from None to 3"),
+        (
+            ["batch_size=2"],
+            r"belongs to another run: .*tokens per micro-batch, which dropout depends on: was \d+, is \d+",
+        ),
+        (["model.lora_dropout=0.2"], "belongs to another run: .*model.lora_dropout: was 0.1, is 0.2"),
+        (["sequences_per_step=4"], "belongs to another run: .*rows per step: was 8, is 4"),
+        (["seed=2"], "belongs to another run: .*seed: was 1, is 2"),
+        (["checkpointer.checkpoint_dir={folder}/other"], "belongs to another run: .*base model changed"),
+        (["dataset.source={folder}/fewer.jsonl"], "belongs to another run: .*data changed; validation data changed"),
     ],
 )
 def test_another_run_is_refused(make, reference, folder, overrides, message):
@@ -292,20 +349,58 @@ def test_another_run_is_refused(make, reference, folder, overrides, message):
     before = tree(reference)
     overrides = [item.format(folder=folder) for item in overrides]
     cfg = config.load("lora_finetune_rocm", str(make(reference, resume_from_checkpoint=True)), overrides)
-    with pytest.raises(UserError, match=r"step_00000010 belongs to another run: .*" + message):
+    with pytest.raises(UserError, match=r"step_00000010 " + message):
         LoRAFinetune(cfg).setup()
     assert tree(reference) == before
 
 
 def test_what_is_free_to_change(make, reference, tmp_path):
-    """A resumed run may have other micro-batches and paths; they change only the rounding."""
-    out = tmp_path / "out"
-    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
-    code, messages = resume(make(out, batch_size=2, log_every_n_steps=3, keep_last_n_checkpoints=1))
+    """A resumed run may have other micro-batches, chunks, validations and paths; they change only the rounding."""
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    model = {**yaml.safe_load(make(out).read_text())["model"], "lora_dropout": 0.0}
+    assert run(make(whole, model=model))[0] == 0
+    assert run(make(out, model=model, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    changes = {"batch_size": 2, "log_every_n_steps": 3, "keep_last_n_checkpoints": 1, "run_val_every_n_steps": 4}
+    changes |= {"loss": {"_component_": "rocm_ext.objectives.CrossEntropy", "chunk_tokens": 7}}
+    code, messages = resume(make(out, model=model, early_stopping_patience=9, dtype="fp32", **changes))
     assert code == 0, messages
     assert steps(out) == [10]
-    found, expected = ([line["loss"] for line in outcome(o)[1] if "loss" in line] for o in (out, reference))
-    assert found == pytest.approx(expected, rel=0.05)  # dropout is drawn in another order
+    found, expected = ([line["loss"] for line in outcome(o)[1] if "loss" in line] for o in (out, whole))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert [line["step"] for line in outcome(out)[1] if "val_loss" in line] == [5, 8]
+
+
+def test_raised_epochs_equal_a_run_begun_with_them(make, tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    constant = {"lr_scheduler": None, "save_every_n_steps": 1}
+    assert run(make(whole, **constant, epochs=3))[0] == 0
+    assert run(make(out, **constant))[0] == 0
+    code, messages = resume(make(out, **constant, epochs=3))
+    assert code == 0, messages
+    assert "the run had 10 steps in all; it now has 15" in messages
+    assert json.loads((out / "summary.json").read_text())["steps"] == 15
+    assert_equal(out, whole)
+
+
+def test_raised_max_steps_equal_a_run_begun_with_them(make, tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    options = {"lr_scheduler": None, "epochs": 1, "run_val_every_n_steps": 1}
+    assert run(make(whole, **options, max_steps_per_epoch=5))[0] == 0
+    assert run(make(out, **options, max_steps_per_epoch=3))[0] == 0
+    code, messages = resume(make(out, **options, max_steps_per_epoch=5))
+    assert code == 0, messages
+    assert_equal(out, whole)
+
+
+def test_a_schedule_follows_raised_epochs(make, reference, tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    assert run(make(whole, epochs=3))[0] == 0
+    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    code, messages = resume(make(out, epochs=3))
+    assert code == 0, messages
+    assert "lr_scheduler follows the new number of steps: learning rate " in messages
+    rates = {o: [line["lr"] for line in outcome(o)[1] if "lr" in line] for o in (out, whole, reference)}
+    assert rates[out] == rates[reference][:6] + rates[whole][6:]
 
 
 def test_used_output_dir(make, reference, tmp_path):
@@ -321,7 +416,7 @@ def test_used_output_dir(make, reference, tmp_path):
 
     killed = make(out, overwrite_output_dir=True, metric_logger=at(1, signal.SIGKILL))
     assert run(killed)[0] == -signal.SIGKILL
-    left = set(os.listdir(out)) - {"hardware.jsonl"}
+    left = set(os.listdir(out)) - {"hardware.jsonl", ".lock", ".lock.json"}
     assert left == {"config.yaml", "metrics.jsonl", "checkpoints"}  # nothing from the earlier run
     assert run(make(out), "overwrite_output_dir=True")[0] == 0
     assert_equal(out, reference)
@@ -349,7 +444,9 @@ def test_early_stopping(make, tmp_path):
     assert run(killed)[0] == -signal.SIGKILL
     assert resume(make(out, **options))[0] == 0
     assert_equal(out, whole)
-    assert resume(make(out, **options))[0] == 0  # early stopping has ended the run already
+    code, messages = resume(make(out, **options, epochs=3))
+    assert code == 0
+    assert f"stopped early at step {best + 3}: 3 validations without a better loss" in messages
     assert_equal(out, whole)
 
 

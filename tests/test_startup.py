@@ -30,6 +30,7 @@ def begin(monkeypatch):
         monkeypatch.delenv(name)
     replaced = []
     monkeypatch.setattr(startup, "replace_process", replaced.append)
+    monkeypatch.setattr(startup, "report_ranks", lambda: None)
 
     def begin(machine, *arguments: str, tune: bool = True, initialized: bool = False):
         monkeypatch.setattr(startup, "detect", lambda: machine)

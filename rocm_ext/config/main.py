@@ -5,6 +5,7 @@ import inspect
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -19,6 +20,7 @@ from rocm_ext.hardware.environment import apply_environment, preset
 from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import load_profile
 from rocm_ext.log import log, setup_logging
+from rocm_ext.process import end_with_launcher, stop_signals, survive_terminal, tell_launcher
 
 
 def recipe_main(
@@ -26,7 +28,7 @@ def recipe_main(
 ) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Decorator for a recipe's main function: parse, set the machine's environment, run, end with an exit code.
 
-    A :class:`UserError` becomes one line and its code, Ctrl-C and SIGTERM become 130 and 143.
+    A :class:`UserError` becomes one line and its code; Ctrl-C, SIGTERM and SIGHUP become 130, 143 and 129.
 
     Args:
         recipe: its name. Write it out: tools read it without running the file.
@@ -50,7 +52,12 @@ def recipe_main(
             if not gc.isenabled():  # see rocm_ext.config.startup
                 gc.enable()
                 gc.freeze()  # what was imported stays
-            signal.signal(signal.SIGTERM, _terminate)
+            end_with_launcher()
+            if (
+                int(os.environ.get("WORLD_SIZE", 1)) == 1
+            ):  # torchrun's SIGTERM must end a rank that waits for another in C++ code
+                for signum in stop_signals():
+                    signal.signal(signum, _terminate)
             sys.exit(guarded(action))
 
         return run
@@ -64,8 +71,13 @@ def guarded(action: Callable[[], Any]) -> int:
     try:
         action()
     except UserError as error:
-        print(f"error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
+        if not tell_launcher(f"error: {error}"):
+            print(f"error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
         return error.code
+    except Exception:
+        if rank is not None:  # if another rank failed first, torchrun ends this one before it prints what followed
+            time.sleep(2)
+        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -73,6 +85,7 @@ def guarded(action: Callable[[], Any]) -> int:
 
 
 def _terminate(signum: int, frame: Any) -> None:
+    survive_terminal()
     sys.exit(128 + signum)
 
 

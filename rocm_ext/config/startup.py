@@ -28,6 +28,7 @@ from rocm_ext.hardware.environment import (
 )
 from rocm_ext.hardware.machine import Machine, detect
 from rocm_ext.hardware.profile import Profile, choose_profile, load_profile
+from rocm_ext.process import report_ranks
 
 
 def begin(tune: bool) -> None:
@@ -72,6 +73,8 @@ def _begin_tune(arguments: Sequence[str]) -> None:
     at = next((i for i, each in enumerate(arguments) if each in table or registry.is_recipe_file(each)), None)
     if at is None:
         return
+    if at:
+        report_ranks()
     if at == 0:
         gc.disable()
     elif os.environ.get(_LAUNCHER) == str(os.getpid()):  # replaced already; looking again would take a GPU's memory

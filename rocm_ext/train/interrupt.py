@@ -1,9 +1,10 @@
-"""Delay Ctrl-C and SIGTERM until the work in progress is saved."""
+"""Delay Ctrl-C, SIGTERM and SIGHUP until the work in progress is saved."""
 
 import signal
 from types import FrameType
 
 from rocm_ext.log import log
+from rocm_ext.process import stop_signals, survive_terminal
 from rocm_ext.ranks import Ranks
 
 
@@ -21,7 +22,9 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Context in which Ctrl-C and SIGTERM only set ``signum``; a second Ctrl-C stops at once.
+    """Context in which Ctrl-C, SIGTERM and SIGHUP only set ``signum``; a second Ctrl-C stops at once.
+
+    A process that ignores SIGHUP, as under ``nohup``, goes on ignoring it.
 
     Attributes:
         signum: number of the last signal, or None.
@@ -31,7 +34,7 @@ class Interrupt:
         self.signum: int | None = None
 
     def __enter__(self) -> "Interrupt":
-        self._earlier = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._earlier = {s: signal.signal(s, self._note) for s in (signal.SIGINT, *stop_signals())}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -46,4 +49,5 @@ class Interrupt:
         if signum == self.signum == signal.SIGINT:  # torchrun sends SIGTERM after a Ctrl-C; that one still waits
             raise KeyboardInterrupt
         self.signum = signum
+        survive_terminal()
         log.info("stopping once the current work is saved ...")

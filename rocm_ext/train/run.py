@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from rocm_ext.hardware.counter_log import recording
 from rocm_ext.log import duration, log
 from rocm_ext.train.interrupt import Interrupted
+from rocm_ext.train.lock import hold
 from rocm_ext.train.runtime import Runtime
 
 
@@ -36,10 +37,18 @@ class Recipe(Protocol):
 def run(recipe: Recipe) -> None:
     """Set ``recipe`` up, train while recording the hardware's counters, and clean up.
 
+    The run holds its output folder meanwhile.
+
     Raises:
-        SystemExit: Ctrl-C or SIGTERM stopped the run, and all finished work is saved; the code is 128 + the
+        UserError: another run uses the folder, or the recipe fails.
+        SystemExit: Ctrl-C, SIGTERM or SIGHUP stopped the run, and all finished work is saved; the code is 128 + the
             signal's number.
     """
+    with hold(Path(recipe.cfg.output_dir)):
+        _run(recipe)
+
+
+def _run(recipe: Recipe) -> None:
     began, cfg = time.monotonic(), recipe.cfg
     recipe.setup()
     seconds = cfg.hardware_log_seconds if recipe.runtime.ranks.is_main else None

@@ -1,0 +1,105 @@
+"""This process and what surrounds it: torchrun, the terminal, the signals that ask it to stop."""
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+
+def stop_signals() -> list[int]:
+    """SIGTERM and SIGHUP, without a SIGHUP that this process ignores, as under ``nohup``."""
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup is None or signal.getsignal(hangup) == signal.SIG_IGN:
+        return [signal.SIGTERM]
+    return [signal.SIGTERM, hangup]
+
+
+def survive_terminal() -> None:
+    """Send what is printed from now on nowhere if the terminal was closed; writing to it is an error."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            os.write(stream.fileno(), b"")
+        except ValueError:  # not a file
+            continue
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
+def end_with_launcher() -> None:
+    """Let the kernel kill this process when torchrun ends, even if torchrun is killed; on Linux only.
+
+    Ranks that outlive their launcher would hold the GPUs and go on writing.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+_REPORTS = "ROCM_EXT_REPORTS"  # environment variable: the launcher prints its ranks' errors
+_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects a rank's error
+_LOGGERS = (
+    "multiprocessing.api",
+    "multiprocessing.errors",
+    "multiprocessing.errors.error_handler",
+    "agent.server.api",
+    "agent.server.local_elastic_agent",
+)
+
+
+def report_ranks() -> None:
+    """Make this program, which starts ranks with torchrun, print their errors as one line each instead of its report.
+
+    The environment variable LOGLEVEL brings torchrun's own messages back.
+    """
+    os.environ[_REPORTS] = "1"
+    sys.excepthook = _report
+    if "LOGLEVEL" not in os.environ:
+        for name in _LOGGERS:
+            logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(lambda record: False)
+
+
+def tell_launcher(message: str) -> bool:
+    """Leave an error for the launcher to print, once for all ranks.
+
+    Args:
+        message: the line to print.
+
+    Returns:
+        Whether the launcher will print it.
+    """
+    if _REPORTS not in os.environ or _FILE not in os.environ:
+        return False
+    with suppress(OSError), open(os.environ[_FILE], "w") as file:
+        json.dump({"message": message, "timestamp": int(time.time()), _REPORTS: True}, file)
+        return True
+    return False
+
+
+def _report(kind: type[BaseException], error: Any, traceback: Any) -> None:
+    if kind.__name__ == "SignalException":  # the ranks have said how they stopped
+        return
+    if kind.__name__ != "ChildFailedError":
+        sys.__excepthook__(kind, error, traceback)
+        return
+    failures = sorted(error.failures.items())
+    lines = [failure.message for _, failure in failures if failure.error_file_data.get(_REPORTS)]
+    for line in dict.fromkeys(lines or [_cause(rank, failure.exitcode) for rank, failure in failures]):
+        print(line, file=sys.stderr)
+
+
+def _cause(rank: int, code: int) -> str:
+    if code < 0:
+        reason = "; the system may have run out of memory" if -code == 9 else ""
+        return f"error: rank {rank} was killed by {signal.Signals(-code).name}{reason}"
+    if code - 128 in (signal.SIGINT, *stop_signals()):
+        return f"rank {rank} was stopped by {signal.Signals(code - 128).name}"
+    return f"error: rank {rank} ended with code {code}; see its messages above"

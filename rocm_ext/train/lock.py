@@ -1,0 +1,158 @@
+"""One run at a time in an output folder."""
+
+import errno
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock, Timeout
+
+from rocm_ext import ranks
+from rocm_ext.errors import UserError
+from rocm_ext.files import disk_errors, json_object, replace_text
+
+LOCK = ".lock"  # the system's lock is on this file, and ends with the process
+HOLDER = ".lock.json"  # who holds it
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of file systems without locks
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Context in which only this run writes to ``folder``, which is created if needed.
+
+    The main rank takes the lock for all ranks. The system releases the lock of a dead process at once. On a file
+    system without locks, the record of the holder decides: a process that no longer runs holds nothing.
+
+    Args:
+        folder: output folder of the run.
+
+    Raises:
+        UserError: another run uses the folder, or it is not writable; the message says who.
+    """
+    if ranks.rank():
+        yield
+        return
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
+    record = folder / HOLDER
+    try:
+        if lock is None:
+            _claim(folder)
+        else:
+            replace_text(record, _me())
+        yield
+    finally:
+        if lock is not None or _is_mine(record):
+            record.unlink(missing_ok=True)
+        if lock is not None:
+            lock.release()
+
+
+def _lock(folder: Path) -> Any:
+    """Take the system's lock; None if the file system has none.
+
+    Raises:
+        UserError: another process has it.
+        OSError: the folder is not writable.
+    """
+    lock = FileLock(folder / LOCK)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # filelock tells that it uses another kind of lock
+            lock.acquire(timeout=0)
+    except Timeout:
+        raise _used(folder) from None
+    except NotImplementedError:
+        return None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return lock
+
+
+def _claim(folder: Path) -> None:
+    """Create the record of the holder, after removing that of a dead one.
+
+    Raises:
+        UserError: the holder runs, or runs on another host.
+    """
+    record = folder / HOLDER
+    with disk_errors(record):
+        if record.exists() and _runs(_read(record)) is False:
+            record.unlink(missing_ok=True)
+        try:
+            with record.open("x") as file:
+                file.write(_me())
+        except FileExistsError:
+            raise _used(folder) from None
+
+
+def _used(folder: Path) -> UserError:
+    holder = _read(folder / HOLDER)
+    runs = _runs(holder)
+    if not holder or runs is False:  # the holder has not written its record yet
+        return UserError(f"output_dir {folder} is in use by another process; choose another output_dir")
+    lost = "" if runs else f"; if it no longer runs, delete {folder / HOLDER}"
+    return UserError(
+        f"output_dir {folder} is in use by process {holder['pid']} on {holder['host']}, started {holder['started']}: "
+        f"{holder['command']}. Wait for it, stop it, or choose another output_dir{lost}"
+    )
+
+
+def _me() -> str:
+    """The record of this process."""
+    record = {
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "namespace": _namespace(),
+        "created": psutil.Process().create_time(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(sys.argv),
+    }
+    return json.dumps(record) + "\n"
+
+
+def _read(record: Path) -> dict[str, Any]:
+    try:
+        found = json_object(record.read_bytes()) or {}
+    except OSError:
+        return {}
+    return found if {"pid", "host", "namespace", "created", "started", "command"} <= found.keys() else {}
+
+
+def _is_mine(record: Path) -> bool:
+    holder = _read(record)
+    return (holder.get("pid"), holder.get("host")) == (os.getpid(), platform.node())
+
+
+def _runs(holder: dict[str, Any]) -> bool | None:
+    """Whether the holder runs; None if it is on another host or in another container."""
+    if not holder:
+        return False
+    if (holder["host"], holder["namespace"]) != (platform.node(), _namespace()):
+        return None
+    try:
+        process = psutil.Process(holder["pid"])
+        # the clock may have been set since
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - holder["created"]) < 2
+    except psutil.Error:
+        return False
+
+
+def _namespace() -> str:
+    """The container in which process ids count; empty where there are none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
