@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock, Timeout
+from filelock import FileLock, Timeout, UnixFileLock
 
 from rocm_ext import ranks
 from rocm_ext.errors import UserError
@@ -55,6 +55,8 @@ def hold(folder: Path) -> Iterator[None]:
         if lock is not None or _is_mine(record):
             record.unlink(missing_ok=True)
         if lock is not None:
+            if isinstance(lock, UnixFileLock):  # who waits on the removed file notices and starts anew
+                (folder / LOCK).unlink(missing_ok=True)
             lock.release()
 
 
