@@ -176,8 +176,8 @@ class Cycle:
         if self.skipped:
             row["skipped"] = True
         if self.number:
-            if self.selection.exists():
-                row |= json.loads(self.selection.read_text())["counts"]
+            if selection := read_json(self.selection):
+                row |= selection["counts"]
             else:  # an earlier version wrote none
                 samples = {sample.key: sample for sample in read_samples(self.folder / "samples.jsonl")}
                 results = self.results()

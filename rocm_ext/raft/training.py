@@ -14,6 +14,7 @@ from rocm_ext.generation import sample_seed
 from rocm_ext.log import log
 from rocm_ext.raft.cycles import Cycle
 from rocm_ext.raft.rollouts import Sample, read_samples
+from rocm_ext.ranks import Ranks
 from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.trainer import Trainer
 
@@ -112,12 +113,17 @@ def keeps_optimizer(cfg: DictConfig) -> bool:
 
 
 def save_optimizer(cycle: Cycle) -> None:
-    """Write the optimiser's state at the end of a cycle's training, from the training's last checkpoint."""
+    """Write the optimiser's state at the end of a cycle's training, from the training's last checkpoint.
+
+    Raises:
+        UserError: no checkpoint can be read.
+    """
     checkpoints = Checkpoints(cycle.folder / "checkpoints", keep=1)
     if cycle.optimizer.exists() or not checkpoints.steps():
         return
-    found = checkpoints.newest()
+    found = checkpoints.newest(Ranks(torch.device("cpu")))  # only the main rank is here
     if found is None or found[1]["step"] != cycle.training()["steps"]:
+        checkpoints.sweep(found[1]["step"] if found else 0)  # keeps what cannot be read
         log.warning("cycle %d: its last checkpoint is not there, so the next optimiser begins anew", cycle.number)
         return
     with replace_folder(cycle.optimizer) as folder:
@@ -155,4 +161,4 @@ def clean_up(cycle: Cycle, trained: Sequence[Cycle], keep_optimizer: bool) -> No
         save_optimizer(cycle)
     for earlier in trained[-4:-2]:
         shutil.rmtree(earlier.optimizer, ignore_errors=True)
-    shutil.rmtree(cycle.folder / "checkpoints", ignore_errors=True)
+    Checkpoints(cycle.folder / "checkpoints", keep=1).discard()

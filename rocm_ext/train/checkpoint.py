@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,13 @@ class Checkpoints:
         """Remove every checkpoint."""
         for path in self.steps():
             remove_folder(path)
+
+    def discard(self) -> None:
+        """Remove every checkpoint and, unless it keeps an unreadable one, the folder."""
+        self.clear()
+        self.sweep(0)
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def sweep(self, step: int) -> None:
         """Prepare the folder for a run that continues after ``step``.
