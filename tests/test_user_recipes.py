@@ -264,6 +264,7 @@ def test_runs_begun_before_configs_named_their_recipe_resume(folder, tiny, monke
     state = torch.load(first / "state.pt", weights_only=True)
     del state["config"]["recipe"]
     torch.save(state, first / "state.pt")
+    (first / "SHA256SUMS").unlink()
     again = ["--config", old, "max_steps_per_epoch=1", "resume_from_checkpoint=True"]
     assert run_in_process(script, *again, monkeypatch=monkeypatch) == 0
     assert len(metrics(folder / "old")) == 2
