@@ -131,7 +131,7 @@ class RAFT:
         record = RunRecord(self.out)
         if begun is not None:
             if "replay_cycles" not in begun["config"]:  # a run of an earlier version continues as it began
-                cfg.replay_cycles, cfg.optimizer_state = 0, "cycle"
+                cfg.replay_cycles = 0
             check_same_run(record.path, begun, cfg, identity, cycles.RAFT_FREE_KEYS)
             reopen(self.out, begun["config"], cfg, self.ranks)
         if self.ranks.is_main:
@@ -309,7 +309,7 @@ class RAFT:
             interrupt=self.interrupt,
             steps_before=history.steps,
         )
-        if earlier and training.keeps_optimizer(self.cfg):
+        if earlier and self.cfg.optimizer_state == "run":
             training.load_optimizer(trainer, Cycle(self.out, earlier[-1]))
         trainer.train()
 
@@ -326,7 +326,7 @@ class RAFT:
         files, start = Cycle(self.out, cycle), self._start(cycle)
         if self.ranks.is_main:
             trained = [Cycle(self.out, number) for number in self.history.trained_before(cycle + 1)]
-            training.clean_up(files, trained, training.keeps_optimizer(self.cfg))
+            training.clean_up(files, trained, self.cfg.optimizer_state == "run")
         if not self.history.logged(cycle, "train"):
             self._record(cycle, "train", files.training())
         if self.adapters.exists(cycle) and self.adapters.exists(start):

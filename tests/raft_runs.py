@@ -47,6 +47,7 @@ def write_run(folder: Path, out: Path, base: str = "base", **changes) -> Path:
         "epochs": 2,
         "save_every_n_steps": 2,
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-3},
+        "optimizer_state": "cycle" if changes.get("start_from") == "base" else "run",
         **changes,
     }
     out.parent.mkdir(exist_ok=True, parents=True)

@@ -104,8 +104,8 @@ def check_raft_values(cfg: DictConfig) -> None:
 def _check_cycles(cfg: DictConfig) -> None:
     if (replay := cfg.replay_cycles) not in (None, "all") and not (type(replay) is int and replay >= 0):
         raise UserError(f"replay_cycles is {replay!r}; expected a whole number of at least 0, all{_OR_NULL}")
-    if cfg.optimizer_state not in (None, "run", "cycle"):
-        raise UserError(f"optimizer_state is {cfg.optimizer_state!r}; expected run, cycle{_OR_NULL}")
+    if cfg.optimizer_state not in ("run", "cycle"):
+        raise UserError(f"optimizer_state is {cfg.optimizer_state!r}; expected run or cycle")
     if cfg.optimizer_state == "run" and cfg.start_from == "base":
         raise UserError(
             "optimizer_state=run keeps the moments of other weights: with start_from=base each cycle trains the run's "

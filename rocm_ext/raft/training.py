@@ -103,15 +103,6 @@ def _replayed(cfg: DictConfig) -> Any:
     return cfg.replay_cycles
 
 
-def keeps_optimizer(cfg: DictConfig) -> bool:
-    """Return whether a cycle's optimiser starts with the state that the previous one ended with.
-
-    A cycle often has few steps. A new Adam moves each entry by the learning rate in its first step, whatever the size
-    of the gradient, so by default the state is kept where the adapter is.
-    """
-    return (cfg.optimizer_state or ("cycle" if cfg.start_from == "base" else "run")) == "run"
-
-
 def save_optimizer(cycle: Cycle) -> None:
     """Write the optimiser's state at the end of a cycle's training, from the training's last checkpoint.
 
