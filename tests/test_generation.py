@@ -71,6 +71,7 @@ def model(family: str = "qwen2", lora: str | None = None, adapted=tuple(ALL_PROJ
         init_adapters(decoder, 0, CPU)
         for _, layer in adapters(decoder):
             layer.lora_b.weight.normal_(std=0.2)
+            layer.rslora = lora == "rslora"
             if isinstance(layer, Dora):
                 layer.initialize_dora_magnitude()
                 layer.magnitude.mul_(1 + 0.2 * torch.randn_like(layer.magnitude))
@@ -141,6 +142,7 @@ def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, 
         ("llama", None, {"num_kv_heads": 4}),
         ("llama", "lora", {"num_kv_heads": 1}),
         ("llama", "dora", {}),
+        ("qwen2", "rslora", {}),
     ],
     ids=str,
 )

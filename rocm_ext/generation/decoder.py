@@ -41,7 +41,7 @@ class Matrix:
     Attributes:
         weight: W, [out, in].
         bias: [out].
-        a, b: [r, in] and [out, r]; b includes the factor alpha / rank.
+        a, b: [r, in] and [out, r]; b includes the adapter's scale.
         scale: [out], DoRA's magnitude over its norm.
     """
 
@@ -160,14 +160,13 @@ class Decoder:
         if not isinstance(linear, Lora | Dora):
             return Matrix(weight, bias)
         a, b = linear.lora_a.weight.detach(), linear.lora_b.weight.detach()
-        alpha = linear.scaling if isinstance(linear, Dora) else linear.alpha / linear.rank
         if self._merge:
             update = {".lora_A.weight": a, ".lora_B.weight": b}
             if isinstance(linear, Dora):
                 update[".lora_magnitude_vector"] = linear.magnitude
-            return Matrix(merged_weight(weight, update, alpha), bias)
+            return Matrix(merged_weight(weight, update, linear.scale), bias)
         scale = (linear.magnitude / linear.weight_norm()).to(weight.dtype) if isinstance(linear, Dora) else None
-        return Matrix(weight, bias, a.to(weight.dtype), (alpha * b).to(weight.dtype), scale)
+        return Matrix(weight, bias, a.to(weight.dtype), (linear.scale * b).to(weight.dtype), scale)
 
     @property
     def bytes_per_position(self) -> int:

@@ -24,8 +24,9 @@ from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder
 from rocm_ext.log import log
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, rank_and_alpha
+from rocm_ext.model.peft_config import ADAPTER_CONFIG, PeftConfig
 
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PARTS = {
     ".lora_a.weight": ".lora_A.weight",
@@ -82,11 +83,33 @@ def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, ba
         "lora_dropout": getattr(layer.dropout, "p", 0.0),
         "target_modules": modules,
         "use_dora": isinstance(layer, Dora),
+        "use_rslora": layer.rslora,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def config_folder(source: Path) -> Path | None:
+    """Return the folder with an adapter's ``adapter_config.json``: a PEFT folder, or that of torchtune's file.
+
+    Returns:
+        The folder; None for a file of torchtune's that has no such neighbour, so that its alpha is unknown.
+    """
+    if not source.is_file():
+        return source
+    return source.parent if (source.parent / ADAPTER_CONFIG).is_file() else None
+
+
+def is_rslora(source: Path) -> bool:
+    """Return whether an adapter says ``use_rslora``.
+
+    Raises:
+        UserError: there is no such adapter, or this library does not compute it.
+    """
+    folder = config_folder(source)
+    return folder is not None and PeftConfig.read(folder).rslora
 
 
 def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
@@ -101,25 +124,29 @@ def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> 
         Weights under torchtune's names.
 
     Raises:
-        UserError: the adapter is missing or damaged, or its rank or alpha differs from ``decoder``'s.
+        UserError: the adapter is missing or damaged, has weights that are not finite or of layers that no model of this
+            family has, or computes another function than ``decoder`` would.
     """
+    if (folder := config_folder(source)) is not None:
+        PeftConfig.read(folder).check(folder, decoder)
     try:
         if source.is_file():
-            return torch.load(source, map_location="cpu", weights_only=True)
-        config = json.loads((source / ADAPTER_CONFIG).read_text())
-        peft = load_file(source / ADAPTER_WEIGHTS)
+            state = torch.load(source, map_location="cpu", weights_only=True)
+        else:
+            state = load_file(source / ADAPTER_WEIGHTS)
     except FileNotFoundError as error:
         raise UserError(f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}") from error
     except (SafetensorError, UnpicklingError, ValueError, RuntimeError, OSError) as error:
         cause = str(error).split("\n")[0]
         raise UserError(f"cannot read the adapter in {source}: {cause}") from error
-    rank, alpha = rank_and_alpha(next(layer for _, layer in adapters(decoder)))
-    if (config.get("r"), config.get("lora_alpha")) != (rank, alpha):
-        raise UserError(
-            f"adapter {source} has r={config.get('r')}, lora_alpha={config.get('lora_alpha')}; "
-            f"the config's model has lora_rank={rank}, lora_alpha={alpha}"
-        )
-    return from_peft(peft, decoder, model_type)
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
+    if bad := next((name for name, tensor in state.items() if not tensor.float().isfinite().all()), None):
+        raise UserError(f"adapter {source} is damaged: {bad} has values that are not finite")
+    try:
+        return state if source.is_file() else from_peft(state, decoder, model_type)
+    except UserError as error:
+        raise UserError(f"adapter {source} does not fit model: {error}") from error
 
 
 def to_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
@@ -186,7 +213,13 @@ def _converters(decoder: TransformerDecoder, model_type: str) -> tuple[Convert, 
         ((new, value),) = function({name: columns}, dim=columns.shape[1], **heads).items()
         return new, value.reshape(tensor.shape)
 
-    return (lambda *a: convert(to_hf, *a)), (lambda *a: convert(from_hf, *a))
+    def checked(function, name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+        try:
+            return convert(function, name, tensor, has_rows)
+        except Exception as error:  # torchtune raises a bare Exception for unknown names
+            raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
+
+    return (lambda *a: checked(to_hf, *a)), (lambda *a: checked(from_hf, *a))
 
 
 def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
@@ -225,8 +258,7 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
     if isinstance(weight_files, dict):
         weight_files = FormattedCheckpointFiles.from_dict(weight_files).build_checkpoint_filenames()
     updates = updates_by_weight(load_file(adapter / ADAPTER_WEIGHTS))
-    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
-    scale = config["lora_alpha"] / config["r"]
+    scale = PeftConfig.read(adapter).scale
     with replace_folder(out) as folder:
         index: dict[str, str] = {}
         size = 0
@@ -266,7 +298,7 @@ def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) ->
     Args:
         weight: W, [out, in].
         update: A [r, in], B [out, r] and, for DoRA, m [out], under PEFT's suffixes.
-        scale: s = alpha / r.
+        scale: s, alpha / r or, in rsLoRA, alpha / sqrt(r).
 
     Returns:
         [out, in], in W's dtype, computed in fp32.

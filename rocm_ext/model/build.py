@@ -75,6 +75,8 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
             f"model {cfg_model._component_} builds a {type(decoder).__name__}; only text decoders "
             "(torchtune TransformerDecoder) are supported"
         )
+    if not decoder.layers:
+        raise UserError(f"model {cfg_model._component_} builds a model without layers; set num_layers to at least 1")
     adopt(decoder, cfg_model)
     init_adapters(decoder, seed, device)
     _share_rope(decoder, torch.device("cpu") if device.type == "meta" else device)  # Llama's table needs real values
@@ -163,10 +165,12 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
     """Copy ``weights`` into the frozen parameters, one tensor at a time; each rank copies its shard.
 
     Raises:
-        UserError: parameters are missing, unexpected or of another shape; the message names the first three.
+        UserError: parameters are missing, unexpected or of another shape, or have values that are not finite; the
+            message names the first three.
     """
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
     _check_fit(frozen, weights.state)
+    sums: dict[str, Tensor] = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
     for name, parameter in frozen.items():
         full = weights.state[_plain(name)]
@@ -176,11 +180,30 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
             placed = to_nf4(full.to(ranks.device, torch.bfloat16).to(parameter.dtype))
         else:
             placed = ranks.place(full, parameter)
+            sums[_plain(name)] = _shard_of(placed).sum(dtype=torch.float32)
         owner, _, leaf = name.rpartition(".")
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(placed, requires_grad=False))
+    _check_finite(sums, weights.state)
     for _, layer in adapters(decoder):
         if isinstance(layer, Dora):
             layer.initialize_dora_magnitude()
+
+
+def _shard_of(placed: Tensor) -> Tensor:
+    return placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
+
+
+def _check_finite(sums: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    # a sum is the cheapest way to see one NaN or infinity, and sums of one device come over in one transfer
+    if not sums or torch.stack(list(sums.values())).isfinite().all():
+        return
+    bad = [name for name, total in sums.items() if not total.isfinite()]
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    damaged = not all(state[name].isfinite().all() for name in bad)
+    raise UserError(
+        f"checkpointer: base weights {', '.join(bad[:3])}{more} have values that are not finite"
+        + ("; the files are damaged: download them again" if damaged else " in this dtype; set dtype=bf16 or fp32")
+    )
 
 
 def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -204,8 +227,8 @@ def _plain(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def load_adapter(decoder: TransformerDecoder, state: Mapping[str, Tensor], source: str) -> None:
-    """Copy adapter weights into ``decoder``.
+def check_adapter(decoder: TransformerDecoder, state: Mapping[str, Tensor], source: str) -> None:
+    """Check that adapter weights fit ``decoder``.
 
     Args:
         decoder: model with adapters.
@@ -226,6 +249,11 @@ def load_adapter(decoder: TransformerDecoder, state: Mapping[str, Tensor], sourc
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(f"adapter {source} does not fit model: {'; '.join(problems[:3])}{more}")
+
+
+def load_adapter(decoder: TransformerDecoder, state: Mapping[str, Tensor], source: str) -> None:
+    """Copy adapter weights into ``decoder``; arguments and errors as of :func:`check_adapter`."""
+    check_adapter(decoder, state, source)
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in adapter_parameters(decoder).items():
             parameter.copy_(state[name])

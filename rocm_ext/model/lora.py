@@ -18,13 +18,24 @@ from rocm_ext.errors import UserError
 
 
 class Lora(LoRALinear):
-    """LoRA with frozen W: ``y = W x + b + alpha / rank * B A dropout(x)`` (arXiv:2106.09685)."""
+    """LoRA with frozen W: ``y = W x + b + scale * B A dropout(x)`` (arXiv:2106.09685).
+
+    Attributes:
+        rslora: whether the scale is alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732) instead of alpha / rank.
+    """
+
+    rslora = False
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim]."""
         if self.disabled:
             return base_linear(self, x)
-        a, b, scale = self.lora_a.weight, self.lora_b.weight, self.alpha / self.rank
+        a, b, scale = self.lora_a.weight, self.lora_b.weight, self.scale
         if self._quantize_base or (self.training and isinstance(self.dropout, nn.Dropout)):
             low = F.linear(self.dropout(x), a.to(x.dtype))
             return base_linear(self, x) + F.linear(low, (scale * b).to(x.dtype))
@@ -62,7 +73,17 @@ class Dora(DoRALinear):
 
     torchtune 0.6.1 also scales the bias by ``m / ||…||``; the paper and PEFT do not. On a model with biases
     (Qwen2.5) the same adapter therefore gives other logits in torchtune than here.
+
+    Attributes:
+        rslora: as in :class:`Lora`.
     """
+
+    rslora = False
+
+    @property
+    def scale(self) -> float:
+        """Factor s of B A."""
+        return self.scaling * math.sqrt(self.lora_a.weight.shape[0]) if self.rslora else self.scaling
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim]."""
@@ -70,7 +91,7 @@ class Dora(DoRALinear):
             return base_linear(self, x)
         a, b = self.lora_a.weight, self.lora_b.weight
         base = base_linear(self, x) if self.bias is None else base_linear(self, x) - self.bias
-        low = F.linear(F.linear(self.dropout(x), a.to(x.dtype)), (self.scaling * b).to(x.dtype))
+        low = F.linear(F.linear(self.dropout(x), a.to(x.dtype)), (self.scale * b).to(x.dtype))
         # The backward pass treats the norm as a constant (section 4.3 of the paper).
         factor = (self.magnitude / self.weight_norm()).to(x.dtype)
         out = factor * (base + low)
@@ -79,7 +100,7 @@ class Dora(DoRALinear):
     @torch.no_grad()
     def weight_norm(self) -> Tensor:
         """Return the norm of each row of W + s B A: [out_dim], fp32."""
-        update = self.scaling * (self.lora_b.weight.float() @ self.lora_a.weight.float())
+        update = self.scale * (self.lora_b.weight.float() @ self.lora_a.weight.float())
         return torch.linalg.vector_norm(dense(self.weight).float() + update, dim=1)
 
     @torch.no_grad()

@@ -24,12 +24,14 @@ from rocm_ext.model.build import (
     CausalLM,
     Weights,
     build_model,
+    check_adapter,
     check_quantized,
     load_adapter,
     load_weights,
     read_weights,
 )
-from rocm_ext.model.lora import adapter_parameters
+from rocm_ext.model.lora import adapter_parameters, adapters
+from rocm_ext.model.peft_config import PeftConfig
 from rocm_ext.objectives import Objective, objective_of
 from rocm_ext.plan.checkpointing import apply_checkpointing, checkpointed_layers
 from rocm_ext.plan.costs import Kernels
@@ -67,7 +69,12 @@ class Learner:
     def __init__(self, cfg: DictConfig, runtime: Runtime, tokenizer: Any) -> None:
         self.cfg, self.runtime, self.tokenizer = cfg, runtime, tokenizer
         adapter_files.check_model_type(cfg.checkpointer.model_type)
+        first = cfg.checkpointer.get("adapter_checkpoint") or None
+        if cfg.use_rslora is None:
+            cfg.use_rslora = first is not None and adapter_files.is_rslora(Path(first))
         self.decoder = self.setup_model()
+        for _, layer in adapters(self.decoder):
+            layer.rslora = cfg.use_rslora
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
         overrides, ranks = list(cfg.hardware_overrides), runtime.ranks.world
         warn(check_quantized(self.decoder, runtime.profile, overrides, ranks))
@@ -78,6 +85,7 @@ class Learner:
         self.packed = use_packed_attention(self.decoder)
         self.objective = self.setup_loss()
         self.model = CausalLM(self.decoder, self.objective)
+        self._first = None if first is None else self._first_adapter(Path(first))
 
     def setup_model(self) -> TransformerDecoder:
         """Build the decoder: frozen parameters on the meta device, fresh adapters on the runtime's device."""
@@ -132,8 +140,9 @@ class Learner:
         self.base_fingerprint = weights.fingerprint()
         self.runtime.ranks.shard(self.decoder.layers, self.model, set(self.adapter.values()))
         load_weights(self.decoder, weights, self.runtime.ranks)
-        if source := self.cfg.checkpointer.get("adapter_checkpoint"):
-            self.load_adapter(adapter_files.read_adapter(Path(source), self.decoder, weights.model_type), source)
+        if self._first is not None:
+            self.load_adapter(self._first, self.cfg.checkpointer.adapter_checkpoint)
+            self._first = None  # frees its tensors
         trainable = sum(p.numel() for p in self.adapter.values())
         total = sum(p.numel() for p in self.decoder.parameters())
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
@@ -177,6 +186,15 @@ class Learner:
         if self.runtime.device.type != "cuda":
             raise UserError("enable_activation_offloading needs a GPU; activations are in host memory already")
         return training.get_act_offloading_ctx_manager(self.decoder, True)
+
+    def _first_adapter(self, source: Path) -> dict[str, Tensor]:
+        """Read the adapter that the run starts from, and warn if it belongs to another base model."""
+        state = self.read_adapter(source)
+        check_adapter(self.decoder, state, str(source))
+        if (folder := adapter_files.config_folder(source)) is not None:
+            base = adapter_files.base_model_name(Path(self.cfg.checkpointer.checkpoint_dir))
+            warn(filter(None, [PeftConfig.read(folder).other_base(folder, base)]))
+        return state
 
     def adapter_state(self) -> dict[str, Tensor]:
         """Return a copy of the adapter on the CPU, under torchtune's names."""
