@@ -19,7 +19,7 @@ from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.errors import UserError
 from rocm_ext.log import log
 from rocm_ext.plan import workload
-from rocm_ext.train.components import setup_metric_logger
+from rocm_ext.train.components import check_tokenizer, log_config, setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.output_dir import OutputDir
@@ -55,12 +55,14 @@ class LoRAFinetune:
         self.runtime = Runtime.open(cfg)
         folder = OutputDir.open(cfg, self.runtime.ranks)
         tokenizer = open_tokenizer(cfg)
-        rows, validation_rows = self.setup_data(tokenizer)
+        check_tokenizer(tokenizer, cfg)
         self.learner = self._learner(cfg, self.runtime, tokenizer)
+        rows, validation_rows = self.setup_data(tokenizer)
         for each in filter(None, (rows, validation_rows)):
             self.learner.check_rows(each)
-        self.learner.setup(workload.describe(rows, len(rows), "the run's rows"))
+        self._trainer.check(cfg, self.learner, len(rows))
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
+        self.learner.setup(workload.describe(rows, len(rows), "the run's rows"))
         self.trainer = self._trainer(
             self.learner,
             rows,
@@ -70,6 +72,7 @@ class LoRAFinetune:
             metric_logger=self.metric_logger,
             interrupt=Interrupt(),
         )
+        log_config(self.metric_logger, cfg)
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
         """Read and tokenise the rows.
@@ -98,6 +101,7 @@ class LoRAFinetune:
         rows = tokenize(
             open_dataset(node, tokenizer, self.cfg.too_long),
             max_seq_len=getattr(tokenizer, "max_seq_len", None),
+            positions=self.learner.decoder.max_seq_len,
             too_long=self.cfg.too_long,
             progress=self.runtime.ranks.is_main and os.isatty(2),
         )

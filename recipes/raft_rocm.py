@@ -41,7 +41,7 @@ from rocm_ext.raft.rollouts import Phase, Rollouts, Sample, SampleKey, read_samp
 from rocm_ext.raft.swap import Swap
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import check_same_run
-from rocm_ext.train.components import setup_metric_logger
+from rocm_ext.train.components import check_tokenizer, log_config, setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lock import hold
@@ -97,17 +97,21 @@ class RAFT:
         begun = RunRecord(self.out).begun(cfg.resume_from_checkpoint, cfg.overwrite_output_dir)
         cfg.seed = pick_seed(cfg.seed, begun["identity"]["seed"] if begun else None, self.ranks)
         tokenizer = open_tokenizer(cfg)
+        check_tokenizer(tokenizer, cfg)
         self.prompts.render(tokenizer)
         self.learner = self._learner(training.training_config(cfg), self.runtime, tokenizer)
         self.learner.check_columns(selection.ROW_COLUMNS)
         training.warn_of_old_logprobs(cfg, self.learner.objective.columns)
         self.prompts.check_model(self.learner.decoder)
+        work = self.prompts.expected_work()
+        self._trainer.check(self.learner.cfg, self.learner, work.count or 1)
         self.engines = open_engines(cfg, self.learner, lambda: self.interrupt.signum is not None)
-        self.learner.setup(self.prompts.expected_work())
+        self.metric_logger = setup_metric_logger(cfg, self.runtime)
+        self.learner.setup(work)
         self.adapters = Adapters(cfg, self.learner, self.out)
         self.swap = Swap(self.learner, self.adapters)
         self.history = self._setup_folder(begun)
-        self.metric_logger = setup_metric_logger(cfg, self.runtime)
+        log_config(self.metric_logger, cfg)
 
     def _setup_folder(self, begun: dict[str, Any] | None) -> History:
         """Claim the output folder for this run; called once all other set-up has succeeded.

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from rocm_ext.recipes import lora_finetune_rocm as recipe
 from safetensors.torch import load_file, save_file
 
 from rocm_ext.hardware.machine import detect
 from rocm_ext.train import runtime
-from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
+from tests.tiny import TEXT, metrics, run_config, tune, write_model, write_rows, write_yaml
 
 REMOVED = object()
 
@@ -27,6 +28,7 @@ def folder(tmp_path_factory) -> Path:
     write_model(top / "qwen")
     write_model(top / "llama", "llama")
     write_model(top / "wider", vocab=512, hidden_size=128)
+    write_model(top / "other", text=[each[::-1] for each in TEXT], num_hidden_layers=1)
     write_rows(top / "rows.jsonl", 8)
     write_yaml(top / "run.yaml", run_config(top / "qwen", top / "rows.jsonl", top / "first", max_steps_per_epoch=1))
     assert call("--config", top / "run.yaml") == 0
@@ -135,10 +137,97 @@ def fails(folder, tmp_path, capsys):
         ("metric_logger._component_=torchtune.training.metric_logging.NoLogger", "metric_logger._component_"),
         ("output_dir={folder}/rows.jsonl", "cannot write"),
         ("output_dir=/proc/none", "cannot write /proc/none"),
+        ("output_dir=''", "output_dir is ''; expected a folder"),
+        ("output_dir=[a]", "output_dir is ['a']; expected a folder"),
+        (f"output_dir={'long' * 100}", "File name too long; choose another output_dir"),
+        ('output_dir="a\\0b"', "expected a folder: embedded null byte"),
+        ("data_seed=-1", "data_seed is -1; expected a whole number of at least 0"),
+        (f"data_seed={2**64}", f"data_seed is {2**64}; expected a whole number from 0 to"),
+        ("use_rslora=perhaps", "use_rslora is 'perhaps'; expected True, False or null"),
+        ("model.lora_alpha=foo", "model.lora_alpha is 'foo'; expected a number above 0"),
+        ("model.lora_alpha=0", "model.lora_alpha is 0; expected a number above 0"),
+        ("model.lora_alpha=-8", "model.lora_alpha is -8"),
+        ("model.lora_alpha=.inf", "model.lora_alpha is inf"),
+        ("model.lora_dropout=1.0", "model.lora_dropout is 1.0; expected a share from 0 to under 1"),
+        ("model.lora_dropout=-0.1", "model.lora_dropout is -0.1"),
+        ("model.lora_dropout=abc", "model.lora_dropout is 'abc'"),
+        ("model.num_layers=0", "builds a model without layers"),
+        ("loss.chunk_tokens=1.5", "loss.chunk_tokens is 1.5; expected a whole number"),
+        ("profiler=yes", "profiler is True; expected arguments"),
+        ("profiler.enabled=maybe", "profiler.enabled is 'maybe'; expected True or False"),
+        ("profiler.speed=9", "profiler: "),
+        ("checkpointer.recipe_checkpoint={tmp}/none.pt", "checkpointer.recipe_checkpoint is "),
+        ("checkpointer.adapter_checkpoint=5", "checkpointer.adapter_checkpoint is 5; expected"),
+        ("~checkpointer.model_type", "checkpointer.model_type is None; expected"),
+        ("checkpointer.checkpoint_dir=null", "checkpointer.checkpoint_dir"),
+        ("tokenizer.merges_file={folder}/other/merges.txt", "of the base model"),
+        ("tokenizer.path={folder}/other/vocab.json", "tokenizer: "),
+        ("optimizer.lr=.inf", "optimizer.lr is inf; expected a number above 0"),
+        ("optimizer.lr=.nan", "optimizer"),
+        ("optimizer.lr=-1", "optimizer"),
+        ("optimizer.lr=0", "optimizer.lr is 0; expected a number above 0"),
+        ("optimizer._component_=torch.optim.LBFGS", "optimizer: torch.optim.LBFGS: "),
+        ("optimizer._component_=torch.optim.SparseAdam", "optimizer: torch.optim.SparseAdam: "),
     ],
 )
 def test_one_line_for(fails, override, message):
     assert message in fails(override)
+
+
+SCHEDULES = "torch.optim.lr_scheduler"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ({"_component_": f"{SCHEDULES}.ReduceLROnPlateau"}, "gets neither a metric"),
+        ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": 1, "total_steps": 3}, "step 4 of 8: "),
+        ({"_component_": f"{SCHEDULES}.StepLR", "step_size": 2, "gamma": -1}, "the learning rate of step 3 is -0.001"),
+        ({"_component_": f"{SCHEDULES}.ExponentialLR", "gamma": float("inf")}, "the learning rate of step 2 is inf"),
+        ({"_component_": f"{SCHEDULES}.StepLR", "step_size": "two"}, f"lr_scheduler: {SCHEDULES}.StepLR: "),
+        ({"_component_": f"{SCHEDULES}.StepLR"}, "missing a required argument: 'step_size'"),
+    ],
+    ids=str,
+)
+def test_schedule(fails, no_weights, schedule, message):
+    assert message in fails(epochs=8, lr_scheduler=schedule)
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """The run must fail before it reads the base weights, which takes minutes for a large model."""
+
+    def read(self):
+        raise AssertionError("the base weights were read")
+
+    monkeypatch.setattr("rocm_ext.train.learner.Learner.read_weights", read)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "metric_logger._component_=torchtune.training.metric_logging.WandBLogger",  # is not installed
+        "metric_logger={_component_: torchtune.training.metric_logging.DiskLogger, log_dir: /proc/none}",
+        "lr_scheduler={_component_: torch.optim.lr_scheduler.LinearLR, start_factor: 2}",
+        "optimizer._component_=torch.optim.SparseAdam",
+        "profiler={enabled: True, wait_steps: -1, warmup_steps: 1, active_steps: 1, num_cycles: 1}",
+    ],
+)
+def test_before_the_weights_are_read(fails, no_weights, override):
+    key, _, value = override.partition("=")
+    if value.startswith("{"):
+        assert f"{key}: " in fails(**{key: yaml.safe_load(value)})
+    else:
+        assert f"{key.split('.')[0]}: " in fails(override)
+
+
+def test_warm_up_longer_than_the_run(folder, tmp_path, messages):
+    schedule = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"}
+    for warmup, warned in [(2, False), (3, True)]:
+        cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / str(warmup), epochs=3)
+        cfg["lr_scheduler"] = schedule | {"num_warmup_steps": warmup}
+        assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
+        assert any("num_warmup_steps is 3 and the run has 3 steps" in line for line in messages) == warned
 
 
 def test_no_adapter_at_all(fails):
@@ -231,7 +320,7 @@ def test_adapter_that_does_not_fit(fails, folder, tmp_path, how):
     weights = adapter / "adapter_model.safetensors"
     overrides, message = [f"checkpointer.adapter_checkpoint={adapter}"], f"adapter in {adapter}"
     if how == "other rank":
-        overrides, message = [*overrides, "model.lora_rank=8"], "has r=4, lora_alpha=8"
+        overrides, message = [*overrides, "model.lora_rank=8"], "has r=4; the config has model.lora_rank=8"
     elif how == "cut":
         os.truncate(weights, weights.stat().st_size // 2)
     elif how == "other layers":
@@ -246,6 +335,7 @@ def test_adapter_that_does_not_fit(fails, folder, tmp_path, how):
 
 
 ROW = json.dumps({"question": "How many?", "answer": "It is 42."})
+LONG = json.dumps({"question": "How many?", "answer": "So it is. " * 300})
 
 
 @pytest.mark.parametrize(
@@ -262,6 +352,11 @@ ROW = json.dumps({"question": "How many?", "answer": "It is 42."})
         ),
         (f"{ROW}\n{ROW}", ["too_long=error", "tokenizer.max_seq_len=8"], "rows.jsonl:1: "),
         (f"{ROW}\n{ROW}", ["too_long=drop", "tokenizer.max_seq_len=8"], "2 over max_seq_len 8 were dropped"),
+        (
+            f"{ROW}\n{LONG}",
+            ["too_long=error", "tokenizer.max_seq_len=null"],
+            "rows.jsonl:2: 2115 tokens, but the model takes 512; set too_long to truncate or drop",
+        ),
     ],
 )
 def test_rows(fails, rows, overrides, message):
@@ -282,6 +377,17 @@ def test_long_rows_are_counted(folder, tmp_path):
             "dropped_too_long": 0,
             count: 1,
         }
+
+
+@pytest.mark.parametrize(("policy", "count"), [("truncate", "truncated"), ("drop", "dropped_too_long")])
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_rows_longer_than_the_models_positions(folder, tmp_path, policy, count, limit):
+    """Unchecked, this is an index error in the middle of training."""
+    (tmp_path / "rows.jsonl").write_text(f"{ROW}\n{LONG}\n")
+    cfg = run_config(folder / "qwen", tmp_path / "rows.jsonl", tmp_path / "out", too_long=policy)
+    cfg["tokenizer"]["max_seq_len"] = limit
+    assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["rows"][count] == 1
 
 
 def test_tokenizer_of_a_larger_vocabulary(fails, folder, tmp_path):
@@ -317,6 +423,27 @@ def test_contradictory_allocator_variables(fails, monkeypatch):
 
 
 # ---- training
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_values_in_the_base_weights(fails, folder, tmp_path, value):
+    base = shutil.copytree(folder / "qwen", tmp_path / "base")
+    state = load_file(base / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    line = fails(base=base)
+    assert "base weights layers.1.mlp.w3.weight have values that are not finite; the files are damaged" in line
+
+
+def test_adapter_that_the_last_step_spoils(folder, tmp_path, capsys):
+    """No loss sees the values of the last step, so nothing else would notice."""
+    cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out", max_steps_per_epoch=1)
+    cfg["optimizer"] |= {"lr": 1e30, "weight_decay": 1e30}
+    assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: step 1: layers.0.")
+    assert error.endswith("not finite, so nothing was saved; lower the learning rate")
+    assert not (tmp_path / "out" / "adapter").exists()
 
 
 def test_loss_that_is_not_finite(folder, tmp_path, capsys):

@@ -114,6 +114,11 @@ def llama3_tokenizer(folder: Path) -> dict:
     }
 
 
+def without_tokenizer(base: Path, copy: Path) -> Path:
+    """Copy a base model without the tokenizer it came with, since another is used."""
+    return shutil.copytree(base, copy, ignore=shutil.ignore_patterns("tokenizer.json"))
+
+
 def instruct_dataset(rows: Path, **more) -> dict:
     """Return the config of a torchtune dataset of ``rows``."""
     return {
@@ -193,6 +198,7 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
     cfg["model"] |= lora
     if base == "llama":
         cfg["tokenizer"] = llama3_tokenizer(tmp_path)
+        cfg["checkpointer"]["checkpoint_dir"] = str(without_tokenizer(folders["llama"], tmp_path / "base"))
     else:  # with a limit, torchtune's Qwen tokenizers mask the last label of every row, also of short ones
         cfg["tokenizer"]["max_seq_len"] = None
     stock_cfg = {**cfg, "loss": TORCH_LOSS if loss is OUR_LOSS else loss}
@@ -217,6 +223,7 @@ def test_packs_of_torchtune_hold_the_same_sequences_as_rows(folders, tmp_path):
         cfg = run_config(folders["llama"], folders["rows"], tmp_path / str(packed), epochs=4)
         cfg |= {"dataset": instruct_dataset(folders["rows"], packed=packed), "sequences_per_step": 48}
         cfg["tokenizer"] = llama3_tokenizer(tmp_path)
+        cfg["checkpointer"]["checkpoint_dir"] = str(without_tokenizer(folders["llama"], tmp_path / f"base{packed}"))
         recipe = finetune(cfg)
         losses[packed] = metrics(recipe.trainer.folder.path)
         assert max(map(len, recipe.trainer.rows.lengths)) > 1 or not packed

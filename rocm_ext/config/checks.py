@@ -1,6 +1,7 @@
 """Range checks of a recipe's keys. Components check their own arguments."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -40,12 +41,17 @@ def check_values(cfg: DictConfig) -> None:
     _check_whole(cfg, _WHOLE)
     if (tokens := cfg.tokens_per_micro_batch) not in (None, "auto") and not (type(tokens) is int and tokens >= 1):
         raise UserError(f"tokens_per_micro_batch is {tokens!r}; expected a whole number of at least 1, auto, or null")
-    if (cfg.seed or 0) >= 2**32:  # NumPy's limit
-        raise UserError(f"seed is {cfg.seed}; expected a whole number from 0 to {2**32 - 1}, or null")
-    rank = cfg.model.get("lora_rank", 1)
-    if not (type(rank) is int and rank >= 1):
-        raise UserError(f"model.lora_rank is {rank!r}; expected a whole number of at least 1")
+    for key, most in (("seed", 2**32 - 1), ("data_seed", 2**63 - 1)):  # the limits of NumPy, and of torch with epochs
+        if (cfg[key] or 0) > most:
+            raise UserError(
+                f"{key} is {cfg[key]}; expected a whole number from 0 to {most}{_OR_NULL * (key == 'seed')}"
+            )
     _check_switches(cfg, _SWITCHES)
+    if not isinstance(cfg.use_rslora, bool | None):
+        raise UserError(f"use_rslora is {cfg.use_rslora!r}; expected True, False or null")
+    _check_model(cfg.model)
+    _check_checkpointer(cfg.checkpointer)
+    _check_output_dir(cfg.output_dir)
     _check_numbers(
         cfg,
         validation_fraction=(lambda x: 0 <= x < 1, "a share from 0 to under 1"),
@@ -55,6 +61,49 @@ def check_values(cfg: DictConfig) -> None:
     )
     if cfg.sequences_per_step and cfg.gradient_accumulation_steps:
         raise UserError("sequences_per_step and gradient_accumulation_steps are both set; keep one of them")
+
+
+def _check_model(model: DictConfig) -> None:
+    rank = model.get("lora_rank", 1)
+    if not (type(rank) is int and rank >= 1):
+        raise UserError(f"model.lora_rank is {rank!r}; expected a whole number of at least 1")
+    _check_numbers(
+        DictConfig(
+            {"model.lora_alpha": model.get("lora_alpha", 1), "model.lora_dropout": model.get("lora_dropout", 0)}
+        ),
+        **{
+            "model.lora_alpha": (lambda x: x > 0, "a number above 0"),
+            "model.lora_dropout": (lambda x: 0 <= x < 1, "a share from 0 to under 1"),
+        },
+    )
+
+
+def _check_checkpointer(checkpointer: DictConfig) -> None:
+    for key in ("checkpoint_dir", "model_type"):
+        if not isinstance(checkpointer.get(key), str) or not checkpointer[key]:
+            raise UserError(f"checkpointer.{key} is {checkpointer.get(key)!r}; expected a text")
+    adapter = checkpointer.get("adapter_checkpoint")
+    if adapter is not None and not (isinstance(adapter, str) and adapter):
+        raise UserError(f"checkpointer.adapter_checkpoint is {adapter!r}; expected an adapter's folder{_OR_NULL}")
+    if (theirs := checkpointer.get("recipe_checkpoint")) is not None:
+        raise UserError(
+            f"checkpointer.recipe_checkpoint is {theirs!r}; expected null, because a run resumes from "
+            "output_dir/checkpoints: set resume_from_checkpoint=True"
+        )
+
+
+def _check_output_dir(path: Any) -> None:
+    if not isinstance(path, str) or not path.strip():
+        raise UserError(f"output_dir is {path!r}; expected a folder")
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        pass
+    except ValueError as error:  # a NUL byte
+        raise UserError(f"output_dir is {path!r}; expected a folder: {error}") from error
+    except OSError as error:
+        found = path if len(path) <= 80 else f"{path[:80]}… ({len(path)} characters)"
+        raise UserError(f"cannot write output_dir {found}: {error.strerror}; choose another output_dir") from error
 
 
 def check_max_seq_len(value: Any) -> None:

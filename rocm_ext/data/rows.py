@@ -141,7 +141,9 @@ def check_vocabulary(largest: int, size: int) -> None:
         )
 
 
-def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: bool) -> Rows:
+def tokenize(
+    dataset: Any, *, max_seq_len: int | None, too_long: str, progress: bool, positions: int | None = None
+) -> Rows:
     """Read all rows of a map-style dataset into memory.
 
     Rows without a label that the loss can use are dropped and counted, including those that lose it when truncated.
@@ -151,6 +153,8 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
         max_seq_len: maximum length of a row in tokens; None: no limit.
         too_long: policy for longer rows: ``truncate`` (cut at the end), ``drop`` or ``error``.
         progress: whether to show a progress bar.
+        positions: maximum length of a sequence that the model takes, in tokens; None: unknown. It limits rows as
+            ``max_seq_len`` does.
 
     Raises:
         UserError: the policy is unknown, a row cannot be tokenised or is too long under ``error``, or no rows are
@@ -171,10 +175,20 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
         except Exception as error:  # a user's dataset may raise anything
             raise UserError(f"{origin_of(dataset, index)}: {one_line(error)}") from error
         limit = len(tokens) if max_seq_len is None else max_seq_len
+        if positions is not None and max(lengths, default=0) > positions:
+            if len(lengths) > 1:
+                raise UserError(
+                    f"{origin_of(dataset, index)}: a packed sequence has {max(lengths)} tokens, but the model takes "
+                    f"{positions}; lower tokenizer.max_seq_len"
+                )
+            limit = min(limit, positions)
         cut = len(tokens) > limit
         if cut and too_long == "error":
-            found = f"{origin_of(dataset, index)}: {len(tokens)} tokens, but max_seq_len is {limit}"
-            raise UserError(f"{found}; raise it, or set too_long to truncate or drop")
+            what, cure = "max_seq_len is", "raise it, or set"
+            if limit == positions:
+                what, cure = "the model takes", "set"
+            found = f"{origin_of(dataset, index)}: {len(tokens)} tokens, but {what} {limit}"
+            raise UserError(f"{found}; {cure} too_long to truncate or drop")
         if cut and too_long == "drop":
             counts["dropped_too_long"] += 1
             continue
@@ -195,7 +209,8 @@ def tokenize(dataset: Any, *, max_seq_len: int | None, too_long: str, progress: 
         warn(part.warnings() if isinstance(part, ConversationDataset) else [])
     if not rows.tokens:
         raise UserError(
-            f"0 of {counts['rows']} rows left: {counts['dropped_too_long']} over max_seq_len {max_seq_len} "
+            f"0 of {counts['rows']} rows left: {counts['dropped_too_long']} over max_seq_len "
+            f"{min(filter(None, (max_seq_len, positions)), default=None)} "
             f"were dropped, {counts['dropped_without_labels']} had nothing to train on within that length"
         )
     if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):

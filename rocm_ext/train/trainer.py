@@ -11,7 +11,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from rocm_ext import config
 from rocm_ext.data.batches import Batch, StepLoader, Steps, rows_per_step, width_multiple
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError
@@ -19,6 +18,7 @@ from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.hardware import numerics
 from rocm_ext.log import Progress, log
 from rocm_ext.model import adapter_files
+from rocm_ext.train import components
 from rocm_ext.train.checkpoint import FREE_KEYS, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.train.learner import Learner
@@ -106,18 +106,41 @@ class Trainer:
             self.validation_loader = self._loader(validation_rows, Steps(len(validation_rows), per_step, shuffle=False))
         log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", per_step, self.loader.steps.per_epoch)
         self.optimizer = self.setup_optimizer()
+        components.check_learning_rate(self.optimizer)
         self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
         self.scheduler = self.setup_scheduler()
-        self.profiler = self._profiler()
+        self.profiler = components.setup_profiler(cfg.profiler)
         self.identity = self._identity()
         self._resume()
         self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
         yaml = OmegaConf.to_yaml(cfg, resolve=True)
         self.metrics = folder.take(yaml, self.step) if self.ranks.is_main else None
 
+    @classmethod
+    def check(cls, cfg: DictConfig, learner: Learner, rows: int) -> None:
+        """Try out what the config names for training, before the weights are read.
+
+        A subclass's own optimiser or schedule is not tried, because it may need the whole trainer.
+
+        Args:
+            cfg: config of the SFT recipe or of a recipe that extends it.
+            learner: the model, before its :meth:`Learner.setup`.
+            rows: number of training rows, or an estimate.
+
+        Raises:
+            UserError: optimiser, schedule or profiler cannot be built, or does not work.
+        """
+        components.setup_profiler(cfg.profiler)
+        if cls.setup_optimizer is not Trainer.setup_optimizer or cls.setup_scheduler is not Trainer.setup_scheduler:
+            return
+        steps = Steps(rows, rows_per_step(cfg, learner.runtime.ranks.world), cfg.max_steps_per_epoch).per_epoch
+        layer = next(iter(learner.adapter)).partition(".lora_")[0]
+        some = [p for name, p in learner.adapter.items() if name.startswith(f"{layer}.")]
+        components.try_out(cfg, some, steps * cfg.epochs)
+
     def setup_optimizer(self) -> torch.optim.Optimizer:
         """Build the config's optimiser over the parameters in ``learner.adapter``."""
-        return config.instantiate(self.cfg.optimizer, list(self.learner.adapter.values()), key="optimizer")
+        return components.setup_optimizer(self.cfg.optimizer, list(self.learner.adapter.values()))
 
     def setup_scheduler(self) -> Any:
         """Build the config's learning-rate schedule over ``self.total_steps`` for ``self.optimizer``.
@@ -125,12 +148,8 @@ class Trainer:
         Returns:
             A scheduler, which the run steps once per optimiser step; None without ``lr_scheduler``.
         """
-        node = self.cfg.lr_scheduler
-        if node is None:
-            return None
-        length = {"num_training_steps": self.total_steps}  # torchtune's schedules need it, torch's do not accept it
-        wanted = length if config.takes(node, "num_training_steps", key="lr_scheduler") else {}
-        return config.instantiate(node, self.optimizer, key="lr_scheduler", **wanted)
+        components.warn_of_warmup(self.cfg.lr_scheduler, self.total_steps)
+        return components.setup_scheduler(self.cfg.lr_scheduler, self.optimizer, self.total_steps)
 
     def _loader(self, rows: Rows, steps: Steps) -> StepLoader:
         learner, cfg = self.learner, self.cfg
@@ -146,12 +165,6 @@ class Trainer:
             num_workers=cfg.num_workers,
             pin_memory=cfg.pin_memory,
         )
-
-    def _profiler(self) -> Any:
-        node = OmegaConf.create({config.COMPONENT: "torchtune.training.setup_torch_profiler", "enabled": False})
-        node.update(self.cfg.profiler or {})
-        profiler, _ = config.instantiate(node, key="profiler")
-        return profiler
 
     def _identity(self) -> dict[str, Any]:
         """Return what a run must share with the one it resumes, beside the config."""
@@ -279,7 +292,9 @@ class Trainer:
         )
         loss, norm = total / denominator, float(grad_norm)
         self._check_finite(loss, norm)
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = float(self.optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimisers
+        if not (math.isfinite(lr) and lr >= 0):
+            raise UserError(f"step {self.step + 1}: the learning rate is {lr}; look at optimizer.lr and lr_scheduler")
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -304,12 +319,24 @@ class Trainer:
             return
         rows = self.loader.steps[self.step]
         last = self.folder.checkpoints.steps()
+        cure = "Lower the learning rate, set clip_grad_norm, or look at these rows"
+        if not self.step:  # nothing was learned yet
+            cure = (
+                "This is the first step, so the learning rate is not the cause: look at these rows, or set dtype=fp32"
+            )
         raise UserError(
             f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; no weight changed. Rows of this step: "
-            f"{', '.join(map(str, rows[:32]))}{' …' if len(rows) > 32 else ''}. Lower the learning rate, set "
-            "clip_grad_norm, or look at these rows. "
+            f"{', '.join(map(str, rows[:32]))}{' …' if len(rows) > 32 else ''}. {cure}. "
             + (f"The last good checkpoint is {last[-1]}" if last else "There is no checkpoint yet")
         )
+
+    def _check_adapter(self) -> None:
+        """Refuse to save an adapter that the last step has spoilt; no loss has seen it yet."""
+        bad = [name for name, p in self.learner.adapter.items() if not p.isfinite().all()]
+        if bad:
+            raise UserError(
+                f"step {self.step}: {bad[0]} has values that are not finite, so nothing was saved; lower the learning rate"
+            )
 
     @torch.no_grad()
     def validate(self) -> float | None:
@@ -342,7 +369,7 @@ class Trainer:
             self.worse += 1
         best = f"best {self.best['loss']:.4f} at step {self.best['step']}"
         log.info("step %d: validation loss %.4f (%s)", self.step, loss, best)
-        self._write_metrics(val_loss=loss, val_tokens=int(labels))
+        self._write_metrics(True, val_loss=loss, val_tokens=int(labels))
         return loss
 
     def _log_step(self, stats: StepStats, seconds: float) -> None:
@@ -357,19 +384,20 @@ class Trainer:
         }
         if self.cfg.log_peak_memory_stats:
             values["peak_memory"] = peak_memory(self.runtime.device)
-        self._write_metrics(**values)
+        self._write_metrics(self.step % self.cfg.log_every_n_steps == 0, **values)
 
-    def _write_metrics(self, **values: Any) -> None:
+    def _write_metrics(self, to_logger: bool, **values: Any) -> None:
         if self.metrics is not None:
             epoch = (self.step - 1) // self.loader.steps.per_epoch + 1
             self.metrics.write(step=self.step, epoch=epoch, **values)
-        if self.metric_logger is not None and self.step % self.cfg.log_every_n_steps == 0:
+        if self.metric_logger is not None and to_logger:
             self.metric_logger.log_dict(values, step=self.steps_before + self.step)
 
     # ---- the outputs
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint: everything that a resumed run needs, and the adapter in PEFT's format."""
+        self._check_adapter()
         rng = self.ranks.gather(rng_state(self.runtime.device))
         if self.ranks.is_main:
             state = {
