@@ -43,9 +43,8 @@ def check_values(cfg: DictConfig) -> None:
         raise UserError(f"tokens_per_micro_batch is {tokens!r}; expected a whole number of at least 1, auto, or null")
     for key, most in (("seed", 2**32 - 1), ("data_seed", 2**63 - 1)):  # the limits of NumPy, and of torch with epochs
         if (cfg[key] or 0) > most:
-            raise UserError(
-                f"{key} is {cfg[key]}; expected a whole number from 0 to {most}{_OR_NULL * (key == 'seed')}"
-            )
+            null = _OR_NULL * (key == "seed")
+            raise UserError(f"{key} is {cfg[key]}; expected a whole number from 0 to {most}{null}")
     _check_switches(cfg, _SWITCHES)
     if not isinstance(cfg.use_rslora, bool | None):
         raise UserError(f"use_rslora is {cfg.use_rslora!r}; expected True, False or null")
@@ -67,10 +66,9 @@ def _check_model(model: DictConfig) -> None:
     rank = model.get("lora_rank", 1)
     if not (type(rank) is int and rank >= 1):
         raise UserError(f"model.lora_rank is {rank!r}; expected a whole number of at least 1")
+    found = {"model.lora_alpha": model.get("lora_alpha", 1), "model.lora_dropout": model.get("lora_dropout", 0)}
     _check_numbers(
-        DictConfig(
-            {"model.lora_alpha": model.get("lora_alpha", 1), "model.lora_dropout": model.get("lora_dropout", 0)}
-        ),
+        DictConfig(found),
         **{
             "model.lora_alpha": (lambda x: x > 0, "a number above 0"),
             "model.lora_dropout": (lambda x: 0 <= x < 1, "a share from 0 to under 1"),

@@ -136,8 +136,8 @@ def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UserError: one is missing, negative or not finite, or all are 0.
     """
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    if not all(_is_rate(rate) for rate in rates) or not any(float(rate) for rate in rates):
+    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+    if not all(map(_is_rate, rates)) or not any(map(float, rates)):
         found = ", ".join(str(float(r)) if isinstance(r, torch.Tensor) else repr(r) for r in rates)
         raise UserError(f"optimizer.lr is {found}; expected a number above 0")
 
@@ -169,8 +169,8 @@ def try_out(cfg: DictConfig, parameters: Sequence[nn.Parameter], steps: int) -> 
             optimizer.step()
         except Exception as error:  # whatever the component raises
             raise UserError(
-                f"optimizer: {cfg.optimizer[config.COMPONENT]}: {one_line(error)}; an optimiser gets dense gradients and "
-                "no closure here: choose another, such as torch.optim.AdamW"
+                f"optimizer: {cfg.optimizer[config.COMPONENT]}: {one_line(error)}; an optimiser gets dense gradients "
+                "and no closure here: choose another, such as torch.optim.AdamW"
             ) from error
     scheduler = setup_scheduler(cfg.lr_scheduler, optimizer, steps)
     if scheduler is None:
@@ -178,15 +178,14 @@ def try_out(cfg: DictConfig, parameters: Sequence[nn.Parameter], steps: int) -> 
     name = cfg.lr_scheduler[config.COMPONENT]
     for step in range(min(steps, _TRIED_STEPS)):
         if not all(_is_rate(group["lr"]) for group in optimizer.param_groups):
-            raise UserError(
-                f"lr_scheduler: {name}: the learning rate of step {step + 1} is {float(optimizer.param_groups[0]['lr'])}"
-            )
+            rate = float(optimizer.param_groups[0]["lr"])
+            raise UserError(f"lr_scheduler: {name}: the learning rate of step {step + 1} is {rate}")
         try:
             scheduler.step()
         except Exception as error:
             raise UserError(
-                f"lr_scheduler: {name}: step {step + 1} of {steps}: {one_line(error)}; a schedule gets neither a metric "
-                "nor other arguments here, and must be as long as the run"
+                f"lr_scheduler: {name}: step {step + 1} of {steps}: {one_line(error)}; a schedule gets neither a "
+                "metric nor other arguments here, and must be as long as the run"
             ) from error
 
 

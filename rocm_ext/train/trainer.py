@@ -320,10 +320,8 @@ class Trainer:
         rows = self.loader.steps[self.step]
         last = self.folder.checkpoints.steps()
         cure = "Lower the learning rate, set clip_grad_norm, or look at these rows"
-        if not self.step:  # nothing was learned yet
-            cure = (
-                "This is the first step, so the learning rate is not the cause: look at these rows, or set dtype=fp32"
-            )
+        if not self.step:
+            cure = "No step came before, so the learning rate is not the cause: look at these rows, or set dtype=fp32"
         raise UserError(
             f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; no weight changed. Rows of this step: "
             f"{', '.join(map(str, rows[:32]))}{' …' if len(rows) > 32 else ''}. {cure}. "
@@ -335,7 +333,8 @@ class Trainer:
         bad = [name for name, p in self.learner.adapter.items() if not p.isfinite().all()]
         if bad:
             raise UserError(
-                f"step {self.step}: {bad[0]} has values that are not finite, so nothing was saved; lower the learning rate"
+                f"step {self.step}: {bad[0]} has values that are not finite, so nothing was saved; "
+                "lower the learning rate"
             )
 
     @torch.no_grad()
