@@ -349,6 +349,9 @@ class RAFT:
         if self.ranks.is_main:
             replace_text(path, json.dumps(scores, indent=2) + "\n")
         self.ranks.barrier()
+        if self.metric_logger is not None:
+            share = scores["correct"] / scores["prompts"]
+            self.metric_logger.log_dict({"eval_correct": share}, step=self.history.steps)
         log.info("cycle %d: held-out %s", cycle, Score(scores["correct"], scores["prompts"]))
 
     # ---- the outputs

@@ -5,15 +5,20 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rocm_ext.recipes import lora_finetune_rocm as recipe
 from safetensors.torch import load_file, save_file
 
+from rocm_ext import config
+from rocm_ext.errors import UserError
 from rocm_ext.hardware.machine import detect
 from rocm_ext.train import runtime
 from tests.tiny import TEXT, metrics, run_config, tune, write_model, write_rows, write_yaml
@@ -473,6 +478,52 @@ def test_metric_loggers_and_profiler(folder, tmp_path, logger):
     assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
     assert any(p.stat().st_size for p in (tmp_path / "logs").rglob("*") if p.is_file())
     assert list((tmp_path / "profile").rglob("*.trace.json.gz"))
+
+
+# ---- any value anywhere
+
+ANY = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.floats(width=16),
+    st.text("a1./ {}$\0", max_size=4),
+    st.lists(st.integers(0, 2), max_size=2),
+    st.dictionaries(st.sampled_from(["a", "_component_"]), st.integers(0, 2), max_size=1),
+)
+
+
+def keys_of(cfg: dict, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in cfg.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from keys_of(value, (*prefix, key))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), value=ANY)
+def test_any_value_anywhere_ends_in_one_line(folder, tmp_path, capsys, data, value):
+    """Reading the base weights ends the run here, so that each example ends in an error, of whatever kind."""
+    stop = UserError("the base weights were read")
+    cfg = config.defaults("lora_finetune_rocm") | run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out")
+    # a text would be a folder in the working directory, or a data set on the hub
+    free = [key for key in keys_of(cfg) if key not in (("output_dir",), ("dataset", "source"))]
+    *parents, last = data.draw(st.sampled_from(free))
+    node = cfg
+    for key in parents:
+        node = node[key]
+    node[last] = value
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rocm_ext.train.learner.Learner.read_weights", lambda self: raising(stop))
+        assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert len(lines[0]) > len("error: ")
+
+
+def raising(error: Exception):
+    raise error
 
 
 # ---- through the real `tune`

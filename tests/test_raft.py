@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from rocm_ext.recipes.raft_rocm import RAFT, evaluate_adapter, main
 from safetensors.torch import load_file
 
@@ -45,7 +46,8 @@ def make(folder):
 def reference(make, folder) -> Path:
     """An undisturbed run."""
     out = folder / "reference"
-    code, messages = forked(main, make(out))
+    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(out), "filename": "log"}
+    code, messages = forked(main, make(out, metric_logger=logger))
     assert code == 0, messages
     return out
 
@@ -61,6 +63,18 @@ def test_summary_is_plain_json(reference):
     text = (reference / "summary.json").read_text()
     assert text == json.dumps(json.loads(text), indent=2) + "\n"
     assert [row["cycle"] for row in json.loads(text)["cycles"]] == [0, 1, 2]
+
+
+def test_metric_logger_gets_config_phases_steps_and_scores(reference):
+    rows = json.loads((reference / "summary.json").read_text())["cycles"]
+    lines = [line.partition(" | ") for line in (reference / "log").read_text().splitlines()]
+    values = [dict(item.split(":") for item in text.split()) for *_, text in lines]
+    scores = [float(line["eval_correct"]) for line in values if "eval_correct" in line]
+    assert scores == [row["held_out"]["correct"] / row["held_out"]["prompts"] for row in rows]
+    assert sum("sample_tokens" in line for line in values) == 2
+    steps = [int(head.split()[1]) for (head, *_), line in zip(lines, values, strict=True) if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))  # they count on over the cycles
+    assert OmegaConf.load(reference / "torchtune_config.yaml").samples_per_prompt == 4
 
 
 def test_every_arrow_is_a_file(reference):

@@ -32,6 +32,9 @@ _SWITCHES = (
 )
 
 
+_DETERMINISM = (None, False, True, 2, "default", "warn", "error")  # what torch takes; 0 is False and 1 is True
+
+
 def check_values(cfg: DictConfig) -> None:
     """Refuse numbers out of range and values of the wrong kind.
 
@@ -48,6 +51,15 @@ def check_values(cfg: DictConfig) -> None:
     _check_switches(cfg, _SWITCHES)
     if not isinstance(cfg.use_rslora, bool | None):
         raise UserError(f"use_rslora is {cfg.use_rslora!r}; expected True, False or null")
+    for key in ("dtype", "device"):
+        if not isinstance(cfg[key], str | None):
+            raise UserError(f"{key} is {cfg[key]!r}; expected a name")
+    overrides = cfg.hardware_overrides
+    if not (isinstance(overrides, ListConfig) and all(isinstance(key, str) for key in overrides)):
+        raise UserError(f"hardware_overrides is {overrides!r}; expected a list of keys")
+    if (mode := cfg.cudnn_deterministic_mode) not in _DETERMINISM:
+        raise UserError(f"cudnn_deterministic_mode is {mode!r}; expected True, False or null")
+    _check_named(cfg, "loss")
     _check_model(cfg.model)
     _check_checkpointer(cfg.checkpointer)
     _check_output_dir(cfg.output_dir)
@@ -121,6 +133,7 @@ def check_raft_values(cfg: DictConfig) -> None:
         UserError: naming the key, what was found and what was expected.
     """
     _check_whole(cfg, _RAFT_WHOLE)
+    _check_named(cfg, "loss", "engine")
     _check_switches(cfg, ("drop_truncated", "deduplicate", "skip_solved"))
     _check_numbers(
         cfg,
@@ -158,6 +171,12 @@ def _check_cycles(cfg: DictConfig) -> None:
             "optimizer_state=run keeps the moments of other weights: with start_from=base each cycle trains the run's "
             "initial adapter anew; set optimizer_state=cycle, or start_from=previous"
         )
+
+
+def _check_named(cfg: DictConfig, *keys: str) -> None:
+    for key in keys:
+        if cfg[key] is None:
+            raise UserError(f"{key} is None; expected a _component_, or leave the key out for its default")
 
 
 def _check_whole(cfg: DictConfig, keys: Mapping[str, tuple[int, bool]]) -> None:

@@ -29,7 +29,9 @@ _TEXTS = (
 
 
 def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
-    """Compare a tokenizer with the ``tokenizer.json`` beside the weights, if there is one and it has torchtune's methods.
+    """Compare a tokenizer with the ``tokenizer.json`` beside the weights, if there is one.
+
+    A tokenizer of the user's own without torchtune's ``encode`` is not compared.
 
     Raises:
         UserError: they encode text in different ways, or a special token has another id.
@@ -76,7 +78,13 @@ def setup_metric_logger(cfg: DictConfig, runtime: Runtime) -> Any:
     """
     if cfg.metric_logger is None or not runtime.ranks.is_main:
         return None
-    return config.instantiate(cfg.metric_logger, key="metric_logger")
+    logger = config.instantiate(cfg.metric_logger, key="metric_logger")
+    if not all(callable(getattr(logger, method, None)) for method in ("log_dict", "close")):
+        raise UserError(
+            f"metric_logger {cfg.metric_logger[config.COMPONENT]} makes a {type(logger).__name__}; expected a logger "
+            "with the methods log_dict and close, such as those of torchtune.training.metric_logging"
+        )
+    return logger
 
 
 def log_config(logger: Any, cfg: DictConfig) -> None:

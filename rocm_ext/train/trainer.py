@@ -130,7 +130,8 @@ class Trainer:
         Raises:
             UserError: optimiser, schedule or profiler cannot be built, or does not work.
         """
-        components.setup_profiler(cfg.profiler)
+        if cfg.profiler is not None:
+            components.setup_profiler(cfg.profiler)
         if cls.setup_optimizer is not Trainer.setup_optimizer or cls.setup_scheduler is not Trainer.setup_scheduler:
             return
         steps = Steps(rows, rows_per_step(cfg, learner.runtime.ranks.world), cfg.max_steps_per_epoch).per_epoch
