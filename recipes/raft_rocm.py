@@ -103,11 +103,10 @@ class RAFT:
         self.learner.check_columns(selection.ROW_COLUMNS)
         training.warn_of_old_logprobs(cfg, self.learner.objective.columns)
         self.prompts.check_model(self.learner.decoder)
-        work = self.prompts.expected_work()
-        self._trainer.check(self.learner.cfg, self.learner, work.count or 1)
+        self._trainer.check(self.learner.cfg, self.learner, rows=1)  # how many rows a cycle keeps is not known yet
         self.engines = open_engines(cfg, self.learner, lambda: self.interrupt.signum is not None)
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
-        self.learner.setup(work)
+        self.learner.setup(self.prompts.expected_work())
         self.adapters = Adapters(cfg, self.learner, self.out)
         self.swap = Swap(self.learner, self.adapters)
         self.history = self._setup_folder(begun)
