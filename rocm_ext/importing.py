@@ -49,7 +49,8 @@ def with_new_names(node: Any) -> Any:
     """A copy of a config's content that calls components by their names of today."""
     if isinstance(node, Mapping):
         return {
-            key: _MOVED.get(value, value) if key == COMPONENT else with_new_names(value) for key, value in node.items()
+            key: _MOVED.get(value, value) if key == COMPONENT and isinstance(value, str) else with_new_names(value)
+            for key, value in node.items()
         }
     return [with_new_names(each) for each in node] if isinstance(node, list) else node
 

@@ -12,6 +12,7 @@ from rocm_ext.importing import COMPONENT, import_component
 # Keys whose value names a component
 _COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
 _COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier"}
+_LISTS = {"dataset", "dataset_val"}  # these may be lists of components
 
 
 def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
@@ -57,6 +58,8 @@ def check_components(cfg: DictConfig) -> None:
         UserError: naming the key.
     """
     for key, node in cfg.items():
+        if isinstance(node, ListConfig) and key in _COMPONENTS - _LISTS:
+            raise UserError(f"{key} is {node!r}; expected one _component_ and its arguments")
         for part in node if isinstance(node, ListConfig) else [node]:
             if isinstance(part, DictConfig) and COMPONENT in part:
                 _check_arguments(str(key), part)
