@@ -78,6 +78,9 @@ def _check_model(model: DictConfig) -> None:
     rank = model.get("lora_rank", 1)
     if not (type(rank) is int and rank >= 1):
         raise UserError(f"model.lora_rank is {rank!r}; expected a whole number of at least 1")
+    for key in ("use_dora", "quantize_base", "apply_lora_to_mlp", "apply_lora_to_output"):
+        if not isinstance(model.get(key, False), bool):
+            raise UserError(f"model.{key} is {model[key]!r}; expected True or False")
     found = {"model.lora_alpha": model.get("lora_alpha", 1), "model.lora_dropout": model.get("lora_dropout", 0)}
     _check_numbers(
         DictConfig(found),

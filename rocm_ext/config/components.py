@@ -43,7 +43,10 @@ def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
 
 def takes(node: DictConfig, argument: str, key: str) -> bool:
     """Whether the component of ``node`` has an argument of this name."""
-    return argument in inspect.signature(_component(node, key)).parameters
+    try:
+        return argument in inspect.signature(_component(node, key)).parameters
+    except ValueError:  # a builtin without a signature
+        return False
 
 
 def without(node: DictConfig, *keys: str) -> DictConfig:

@@ -76,7 +76,7 @@ def load(recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = ()
         cfg.recipe, cfg.hardware = recipe.name, hardware
         _check_complete(cfg, known, name)
         OmegaConf.resolve(cfg)
-    except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {_first_line(error)}") from error
     check_components(cfg)
     return cfg

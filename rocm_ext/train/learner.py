@@ -15,7 +15,7 @@ from rocm_ext import config
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.rows import Rows
 from rocm_ext.data.tokenizer import ChatTokenizer
-from rocm_ext.errors import UserError
+from rocm_ext.errors import UserError, one_line
 from rocm_ext.hardware import numerics
 from rocm_ext.log import log, warn
 from rocm_ext.model import adapter_files
@@ -131,7 +131,13 @@ class Learner:
         Raises:
             UserError: the weights are missing, damaged or of another model, or the memory plan is impossible.
         """
-        self.tokens_per_micro_batch, self.planned_peak = self._plan(work)
+        try:
+            self.tokens_per_micro_batch, self.planned_peak = self._plan(work)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # the plan runs a step without data
+            component = self.cfg.model[config.COMPONENT]
+            raise UserError(
+                f"model: {component} cannot compute a step with these arguments: {one_line(error)}"
+            ) from error
         self.offloading = self._offloading()
         if self.cfg.compile:
             for layer in self.decoder.layers:
