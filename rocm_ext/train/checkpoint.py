@@ -242,7 +242,9 @@ def check_same_run(
         if was != is_:  # hashes tell a reader nothing, so the message omits them
             problems.append(f"{what} changed" if len(str(was)) == 64 else f"{what}: was {was}, is {is_}")
     if problems:
+        older = "chat_template" not in state["config"] and cfg.get("chat_template") != "torchtune"
+        hint = ". It began before chat templates were used; chat_template=torchtune renders as it did" * older
         raise UserError(
-            f"{path} belongs to another run: {'; '.join(problems)}. "
+            f"{path} belongs to another run: {'; '.join(problems)}{hint}. "
             "Undo these changes, or start a new run in another output_dir"
         )
