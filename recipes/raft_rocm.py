@@ -358,7 +358,8 @@ class RAFT:
     def _evaluate_last(self, last: int) -> None:
         """Evaluate the last trained cycle up to ``last`` unless ``eval_every_n_cycles`` had it evaluated."""
         cycle = self.history.source(last + 1)
-        if cycle and self.prompts.held_out and "held_out" not in self.history.rows[cycle]:
+        missing = cycle and self.prompts.held_out and "held_out" not in self.history.rows[cycle]
+        if missing and self.adapters.exists(cycle):
             self.evaluate(cycle)
             self._summarize(cycle)
 

@@ -504,6 +504,7 @@ def keys_of(cfg: dict, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
             yield from keys_of(value, (*prefix, key))
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), value=ANY)
 def test_any_value_anywhere_ends_in_one_line(folder, tmp_path, capsys, data, value):

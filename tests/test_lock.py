@@ -99,7 +99,7 @@ def test_ranks_end_with_their_launcher(make, tmp_path):
 class WithoutLocks:
     """filelock on a file system without locks."""
 
-    def __init__(self, path) -> None:
+    def __init__(self, path, **settings) -> None:
         self.path = path
 
     def acquire(self, timeout) -> None:

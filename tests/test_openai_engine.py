@@ -607,14 +607,14 @@ def test_another_chat_template_than_ours_is_told(vllm, tokenizer, messages):
 
 def test_chat_sends_tools_and_the_variables_of_the_template(tokenizer):
     args = {"enable_thinking": False}
-    chat = ChatTokenizer(tokenizer, TorchtuneRenderer(tokenizer), tokenizer.eos_id, template_args=args)
+    chat = ChatTokenizer(tokenizer, TorchtuneRenderer(tokenizer), [tokenizer.eos_id], template_args=args)
     call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
     tools = ({"type": "function", "function": {"name": "weather"}},)
     messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]})
     request = Request("p", 0, 0, (1,), messages, tools)
     engine = OpenAIEngine(chat, urls=["http://127.0.0.1:1"], endpoint="chat")
     body = engine.wire.body(openai.Server("http://x", "m", "extended"), "m", request, PLAIN)
-    assert body["tools"] == list(tools)
+    assert (body["tools"], body["tool_choice"]) == (list(tools), "none")
     assert body["chat_template_kwargs"] == args
     assert body["messages"][0] == messages[0]
     (sent,) = body["messages"][1]["tool_calls"]

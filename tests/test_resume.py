@@ -336,7 +336,7 @@ def test_seed_that_was_drawn_is_kept(make, tmp_path):
         (["max_steps_per_epoch=3"], "has 10 steps, so max_steps_per_epoch cannot change from None to 3"),
         (
             ["batch_size=2"],
-            r"belongs to another run: .*tokens per micro-batch, which dropout depends on: was \d+, is \d+",
+            r"belongs to another run: .*tokens_per_micro_batch, which dropout depends on: was \d+, is \d+ .set",
         ),
         (["model.lora_dropout=0.2"], "belongs to another run: .*model.lora_dropout: was 0.1, is 0.2"),
         (["sequences_per_step=4"], "belongs to another run: .*rows per step: was 8, is 4"),

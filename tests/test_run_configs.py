@@ -314,7 +314,7 @@ def test_names_of_earlier_versions(run):
 @pytest.mark.parametrize("value", ["torchtune.models.qwen2_5.lora_qwen2_5_0_5b", "{lora_rank: 8}", "7", "[a]"])
 def test_a_component_key_without_component(run, value):
     base = (COMPONENTS + "output_dir: out\n").replace("model: {", "profiler: {")
-    with pytest.raises(UserError, match="model must name a _component_"):
+    with pytest.raises(UserError, match=r"model .*_component_ and its arguments"):
         run(f"model: {value}\n", base=base)
 
 

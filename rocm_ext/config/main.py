@@ -53,9 +53,8 @@ def recipe_main(
                 gc.enable()
                 gc.freeze()  # what was imported stays
             end_with_launcher()
-            if (
-                int(os.environ.get("WORLD_SIZE", 1)) == 1
-            ):  # torchrun's SIGTERM must end a rank that waits for another in C++ code
+            # torchrun's SIGTERM must end a rank that waits for another in C++ code
+            if int(os.environ.get("WORLD_SIZE", 1)) == 1:
                 for signum in stop_signals():
                     signal.signal(signum, _terminate)
             sys.exit(guarded(action))

@@ -42,8 +42,15 @@ class TextEncoder:
         self._split = re.compile("|".join(map(re.escape, longest)) if longest else r"(?!)")
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise ``text``."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Tokenise ``text``.
+
+        Raises:
+            UserError: the text is not valid Unicode.
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # JSON can contain half a surrogate pair
+            raise UserError("the text is not valid Unicode") from error
 
     def encode_apart(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Tokenise ``text`` so that the tokens before a cut are those of the text before it.

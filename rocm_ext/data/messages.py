@@ -17,7 +17,7 @@ class Turn(NamedTuple):
 
     Attributes:
         role: a value of :data:`ROLES`.
-        content: text of the message; empty only where an assistant calls tools.
+        content: text of the message; empty only where an assistant calls tools or reasons.
         masked: whether the loss excludes the whole message.
         more: what else a chat template may use: ``tool_calls``, ``reasoning_content``, ``name``, …
     """
@@ -63,8 +63,8 @@ def _to_turn(turn: Any, where: str) -> Turn:
             raise UserError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
         more["tool_calls"] = _tool_calls(calls, f"{where}: tool_calls")
     content = turn.get("content", turn.get("value"))
-    content = "" if content is None and calls else _text(content, where)
-    if role == "assistant" and not content.strip() and not calls:
+    content = "" if content is None and (calls or reasoning) else _text(content, where)
+    if role == "assistant" and not content.strip() and not calls and not reasoning:
         raise UserError(f"{where}: the assistant's content is empty")
     if weight not in (None, 0, 1):
         raise UserError(f"{where}: weight must be 0 or 1, found {weight!r}")

@@ -63,7 +63,8 @@ def render_conversation(
 
     Labels cover the content and the end-of-turn token of every assistant turn, except turns with
     ``weight: 0``. They exclude the turn's header, which a generation prompt contains. Turns after the last
-    labelled one bear no loss and are cut.
+    labelled one bear no loss and are cut. By a chat template, an assistant turn that begins the conversation bears no
+    loss either: nothing prompts it.
 
     Args:
         tokenizer: as in :func:`render_prompt`.
@@ -116,6 +117,8 @@ class TemplateRenderer:
         return self._encoder.encode(self.template.render(turns, tools, prompt=True))
 
     def conversation(self, turns: Sequence[Turn], tools: Tools) -> tuple[list[int], list[int]]:
+        if all(turn.masked for turn in turns[1:]):  # nothing prompts a turn that begins a conversation
+            raise UserError("no assistant turn to train on: the only one begins the conversation")
         text, spans = self._marked(turns, tools) if self.template.marked else self._nested(turns, tools)
         tokens, cuts = self._encoder.encode_apart(text, [cut for span in spans for cut in span])
         labels = [IGNORE] * len(tokens)
@@ -127,7 +130,7 @@ class TemplateRenderer:
         """Return the text and the span of each trained turn, from renderings of the turns up to it."""
         text, spans = self.template.render(turns, tools), []
         for i, turn in enumerate(turns):
-            if turn.masked:
+            if turn.masked or i == 0:
                 continue
             before = self.template.render(turns[:i], tools, prompt=True)
             after = text if i == len(turns) - 1 else self.template.render(turns[: i + 1], tools)
@@ -135,8 +138,13 @@ class TemplateRenderer:
                 raise UserError(
                     f"message {i}: chat template {self.template.origin} renders this assistant turn differently "
                     "when it is generated and in the whole conversation, so training would teach text that is never "
-                    "generated; train on the last turn alone (assistant_turns: last in the dataset, or weight: 0 in "
-                    "the message), or use a template that keeps earlier turns as they are"
+                    "generated; "
+                    + (
+                        "use a template whose prompt begins the turn, or chat_template: torchtune"
+                        if after is text
+                        else "train on the last turn alone (assistant_turns: last in the dataset, or weight: 0 in the "
+                        "message), or use a template that keeps earlier turns as they are"
+                    )
                 )
             spans.append((len(before), len(after)))
         return text, spans
@@ -144,13 +152,21 @@ class TemplateRenderer:
     def _marked(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the span of each trained turn, from the template's generation blocks."""
         text, spans = self.template.render_marked(turns, tools)
-        masked = [turn.masked for turn in turns if turn.role == "assistant"]
-        if len(masked) != len(spans):
+        said = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
+        if len(said) != len(spans):
             raise UserError(
                 f"chat template {self.template.origin} has marked {len(spans)} parts of a conversation with "
-                f"{len(masked)} assistant turns; expected one generation block for each"
+                f"{len(said)} assistant turns; expected one generation block for each"
             )
-        return text, [span for span, skip in zip(spans, masked, strict=True) if not skip]
+        trained = []
+        for i, (start, end) in zip(said, spans, strict=True):
+            if turns[i].masked or i == 0:
+                continue
+            before = self.template.render(turns[:i], tools, prompt=True)
+            if text.startswith(before):  # a block may include the header
+                start = max(start, len(before))
+            trained.append((start, end))
+        return text, trained
 
 
 # ---- without a template

@@ -1,5 +1,6 @@
 """Read datasets into tokenised rows in memory."""
 
+import copy
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import ConversationDataset
+from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.log import log, warn
 
@@ -40,6 +42,9 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
         raise UserError("dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them")
     try:
         as_it_is = too_long == "truncate" or cfg.get("packed")  # torchtune's packing needs the limit
+        if cfg.get("packed") and isinstance(tokenizer, ChatTokenizer):
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.cuts = True
         return instantiate(cfg, tokenizer if as_it_is else unlimited(tokenizer))
     except UserError:
         raise

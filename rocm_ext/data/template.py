@@ -32,6 +32,7 @@ class ChatTemplate:
         variables: what the template sees beside the conversation, such as ``bos_token`` or ``enable_thinking``.
         today: the date that ``strftime_now`` gives to the template.
         origin: where the template comes from, for messages.
+        for_tools: the template of conversations with tools; None: the same.
 
     Attributes:
         marked: whether generation blocks in the template mark what the assistant says.
@@ -40,8 +41,15 @@ class ChatTemplate:
         UserError: the template is not valid Jinja.
     """
 
-    def __init__(self, text: str, variables: Mapping[str, Any], today: date, origin: str) -> None:
-        self.text, self.origin = text, origin
+    def __init__(
+        self,
+        text: str,
+        variables: Mapping[str, Any],
+        today: date,
+        origin: str,
+        for_tools: "ChatTemplate | None" = None,
+    ) -> None:
+        self.text, self.origin, self._for_tools = text, origin, for_tools
         self._variables = dict(variables)
         # transformers' settings: trimmed blocks, loop controls, JSON without HTML escapes (apply_chat_template)
         environment = ImmutableSandboxedEnvironment(
@@ -90,8 +98,9 @@ class ChatTemplate:
 
     def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping] | None, prompt: bool) -> str:
         messages = [turn.message() for turn in turns]
+        template = self._for_tools._template if tools and self._for_tools else self._template
         try:
-            return self._template.render(
+            return template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
             )
         except (TemplateError, TypeError, ValueError, OverflowError) as error:
@@ -116,7 +125,8 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
     """Read a chat template.
 
     Args:
-        setting: ``auto``, the template in ``folder``; the template itself; or the path of a file.
+        setting: ``auto``, the template in ``folder``; the name of one of several there; a template; or the path of a
+            file.
         folder: the checkpoint's folder, whose ``tokenizer_config.json`` also names the special tokens.
         args: further variables for the template; they take precedence.
         today: see :class:`ChatTemplate`.
@@ -128,18 +138,24 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
         UserError: a file cannot be read, or the template is not valid Jinja.
     """
     config = _tokenizer_config(folder / _CONFIG)
+    variables = {**_special_tokens(config), **args}
+    named = _named_templates(folder, config)
+    origin = str(folder / (TEMPLATE if (folder / TEMPLATE).is_file() else _CONFIG))
     if setting == "auto":
-        text, origin = _folder_template(folder, config)
-    elif "{{" in setting or "{%" in setting:
-        text, origin = setting, "in the config"
-    else:
-        if not (path := Path(setting).expanduser()).is_file():
-            known = "auto, torchtune, none, the path of a template, or its text"
-            raise UserError(f"chat_template is {setting!r}, and no file has this name; expected {known}")
-        text, origin = _read(path), setting
-    if text is None:
-        return None
-    return ChatTemplate(text, {**_special_tokens(config), **args}, today, origin)
+        if not named:
+            return None
+        if "default" not in named:
+            raise UserError(f"{origin} has the chat templates {', '.join(named)}; set chat_template to one of them")
+        tools = ChatTemplate(named["tool_use"], variables, today, origin) if "tool_use" in named else None
+        return ChatTemplate(named["default"], variables, today, origin, tools)
+    if setting in named:
+        return ChatTemplate(named[setting], variables, today, f"{origin} ({setting})")
+    if "{{" in setting or "{%" in setting:
+        return ChatTemplate(setting, variables, today, "in the config")
+    if not (path := Path(setting).expanduser()).is_file():
+        known = ", ".join(["auto", "torchtune", "none", *named, "the path of a template", "or its text"])
+        raise UserError(f"chat_template is {setting!r}, and no file has this name; expected {known}")
+    return ChatTemplate(_read(path), variables, today, setting)
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
@@ -150,19 +166,21 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _folder_template(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the text and the origin of a folder's template; None without one."""
+def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the templates of a folder by name; one alone is called ``default``, and one for tools ``tool_use``."""
     if (folder / TEMPLATE).is_file():
-        return _read(folder / TEMPLATE), str(folder / TEMPLATE)
-    origin, found = str(folder / _CONFIG), config.get("chat_template")
-    if isinstance(found, list):  # several by name, as in Hermes and Command R
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, Mapping)}
-        found = named.get("default")
-        if found is None:
-            raise UserError(f"{origin} has the chat templates {', '.join(map(str, named))}; set chat_template to one")
-    if found is not None and not isinstance(found, str):
-        raise UserError(f"{origin}: chat_template must be text, found {type(found).__name__}")
-    return found, origin
+        more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        return {"default": _read(folder / TEMPLATE), **{path.stem: _read(path) for path in more}}
+    found = config.get("chat_template")
+    if found is None:
+        return {}
+    if isinstance(found, str):
+        return {"default": found}
+    listed = found if isinstance(found, list) else [found]
+    named: Any = {each.get("name"): each.get("template") for each in listed if isinstance(each, Mapping)}
+    if len(named) != len(listed) or not all(isinstance(text, str) for pair in named.items() for text in pair):
+        raise UserError(f"{folder / _CONFIG}: chat_template must be text, or a list of name and template")
+    return named
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext import config
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder
-from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, render_conversation
+from rocm_ext.data.messages import to_turns
+from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, render_conversation, render_prompt
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 from rocm_ext.errors import UserError
 from rocm_ext.files import json_object
@@ -28,13 +29,15 @@ class ChatTokenizer:
     Args:
         base: a torchtune model tokenizer.
         renderer: renders conversations.
-        end_of_text: id of the token that ends a text without turns.
+        ends: ids of the model's EOS tokens; the first ends a text without turns.
         reserved: texts that become special tokens; None: those of ``base``.
         template: text of a chat template that is not the model's own; None if it is.
         template_args: the config's variables of the template, which a server needs, too.
 
     Attributes:
         stop_tokens: ids that end an answer.
+        end_of_text: id of the token that ends a text without turns.
+        cuts: whether calls cut rows at ``max_seq_len``, as torchtune's tokenizers do.
         max_seq_len: maximum length of a row in tokens; None: no limit.
     """
 
@@ -42,16 +45,17 @@ class ChatTokenizer:
         self,
         base: Any,
         renderer: Renderer,
-        end_of_text: int,
+        ends: Sequence[int],
         reserved: frozenset[str] | None = None,
         template: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
-        self.base, self.renderer, self.end_of_text, self._template = base, renderer, end_of_text, template
+        self.base, self.renderer, self.end_of_text, self._template = base, renderer, ends[0], template
         self.template_args = dict(template_args or {})
         self.reserved = reserved_tokens(base) if reserved is None else reserved
         self.max_seq_len = getattr(base, "max_seq_len", None)
-        self.stop_tokens = list(dict.fromkeys([*getattr(base, "stop_tokens", ()), end_of_text]))
+        self.stop_tokens = list(dict.fromkeys([*getattr(base, "stop_tokens", ()), *ends]))
+        self.cuts = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "base":  # copy and pickle look before __init__ has run
@@ -67,7 +71,8 @@ class ChatTokenizer:
         ]
         on_input = any(m.role != "assistant" and not m.masked for m in messages)
         tokens, labels = render_conversation(self, turns, on_input)
-        return {**sample, "tokens": tokens, "mask": [label < 0 for label in labels]}
+        limit = self.max_seq_len if self.cuts else None
+        return {**sample, "tokens": tokens[:limit], "mask": [label < 0 for label in labels[:limit]]}
 
     def write_template(self, folder: Path) -> None:
         """Write the chat template into a folder with an exported model, unless it is the model's own."""
@@ -93,23 +98,21 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     args, today = _checked_args(cfg), _checked_date(cfg.chat_template_date)
     if not isinstance(setting, str):
         raise UserError(f"chat_template is {setting!r}; expected auto, torchtune, none, a template's path, or its text")
+    ends = _ends(folder, base)
     if setting == "none":
-        end = _end_of_text(folder, base)
-        return ChatTokenizer(base, PlainRenderer(base, end), end)
-    own = read_template("auto", folder, args, today)
-    if setting == "torchtune" or (setting == "auto" and (own is None or getattr(base, "prompt_template", None))):
-        if own is not None:
-            _warn_if_different(base, own, folder)
-        elif setting == "auto":
-            log.info("%s has no chat template; torchtune's tokenizer renders the conversations", folder)
+        return ChatTokenizer(base, PlainRenderer(base, ends[0]), ends)
+    if setting == "torchtune" or (setting == "auto" and getattr(base, "prompt_template", None)):
+        _warn_if_different(base, folder, args, today)
         return base
-    template = own if setting == "auto" else read_template(setting, folder, args, today)
-    assert template is not None, "only auto may find no template"
+    template = read_template(setting, folder, args, today)
+    if template is None:
+        log.info("%s has no chat template; torchtune's tokenizer renders the conversations", folder)
+        return base
     log.info("chat template: %s", template.origin)
     encoder = _encoder(folder)
-    renderer = TemplateRenderer(template, encoder, base.stop_tokens)
+    renderer = TemplateRenderer(template, encoder, [*getattr(base, "stop_tokens", ()), *ends])
     custom = template.text if setting != "auto" else None
-    tokenizer = ChatTokenizer(base, renderer, _end_of_text(folder, base), encoder.special, custom, args)
+    tokenizer = ChatTokenizer(base, renderer, ends, encoder.special, custom, args)
     _check_end_of_turn(tokenizer, template)
     return tokenizer
 
@@ -183,28 +186,37 @@ def _encoder(folder: Path) -> TextEncoder:
     return TextEncoder(folder / TOKENIZER)
 
 
-def _end_of_text(folder: Path, base: Any) -> int:
-    """Return the id of the token that ends a text: the first EOS in ``generation_config.json`` or ``config.json``.
+def _ends(folder: Path, base: Any) -> list[int]:
+    """Return the ids of the EOS tokens in ``generation_config.json`` or ``config.json``, else torchtune's.
 
     torchtune's Qwen tokenizers know only the EOS of the instruct models, which base models do not generate.
+
+    Raises:
+        UserError: there is none.
     """
     for name in ("generation_config.json", "config.json"):
         content = json_object((folder / name).read_bytes()) if (folder / name).is_file() else None
         found = (content or {}).get("eos_token_id")
-        found = found[0] if isinstance(found, list) and found else found
-        if type(found) is int:
-            return found
-    return base.eos_id
+        numbers = [number for number in (found if isinstance(found, list) else [found]) if type(number) is int]
+        if numbers:
+            return numbers
+    if type(end := getattr(base, "eos_id", None)) is not int:
+        raise UserError(f"neither {folder} nor the tokenizer {type(base).__name__} names an EOS token (eos_token_id)")
+    return [end]
 
 
-def _warn_if_different(base: Any, own: ChatTemplate, folder: Path) -> None:
+def _warn_if_different(base: Any, folder: Path, args: Mapping[str, Any], today: date) -> None:
     """Warn if torchtune's rendering differs from the model's own template, which every server uses."""
-    if not (folder / TOKENIZER).is_file():
+    try:
+        own = read_template("auto", folder, args, today)
+        if own is None or not (folder / TOKENIZER).is_file():
+            return
+        model = TemplateRenderer(own, TextEncoder(folder / TOKENIZER), getattr(base, "stop_tokens", ()))
+        theirs = model.prompt(to_turns(_SAMPLE[:1]), None)
+    except UserError as error:
+        log.info("the model's own chat template is not compared with torchtune's: %s", error)
         return
-    model = TemplateRenderer(own, TextEncoder(folder / TOKENIZER), base.stop_tokens)
-    theirs = render_conversation(ChatTokenizer(base, model, base.eos_id), _SAMPLE)[0]
-    ours = render_conversation(base, _SAMPLE)[0]
-    if theirs[: len(ours)] != ours:
+    if theirs != render_prompt(base, _SAMPLE[:1]):
         log.warning(
             "torchtune renders conversations differently from the model's own chat template (%s), which servers use; "
             "chat_template: auto trains on what is served",
@@ -214,11 +226,15 @@ def _warn_if_different(base: Any, own: ChatTemplate, folder: Path) -> None:
 
 def _check_end_of_turn(tokenizer: ChatTokenizer, template: ChatTemplate) -> None:
     """Warn if sampling would not stop at the token that ends the assistant's turn in the template."""
-    _, labels = render_conversation(tokenizer, _SAMPLE)
-    last = next(label for label in reversed(labels) if label >= 0)
+    try:
+        _, labels = render_conversation(tokenizer, _SAMPLE)
+    except UserError as error:  # templates for reasoning; prompts can still be rendered
+        log.warning("%s", error)
+        return
+    last = next((label for label in reversed(labels) if label >= 0), None)
     if last not in tokenizer.stop_tokens:
         log.warning(
-            "chat template %s ends the assistant's turn with token %d, which is not among the stop tokens %s of the "
+            "chat template %s ends the assistant's turn with token %s, which is not among the stop tokens %s of the "
             "tokenizer, so sampled answers run on",
             template.origin,
             last,

@@ -98,7 +98,8 @@ class Wire:
             if not request.messages:
                 raise UserError(f"prompt {request.prompt_id} has no messages; endpoint: chat needs them")
             body |= {"messages": list(map(_sent, request.messages)), "logprobs": True, "top_logprobs": 1}
-            body |= {"tools": [dict(tool) for tool in request.tools]} if request.tools else {}
+            if request.tools:  # "none": the answer is the text that the model writes, with calls as it writes them
+                body |= {"tools": [dict(tool) for tool in request.tools], "tool_choice": "none"}
             args = getattr(self.tokenizer, "template_args", {})
             body |= {"chat_template_kwargs": dict(args)} if args and server.dialect == "extended" else {}
         else:

@@ -66,10 +66,10 @@ class RunRecord:
             UserError: the folder holds another run, or its record cannot be read.
         """
         if resume and self.path.exists():
-            try:
-                return json.loads(self.path.read_text())
-            except (OSError, ValueError) as error:
-                raise UserError(f"cannot read {self.path}: {error}; choose another output_dir") from error
+            begun = read_json(self.path) or {}
+            if not all(isinstance(begun.get(key), dict) for key in ("config", "identity")):
+                raise UserError(f"{self.path} is damaged; expected config and identity. Restore it")
+            return begun
         names = ("run.json", "cycle_0", "cycle_1", "adapter", "checkpoints")
         earlier = [name for name in names if (self.out / name).exists()]
         if earlier and not overwrite:

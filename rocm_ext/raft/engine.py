@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -129,8 +129,6 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any) -> None:
     finally:
         if ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # it holds an earlier run
-                folder.parent.rmdir()
 
 
 def _write(learner: Learner, folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext.files import disk_errors
 from rocm_ext.importing import with_new_names
 from rocm_ext.log import log
 from rocm_ext.raft.cycles import CHANGEABLE, Cycle
@@ -73,7 +74,8 @@ def discard_after(out: Path, cycle: int) -> None:
     """Remove the untrained cycles after ``cycle``: an older adapter than that of ``cycle`` sampled them."""
     for number in _numbers(out):
         if number > cycle and not Cycle(out, number).trained:
-            shutil.rmtree(Cycle(out, number).folder)
+            with disk_errors(folder := Cycle(out, number).folder):
+                shutil.rmtree(folder)
 
 
 def _numbers(out: Path) -> list[int]:

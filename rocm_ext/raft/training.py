@@ -9,16 +9,15 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.errors import UserError, one_line
 from rocm_ext.files import replace_folder
 from rocm_ext.generation import sample_seed
 from rocm_ext.log import log
 from rocm_ext.raft.cycles import Cycle
 from rocm_ext.raft.rollouts import Sample, read_samples
 from rocm_ext.ranks import Ranks
-from rocm_ext.train.checkpoint import Checkpoints
+from rocm_ext.train.checkpoint import STATE, Checkpoints, read_state, write_checksums
 from rocm_ext.train.trainer import Trainer
-
-_STATE = "state.pt"
 
 
 def training_config(cfg: DictConfig, **changes: Any) -> DictConfig:
@@ -104,21 +103,22 @@ def _replayed(cfg: DictConfig) -> Any:
 
 
 def save_optimizer(cycle: Cycle) -> None:
-    """Write the optimiser's state at the end of a cycle's training, from the training's last checkpoint.
-
-    Raises:
-        UserError: no checkpoint can be read.
-    """
+    """Write the optimiser's state at the end of a cycle's training, from the training's last checkpoint."""
     checkpoints = Checkpoints(cycle.folder / "checkpoints", keep=1)
     if cycle.optimizer.exists() or not checkpoints.steps():
         return
-    found = checkpoints.newest(Ranks(torch.device("cpu")))  # only the main rank is here
+    try:
+        found = checkpoints.newest(Ranks(torch.device("cpu")))  # only the main rank is here
+    except UserError as error:  # the training is complete; only its optimiser's state is lost
+        log.warning("%s", error)
+        found = None
     if found is None or found[1]["step"] != cycle.training()["steps"]:
         checkpoints.sweep(found[1]["step"] if found else 0)  # keeps what cannot be read
         log.warning("cycle %d: its last checkpoint is not there, so the next optimiser begins anew", cycle.number)
         return
     with replace_folder(cycle.optimizer) as folder:
-        torch.save({key: found[1][key] for key in ("optimizer", "scaler")}, folder / _STATE)
+        torch.save({key: found[1][key] for key in ("optimizer", "scaler")}, folder / STATE)
+        write_checksums(folder)
 
 
 def load_optimizer(trainer: Trainer, cycle: Cycle) -> None:
@@ -127,13 +127,22 @@ def load_optimizer(trainer: Trainer, cycle: Cycle) -> None:
     Args:
         trainer: a trainer; one that has resumed already has its own state.
         cycle: the cycle that the training goes on from.
+
+    Raises:
+        UserError: the state cannot be read.
     """
     if trainer.step:
         return
     if not cycle.optimizer.exists():
         log.warning("%s is not there: the optimiser begins anew", cycle.optimizer)
         return
-    state = torch.load(cycle.optimizer / _STATE, map_location="cpu", weights_only=True)
+    try:
+        state = read_state(cycle.optimizer)
+    except Exception as error:  # torch.load raises whatever the damaged bytes lead to
+        raise UserError(
+            f"the optimiser's state of cycle {cycle.number} cannot be read ({one_line(error)}). Restore "
+            f"{cycle.optimizer}, or delete it: the optimiser then begins anew"
+        ) from error
     fresh = trainer.optimizer.state_dict()
     trainer.optimizer.load_state_dict({**fresh, "state": state["optimizer"]["state"]})
     trainer.scaler.load_state_dict(state["scaler"])

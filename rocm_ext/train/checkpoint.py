@@ -86,7 +86,7 @@ class Checkpoints:
         with replace_folder(path) as folder:
             torch.save(state, folder / STATE)
             write_more(folder)
-            (folder / CHECKSUMS).write_bytes(_checksums(folder, sorted(p.name for p in folder.iterdir())))
+            write_checksums(folder)
         for other in self.steps()[: -self.keep]:
             remove_folder(other)
         return path
@@ -139,7 +139,7 @@ class Checkpoints:
             state: dict[str, Any] = {}
             problem = None
             try:
-                state = _read(path)
+                state = read_state(path)
             except Exception as error:  # torch.load raises whatever the damaged bytes lead to
                 problem = str(error).split("\n")[0] or type(error).__name__
             reasons = [reason for reason in ranks.gather(problem) if reason is not None]
@@ -157,8 +157,17 @@ class Checkpoints:
         return None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's state, after its checksums if it has them; earlier versions wrote none."""
+def write_checksums(folder: Path) -> None:
+    """Write ``SHA256SUMS`` of all files in ``folder``."""
+    (folder / CHECKSUMS).write_bytes(_checksums(folder, sorted(p.name for p in folder.iterdir())))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read ``state.pt`` in a folder, after its checksums if it has them; earlier versions wrote none.
+
+    Raises:
+        Exception: a file cannot be read or is damaged; of any kind, because torch raises many.
+    """
     try:
         expected = (path / CHECKSUMS).read_bytes()
     except FileNotFoundError:
@@ -241,6 +250,8 @@ def check_same_run(
         was = state["identity"].get(what, is_)  # a run of an earlier version lacks what came later
         if was != is_:  # hashes tell a reader nothing, so the message omits them
             problems.append(f"{what} changed" if len(str(was)) == 64 else f"{what}: was {was}, is {is_}")
+            if what.startswith("tokens_per_micro_batch"):  # auto may choose another number today
+                problems[-1] += f" (set tokens_per_micro_batch={was})"
     if problems:
         older = "chat_template" not in state["config"] and cfg.get("chat_template") != "torchtune"
         hint = ". It began before chat templates were used; chat_template=torchtune renders as it did" * older

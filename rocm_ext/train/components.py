@@ -1,6 +1,7 @@
 """Components that every recipe builds from its config."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
             )
     special = getattr(tokenizer, "special_tokens", None)
     for token, number in special.items() if isinstance(special, Mapping) else ():
+        if "reserved_special_token" in token:  # torchtune numbers Llama's in its own way, and uses none of them
+            continue
         if theirs.token_to_id(token) not in (None, number):
             raise UserError(
                 f"tokenizer: the id of {token} is {number}, but in {path} of the base model it is "
@@ -180,6 +183,12 @@ def try_out(cfg: DictConfig, parameters: Sequence[nn.Parameter], steps: int) -> 
                 f"optimizer: {cfg.optimizer[config.COMPONENT]}: {one_line(error)}; an optimiser gets dense gradients "
                 "and no closure here: choose another, such as torch.optim.AdamW"
             ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch counts the optimiser's steps, and this one has done a single step
+        _try_schedule(cfg, optimizer, steps)
+
+
+def _try_schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
     scheduler = setup_scheduler(cfg.lr_scheduler, optimizer, steps)
     if scheduler is None:
         return

@@ -45,15 +45,14 @@ def hold(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
     record = folder / HOLDER
+    if lock is None:
+        _claim(folder)
     try:
-        if lock is None:
-            _claim(folder)
-        else:
+        if lock is not None:
             replace_text(record, _me())
         yield
     finally:
-        if lock is not None or _is_mine(record):
-            record.unlink(missing_ok=True)
+        record.unlink(missing_ok=True)
         if lock is not None:
             if isinstance(lock, UnixFileLock):  # who waits on the removed file notices and starts anew
                 (folder / LOCK).unlink(missing_ok=True)
@@ -67,7 +66,7 @@ def _lock(folder: Path) -> Any:
         UserError: another process has it.
         OSError: the folder is not writable.
     """
-    lock = FileLock(folder / LOCK)
+    lock = FileLock(folder / LOCK, fallback_to_soft=False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # filelock tells that it uses another kind of lock
@@ -90,22 +89,25 @@ def _claim(folder: Path) -> None:
         UserError: the holder runs, or runs on another host.
     """
     record = folder / HOLDER
+    own = folder / f"{HOLDER}.{platform.node()}.{os.getpid()}"
     with disk_errors(record):
-        if record.exists() and _runs(_read(record)) is False:
-            record.unlink(missing_ok=True)
         try:
-            with record.open("x") as file:
-                file.write(_me())
+            if record.exists() and _runs(_read(record)) is False:
+                record.unlink(missing_ok=True)
+            own.write_text(_me())
+            os.link(own, record)  # appears with its content, and fails if another has one
         except FileExistsError:
             raise _used(folder) from None
+        finally:
+            own.unlink(missing_ok=True)
 
 
 def _used(folder: Path) -> UserError:
     holder = _read(folder / HOLDER)
     runs = _runs(holder)
-    if not holder or runs is False:  # the holder has not written its record yet
-        return UserError(f"output_dir {folder} is in use by another process; choose another output_dir")
     lost = "" if runs else f"; if it no longer runs, delete {folder / HOLDER}"
+    if not holder or runs is False:  # the holder has not written its record yet
+        return UserError(f"output_dir {folder} is in use by another process; choose another output_dir{lost}")
     return UserError(
         f"output_dir {folder} is in use by process {holder['pid']} on {holder['host']}, started {holder['started']}: "
         f"{holder['command']}. Wait for it, stop it, or choose another output_dir{lost}"
@@ -133,15 +135,10 @@ def _read(record: Path) -> dict[str, Any]:
     return found if {"pid", "host", "namespace", "created", "started", "command"} <= found.keys() else {}
 
 
-def _is_mine(record: Path) -> bool:
-    holder = _read(record)
-    return (holder.get("pid"), holder.get("host")) == (os.getpid(), platform.node())
-
-
 def _runs(holder: dict[str, Any]) -> bool | None:
-    """Whether the holder runs; None if it is on another host or in another container."""
+    """Whether the holder runs; None if it is on another host or in another container, or its record is unreadable."""
     if not holder:
-        return False
+        return None
     if (holder["host"], holder["namespace"]) != (platform.node(), _namespace()):
         return None
     try:

@@ -27,7 +27,7 @@ from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.resume import check_length, load_for_new_length
 
 # in a run's identity: the cut of a step decides which masks dropout draws
-_DROPOUT_CUT = "tokens per micro-batch, which dropout depends on"
+_DROPOUT_CUT = "tokens_per_micro_batch, which dropout depends on"
 
 
 @dataclass(frozen=True)
