@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -129,6 +129,8 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any) -> None:
     finally:
         if ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # not empty
+                folder.parent.rmdir()
 
 
 def _write(learner: Learner, folder: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of file systems wi
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Context in which only this run writes to ``folder``, which is created if needed.
+    """Context in which only this run writes to ``folder``, which is created if needed and removed if it stays empty.
 
     The main rank takes the lock for all ranks. The system releases the lock of a dead process at once. On a file
     system without locks, the record of the holder decides: a process that no longer runs holds nothing.
@@ -41,6 +41,7 @@ def hold(folder: Path) -> Iterator[None]:
     if ranks.rank():
         yield
         return
+    made = not folder.exists()
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
@@ -57,6 +58,9 @@ def hold(folder: Path) -> Iterator[None]:
             if isinstance(lock, UnixFileLock):  # who waits on the removed file notices and starts anew
                 (folder / LOCK).unlink(missing_ok=True)
             lock.release()
+        if made:
+            with suppress(OSError):  # not empty
+                folder.rmdir()
 
 
 def _lock(folder: Path) -> Any:
