@@ -254,7 +254,7 @@ def test_sigterm_during_setup(make, tmp_path):
     code, messages = run(make(tmp_path / "out"), prepare=prepare)
     assert code == 143
     assert "Traceback" not in messages
-    assert not os.listdir(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("counts", [range(1, 25, 4), pytest.param(range(1, 40), marks=pytest.mark.slow)])
