@@ -75,6 +75,6 @@ def outcome(out: Path) -> dict:
 
 def assert_equal(out: Path, reference: Path) -> None:
     found, expected = outcome(out), outcome(reference)
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name in expected:
         assert found[name] == expected[name], name

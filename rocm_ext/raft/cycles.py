@@ -162,6 +162,18 @@ class Cycle:
         """Read the ``summary.json`` that the cycle's training wrote."""
         return read_json(self.folder / "summary.json") or {}
 
+    def agrees_with(self, row: Mapping[str, Any]) -> bool:
+        """Return whether an entry of ``summary.json`` tells what is in the cycle's files.
+
+        It does not if the files were deleted or made again, as after changed settings, and a kill came before the entry.
+        """
+        counts = (read_json(self.selection) or {}).get("counts", {})
+        return (
+            all(row.get(key) == value for key, value in counts.items())
+            and bool(row.get("skipped")) == self.skipped
+            and row.get("held_out") == self.scores()
+        )
+
     def row(self, threshold: float, filter_: Filter) -> dict[str, Any]:
         """Compute the cycle's entry in ``summary.json`` from its files.
 

@@ -59,8 +59,7 @@ class History:
             last = number
         self._summary = out / "summary.json"
         written = (read_json(self._summary) or {"cycles": []})["cycles"]
-        # a user may have deleted the files of a cycle to have it done again
-        whole = [row for row in written if row["cycle"] <= last and _has_scores(out, row)]
+        whole = [row for row in written if row["cycle"] <= last and Cycle(out, row["cycle"]).agrees_with(row)]
         self.rows: dict[int, dict[str, Any]] = {row["cycle"]: row for row in whole}
         self._texts = {number: _text(row) for number, row in self.rows.items()}
 
@@ -125,10 +124,6 @@ class History:
             return
         rows = ",\n".join(text for number, text in sorted(self._texts.items()) if number <= last)
         replace_text(self._summary, f'{{\n  "cycles": [\n{rows}\n  ]\n}}\n')
-
-
-def _has_scores(out: Path, row: Mapping[str, Any]) -> bool:
-    return "held_out" not in row or Cycle(out, row["cycle"]).eval.exists()
 
 
 def _text(row: Mapping[str, Any]) -> str:
