@@ -165,7 +165,7 @@ class Cycle:
     def agrees_with(self, row: Mapping[str, Any]) -> bool:
         """Return whether an entry of ``summary.json`` tells what is in the cycle's files.
 
-        It does not if the files were deleted or made again, as after changed settings, and a kill came before the entry.
+        It does not if the files were deleted, or made again under changed settings and a kill came before the entry.
         """
         counts = (read_json(self.selection) or {}).get("counts", {})
         return (
