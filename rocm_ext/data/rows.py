@@ -2,8 +2,9 @@
 
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -179,19 +180,10 @@ def tokenize(
             raise
         except Exception as error:  # a user's dataset may raise anything
             raise UserError(f"{origin_of(dataset, index)}: {one_line(error)}") from error
-        limit = len(tokens) if max_seq_len is None else max_seq_len
-        if positions is not None and max(lengths, default=0) > positions:
-            if len(lengths) > 1:
-                raise UserError(
-                    f"{origin_of(dataset, index)}: a packed sequence has {max(lengths)} tokens, but the model takes "
-                    f"{positions}; lower tokenizer.max_seq_len"
-                )
-            limit = min(limit, positions)
+        limit = _limit(len(tokens), lengths, max_seq_len, positions, partial(origin_of, dataset, index))
         cut = len(tokens) > limit
         if cut and too_long == "error":
-            what, cure = "max_seq_len is", "raise it, or set"
-            if limit == positions:
-                what, cure = "the model takes", "set"
+            what, cure = ("the model takes", "set") if limit == positions else ("max_seq_len is", "raise it, or set")
             found = f"{origin_of(dataset, index)}: {len(tokens)} tokens, but {what} {limit}"
             raise UserError(f"{found}; {cure} too_long to truncate or drop")
         if cut and too_long == "drop":
@@ -224,6 +216,25 @@ def tokenize(
             "the stop token under max_seq_len. Use rocm_ext.data.sft_dataset or set max_seq_len to null"
         )
     return rows
+
+
+def _limit(
+    row: int, lengths: Sequence[int], max_seq_len: int | None, positions: int | None, origin: Callable[[], str]
+) -> int:
+    """Return the maximum length of a row of ``row`` tokens, for :func:`tokenize`.
+
+    Raises:
+        UserError: a sequence in a pack exceeds the model's positions.
+    """
+    limit = row if max_seq_len is None else max_seq_len
+    if positions is None or max(lengths, default=0) <= positions:
+        return limit
+    if len(lengths) > 1:
+        raise UserError(
+            f"{origin()}: a packed sequence has {max(lengths)} tokens, but the model takes {positions}; lower "
+            "tokenizer.max_seq_len"
+        )
+    return min(limit, positions)
 
 
 def _read_item(item: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:

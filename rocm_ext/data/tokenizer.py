@@ -98,8 +98,8 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     args, today = _checked_args(cfg), _checked_date(cfg.chat_template_date)
     if not isinstance(setting, str):
         raise UserError(f"chat_template is {setting!r}; expected auto, torchtune, none, a template's path, or its text")
-    ends = _ends(folder, base)
     if setting == "none":
+        ends = _ends(folder, base)
         return ChatTokenizer(base, PlainRenderer(base, ends[0]), ends)
     if setting == "torchtune" or (setting == "auto" and getattr(base, "prompt_template", None)):
         _warn_if_different(base, folder, args, today)
@@ -109,7 +109,7 @@ def open_tokenizer(cfg: DictConfig) -> Any:
         log.info("%s has no chat template; torchtune's tokenizer renders the conversations", folder)
         return base
     log.info("chat template: %s", template.origin)
-    encoder = _encoder(folder)
+    encoder, ends = _encoder(folder), _ends(folder, base)
     renderer = TemplateRenderer(template, encoder, [*getattr(base, "stop_tokens", ()), *ends])
     custom = template.text if setting != "auto" else None
     tokenizer = ChatTokenizer(base, renderer, ends, encoder.special, custom, args)
@@ -192,7 +192,7 @@ def _ends(folder: Path, base: Any) -> list[int]:
     torchtune's Qwen tokenizers know only the EOS of the instruct models, which base models do not generate.
 
     Raises:
-        UserError: there is none.
+        UserError: neither the folder nor the tokenizer names an EOS token.
     """
     for name in ("generation_config.json", "config.json"):
         content = json_object((folder / name).read_bytes()) if (folder / name).is_file() else None
