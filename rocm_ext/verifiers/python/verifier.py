@@ -149,7 +149,7 @@ class PythonTests(Verifier):
         return timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
 
     def _start(self, script: str, task: dict, fds: tuple[int, int], limits: Limits) -> Any:
-        files = {name: _source(name) for name in ("_channel.py", "_wire.py", "_units.py", script)}
+        files = {name: _source(name) for name in ("_channel.py", "_wire.py", "_units.py", "_tests.py", script)}
         files["task.json"] = json.dumps(task)
         argv = [self.python, "-s", "-S", f"{BOX}/{script}", *map(str, fds), f"{BOX}/task.json"]
         return self._sandbox.start(argv, files, limits=limits, pass_fds=fds)
