@@ -3,22 +3,18 @@
 import contextlib
 import functools
 import logging
-import os
 import re
-import resource
-import select
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 from rocm_ext.errors import UserError
-from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, unparsed, wrong
 from rocm_ext.verifiers.workers import worker
+from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
 TAIL = 20_000  # characters at the end of a completion that are searched
 LONGEST = 500  # characters of an answer that is parsed
-MEMORY = 2 << 30  # bytes of address space that sympy may use beyond the worker's own
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
 BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|(?<!\\)[{}]")
 PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is|are|equals|=|:)[*_ \t]*:?[*_ \t]*([^\n]+)", re.I)
@@ -56,7 +52,8 @@ class MathAnswer(Verifier):
             raise UserError(f"MathAnswer needs 0 <= tolerance < 1 and timeout > 0, found {tolerance} and {timeout}")
         self.field, self.tolerance, self.timeout = field, tolerance, timeout
         self.needs = (field,)
-        self._pool: Any = None
+        node = {"_component_": "rocm_ext.verifiers.MathAnswer", "tolerance": tolerance, "timeout": timeout}
+        self._elsewhere = Elsewhere(node, timeout)  # this process may be unable to fork
 
     def check(self) -> None:
         try:
@@ -86,25 +83,9 @@ class MathAnswer(Verifier):
             return correct(f"found {found}") if near else wrong(f"found {found}")
         if worker.RUNNING:
             _library()  # before the fork, so that every child has it
-            return forked(functools.partial(_compare, gold, found, self.tolerance), self.timeout)
-        return self._elsewhere(found, gold)
-
-    def _elsewhere(self, found: str, gold: str) -> Result:
-        """Compare in a worker: this process cannot stop sympy and must not fork."""
-        from rocm_ext.verifiers.workers import Pool
-
-        if self._pool is None:
-            node = {
-                "_component_": "rocm_ext.verifiers.MathAnswer",
-                "tolerance": self.tolerance,
-                "timeout": self.timeout,
-            }
-            self._pool = Pool(node, workers=1, timeout=2 * self.timeout + 30).__enter__()
-        return self._pool.submit(rf"\boxed{{{found}}}", {"answer": rf"\boxed{{{gold}}}"}).result()
-
-    def __del__(self) -> None:
-        if getattr(self, "_pool", None) is not None:
-            self._pool.close()
+            judge = functools.partial(_judge, gold, found, self.tolerance)
+            return forked(judge, self.timeout, "the comparison") or wrong("the answer cannot be compared")
+        return self._elsewhere(rf"\boxed{{{found}}}", {"answer": rf"\boxed{{{gold}}}"})
 
 
 def gold_answer(text: str) -> str:
@@ -182,41 +163,8 @@ def number(answer: str) -> Fraction | None:
     return Fraction(found[1].replace(",", ""))
 
 
-def forked(compare: Callable[[], bool], seconds: float) -> Result:
-    """Run a comparison in a forked child that has limited time and memory.
-
-    Call it in a process with one thread and no GPU only. A timer in the same process would not do: Python cannot
-    interrupt sympy within one multiplication of huge numbers.
-
-    Args:
-        compare: returns whether two answers are equal.
-        seconds: after which the child is killed.
-    """
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with contextlib.suppress(BaseException):
-            os.close(reader)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
-            resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
-            os.write(writer, b"1" if compare() else b"0")
-        os._exit(0)
-    os.close(writer)
-    try:
-        poll = select.poll()  # also returns when the child ends
-        poll.register(reader, select.POLLIN)
-        answer = os.read(reader, 1) if poll.poll(seconds * 1000) else None
-    finally:
-        os.close(reader)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if answer is None:
-        return timeout(f"the comparison took more than {seconds:g} s")
-    if not answer:
-        return wrong("the answer cannot be compared")
-    return correct() if answer == b"1" else wrong("the answers differ")
+def _judge(gold: str, found: str, tolerance: float) -> Result:
+    return correct() if _compare(gold, found, tolerance) else wrong("the answers differ")
 
 
 def _compare(gold: str, found: str, tolerance: float) -> bool:

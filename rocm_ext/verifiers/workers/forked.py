@@ -1,0 +1,85 @@
+"""Judging in a child process that is killed at a time limit, for work that Python cannot interrupt."""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rocm_ext.verifiers.base import Result, Verdict, timeout
+from rocm_ext.verifiers.workers.pool import Pool
+
+MEMORY = 2 << 30  # bytes of address space that the child may use beyond the worker's own
+
+
+def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | None:
+    """Call ``judge`` in a forked child that has limited time and memory.
+
+    Call it in a process with one thread and no GPU only: see ``worker.RUNNING``. A timer in the same process would not
+    do: Python cannot interrupt a regular expression, or one multiplication of huge numbers.
+
+    Args:
+        judge: gives the result.
+        seconds: after which the child is killed.
+        what: names the work in the message.
+
+    Returns:
+        The result; TIMEOUT if the work takes too long; None if the child ended without one, as when it needed too
+        much memory or ``judge`` raised.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            os.close(reader)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
+            resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+            result = judge()
+            said = json.dumps([result.verdict, result.reward, result.detail], ensure_ascii=False).encode()
+            os.write(writer, said)  # whole or not at all: it is shorter than PIPE_BUF
+        os._exit(0)
+    os.close(writer)
+    try:
+        poll = select.poll()  # also returns when the child ends
+        poll.register(reader, select.POLLIN)
+        answer = os.read(reader, 1 << 16) if poll.poll(seconds * 1000) else None
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if answer is None:
+        return timeout(f"{what} took more than {seconds:g} s")
+    if not answer:
+        return None
+    verdict, reward, detail = json.loads(answer)
+    return Result(Verdict(verdict), reward, detail)
+
+
+class Elsewhere:
+    """A verifier in a worker of its own, for processes that must not fork. The worker starts on the first call.
+
+    Args:
+        node: the verifier, as for :func:`rocm_ext.verifiers.build`.
+        timeout: of the verifier, in seconds.
+    """
+
+    def __init__(self, node: Mapping[str, Any], timeout: float) -> None:
+        self._node, self._timeout = node, timeout
+        self._pool: Pool | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        with self._lock:
+            if self._pool is None:
+                self._pool = Pool(self._node, workers=1, timeout=2 * self._timeout + 30).__enter__()
+        return self._pool.submit(completion, row).result()
+
+    def __del__(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
