@@ -32,7 +32,7 @@ from rocm_ext.log import log
 from rocm_ext.model import adapter_files
 from rocm_ext.raft import cycles, evaluation, selection, training
 from rocm_ext.raft.adapters import Adapters
-from rocm_ext.raft.cycles import Cycle, RunRecord
+from rocm_ext.raft.cycles import Bar, Cycle, RunRecord
 from rocm_ext.raft.engine import open_engines, verify_workers
 from rocm_ext.raft.history import History
 from rocm_ext.raft.prompt_set import PromptSet
@@ -135,12 +135,15 @@ class RAFT:
         if begun is not None:
             if "replay_cycles" not in begun["config"]:  # a run of an earlier version continues as it began
                 cfg.replay_cycles = 0
+            begun["config"].setdefault("keep", "rewarded")  # likewise
+            cfg.keep = cfg.keep or begun["config"]["keep"]
             check_same_run(record.path, begun, cfg, identity, cycles.RAFT_FREE_KEYS)
             reopen(self.out, begun["config"], cfg, self.ranks)
+        cfg.keep = cfg.keep or "correct"
         if self.ranks.is_main:
             record.take(cfg, identity, fresh=begun is None)
         self.ranks.barrier()
-        return History(self.out, cfg.reward_threshold, self.ranks)
+        return History(self.out, self._bar, self.ranks)
 
     # ---- the cycle
 
@@ -260,7 +263,7 @@ class RAFT:
         """Select the samples to train on, and write them to ``kept.jsonl``; without any, the cycle is skipped."""
         cfg, files = self.cfg, Cycle(self.out, cycle)
         kept, dropped = self._filter(cycle, phase.samples, phase.results)
-        counts = cycles.count_answers(phase.samples, phase.results, dropped, cfg.reward_threshold)
+        counts = cycles.count_answers(phase.samples, phase.results, dropped, self._bar)
         told = ":" if kept else " is skipped, nothing to train on."
         log.info("cycle %d%s %s", cycle, told, cycles.in_words(counts))
         if self.ranks.is_main:
@@ -270,12 +273,16 @@ class RAFT:
             selection.write_kept(files.kept, kept, phase.results, self.prompts.tokens)
         self.ranks.barrier()
 
+    @property
+    def _bar(self) -> Bar:
+        return Bar(self.cfg.keep, self.cfg.reward_threshold)
+
     def _filter(self, cycle: int, samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result]) -> Any:
         cfg = self.cfg
         return selection.filter_samples(
             samples,
             results,
-            threshold=cfg.reward_threshold,
+            bar=self._bar,
             per_prompt=cfg.max_per_prompt,
             best_fraction=cfg.best_fraction,
             deduplicate=cfg.deduplicate,

@@ -23,6 +23,14 @@ class Coin(Verifier):
         return Result(Verdict.CORRECT, 1.0) if value < self.share else Result(Verdict.WRONG, 0.0, f"{value:.2f}")
 
 
+class Graded(Coin):
+    """A coin that gives wrong answers the reward 0.5."""
+
+    def __call__(self, completion, row):
+        result = super().__call__(completion, row)
+        return result if result.verdict is Verdict.CORRECT else Result(Verdict.WRONG, 0.5)
+
+
 class Broken(Verifier):
     """Raises on every answer that contains an ``e``."""
 

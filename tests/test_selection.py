@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rocm_ext.raft.cycles import best, stop_reason
+from rocm_ext.raft.cycles import Bar, best, stop_reason
 from rocm_ext.raft.rollouts import Sample
 from rocm_ext.raft.selection import choose_prompts, filter_samples
 from rocm_ext.runs.scores import pass_at_k, wilson
 from rocm_ext.verifiers import Result, Verdict
 
-RULES = {"threshold": 0.5, "per_prompt": None, "best_fraction": 1.0, "deduplicate": False, "drop_truncated": False}
+BAR = Bar("rewarded", 0.5)
+RULES = {"bar": BAR, "per_prompt": None, "best_fraction": 1.0, "deduplicate": False, "drop_truncated": False}
 
 rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=2)
@@ -61,8 +62,16 @@ def test_only_rewards_at_the_threshold_or_above_are_kept(drawn):
 
 
 @given(answers)
+def test_only_right_answers_are_kept_however_well_others_are_rewarded(drawn):
+    samples, results = phase(drawn)
+    kept, counts = filter_samples(samples, results, **{**RULES, "bar": Bar("correct", 0.5)}, seed=0)
+    assert {s.key for s in kept} == {k for k, r in results.items() if r.verdict is Verdict.CORRECT}
+    assert counts.get("not_correct", 0) == sum(r.reward in (0.5, 0.75) for r in results.values())
+
+
+@given(answers)
 def test_the_best_of_each_prompt_are_kept(drawn):
-    kept, _ = keep(drawn, threshold=0.25, per_prompt=2)
+    kept, _ = keep(drawn, bar=Bar("rewarded", 0.25), per_prompt=2)
     _, results = phase(drawn)
     for prompt in {key[0] for key in results}:
         found = sorted((results[s.key].reward for s in kept if s.prompt_id == prompt), reverse=True)

@@ -152,6 +152,8 @@ def check_raft_values(cfg: DictConfig) -> None:
     for key, choices in (("objective", ("raft", "raft++")), ("start_from", ("previous", "base"))):
         if cfg[key] not in choices:
             raise UserError(f"{key} is {cfg[key]!r}; expected {' or '.join(choices)}")
+    if cfg.keep not in (None, "correct", "rewarded"):
+        raise UserError(f"keep is {cfg.keep!r}; expected correct or rewarded{_OR_NULL}")
     _check_cycles(cfg)
     if not isinstance(cfg.stop_strings, ListConfig):
         raise UserError(f"stop_strings is {cfg.stop_strings!r}; expected a list of texts")

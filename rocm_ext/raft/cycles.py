@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
@@ -21,13 +22,13 @@ from rocm_ext.raft.rollouts import Sample, SampleKey, entropy, read_results, rea
 from rocm_ext.runs.reader import SELECTION
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.metrics import read_metrics
-from rocm_ext.verifiers import Result
+from rocm_ext.verifiers import Result, Verdict
 
 Filter = Callable[[Mapping[SampleKey, Sample], Mapping[SampleKey, Result]], tuple[list[Sample], dict[str, int]]]
 
 
 # Keys that a resumed run may change although they affect results; see :func:`rocm_ext.raft.reopen.reopen`
-CHANGEABLE = frozenset({"samples_per_prompt", "max_new_tokens", "reward_threshold", "verifier"})
+CHANGEABLE = frozenset({"samples_per_prompt", "max_new_tokens", "keep", "reward_threshold", "verifier"})
 # Keys that a resumed RAFT run may change, in addition to those that a resumed SFT run may change
 RAFT_FREE_KEYS = (
     FREE_KEYS
@@ -40,6 +41,27 @@ RAFT_FREE_KEYS = (
     """.split()  # noqa: SIM905
     )
 )
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What an answer needs to pass: to be kept for training, and to count for its prompt's pass rate.
+
+    Attributes:
+        keep: ``correct``: the verdict CORRECT and the reward; ``rewarded``: the reward alone.
+        threshold: minimum reward.
+    """
+
+    keep: str
+    threshold: float
+
+    def missed(self, result: Result) -> str:
+        """Return the name of the rule that drops an answer with this result; "" if the answer passes."""
+        if result.reward is None:
+            return "without_reward"
+        if result.reward < self.threshold:
+            return "below_threshold"
+        return "not_correct" if self.keep == "correct" and result.verdict is not Verdict.CORRECT else ""
 
 
 class RunRecord:
@@ -174,11 +196,11 @@ class Cycle:
             and row.get("held_out") == self.scores()
         )
 
-    def row(self, threshold: float, filter_: Filter) -> dict[str, Any]:
+    def row(self, bar: Bar, filter_: Filter) -> dict[str, Any]:
         """Compute the cycle's entry in ``summary.json`` from its files.
 
         Args:
-            threshold: minimum reward of an answer that passes.
+            bar: what an answer needs to pass.
             filter_: selects the answers to train on, and counts what each rule dropped.
 
         Returns:
@@ -193,7 +215,7 @@ class Cycle:
             else:  # an earlier version wrote none
                 samples = {sample.key: sample for sample in read_samples(self.folder / "samples.jsonl")}
                 results = self.results()
-                row |= count_answers(samples, results, filter_(samples, results)[1], threshold)
+                row |= count_answers(samples, results, filter_(samples, results)[1], bar)
         if self.trained:
             training = self.training()
             row |= {key: training[key] for key in ("steps", "first_loss", "last_loss")}
@@ -204,7 +226,7 @@ class Cycle:
 
 
 def count_answers(
-    samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result], dropped: dict[str, int], threshold: float
+    samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result], dropped: dict[str, int], bar: Bar
 ) -> dict[str, Any]:
     """Count a cycle's answers for its entry in ``summary.json``.
 
@@ -212,9 +234,9 @@ def count_answers(
         samples: answers by prompt id and sample index.
         results: verdicts under the same keys.
         dropped: the counts of :func:`rocm_ext.raft.selection.filter_samples`.
-        threshold: minimum reward of an answer that passes.
+        bar: what an answer needs to pass.
     """
-    rates = pass_rates(results, threshold)
+    rates = pass_rates(results, bar)
     return {
         "prompts": len({prompt for prompt, _ in samples}),
         "samples": len(samples),
@@ -250,14 +272,14 @@ def nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def pass_rates(results: Mapping[SampleKey, Result], threshold: float) -> dict[str, float]:
+def pass_rates(results: Mapping[SampleKey, Result], bar: Bar) -> dict[str, float]:
     """Compute the share of each prompt's answers that passed.
 
     Answers without a reward (ERROR) do not count, because a verifier's failure says nothing about a prompt.
 
     Args:
         results: verdicts by prompt id and sample index.
-        threshold: minimum reward of an answer that passes.
+        bar: what an answer needs to pass.
 
     Returns:
         Share from 0 to 1 by prompt id; prompts without any reward are missing.
@@ -265,7 +287,7 @@ def pass_rates(results: Mapping[SampleKey, Result], threshold: float) -> dict[st
     passed: dict[str, list[bool]] = {}
     for (prompt_id, _), result in results.items():
         if result.reward is not None:
-            passed.setdefault(prompt_id, []).append(result.reward >= threshold)
+            passed.setdefault(prompt_id, []).append(not bar.missed(result))
     return {prompt_id: fmean(each) for prompt_id, each in passed.items()}
 
 

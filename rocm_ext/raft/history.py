@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.files import read_json, replace_text
-from rocm_ext.raft.cycles import Cycle, Filter, pass_rates
+from rocm_ext.raft.cycles import Bar, Cycle, Filter, pass_rates
 from rocm_ext.ranks import Ranks
 from rocm_ext.runs.reader import PHASES
 from rocm_ext.train.metrics import Metrics, read_metrics
@@ -25,7 +25,7 @@ class History:
 
     Args:
         out: the run's output folder.
-        threshold: minimum reward of an answer that passes.
+        bar: what an answer needs to pass.
         ranks: all processes of the run. All hold the same data; the main one writes ``metrics.jsonl`` and
             ``summary.json``.
 
@@ -37,8 +37,8 @@ class History:
         rows: entries of ``summary.json``, by cycle.
     """
 
-    def __init__(self, out: Path, threshold: float, ranks: Ranks) -> None:
-        self.out, self._threshold, self._ranks = out, threshold, ranks
+    def __init__(self, out: Path, bar: Bar, ranks: Ranks) -> None:
+        self.out, self._bar, self._ranks = out, bar, ranks
         self.last_asked: dict[str, tuple[int, float]] = {}
         self.trained: list[int] = []
         self.steps = 0
@@ -65,7 +65,7 @@ class History:
 
     def add(self, cycle: Cycle) -> None:
         """Add a trained or skipped cycle to ``last_asked``, ``trained`` and ``steps``."""
-        for prompt, rate in pass_rates(cycle.results(), self._threshold).items():
+        for prompt, rate in pass_rates(cycle.results(), self._bar).items():
             self.last_asked[prompt] = cycle.number, rate
         if cycle.trained and cycle.number not in self.trained:
             self.trained.append(cycle.number)
@@ -109,7 +109,7 @@ class History:
         number, row = cycle.number, None
         if self._ranks.is_main:
             seconds = {phase: self._seconds[number].get(phase, 0) for phase in PHASES}
-            row = cycle.row(self._threshold, filter_) | {"seconds": seconds}
+            row = cycle.row(self._bar, filter_) | {"seconds": seconds}
         self.rows[number] = self._ranks.agree(row)
         self._texts[number] = _text(self.rows[number])
         self.write(number)

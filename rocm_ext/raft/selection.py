@@ -17,6 +17,7 @@ from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
 from rocm_ext.files import replace_text
 from rocm_ext.generation import sample_seed
+from rocm_ext.raft.cycles import Bar
 from rocm_ext.raft.rollouts import Sample, SampleKey
 from rocm_ext.verifiers import Result
 
@@ -25,7 +26,7 @@ def filter_samples(
     samples: Mapping[SampleKey, Sample],
     results: Mapping[SampleKey, Result],
     *,
-    threshold: float,
+    bar: Bar,
     per_prompt: int | None,
     best_fraction: float,
     deduplicate: bool,
@@ -37,7 +38,7 @@ def filter_samples(
     Args:
         samples: samples by prompt id and sample index.
         results: verdicts under the same keys. A sample without a reward (ERROR) is always dropped.
-        threshold: minimum reward.
+        bar: what an answer needs to be kept.
         per_prompt: keep at most this many samples of a prompt; None: no limit.
         best_fraction: keep this share of a prompt's samples, those with the highest rewards, and at least one. It
             applies after all other rules except ``per_prompt``.
@@ -52,11 +53,8 @@ def filter_samples(
     dropped: Counter[str] = Counter()
     by_prompt: dict[str, list[Sample]] = {}
     for key, sample in samples.items():
-        reward = results[key].reward
-        if reward is None:
-            dropped["without_reward"] += 1
-        elif reward < threshold:
-            dropped["below_threshold"] += 1
+        if missed := bar.missed(results[key]):
+            dropped[missed] += 1
         elif drop_truncated and sample.finish_reason == "length":
             dropped["truncated"] += 1
         else:

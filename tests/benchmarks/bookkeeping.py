@@ -16,14 +16,15 @@ from statistics import median
 
 import torch
 
-from rocm_ext.raft.cycles import Cycle
+from rocm_ext.raft.cycles import Bar, Cycle
 from rocm_ext.raft.history import History
 from rocm_ext.raft.selection import choose_prompts, filter_samples
 from rocm_ext.ranks import Ranks
 
 PROMPTS, ASKED, SAMPLES = 2000, 16, 4
+BAR = Bar("correct", 0.5)
 RULES = {
-    "threshold": 0.5, "per_prompt": 4, "best_fraction": 1.0, "deduplicate": True, "drop_truncated": True, "seed": 0,
+    "bar": BAR, "per_prompt": 4, "best_fraction": 1.0, "deduplicate": True, "drop_truncated": True, "seed": 0,
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         ranks = Ranks(torch.device("cpu"))
-        history = History(out, 0.5, ranks)
+        history = History(out, BAR, ranks)
         for number in range(1, cycles + 1):
             began = time.perf_counter()
             asked = choose_prompts(
@@ -80,7 +81,7 @@ def main() -> None:
             history.summarize(cycle, partial(filter_samples, **RULES))
             seconds.append(choosing + time.perf_counter() - began)
         began = time.perf_counter()
-        assert History(out, 0.5, ranks).until(cycles) == history.until(cycles)
+        assert History(out, BAR, ranks).until(cycles) == history.until(cycles)
         resumed = time.perf_counter() - began
     size = max(1, cycles // 10)
     for start in range(0, cycles, size):
