@@ -28,7 +28,6 @@ from rocm_ext.verifiers import (
     Command,
     Compile,
     ExactMatch,
-    JsonSchema,
     MathAnswer,
     Pool,
     PythonTests,
@@ -846,22 +845,6 @@ def test_regex_is_bounded_in_time():
         Regex(field="p").check_row({"p": "("})
     with pytest.raises(UserError, match="either"):
         Regex()
-
-
-def test_json_schema():
-    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
-    verifier = JsonSchema(schema)
-    assert verifier('```json\n{"a": 1}\n```', {}).reward == 1
-    assert verifier('{"a": 1}', {}).reward == 1
-    assert "/a" in verifier('{"a": "x"}', {}).detail
-    for text in ("no json", '{"a": }', '{"a": NaN}', "[" * 100_000):
-        assert verifier(text, {}).verdict is Verdict.UNPARSED, text[:20]
-    by_row = JsonSchema(field="schema")
-    assert by_row('{"a": 1}', {"schema": json.dumps(schema)}).reward == 1
-    with pytest.raises(ValueError, match="'schema'"):
-        by_row.check_row({"schema": {"type": "no such type"}})
-    with pytest.raises(UserError, match="invalid JSON Schema"):
-        JsonSchema({"type": 5})
 
 
 def _runs(pid: str) -> bool:

@@ -4,13 +4,14 @@ Nothing here imports torch: verification runs in separate processes (:class:`Poo
 second.
 """
 
-from rocm_ext.verifiers.answers import ExactMatch, JsonSchema, Regex
+from rocm_ext.verifiers.answers import ExactMatch, Regex
 from rocm_ext.verifiers.base import Result, Verdict, Verifier
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.combine import All, Weighted
 from rocm_ext.verifiers.command import Command
 from rocm_ext.verifiers.compiled import Compile, Run
 from rocm_ext.verifiers.extract import extract_code
+from rocm_ext.verifiers.json_schema import JsonSchema
 from rocm_ext.verifiers.maths import MathAnswer
 from rocm_ext.verifiers.python import PythonTests
 from rocm_ext.verifiers.sandbox import Limits, Outcome, Sandbox

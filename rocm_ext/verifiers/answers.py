@@ -1,14 +1,10 @@
-"""Answers judged as text: by equality, a regular expression or a JSON schema."""
+"""Answers judged as text: by equality or a regular expression."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, timeout, unparsed, wrong
-from rocm_ext.verifiers.extract import extract_code
-
-MAX_JSON = 1 << 20  # characters
 
 
 class ExactMatch(Verifier):
@@ -85,72 +81,3 @@ class Regex(Verifier):
             return regex.compile(pattern)  # regex caches compiled patterns
         except regex.error as error:
             raise ValueError(f"{short(pattern, 80)!r} is not a regular expression: {error}") from error
-
-
-class JsonSchema(Verifier):
-    """Whether the completion holds JSON that is valid under a JSON Schema.
-
-    The JSON is the last fenced block (tagged json or untagged), or the whole text where there is no such block. The
-    verifier fetches no documents that the schema refers to.
-
-    Args:
-        schema: the schema for all rows; or
-        field: the row's field with its schema, as an object or as JSON text.
-    """
-
-    def __init__(self, schema: Mapping[str, Any] | None = None, field: str | None = None) -> None:
-        if (schema is None) == (field is None):
-            raise UserError("JsonSchema takes either schema or field")
-        self.field, self.needs = field, (field,) if field else ()
-        try:
-            self._fixed = None if schema is None else self._validator(schema)
-        except ValueError as error:
-            raise UserError(f"JsonSchema: {error}") from error
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        if self.field:
-            try:
-                self._validator(field(row, self.field, (str, Mapping)))
-            except ValueError as error:
-                raise ValueError(f"field {self.field!r}: {error}") from error
-
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        code = extract_code(completion, "json")
-        if code is None:
-            return unparsed("no JSON")
-        if len(code) > MAX_JSON:
-            return unparsed(f"more than {MAX_JSON} characters of JSON")
-        try:
-            value = json.loads(code, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            return unparsed(f"malformed JSON: {error}")
-        validator = self._fixed if self._fixed is not None else self._validator(row[self.needs[0]])
-        try:
-            problem = next(validator.iter_errors(value), None)
-        except RecursionError:
-            return wrong("nested too deeply")
-        if problem is None:
-            return correct()
-        where = "/".join(map(str, problem.absolute_path))
-        return wrong(f"at /{where}: {problem.message}")
-
-    @staticmethod
-    def _validator(schema: Any) -> Any:
-        import jsonschema
-        import referencing
-
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except ValueError as error:
-                raise ValueError(f"the schema is not JSON: {error}") from error
-        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-        try:
-            kind.check_schema(schema)
-        except jsonschema.SchemaError as error:
-            raise ValueError(f"invalid JSON Schema: {short(error.message, 150)}") from error
-        return kind(schema, registry=referencing.Registry())
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

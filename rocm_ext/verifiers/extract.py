@@ -12,14 +12,19 @@ TAGS = {
     "go": ("go", "golang"),
     "json": ("json", "jsonc", "json5"),
 }
-FENCE = re.compile(r"^[ \t]{0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$")
-SIGNS = {  # how a line of unfenced code begins
-    "c": re.compile(r"^\s*(#include\b|(static |unsigned |const )*(int|void|char|long|double|float)\s+\w+\s*\()", re.M),
-    "cpp": re.compile(r"^\s*(#include\b|using namespace\b|(int|void|auto)\s+\w+\s*\(|template\s*<)", re.M),
-    "rust": re.compile(r"^\s*(pub\s+)?(fn|use|struct|impl|mod)\s+\w+", re.M),
-    "go": re.compile(r"^\s*(package\s+\w+|func\s+\w+\()", re.M),
+SIGNS = {  # how a line of unfenced code begins; all repetitions are bounded, so that the search takes linear time
+    "c": re.compile(
+        r"^[ \t]*(#include\b|(static |unsigned |const ){0,4}(int|void|char|long|double|float)\s{1,9}\w{1,99}\s{0,9}\()",
+        re.M,
+    ),
+    "cpp": re.compile(
+        r"^[ \t]*(#include\b|using namespace\b|(int|void|auto)\s{1,9}\w{1,99}\s{0,9}\(|template\s{0,9}<)", re.M
+    ),
+    "rust": re.compile(r"^[ \t]*(pub\s{1,9})?(fn|use|struct|impl|mod)\s{1,9}\w", re.M),
+    "go": re.compile(r"^[ \t]*(package\s{1,9}\w|func\s{1,9}\w{1,99}\()", re.M),
     "json": re.compile(r"\A\s*[\[{\"\d\-tfn]"),
 }
+WORD = re.compile(r"\S*")
 MAX_PARSED = 200_000  # characters
 
 
@@ -41,16 +46,24 @@ def extract_code(text: str, language: str) -> str | None:
         language: python, c, cpp, rust, go or json.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
+    block, fenced = fenced_code(text, language)
+    if fenced or not text.strip():
+        return block
+    return text if _is_code(text, language) else None
+
+
+def fenced_code(text: str, language: str) -> tuple[str | None, bool]:
+    """The block that :func:`extract_code` finds, and whether the text has any fence."""
     closed: dict[bool, str] = {}  # tagged -> the last such block
     unclosed: dict[bool, str] = {}
     lines: list[str] = []
     fence, tag, fenced = "", "", False
     for line in text.split("\n"):
-        match = FENCE.match(line)
+        found = _fence(line)
         if not fence:
-            if match:
-                fence, tag, lines, fenced = match[1], match[2].lower().strip("{}.:,"), [], True
-        elif match and match[1][0] == fence[0] and len(match[1]) >= len(fence) and not match[2]:
+            if found:
+                fence, tag, lines, fenced = found[0], found[1].lower().strip("{}.:,"), [], True
+        elif found and found[0].startswith(fence) and not found[1]:
             if not tag or tag in TAGS[language]:
                 closed[bool(tag)] = "\n".join(lines)
             fence = ""
@@ -58,12 +71,20 @@ def extract_code(text: str, language: str) -> str | None:
             lines.append(line)
     if fence and (not tag or tag in TAGS[language]):
         unclosed[bool(tag)] = "\n".join(lines)
-    for found in (closed.get(True), unclosed.get(True), closed.get(False), unclosed.get(False)):
-        if found is not None and found.strip():
-            return found + "\n"
-    if fenced or not text.strip():
+    for block in (closed.get(True), unclosed.get(True), closed.get(False), unclosed.get(False)):
+        if block is not None and block.strip():
+            return block + "\n", fenced
+    return None, fenced
+
+
+def _fence(line: str) -> tuple[str, str] | None:
+    """The fence that a line is, and its tag; None if it is no fence."""
+    bare = line.lstrip(" \t")
+    rest = bare.lstrip(bare[:1]) if bare[:1] in ("`", "~") else bare
+    fence = bare[: len(bare) - len(rest)]
+    if len(fence) < 3 or len(line) - len(bare) > 3 or "`" in rest:
         return None
-    return text if _is_code(text, language) else None
+    return fence, WORD.match(rest.lstrip(" \t"))[0]  # type: ignore[index]
 
 
 def parse_python(source: str) -> ast.Module:

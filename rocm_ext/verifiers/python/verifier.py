@@ -100,7 +100,8 @@ class PythonTests(Verifier):
             return unparsed("no Python code")
         if row.get("cases") is not None:
             return self._cases(code, row)
-        if prefix and entry and not re.search(rf"^\s*(async\s+)?(def|class)\s+{re.escape(entry)}\b", code, re.M):
+        definition = rf"^[ \t]*(async[ \t]+)?(def|class)[ \t]+{re.escape(entry)}\b"
+        if prefix and entry and not re.search(definition, code, re.M):
             code = prefix + ("" if prefix.endswith("\n") else "\n") + code
         return self._tests(code, prefix, entry, row)
 
