@@ -8,11 +8,8 @@ for the handle's value, if it has one, and decide here.
 """
 
 import builtins
-import json
-import os
-import sys
 
-from _channel import Channel, Closed, Malformed
+from _channel import Closed, Malformed, judge_channel
 from _tests import run
 from _wire import Codec
 
@@ -225,25 +222,16 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", 
     setattr(Handle, f"__{_name.strip('_')}__", _operator(_name))
 
 
-def report(what):
-    """Write a line for the verifier."""
-    os.write(RESULT, json.dumps(what).encode() + b"\n")
+def judge(task, hears, asks, report):
+    """Judge one task.
 
-
-def main():
-    """Judge the task in the file argv[3] over the pipes argv[1] and argv[2]."""
-    global RESULT
-    RESULT = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the tests may print
-    with open(sys.argv[3]) as file:
-        task = json.load(file)
-    sys.path += task["path"]
-    judge = Judge(Channel(int(sys.argv[1]), int(sys.argv[2])))
+    Args:
+        task: what the verifier sent.
+        hears, asks: the ends of the pipes from and to the program.
+        report: writes a line for the verifier.
+    """
+    program = Judge(judge_channel(hears, asks))
     try:
-        report(run(task, judge, report))
+        report(run(task, program, report))
     except (Closed, Malformed, Gone) as error:
-        report({"kind": "gone", "detail": judge.gone or f"the program ended while it was loaded {error}"})
-
-
-if __name__ == "__main__":
-    main()
+        report({"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {error}"})

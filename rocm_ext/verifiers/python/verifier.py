@@ -5,22 +5,25 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code, parse_python
+from rocm_ext.verifiers.python.start import PROGRAM, Gone, Judges, WarmJudge, start
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.process import supervise
 
-JUDGE_MB = 1024  # the tests may need more memory than the code
+REPORTS = 1 << 16  # bytes; the judge's reports are far shorter
+ENDS = 2.0  # seconds that a sandbox may take to report how its program ended
 
 
 class PythonTests(Verifier):
@@ -66,6 +69,7 @@ class PythonTests(Verifier):
             raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 64, found {timeout} and {memory_mb}")
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.partial_credit, self.kind, self.python = partial_credit, sandbox, python or sys.executable
+        self._judges = Judges()
 
     @cached_property
     def _sandbox(self) -> Sandbox:
@@ -125,45 +129,59 @@ class PythonTests(Verifier):
             return error(problem)
         path = list(self._packages)
         program = {"setup": "\n".join(trusted), "code": code, "shared": shared, "path": path}
-        judge = {"trusted": trusted, "tests": tests, "entry_point": entry, "shared": shared, "path": path,
-                 "all": self.partial_credit}  # fmt: skip
+        task = {"trusted": trusted, "tests": tests, "entry_point": entry, "shared": shared, "path": path,
+                "all": self.partial_credit, "cpu": self.limits.resources(False)["CPU"]}  # fmt: skip
+        try:
+            with self._judges.one(self._sandbox, self.python) as judge:
+                return self._judged(judge, task, program)
+        except Gone as problem:
+            return error(problem)
+
+    def _judged(self, judge: WarmJudge, task: dict, program: dict) -> Result:
+        """Run the code and the tests, and return the verdict."""
         began = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            asked, ask = os.pipe()
-            heard, answer = os.pipe()
-            try:
-                first = self._start("_judge.py", judge, (heard, ask), Limits(self.limits.seconds, memory_mb=JUDGE_MB))
-                stack.callback(first.close)
-                second = self._start("_candidate.py", program, (asked, answer), self.limits)
-                stack.callback(second.close)
-            finally:
-                for fd in (asked, ask, heard, answer):
-                    os.close(fd)
-            in_time = supervise([first.child, second.child], self.limits.seconds - (time.monotonic() - began))
-            stderr = bytes(first.child.stderr or second.child.stderr).decode("utf-8", "replace")
-            if not in_time:
-                return timeout(f"still running after {self.limits.seconds:g} s")
-            if second.child.killed:
-                return wrong(f"the code {second.child.killed}")
-            result = self._result(first.child.stdout, stderr)
-        spent = second.child.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU)
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            (asked, ask), (heard, answer), (told, tell) = os.pipe(), os.pipe(), os.pipe()
+            for fd in (heard, told):
+                ours.callback(os.close, fd)
+            for fd in (asked, ask, answer, tell):
+                theirs.callback(os.close, fd)
+            judge.give(task, heard, ask, tell)
+            fds = (asked, answer)
+            running = start(self._sandbox, self.python, PROGRAM, program, self.limits, fds, fds)
+            ours.callback(running.close)
+            theirs.close()
+            child = running.child
+            in_time = supervise(
+                [child], self.limits.seconds - (time.monotonic() - began), judge.fileno(), [judge.child]
+            )
+            if in_time and _has_no_writer(heard):  # the code has ended by itself; the sandbox will tell how
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(ENDS)
+            running.close()
+            status = judge.finish()
+            os.set_blocking(told, False)
+            with contextlib.suppress(BlockingIOError):
+                said = os.read(told, REPORTS)
+        if not in_time:
+            return timeout(f"still running after {self.limits.seconds:g} s")
+        if child.killed:
+            return wrong(f"the code {child.killed}")
+        result = self._result(said, judge, status, bytes(child.stderr).decode("utf-8", "replace"))
+        spent = child.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU)
         return timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
 
-    def _start(self, script: str, task: dict, fds: tuple[int, int], limits: Limits) -> Any:
-        files = {name: _source(name) for name in ("_channel.py", "_wire.py", "_units.py", "_tests.py", script)}
-        files["task.json"] = json.dumps(task)
-        argv = [self.python, "-s", "-S", f"{BOX}/{script}", *map(str, fds), f"{BOX}/task.json"]
-        return self._sandbox.start(argv, files, limits=limits, pass_fds=fds)
-
-    def _result(self, said: bytes, stderr: str) -> Result:
+    def _result(self, said: bytes, judge: WarmJudge, status: int | None, stderr: str) -> Result:
         """The verdict in the judge's output, which the program cannot write to."""
         reports = [json.loads(line) for line in said.split(b"\n")[:-1]]  # whole lines only
         started = "started" in reports
         last = reports[-1] if reports and isinstance(reports[-1], dict) else None
+        if last is None and status is None and not judge.child.killed:
+            return error("the tests' process died")
+        if last is None and started:
+            return wrong(f"the tests {judge.child.killed or 'crashed'} on what the code returned")
         if last is None or (last["kind"] == "gone" and not started):
-            if started:
-                return wrong("the tests crashed on what the code returned")
-            return error(f"the sandbox or the tests did not start: {stderr}")
+            return error(f"the sandbox or the tests did not start: {stderr or judge.child.killed}")
         detail = short(last.get("detail", ""))
         if last["kind"] == "broken":
             return error(detail)
@@ -177,6 +195,12 @@ class PythonTests(Verifier):
         return wrong(f"{count}failed: {detail}", share)
 
 
+def _has_no_writer(reader: int) -> bool:
+    poll = select.poll()
+    poll.register(reader, 0)
+    return bool(poll.poll(0))
+
+
 def tests_of(row: Mapping[str, Any]) -> str:
     """The source of a row's tests.
 
@@ -188,11 +212,6 @@ def tests_of(row: Mapping[str, Any]) -> str:
     if not source.strip():
         raise ValueError("field 'tests' is empty")
     return source.replace("\r\n", "\n")
-
-
-@cache
-def _source(name: str) -> str:
-    return Path(__file__).with_name(name).read_text()
 
 
 def _parses(source: str) -> bool:

@@ -2,10 +2,11 @@
 
 import contextlib
 import functools
-import itertools
 import os
 import platform
 import subprocess
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ NO_BWRAP = (
     "bubblewrap (bwrap) is not installed: `apt install bubblewrap`, or set `sandbox: rlimits`, which limits time and "
     "memory but lets the model's code read and write your files and use the network"
 )
-_ids = itertools.count(os.getpid() * 64)  # concurrent workers begin at different user ids
+FIRST_ID, IDS = 2_000_000_000, 100_000_000
+NOBODY = 65534
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,58 @@ class Mode:
     proc: bool
 
 
+class _UserIds:
+    """User ids that no other run has at the moment.
+
+    Each process has a range of its own, by its pid, and gives out first the id that was free for longest. The ids
+    repeat if one process has more runs at a time than its range holds: 23 where pids go up to 4 million, 3,051 where
+    they go up to 32,768. Processes in different PID namespaces may have equal ranges. Runs with equal ids share the
+    limit on processes and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._pid, self._free = 0, deque[int]()
+        self._lock = threading.Lock()
+
+    def take(self) -> int:
+        with self._lock:
+            if self._pid != os.getpid():  # also after a fork
+                self._pid = os.getpid()
+                most = int(Path("/proc/sys/kernel/pid_max").read_text())
+                each = IDS // max(most, self._pid + 1)
+                self._free = deque(range(FIRST_ID + self._pid * each, FIRST_ID + (self._pid + 1) * each))
+            uid = self._free.popleft()
+            if not self._free:
+                self._free.append(uid)
+            return uid
+
+    def give_back(self, uid: int) -> None:
+        with self._lock:
+            if self._pid == os.getpid() and uid not in self._free:
+                self._free.append(uid)
+
+
+_ids = _UserIds()
+
+
+def take_id() -> int:
+    """The user id of a new run: one that no other run has, or nobody's; :func:`give_back_id` ends its use."""
+    return _ids.take() if usable_mode().real_id and _many_ids() else NOBODY
+
+
+def give_back_id(uid: int) -> None:
+    """The run with this user id has ended."""
+    if uid != NOBODY:
+        _ids.give_back(uid)
+
+
+def limits_processes() -> bool:
+    """Whether RLIMIT_NPROC counts the processes of a run alone."""
+    return usable_mode().real_id or _counts_apart()
+
+
 def command_line(
-    files: Mapping[str, bytes], readable: Sequence[str], limits: Limits, status: int
+    files: Mapping[str, bytes], readable: Sequence[str], limits: Limits, uid: int, status: int, block: int
 ) -> tuple[list[str], list[int]]:
     """The command line in front of the program, and the descriptors that it reads; the caller closes them.
 
@@ -43,7 +95,9 @@ def command_line(
         files: name -> content, put into /box.
         readable: folders shown at the same path.
         limits: of the run.
+        uid: of :func:`take_id`.
         status: the descriptor to which bwrap writes its status.
+        block: the descriptor at whose end bwrap starts the program.
     """
     mode = usable_mode()
     opened: list[int] = []
@@ -57,6 +111,7 @@ def command_line(
         return str(fd)
 
     command = [tool("bwrap", NO_BWRAP), *_namespaces(mode), "--json-status-fd", str(status)]
+    command += ["--block-fd", str(block)]
     command += _system()
     command += ["--perms", "0755", "--dir", "/dev"]
     for device in ("null", "zero", "full", "random", "urandom"):
@@ -85,8 +140,7 @@ def command_line(
         command += ["--setenv", name, value]
     if filter_ := seccomp.program():
         command += ["--seccomp", holding(filter_)]
-    command += ["--", *_drop_id(mode), *limits.prlimit(mode.real_id or _counts_apart())]
-    return command, opened
+    return [*command, "--", *_drop_id(mode, uid)], opened
 
 
 def _namespaces(mode: Mode) -> list[str]:
@@ -97,19 +151,17 @@ def _namespaces(mode: Mode) -> list[str]:
     return [*options, "--unshare-user", "--uid", "65534", "--gid", "65534"]
 
 
-def _drop_id(mode: Mode) -> list[str]:
+def _drop_id(mode: Mode, uid: int) -> list[str]:
     if not mode.real_id:
         return []
-    uid = str(_nobody())
-    return [tool("setpriv"), "--reuid", uid, "--regid", uid, "--clear-groups", "--inh-caps=-all"]
+    return [tool("setpriv"), "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--inh-caps=-all"]
 
 
-def _nobody() -> int:
-    """A user id that no other run has at the moment; nobody's if a container maps few ids."""
-    mapped = [
-        int(line.split()[0]) + int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines()
-    ]
-    return 2_000_000_000 + next(_ids) % 100_000_000 if max(mapped) > 2_100_000_000 else 65534
+@functools.cache
+def _many_ids() -> bool:
+    """Whether the kernel maps our range of user ids; a container may map few."""
+    ranges = (map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines())
+    return any(first <= FIRST_ID and first + count >= FIRST_ID + IDS for first, _, count in ranges)
 
 
 @functools.cache
@@ -156,7 +208,7 @@ def usable_mode() -> Mode:
     said = ""
     for mode in modes:
         command = [bwrap, *_namespaces(mode), *_system(), *(["--proc", "/proc"] if mode.proc else [])]
-        command += ["--", *_drop_id(mode), "/bin/echo", "ok"]
+        command += ["--", *_drop_id(mode, NOBODY), "/bin/echo", "ok"]
         result = subprocess.run(command, capture_output=True, text=True, env={}, check=False)
         if result.stdout == "ok\n":
             return mode

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import resource
 import shutil
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ class Limits:
 
     Attributes:
         seconds: wall time.
-        cpu_seconds: CPU time of each process; None: the wall time, rounded up, plus one.
+        cpu_seconds: CPU time of each process; None: the wall time, rounded up, plus one; 0: no limit.
         memory_mb: address space of each process, and resident memory of all together.
         processes: processes and threads.
         file_mb: size of a file.
@@ -44,16 +45,37 @@ class Limits:
     open_files: int = 128
     output_bytes: int = 1 << 20
 
-    def prlimit(self, processes: bool) -> list[str]:
-        """The command that sets the limits and runs the command after it.
+    def resources(self, processes: bool) -> dict[str, tuple[int, int]]:
+        """Soft and hard limits by the name of their constant in :mod:`resource`, without ``RLIMIT_``.
 
         Args:
             processes: limit the number of processes, too.
         """
         cpu = math.ceil(self.seconds) + 1 if self.cpu_seconds is None else self.cpu_seconds
-        limits = [f"--as={self.memory_mb << 20}", f"--cpu={cpu}:{cpu + 1}", f"--fsize={self.file_mb << 20}"]
-        limits += [f"--nofile={self.open_files}", "--core=0"] + [f"--nproc={self.processes}"] * processes
-        return [tool("prlimit"), *limits, "--"]
+        limits = {name: (value, value) for name, value in (
+            ("AS", self.memory_mb << 20), ("FSIZE", self.file_mb << 20), ("NOFILE", self.open_files), ("CORE", 0),
+            ("NPROC", self.processes),
+        )}  # fmt: skip
+        if not processes:
+            del limits["NPROC"]
+        return limits | ({"CPU": (cpu, cpu + 1)} if cpu else {})
+
+    def prlimit(self) -> list[str]:
+        """The command that sets the limits, but for the number of processes, and runs the command after it."""
+        limits = self.resources(processes=False)
+        return [tool("prlimit"), *(f"--{name.lower()}={soft}:{hard}" for name, (soft, hard) in limits.items()), "--"]
+
+    def impose(self, pid: int, processes: bool) -> None:
+        """Set the limits of process ``pid``, which it and its children cannot raise.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        for name, (soft, hard) in self.resources(processes).items():
+            number = getattr(resource, f"RLIMIT_{name}")
+            _, most = resource.prlimit(pid, number)
+            most = hard if most == resource.RLIM_INFINITY else min(hard, most)
+            resource.prlimit(pid, number, (min(soft, most), most))
 
     def within(self, seconds: float) -> "Limits":
         """The same limits with another wall time."""

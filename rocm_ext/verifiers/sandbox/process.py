@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -69,31 +70,40 @@ class Child:
                     stream.close()
 
 
-def supervise(children: Sequence[Child], seconds: float) -> bool:
-    """Feed, read and watch ``children`` until the first of them ends; then kill the others.
+def supervise(children: Sequence[Child], seconds: float, end: int | None = None, beside: Sequence[Child] = ()) -> bool:
+    """Feed, read and watch ``children`` until the first of them ends; then close them all.
 
     Args:
         children: started processes.
-        seconds: of wall time; at their end all are killed.
+        seconds: of wall time.
+        end: a descriptor that becomes readable at the end, instead of the first child's end; the caller closes the
+            children.
+        beside: processes whose memory and number are watched, too; they live on.
 
     Returns:
-        whether the first ended in time.
+        whether the end came in time.
     """
     deadline = time.monotonic() + seconds
+    first = children[0] if end is None else None
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        for child in children:
+        for child in children if first is not None else ():
             stack.callback(child.close)
         for child in children:
             process = child.process
             if process.stdin is not None:
                 os.set_blocking(process.stdin.fileno(), False)
-                selector.register(process.stdin, selectors.EVENT_WRITE, (child, None))
+                if _write(child):
+                    selector.register(process.stdin, selectors.EVENT_WRITE, (child, None))
+                else:
+                    _close(process.stdin)
             for stream, buffer in ((process.stdout, child.stdout), (process.stderr, child.stderr)):
                 if stream is not None:
                     os.set_blocking(stream.fileno(), False)
                     selector.register(stream, selectors.EVENT_READ, (child, buffer))
-        end = os.pidfd_open(children[0].process.pid)
-        stack.callback(os.close, end)
+        if first is not None:
+            end = os.pidfd_open(first.process.pid)
+            stack.callback(os.close, end)
+        assert end is not None
         selector.register(end, selectors.EVENT_READ, None)
         next_look = time.monotonic() + POLL
         while True:
@@ -102,12 +112,8 @@ def supervise(children: Sequence[Child], seconds: float) -> bool:
                 return False
             for key, _ in selector.select(min(deadline, next_look) - now):
                 if key.data is None:
-                    children[0].kill()  # it ended, but others of its process group may still run
-                    children[0].process.wait()
-                    for other in list(selector.get_map().values()):  # the rest of its output
-                        if other.data is not None and other.data[0] is children[0] and other.data[1] is not None:
-                            while _read(other.fileobj, *other.data):
-                                pass
+                    if first is not None:
+                        _finish(first, selector)
                     return True
                 child, buffer = key.data
                 going_on = _write(child) if buffer is None else _read(key.fileobj, child, buffer)
@@ -115,9 +121,40 @@ def supervise(children: Sequence[Child], seconds: float) -> bool:
                     selector.unregister(key.fileobj)
                     _close(key.fileobj)
             if time.monotonic() >= next_look:
-                for child in children:
+                for child in (*children, *beside):
                     _look(child)
                 next_look = time.monotonic() + POLL
+
+
+def readable(fd: int, seconds: float) -> bool:
+    """Wait until a descriptor can be read or has no writer left; whether that comes in time."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1000))
+
+
+def feed(child: Child, seconds: float) -> bool:
+    """Write a process's whole input and close it; whether it was taken in time."""
+    assert child.process.stdin is not None
+    deadline = time.monotonic() + seconds
+    os.set_blocking(child.process.stdin.fileno(), False)
+    poll = select.poll()
+    poll.register(child.process.stdin, select.POLLOUT)
+    while _write(child):
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return False
+    _close(child.process.stdin)
+    return not child.feed
+
+
+def _finish(child: Child, selector: selectors.BaseSelector) -> None:
+    """Kill what is left of the process group of a child that has ended, and read the rest of its output."""
+    child.kill()
+    child.process.wait()
+    for other in list(selector.get_map().values()):
+        if other.data is not None and other.data[0] is child and other.data[1] is not None:
+            while _read(other.fileobj, *other.data):
+                pass
 
 
 def _read(stream: Any, child: Child, buffer: bytearray) -> bool:

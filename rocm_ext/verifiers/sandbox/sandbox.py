@@ -30,6 +30,7 @@ trust, on machines without bubblewrap. It is never a fallback.
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -37,15 +38,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rocm_ext.errors import UserError, nearest
 from rocm_ext.verifiers.sandbox import bubblewrap
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
-from rocm_ext.verifiers.sandbox.process import Child, descendants, supervise
+from rocm_ext.verifiers.sandbox.process import Child, descendants, readable, supervise
 
 KINDS = ("bubblewrap", "rlimits")
+START = 60.0  # seconds that bwrap may take to start its first process
+SPARE = 4  # processes of bwrap
 BOX = "{box}"  # in argv: the folder with the run's files
 
 
@@ -76,9 +79,9 @@ class Outcome:
 class Running:
     """A started run; see :meth:`Sandbox.start`."""
 
-    def __init__(self, child: Child, status: int | None, folder: str | None) -> None:
+    def __init__(self, child: Child, status: int | None, cleanup: contextlib.ExitStack) -> None:
         self.child = child
-        self._status, self._folder = status, folder
+        self._status, self._cleanup = status, cleanup
 
     def started(self) -> bool:
         """Whether the sandbox could be set up. Call it after the run has ended by itself."""
@@ -91,16 +94,12 @@ class Running:
 
     def close(self) -> None:
         """Kill the run and all its processes, and remove its files."""
-        daemons = descendants(self.child.process.pid) if self._folder else []
+        daemons = descendants(self.child.process.pid) if self._status is None else []
         self.child.close()
         for pid in daemons:  # without a PID namespace we find only those that are still its descendants
             with contextlib.suppress(OSError):
                 os.kill(pid, 9)
-        if self._status is not None:
-            os.close(self._status)
-            self._status = None
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._cleanup.close()
 
 
 class Sandbox:
@@ -164,44 +163,42 @@ class Sandbox:
         limits = limits or Limits()
         data = {name: text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
                 for name, text in (files or {}).items()}  # fmt: skip
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             fds = list(pass_fds)
-            status = folder = None
+            status = None
             if self.kind == "bubblewrap":
-                status, writer = os.pipe()
-                stack.callback(os.close, writer)
-                command, opened = bubblewrap.command_line(data, self.readable, limits, writer)
+                uid = bubblewrap.take_id()
+                ours.callback(bubblewrap.give_back_id, uid)
+                status, writer = _pipe(ours, theirs)
+                _, blocked = _pipe(theirs, theirs)
+                command, opened = bubblewrap.command_line(data, self.readable, limits, uid, writer, blocked)
                 for fd in opened:
-                    stack.callback(os.close, fd)
-                fds += [*opened, writer]
+                    theirs.callback(os.close, fd)
+                fds += [*opened, writer, blocked]
                 command += [arg.replace(BOX, "/box") for arg in argv]
                 cwd, environment = "/", {}  # the program can read bwrap's environment in /proc/1
             else:
                 folder, cwd = _working_folder(data)
-                command = limits.prlimit(processes=False) + [arg.replace(BOX, folder) for arg in argv]
+                ours.callback(shutil.rmtree, folder, ignore_errors=True)
+                command = limits.prlimit() + [arg.replace(BOX, folder) for arg in argv]
                 environment = ENVIRONMENT | {"HOME": cwd, "TMPDIR": cwd}
-            try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    pass_fds=fds,
-                    cwd=cwd,
-                    env=environment,
-                    start_new_session=True,
-                    bufsize=0,
-                )
-            except BaseException:
-                if status is not None:
-                    os.close(status)
-                if folder:
-                    shutil.rmtree(folder, ignore_errors=True)
-                raise
-        spare = 4  # processes of bwrap, setpriv and prlimit
-        child = Child(process, stdin or b"", limits.output_bytes, limits.memory_mb, limits.processes + spare)
-        child.unsized_tmp = self.kind == "bubblewrap" and not bubblewrap.sized()
-        return Running(child, status, folder)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=fds,
+                cwd=cwd,
+                env=environment,
+                start_new_session=True,
+                bufsize=0,
+            )
+            child = Child(process, stdin or b"", limits.output_bytes, limits.memory_mb, limits.processes + SPARE)
+            child.unsized_tmp = self.kind == "bubblewrap" and not bubblewrap.sized()
+            if status is not None:
+                most = max(map(len, data.values()), default=0)  # bwrap writes the files under the limits
+                _limit(child, status, replace(limits, file_mb=max(limits.file_mb, -(-most >> 20))))
+            return Running(child, status, ours.pop_all())
 
     def run(
         self,
@@ -229,6 +226,32 @@ class Sandbox:
             )
         finally:
             running.close()
+
+
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe whose ends the two stacks close."""
+    ends = os.pipe()
+    reader.callback(os.close, ends[0])
+    writer.callback(os.close, ends[1])
+    return ends
+
+
+def _limit(child: Child, status: int, limits: Limits) -> None:
+    """Set the limits of bwrap's first process in the sandbox, while that is blocked.
+
+    It costs less than a program in the sandbox that sets them.
+    """
+    said = b""
+    while not said.endswith(b"\n") and readable(status, START):
+        part = os.read(status, 4096)
+        if not part:
+            return  # bwrap failed
+        said += part
+    try:
+        limits.impose(json.loads(said)["child-pid"], bubblewrap.limits_processes())
+    except (OSError, ValueError, KeyError) as problem:
+        child.close()
+        raise UserError(f"the sandbox's limits cannot be set: {problem}") from problem
 
 
 def _working_folder(files: Mapping[str, bytes]) -> tuple[str, str]:

@@ -1,0 +1,103 @@
+"""The judge's sandbox: one process that imports what the judge needs and forks a child for each verdict.
+
+Each child begins with the same state; nothing that the tests of one verdict import, change, start or write is there at
+the next.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import marshal
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import time
+
+from _judge import judge
+
+PR_SET_DUMPABLE = 4
+
+
+def main(source):
+    """Serve the verifier at the other end of the socket argv[1]; argv[2] is "boxed" in a PID namespace of its own.
+
+    Each request is one byte with four descriptors: the judge's ends of the two pipes to the program, the pipe for its
+    reports, and a file with the task. The answer is a line: the child's wait status, and 1, or 0 if this process ends
+    because it could not clear up after the child.
+    """
+    link = socket.socket(fileno=int(sys.argv[1]))
+    boxed = sys.argv[2] == "boxed" and os.getpid() == 2  # bwrap's first process has number 1
+    folders = [os.getcwd()]
+    if boxed and os.path.isdir("/dev/shm"):
+        folders.append("/dev/shm")
+    prctl = ctypes.CDLL(None).prctl
+    silence = os.open(os.devnull, os.O_RDWR)
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no child can read or write this process's memory
+    gc.freeze()
+    link.send(b"r")
+    while True:
+        asked, fds, *_ = socket.recv_fds(link, 1, 4)
+        if not asked:
+            return
+        pid = os.fork()
+        if pid == 0:
+            try:
+                link.close()
+                os.setsid()
+                prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+                for fd in range(3):
+                    os.dup2(silence, fd)
+                child(*fds)
+            finally:
+                os._exit(0)
+        for fd in fds:
+            os.close(fd)
+        _, status = os.waitpid(pid, 0)
+        clean = tidy(pid, boxed, folders)
+        link.send(b"%d %d\n" % (status, clean))
+        if not clean:
+            return
+
+
+def child(hears, asks, tells, tasks):
+    """Judge one task."""
+
+    def report(what):
+        os.write(tells, json.dumps(what).encode() + b"\n")
+
+    try:
+        with open(tasks, "rb") as file:
+            task = marshal.load(file)
+        resource.setrlimit(resource.RLIMIT_CPU, tuple(task["cpu"]))
+        sys.path += task["path"]
+        judge(task, hears, asks, report)
+    except BaseException as error:  # SystemExit too
+        report({"kind": "broken", "detail": f"the judge failed: {type(error).__name__}: {error}"[:1000]})
+
+
+def tidy(pid, boxed, folders):
+    """Kill what the child left and delete its files; whether nothing is left of it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for _ in range(1000 if boxed else 0):
+        try:
+            os.kill(-1, signal.SIGKILL)  # all in this PID namespace but its first process and this one
+        except ProcessLookupError:
+            break
+        time.sleep(0.001)
+    else:
+        if boxed:
+            return False
+    for folder in folders:
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                os.unlink(entry.path)
+        if os.listdir(folder):
+            return False
+    return True

@@ -1,0 +1,205 @@
+"""Starting the judge and the program: compiled code, and judges that stay warm."""
+
+import contextlib
+import json
+import marshal
+import os
+import socket
+import subprocess
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.errors import UserError
+from rocm_ext.verifiers.base import short
+from rocm_ext.verifiers.sandbox import Limits, Running, Sandbox
+from rocm_ext.verifiers.sandbox.process import feed, readable
+
+JUDGE_MB = 1024  # the tests may need more memory than the code
+PATIENCE = 60.0  # seconds that a judge may take to start
+GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
+JUDGE = ("_channel", "_wire", "_units", "_tests", "_judge", "_warm")
+PROGRAM = ("_channel", "_wire", "_candidate")
+
+# runs in the sandbox; -c spares the interpreter a search for the file's importer
+BOOT = """
+import marshal, sys
+del sys.path[0]
+source = open(0, "rb", closefd=False)
+for name, code in marshal.load(source):
+    module = sys.modules[name] = type(sys)(name)
+    exec(code, vars(module))
+module.main(source)
+"""
+COMPILE = """
+import json, marshal, sys
+for names in json.load(sys.stdin):
+    data = marshal.dumps([(name, compile(text, name + ".py", "exec", dont_inherit=True)) for name, text in names])
+    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
+"""
+
+
+@cache
+def compiled(python: str, *scripts: tuple[str, ...]) -> list[bytes]:
+    """The modules of each script as bytes for :data:`BOOT`, compiled by the interpreter that will run them.
+
+    Args:
+        python: the interpreter.
+        scripts: names of this folder's modules in the order of their imports; the last has the ``main``.
+
+    Raises:
+        UserError: the interpreter does not run.
+    """
+    here = Path(__file__).parent
+    sources = [[(name, (here / f"{name}.py").read_text()) for name in names] for names in scripts]
+    try:
+        done = subprocess.run([python, "-I", "-S", "-c", COMPILE], input=json.dumps(sources).encode(),
+                              capture_output=True, timeout=PATIENCE, check=True)  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"python {python!r} does not run: {error}") from error
+    found, data = [], done.stdout
+    while data:
+        size = 4 + int.from_bytes(data[:4], "big")
+        found.append(data[4:size])
+        data = data[size:]
+    return found
+
+
+def start(
+    sandbox: Sandbox, python: str, script: tuple[str, ...], task: dict[str, Any], limits: Limits,
+    arguments: Sequence[Any], fds: Sequence[int],
+) -> Running:  # fmt: skip
+    """Start a script in a sandbox.
+
+    Args:
+        sandbox, limits: where it runs, and with what limits.
+        python: the interpreter.
+        script: names of its modules; see :func:`compiled`.
+        task: the script's ``main`` can read it with ``marshal.load``.
+        arguments: of the command line.
+        fds: descriptors that it inherits.
+    """
+    code = compiled(python, JUDGE, PROGRAM)[(JUDGE, PROGRAM).index(script)]
+    argv = [python, "-s", "-S", "-c", BOOT, *map(str, arguments)]
+    return sandbox.start(argv, stdin=code + marshal.dumps(task, 4), limits=limits, pass_fds=fds)
+
+
+class Gone(Exception):
+    """The judge's process has died; the message says why."""
+
+
+class WarmJudge:
+    """A judge's sandbox; see ``_warm.py``. It serves one verdict at a time.
+
+    Raises:
+        Gone: it did not start.
+    """
+
+    def __init__(self, sandbox: Sandbox, python: str) -> None:
+        self.owner = os.getpid()
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            arguments = (theirs.fileno(), "boxed" if sandbox.kind == "bubblewrap" else "unboxed")
+            limits = Limits(cpu_seconds=0, memory_mb=JUDGE_MB)
+            self._running = start(sandbox, python, JUDGE, {}, limits, arguments, [theirs.fileno()])
+        self.child = self._running.child
+        self._end = weakref.finalize(self, _end, self.owner, self._link, self._running)
+        if not feed(self.child, PATIENCE) or not self._heard(PATIENCE):
+            self.child.kill()
+            assert self.child.process.stderr is not None
+            said = self.child.process.stderr.read() or b""
+            self.close()
+            raise Gone(f"the judge did not start: {short(said.decode('utf-8', 'replace'), 300)}")
+
+    def alive(self) -> bool:
+        """Whether it can take a task; False in a process that did not start it, such as a fork."""
+        return self.owner == os.getpid() and self._end.alive and not readable(self._link.fileno(), 0)
+
+    def fileno(self) -> int:
+        """The descriptor that becomes readable when the verdict is over or the judge dies."""
+        return self._link.fileno()
+
+    def give(self, task: dict[str, Any], hears: int, asks: int, tells: int) -> None:
+        """Start a verdict.
+
+        Args:
+            task: for ``_judge.py``.
+            hears, asks: the judge's ends of the pipes from and to the program.
+            tells: the pipe for its reports.
+
+        Raises:
+            Gone: it has died.
+        """
+        fd = os.memfd_create("task")
+        try:
+            with open(fd, "wb", closefd=False) as file:
+                file.write(marshal.dumps(task, 4))
+            os.lseek(fd, 0, os.SEEK_SET)
+            socket.send_fds(self._link, [b"t"], [hears, asks, tells, fd])
+        except OSError as error:
+            self.close()
+            raise Gone(f"the judge's process has died: {error}") from error
+        finally:
+            os.close(fd)
+
+    def finish(self) -> int | None:
+        """End the verdict and return the wait status of the judge's child.
+
+        None: the judge has died, or did not come to an end and was killed.
+        """
+        status, _, clean = self._heard(GRACE).partition(b" ")
+        if clean != b"1\n":
+            self.close()
+        return int(status) if clean else None
+
+    def _heard(self, seconds: float) -> bytes:
+        """What the judge says; empty if it has died or says nothing for so long."""
+        if not readable(self._link.fileno(), seconds):
+            return b""
+        with contextlib.suppress(OSError):
+            return self._link.recv(64)
+        return b""
+
+    def close(self) -> None:
+        """Kill it."""
+        self._end()
+
+
+def _end(owner: int, link: socket.socket, running: Running) -> None:
+    link.close()
+    if owner == os.getpid():
+        running.close()
+
+
+class Judges:
+    """Warm judges that wait for their next verdict. Any thread may take one; a copy or a fork starts its own."""
+
+    def __init__(self) -> None:
+        self._idle = deque[WarmJudge]()
+
+    def __reduce__(self) -> tuple[type["Judges"], tuple[()]]:
+        return Judges, ()
+
+    @contextlib.contextmanager
+    def one(self, sandbox: Sandbox, python: str) -> Iterator[WarmJudge]:
+        """A judge for one verdict.
+
+        Raises:
+            Gone: none can be started.
+        """
+        judge = None
+        with contextlib.suppress(IndexError):
+            while judge is None or not judge.alive():
+                judge = self._idle.pop()
+        if judge is None or not judge.alive():
+            judge = WarmJudge(sandbox, python)
+        try:
+            yield judge
+        except BaseException:
+            judge.close()
+            raise
+        if judge.alive():
+            self._idle.append(judge)
