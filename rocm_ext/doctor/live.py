@@ -119,6 +119,7 @@ def _user(of_devices: list[str]) -> User:
 # ------------------------------------------------------------------------------------------------------- tools
 def _sandbox() -> Sandbox | None:
     from rocm_ext.verifiers.sandbox import Sandbox as Box
+    from rocm_ext.verifiers.sandbox import seccomp
 
     if shutil.which("bwrap") is None:
         return None
@@ -126,7 +127,7 @@ def _sandbox() -> Sandbox | None:
         Box("bubblewrap").check()
     except (UserError, OSError) as error:
         return Sandbox(False, str(error))
-    return Sandbox(True)
+    return Sandbox(True, seccomp.missing())
 
 
 def _disk_free() -> dict[str, int]:

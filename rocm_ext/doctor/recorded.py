@@ -76,7 +76,7 @@ class Sandbox:
     """Whether bubblewrap works."""
 
     works: bool
-    found: str = ""  # why it does not
+    found: str = ""  # why it does not, or what it lacks
 
 
 @dataclass(frozen=True)

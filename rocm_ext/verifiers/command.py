@@ -4,19 +4,21 @@ import json
 import os
 import shutil
 import subprocess
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, short
-from rocm_ext.verifiers.sandbox.process import Child, supervise
+from rocm_ext.verifiers.sandbox.process import MARK, Child, supervise
 
 
 class Command(Verifier):
     """Asks any program: JSON ``{"completion", "row"}`` on its stdin, ``{"verdict", "reward", "detail"}`` on its stdout.
 
     The program is trusted: it runs as you, in the current directory, without a sandbox. If it fails, hangs or answers
-    anything else, the verdict is ERROR. In the end its process group is killed.
+    anything else, the verdict is ERROR. In the end it is killed with all processes that it started; one that has lost
+    its parent and cleared its environment is not found.
 
     Args:
         command: program and arguments, run without a shell.
@@ -38,12 +40,19 @@ class Command(Verifier):
         request = json.dumps({"completion": completion, "row": dict(row)}).encode()
         pipe = subprocess.PIPE
         try:
+            environment = os.environ | {MARK: (mark := uuid.uuid4().hex)}
             process = subprocess.Popen(
-                self.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, bufsize=0
+                self.command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                start_new_session=True,
+                bufsize=0,
+                env=environment,
             )
         except OSError as problem:
             return error(f"{self.command[0]} cannot be run: {problem}")
-        child = Child(process, request)
+        child = Child(process, request, mark=mark)
         if not supervise([child], self.timeout):
             return error(f"{self.command[0]} was still running after {self.timeout:g} s")
         if child.killed:

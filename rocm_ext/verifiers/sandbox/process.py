@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+MARK = "ROCM_EXT_RUN"  # an environment variable
+DYING = 5.0  # seconds that killed processes may take to end
 POLL = 0.05  # seconds between checks of the children's memory
 CHUNK = 1 << 16
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -27,6 +29,8 @@ class Child:
         output_bytes: of stdout, and of stderr; a process that prints more is killed.
         memory_mb, processes: of the process with all its descendants, checked every 50 ms; None: no limit.
         unsized_tmp: count the content of the process's /tmp as memory.
+        mark: what the process has in its environment as ``MARK``. All processes with this mark end with it, also those
+            in other process groups and sessions. One that has lost its parent and cleared its environment lives on.
 
     Attributes:
         stdout, stderr: the output so far.
@@ -40,6 +44,7 @@ class Child:
     memory_mb: int | None = None
     processes: int | None = None
     unsized_tmp: bool = False
+    mark: str = ""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     killed: str = ""
@@ -57,13 +62,19 @@ class Child:
         """
         if self.process.returncode is None:
             self.killed = self.killed or why
+            below = descendants(self.process.pid) if self.mark else []
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            _kill(below)
 
     def close(self) -> None:
         """Kill the process if it still runs, and close its pipes."""
         self.kill()
         self.process.wait()
+        deadline = time.monotonic() + DYING
+        while self.mark and (left := marked(self.mark)) and time.monotonic() < deadline:
+            _kill(left)
+            time.sleep(0.001)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):  # a broken pipe
@@ -206,6 +217,22 @@ def _look(child: Child) -> None:
     if child.memory_mb is not None and used > child.memory_mb << 20:
         child.too_big = True
         child.kill(f"used more than {child.memory_mb} MB of memory")
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def marked(mark: str) -> list[int]:
+    """The running processes of ours that were started with this mark in their environment; none without /proc."""
+    found, wanted = [], f"{MARK}={mark}\0".encode()
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 def descendants(pid: int) -> list[int]:

@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from pathlib import Path
 from rocm_ext.errors import UserError, nearest
 from rocm_ext.verifiers.sandbox import bubblewrap
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
-from rocm_ext.verifiers.sandbox.process import Child, descendants, readable, supervise
+from rocm_ext.verifiers.sandbox.process import MARK, Child, readable, supervise
 
 KINDS = ("bubblewrap", "rlimits")
 START = 60.0  # seconds that bwrap may take to start its first process
@@ -94,11 +95,7 @@ class Running:
 
     def close(self) -> None:
         """Kill the run and all its processes, and remove its files."""
-        daemons = descendants(self.child.process.pid) if self._status is None else []
         self.child.close()
-        for pid in daemons:  # without a PID namespace we find only those that are still its descendants
-            with contextlib.suppress(OSError):
-                os.kill(pid, 9)
         self._cleanup.close()
 
 
@@ -165,7 +162,7 @@ class Sandbox:
                 for name, text in (files or {}).items()}  # fmt: skip
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             fds = list(pass_fds)
-            status = None
+            status, mark = None, ""
             if self.kind == "bubblewrap":
                 uid = bubblewrap.take_id()
                 ours.callback(bubblewrap.give_back_id, uid)
@@ -181,7 +178,8 @@ class Sandbox:
                 folder, cwd = _working_folder(data)
                 ours.callback(shutil.rmtree, folder, ignore_errors=True)
                 command = limits.prlimit() + [arg.replace(BOX, folder) for arg in argv]
-                environment = ENVIRONMENT | {"HOME": cwd, "TMPDIR": cwd}
+                mark = uuid.uuid4().hex  # no PID namespace ends all its processes
+                environment = ENVIRONMENT | {"HOME": cwd, "TMPDIR": cwd, MARK: mark}
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
@@ -194,6 +192,7 @@ class Sandbox:
                 bufsize=0,
             )
             child = Child(process, stdin or b"", limits.output_bytes, limits.memory_mb, limits.processes + SPARE)
+            child.mark = mark
             child.unsized_tmp = self.kind == "bubblewrap" and not bubblewrap.sized()
             if status is not None:
                 most = max(map(len, data.values()), default=0)  # bwrap writes the files under the limits

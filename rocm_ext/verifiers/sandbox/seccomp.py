@@ -1,54 +1,88 @@
-"""The system calls that sandboxed code may not make, as a classic BPF program for x86-64.
+"""The system calls that sandboxed code may not make, as a classic BPF program for x86-64 and AArch64.
 
 This deny list is defence in depth behind the namespaces. It closes ways to memory that no limit counts (shared memory
-segments, memfd, a tmpfs mounted in a nested user namespace), and parts of the kernel with a history of security
-holes.
+segments, memfd, a tmpfs mounted in a nested user namespace), sockets that no network namespace contains (AF_VSOCK
+reaches the host of a virtual machine), and parts of the kernel with a history of security holes.
 """
 
 import platform
 import struct
+from dataclasses import dataclass
 
-DENIED = {  # x86-64 numbers
-    "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
-    "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308,
-    "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "mount_setattr": 442,
-    "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "io_uring_setup": 425, "kexec_load": 246,
-    "init_module": 175, "finit_module": 313, "open_by_handle_at": 304, "name_to_handle_at": 303,
-    "add_key": 248, "request_key": 249, "keyctl": 250,
-    "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240, "memfd_create": 319, "memfd_secret": 447,
+# name: numbers on x86-64 and on AArch64
+DENIED = {
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447),
 }  # fmt: skip
-CLONE, CLONE3, NEWUSER = 56, 435, 0x10000000
-AUDIT_ARCH_X86_64, X32 = 0xC000003E, 0x40000000
-EPERM, ENOSYS = 1, 38
+CLONE, CLONE3, NEWUSER = (56, 220), (435, 435), 0x10000000
+SOCKETS = ((41, 53), (198, 199))  # socket and socketpair, by machine
+FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: the network namespace contains them
+EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes
+NUMBER, ARCH, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data on a little-endian machine
 
 
-def program() -> bytes | None:
-    """``struct sock_filter[]`` for ``bwrap --seccomp``; None if the machine is not x86-64."""
-    if platform.machine() != "x86_64":
+@dataclass(frozen=True)
+class Machine:
+    """Where a machine's numbers are in the tables.
+
+    Attributes:
+        column: in the tables.
+        arch: ``AUDIT_ARCH_*``, which the kernel reports for its native system calls.
+        foreign: numbers from here up belong to another ABI; 0: none does.
+    """
+
+    column: int
+    arch: int
+    foreign: int = 0
+
+
+MACHINES = {"x86_64": Machine(0, 0xC000003E, 0x40000000), "aarch64": Machine(1, 0xC00000B7)}
+
+
+def missing() -> str:
+    """That this machine has no filter; empty if it has."""
+    machine = platform.machine()
+    return "" if machine in MACHINES else f"without a filter of system calls, which {machine} does not have"
+
+
+def program(machine: str | None = None) -> bytes | None:
+    """``struct sock_filter[]`` for ``bwrap --seccomp``; None if there is none.
+
+    Args:
+        machine: as ``uname -m`` names it; None: this one.
+    """
+    found = MACHINES.get(machine or platform.machine())
+    if found is None:
         return None
 
     def op(code: int, value: int, true: int = 0, false: int = 0) -> bytes:
         return struct.pack("=HBBI", code, true, false, value)
 
-    number, arch, first_argument = 0, 4, 16  # offsets in struct seccomp_data
-    body = [
-        op(LOAD, arch),
-        op(EQUAL, AUDIT_ARCH_X86_64, true=1),
-        op(RETURN, KILL),
-        op(LOAD, number),
-        op(AT_LEAST, X32, false=1),
-        op(RETURN, KILL),
-        # glibc falls back to clone, whose flags a filter can see; clone3 passes them behind a pointer
-        op(EQUAL, CLONE3, false=1),
-        op(RETURN, ERRNO | ENOSYS),
-    ]
-    for denied in DENIED.values():
-        body += [op(EQUAL, denied, false=1), op(RETURN, ERRNO | EPERM)]
+    column = found.column
+    body = [op(LOAD, ARCH), op(EQUAL, found.arch, true=1), op(RETURN, KILL), op(LOAD, NUMBER)]
+    if found.foreign:
+        body += [op(AT_LEAST, found.foreign, false=1), op(RETURN, KILL)]
+    # glibc falls back to clone, whose flags a filter can see; clone3 passes them behind a pointer
+    body += [op(EQUAL, CLONE3[column], false=1), op(RETURN, ERRNO | ENOSYS)]
+    for numbers in DENIED.values():
+        body += [op(EQUAL, numbers[column], false=1), op(RETURN, ERRNO | EPERM)]
+    allowed = [part for family in FAMILIES for part in (op(EQUAL, family, false=1), op(RETURN, ALLOW))]
+    one, other = SOCKETS[column]
+    body += [op(EQUAL, one, true=1), op(EQUAL, other, false=len(allowed) + 2)]
+    body += [op(LOAD, FIRST_ARGUMENT), *allowed, op(RETURN, ERRNO | EAFNOSUPPORT)]
     body += [
-        op(EQUAL, CLONE, false=3),
-        op(LOAD, first_argument),
+        op(EQUAL, CLONE[column], false=3),
+        op(LOAD, FIRST_ARGUMENT),
         op(ANY_BIT, NEWUSER, false=1),
         op(RETURN, ERRNO | EPERM),
         op(RETURN, ALLOW),
