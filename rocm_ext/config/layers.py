@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rocm_ext import registry
 from rocm_ext.config.components import COMPONENT, check_components
+from rocm_ext.config.folder import complete
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.hardware.bench_file import of_this_machine
 from rocm_ext.hardware.machine import detect
@@ -70,6 +71,7 @@ def load(recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = ()
         _unset_rivals(merged, layer, known)
         merged.update(layer)
     _unset_rivals(merged, on_command_line, known)
+    complete(merged, on_command_line)
     try:
         overrides = _replace_components(merged, [o for o in overrides if not o.startswith(("hardware=", "recipe="))])
         cfg = _merge_yaml_and_cli_args(Namespace(**merged), overrides)

@@ -1,6 +1,7 @@
 """Data: sources, chat rendering, rows, micro-batches, and prompts.
 
-YAML files name two components of this package: ``rocm_ext.data.sft_dataset`` and ``rocm_ext.data.prompt_dataset``.
+YAML files name three components of this package: ``rocm_ext.data.sft_dataset``, ``rocm_ext.data.prompt_dataset`` and
+``rocm_ext.data.HFTokenizer``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rocm_ext.data.prompts import prompt_dataset
 
 if TYPE_CHECKING:
+    from rocm_ext.data.encoder import HFTokenizer
     from rocm_ext.data.sources import sft_dataset
 
-__all__ = ["prompt_dataset", "sft_dataset"]
+__all__ = ["HFTokenizer", "prompt_dataset", "sft_dataset"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from rocm_ext.data.sources import sft_dataset
 
         return sft_dataset
+    if name == "HFTokenizer":
+        from rocm_ext.data.encoder import HFTokenizer
+
+        return HFTokenizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,10 +4,13 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from rocm_ext.errors import UserError, one_line
+from rocm_ext.files import json_object
+from rocm_ext.hub import how_to_download
 
 TOKENIZER = "tokenizer.json"
 
@@ -20,6 +23,7 @@ class TextEncoder:
 
     Attributes:
         special: the texts that become special tokens.
+        ids: ids of the added tokens, by their texts.
 
     Raises:
         UserError: the file cannot be read.
@@ -34,6 +38,7 @@ class TextEncoder:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token.content for token in added.values() if token.special)
+        self.ids = {token.content: number for number, token in added.items()}
         # Added tokens split a text before anything else happens to it, so the text behind one is tokenised as if it
         # stood alone. Those that take white space with them, or change with the text around them, are left out.
         plain = {number: t.content for number, t in added.items() if not (t.lstrip or t.rstrip or t.single_word)}
@@ -51,6 +56,16 @@ class TextEncoder:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # JSON can contain half a surrogate pair
             raise UserError("the text is not valid Unicode") from error
+
+    def prefix(self) -> list[int]:
+        """Return the tokens that the model's tokenizer puts before a text by itself, such as a BOS."""
+        plain, whole = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
+        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[: next(starts, 0)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens`` without special tokens."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def encode_apart(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
         """Tokenise ``text`` so that the tokens before a cut are those of the text before it.
@@ -86,3 +101,76 @@ class TextEncoder:
         if [match[0] for match in found] != [self._splits[tokens[index]] for index in indices]:
             return []
         return [(match.start(), match.end(), index) for match, index in zip(found, indices, strict=True)]
+
+
+class HFTokenizer:
+    """A model's ``tokenizer.json`` with the interface of torchtune's tokenizers, for a config's ``tokenizer:``.
+
+    The model's chat template renders conversations; see :func:`rocm_ext.data.tokenizer.open_tokenizer`.
+
+    Args:
+        path: a ``tokenizer.json`` in the model's folder, whose other files name the EOS tokens.
+        max_seq_len: longest row in tokens; ``too_long`` says what happens to longer ones. None: the model's limit.
+
+    Attributes:
+        encoder: tokenises text.
+        special_tokens: ids of the added tokens, by their texts.
+        stop_tokens: ids of the EOS tokens.
+        eos_id: the first of them.
+        pad_id: id that fills padded rows.
+
+    Raises:
+        UserError: a file is missing or damaged, or no file names an EOS token.
+    """
+
+    def __init__(self, path: str, max_seq_len: int | None = None) -> None:
+        folder = Path(path).parent
+        if not Path(path).is_file():
+            raise UserError(f"{path} does not exist; {how_to_download(folder)}")
+        self.encoder, self.max_seq_len = TextEncoder(Path(path)), max_seq_len
+        self.special_tokens = self.encoder.ids
+        self.stop_tokens = eos_ids(folder) or self._named(folder)
+        if not self.stop_tokens:
+            raise UserError(f"no file in {folder} names an EOS token (eos_token_id in generation_config.json)")
+        self.eos_id = self.stop_tokens[0]
+        pads = ids_in(folder, "pad_token_id")
+        self.pad_id = pads[0] if pads else self.eos_id
+        self._before = self.encoder.prefix()
+
+    def _named(self, folder: Path) -> list[int]:
+        """Return the id of the ``eos_token`` in ``tokenizer_config.json``."""
+        token = _content(folder / "tokenizer_config.json").get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        return [self.encoder.ids[text]] if text in self.encoder.ids else []
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Tokenise ``text``.
+
+        Args:
+            text: the text; special tokens in it are parsed.
+            add_bos: add the tokens that the model expects before a text, if any.
+            add_eos: add :attr:`eos_id`.
+        """
+        return [*self._before * add_bos, *self.encoder.encode(text), *[self.eos_id] * add_eos]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens`` without special tokens."""
+        return self.encoder.decode(tokens)
+
+
+def eos_ids(folder: Path) -> list[int]:
+    """Return the ids of the EOS tokens in a model's ``generation_config.json``, else in its ``config.json``."""
+    return ids_in(folder, "eos_token_id")
+
+
+def ids_in(folder: Path, key: str) -> list[int]:
+    """Return the token ids that ``key`` has in a model's ``generation_config.json``, else in its ``config.json``."""
+    for name in ("generation_config.json", "config.json"):
+        found = _content(folder / name).get(key)
+        if numbers := [number for number in (found if isinstance(found, list) else [found]) if type(number) is int]:
+            return numbers
+    return []
+
+
+def _content(path: Path) -> dict[str, Any]:
+    return (json_object(path.read_bytes()) if path.is_file() else None) or {}

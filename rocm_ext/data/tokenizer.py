@@ -10,12 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.config.checks import check_max_seq_len
-from rocm_ext.data.encoder import TOKENIZER, TextEncoder
+from rocm_ext.data.encoder import TOKENIZER, HFTokenizer, TextEncoder, eos_ids
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, render_conversation, render_prompt
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 from rocm_ext.errors import UserError
-from rocm_ext.files import json_object
 from rocm_ext.log import log
 
 _SAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -101,15 +100,23 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     if setting == "none":
         ends = _ends(folder, base)
         return ChatTokenizer(base, PlainRenderer(base, ends[0]), ends)
+    if isinstance(base, HFTokenizer) and setting == "torchtune":
+        raise UserError("chat_template torchtune needs a tokenizer of torchtune's; expected auto, none, or a template")
     if setting == "torchtune" or (setting == "auto" and getattr(base, "prompt_template", None)):
         _warn_if_different(base, folder, args, today)
         return base
     template = read_template(setting, folder, args, today)
+    if template is None and isinstance(base, HFTokenizer):
+        raise UserError(
+            f"{folder} has no chat template; set chat_template: none to train a base model on prompts and completions "
+            "as they are, or name a template's file"
+        )
     if template is None:
         log.info("%s has no chat template; torchtune's tokenizer renders the conversations", folder)
         return base
     log.info("chat template: %s", template.origin)
-    encoder, ends = _encoder(folder), _ends(folder, base)
+    encoder = base.encoder if isinstance(base, HFTokenizer) else _encoder(folder)
+    ends = _ends(folder, base)
     renderer = TemplateRenderer(template, encoder, [*getattr(base, "stop_tokens", ()), *ends])
     custom = template.text if setting != "auto" else None
     tokenizer = ChatTokenizer(base, renderer, ends, encoder.special, custom, args)
@@ -121,6 +128,8 @@ def reserved_tokens(tokenizer: Any) -> frozenset[str]:
     """Return the texts that a tokenizer turns into special tokens wherever they stand, such as ``<|im_end|>``."""
     if isinstance(tokenizer, ChatTokenizer):
         return tokenizer.reserved
+    if isinstance(tokenizer, HFTokenizer):
+        return tokenizer.encoder.special
     names = getattr(tokenizer, "special_tokens", {})
     return frozenset(
         name
@@ -194,12 +203,8 @@ def _ends(folder: Path, base: Any) -> list[int]:
     Raises:
         UserError: neither the folder nor the tokenizer names an EOS token.
     """
-    for name in ("generation_config.json", "config.json"):
-        content = json_object((folder / name).read_bytes()) if (folder / name).is_file() else None
-        found = (content or {}).get("eos_token_id")
-        numbers = [number for number in (found if isinstance(found, list) else [found]) if type(number) is int]
-        if numbers:
-            return numbers
+    if numbers := eos_ids(folder):
+        return numbers
     if type(end := getattr(base, "eos_id", None)) is not int:
         raise UserError(f"neither {folder} nor the tokenizer {type(base).__name__} names an EOS token (eos_token_id)")
     return [end]

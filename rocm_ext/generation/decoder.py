@@ -27,9 +27,12 @@ from torchtune.modules import (
 
 from rocm_ext.errors import UserError
 from rocm_ext.model.adapter_files import merged_weight
+from rocm_ext.model.attention import HeadNormAttention
 from rocm_ext.model.lora import Dora, Lora, dense
+from rocm_ext.model.rope import HalvesRoPE
 
-_ROPES = (Qwen2RotaryPositionalEmbeddings, Llama3ScaledRoPE, RotaryPositionalEmbeddings)
+_ROPES = (HalvesRoPE, Qwen2RotaryPositionalEmbeddings, Llama3ScaledRoPE, RotaryPositionalEmbeddings)
+_SUPPORTED = "Llama 3, Mistral, Qwen2.5 and Qwen3"
 
 
 @dataclass(frozen=True)
@@ -73,19 +76,26 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Layer:
-    """One transformer layer; ``qkv`` holds the rows of q, then k, then v, and ``gate_up`` of gate, then up."""
+    """One transformer layer; ``qkv`` holds the rows of q, then k, then v, and ``gate_up`` of gate, then up.
+
+    ``q_norm`` and ``k_norm`` are the scales of the norms of each head, [head_dim]; None: the family has none.
+    """
 
     attention_norm: Tensor
     qkv: Matrix
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     out: Matrix
     mlp_norm: Tensor
     gate_up: Matrix
     down: Matrix
 
 
-def tensors_of(part: "Matrix | Tensor") -> list[Tensor]:
+def tensors_of(part: "Matrix | Tensor | None") -> list[Tensor]:
     """List the tensors of a matrix; a norm is its own only tensor."""
-    return [part] if isinstance(part, Tensor) else [value for value in vars(part).values() if value is not None]
+    if part is None or isinstance(part, Tensor):
+        return [] if part is None else [part]
+    return [value for value in vars(part).values() if value is not None]
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,8 @@ class Decoder:
         return Layer(
             attention_norm=dense(layer.sa_norm.scale.detach()),
             qkv=_fuse([q, k, v]),
+            q_norm=None if attention.q_norm is None else dense(attention.q_norm.scale.detach()),
+            k_norm=None if attention.k_norm is None else dense(attention.k_norm.scale.detach()),
             out=self._matrix(attention.output_proj),
             mlp_norm=dense(layer.mlp_norm.scale.detach()),
             gate_up=_fuse([self._matrix(mlp.w1), self._matrix(mlp.w3)]),
@@ -177,12 +189,13 @@ class Decoder:
     def bytes_per_row(self) -> int:
         """Bytes that a pass holds at once for one token, in addition to the cache.
 
-        It is the larger of two parts. Attention holds q, k and v and rotates them in fp32. The MLP holds gate, up,
-        their activation and their product.
+        It is the larger of two parts. Attention holds q, k and v, normalises q and k in some families, and rotates
+        them in fp32. The MLP holds gate, up, their activation and their product.
         """
         layer, itemsize = self.layers[0], self.dtype.itemsize
         width, wide = layer.down.weight.shape
-        attention = (3 * width + len(layer.qkv.weight)) * itemsize + 16 * len(layer.qkv.weight)
+        copies = 1 if layer.q_norm is None else 2
+        attention = (3 * width + copies * len(layer.qkv.weight)) * itemsize + 16 * len(layer.qkv.weight)
         return max(attention, (3 * width + 4 * wide) * itemsize)
 
     def new_cache(self, slots: int, length: int) -> Cache:
@@ -277,6 +290,9 @@ class Decoder:
         """Return q, k and v, [n, heads, head_dim] each; q and k are rotated."""
         qkv = layer.qkv(self._rms_norm(x, layer.attention_norm)).view(len(x), -1, self.head_dim)
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = qk.split([self.heads, self.kv_heads], dim=1)
+            qk = torch.cat([self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)], dim=1)
         q, k = _rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
         return q, k, v
 
@@ -355,7 +371,7 @@ def check_family(decoder: nn.Module) -> None:
         UserError: the model has a part that is not supported; the message names it.
     """
     if not isinstance(decoder, TransformerDecoder):
-        raise UserError(f"sampling from a {type(decoder).__name__} is not supported; Qwen2.5 and Llama 3 are")
+        raise UserError(f"sampling from a {type(decoder).__name__} is not supported; {_SUPPORTED} are")
     for layer in map(_bare, decoder.layers):  # type: ignore[arg-type]
         attention, mlp = getattr(layer, "attn", None), getattr(layer, "mlp", None)
         rope = getattr(attention, "pos_embeddings", None)
@@ -363,7 +379,7 @@ def check_family(decoder: nn.Module) -> None:
             f"embeddings {type(decoder.tok_embeddings).__name__}": type(decoder.tok_embeddings) is nn.Embedding,
             f"layer {type(layer).__name__}": isinstance(layer, TransformerSelfAttentionLayer),
             f"attention {type(attention).__name__}": isinstance(attention, MultiHeadAttention),
-            "q/k norms": getattr(attention, "q_norm", None) is None,
+            "q/k norms after RoPE": isinstance(attention, HeadNormAttention) or getattr(attention, "q_norm", 0) is None,
             f"position embeddings {type(rope).__name__}": type(rope) in _ROPES,
             f"mlp {type(mlp).__name__}": isinstance(mlp, FeedForward) and mlp.w3 is not None,
             "an activation other than SiLU": isinstance(getattr(mlp, "activation", None), nn.SiLU),
@@ -374,7 +390,7 @@ def check_family(decoder: nn.Module) -> None:
         }
         if bad := [what for what, fine in problems.items() if not fine]:
             raise UserError(
-                f"sampling from this model is not supported: it has {bad[0]}; Qwen2.5 and Llama 3 models are. "
+                f"sampling from this model is not supported: it has {bad[0]}; {_SUPPORTED} models are. "
                 "Sample from any other model on a server: engine._component_=rocm_ext.generation.OpenAIEngine"
             )
 

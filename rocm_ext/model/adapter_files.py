@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
@@ -23,7 +23,10 @@ from rocm_ext.data.template import TEMPLATE
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder
 from rocm_ext.log import log
+from rocm_ext.model import names
+from rocm_ext.model.checkpointer import HF, read_tensors, weight_files
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, rank_and_alpha
+from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.peft_config import ADAPTER_CONFIG, PeftConfig
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -37,12 +40,22 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
 
 
-def check_model_type(model_type: str) -> None:
-    """Refuse a model family that torchtune cannot export to PEFT, before a run spends time on it.
+def check_model_type(model_type: str, decoder: TransformerDecoder) -> None:
+    """Refuse a model family without PEFT export, and weights in another row order than the model's.
+
+    Args:
+        model_type: of the checkpointer.
+        decoder: the model.
 
     Raises:
-        UserError: the family has no PEFT format; the message names it.
+        UserError: the family has no PEFT format, or the checkpointer is not the model's; the message names it.
     """
+    if (model_type == HF) != isinstance(decoder, NativeDecoder):
+        raise UserError(
+            f"checkpointer.model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
+            "rocm_ext.model.from_checkpoint, torchtune's checkpointers those of torchtune's builders. "
+            "With from_checkpoint, leave checkpointer and tokenizer out"
+        )
     if model_type in _NO_PEFT:
         raise UserError(f"checkpointer.model_type {model_type} has no PEFT adapter format in torchtune")
 
@@ -191,8 +204,10 @@ def _converters(decoder: TransformerDecoder, model_type: str) -> tuple[Convert, 
 
     Most families store the rows of q and k as rotary pairs in torchtune and as halves in Hugging Face's
     format, so the converters reorder these rows. Qwen2 uses halves in both. torchtune's own PEFT export
-    reorders Qwen2's adapters too, which is wrong; these converters do not.
+    reorders Qwen2's adapters too, which is wrong; these converters do not. Native decoders use halves, too.
     """
+    if model_type == HF:
+        return (lambda *a: _renamed(names.to_hf, *a)), (lambda *a: _renamed(names.from_hf, *a))
     from torchtune.models import convert_weights
     from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
     from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
@@ -220,6 +235,13 @@ def _converters(decoder: TransformerDecoder, model_type: str) -> tuple[Convert, 
             raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
 
     return (lambda *a: checked(to_hf, *a)), (lambda *a: checked(from_hf, *a))
+
+
+def _renamed(rename: Callable[[str], str], name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+    try:
+        return rename(name), tensor
+    except KeyError as error:
+        raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
 
 
 def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
@@ -251,24 +273,26 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
         UserError: the adapter changes a weight that the base model does not have.
     """
     checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
-    base, weight_files = Path(checkpointer["checkpoint_dir"]), checkpointer["checkpoint_files"]
+    base, files = Path(checkpointer["checkpoint_dir"]), checkpointer.get("checkpoint_files")
     if not (base / "config.json").is_file():
         log.warning("skipping %s: %s is not a Hugging Face folder (it has no config.json)", out, base)
         return
-    if isinstance(weight_files, dict):
-        weight_files = FormattedCheckpointFiles.from_dict(weight_files).build_checkpoint_filenames()
+    if isinstance(files, dict):
+        files = FormattedCheckpointFiles.from_dict(files).build_checkpoint_filenames()
+    files = files or weight_files(base)
     updates = updates_by_weight(load_file(adapter / ADAPTER_WEIGHTS))
     scale = PeftConfig.read(adapter).scale
     with replace_folder(out) as folder:
         index: dict[str, str] = {}
         size = 0
-        for file in weight_files:
+        for file in files:
             tensors = {}
-            for name, weight in _tensors(base / file):
+            for name, weight in read_tensors(base / file):
                 update = updates.pop(name, None)
                 tensors[name] = merged_weight(weight, update, scale) if update else weight.clone()
                 size += weight.nbytes
-            target = str(Path(file).with_suffix(".safetensors"))
+            # the name under which transformers looks for a single file
+            target = str(Path(file).with_suffix(".safetensors")) if len(files) > 1 else "model.safetensors"
             index.update(dict.fromkeys(tensors, target))
             save_file(tensors, folder / target, metadata={"format": "pt"})
         if updates:
@@ -307,12 +331,3 @@ def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) ->
     if (magnitude := update.get(".lora_magnitude_vector")) is not None:
         full *= (magnitude.float() / torch.linalg.vector_norm(full, dim=1))[:, None]
     return full.to(weight.dtype)
-
-
-def _tensors(path: Path):
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                yield name, file.get_tensor(name)
-    else:
-        yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()

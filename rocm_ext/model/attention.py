@@ -26,6 +26,44 @@ class Lengths:
         self.values = values
 
 
+class HeadNormAttention(MultiHeadAttention):
+    """Self-attention that normalises each head of q and k before RoPE, as Qwen3 does.
+
+    torchtune's forward applies ``q_norm`` and ``k_norm`` after RoPE, which is another function.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        input_pos: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over padded rows.
+
+        Args:
+            x: [b, s, d].
+            y: same as ``x``.
+            mask: [b, s, s], True where the first attends to the second; None: causal.
+            input_pos: [b, s], each token's position; None: its index.
+
+        Returns:
+            [b, s, d].
+        """
+        q, k, v = (t.transpose(1, 2) for t in heads(self, x, input_pos))
+        k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k, v))
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if mask is None else mask[:, None],
+            dropout_p=self.attn_dropout if self.training else 0.0,
+            is_causal=mask is None,
+        )
+        return self.output_proj(out.transpose(1, 2).flatten(2))
+
+
 class PackedAttention(MultiHeadAttention):
     """torchtune's self-attention for packed rows; ``mask`` gives the sequence lengths."""
 
@@ -37,7 +75,7 @@ class PackedAttention(MultiHeadAttention):
         mask: Lengths | Tensor | None = None,
         input_pos: Tensor | None = None,
     ) -> Tensor:
-        """Attend within each sequence; call torchtune's forward where ``mask`` is not a :class:`Lengths`.
+        """Attend within each sequence; compute padded rows where ``mask`` is not a :class:`Lengths`.
 
         Args:
             x: [1, s, d], sequences end to end.
@@ -50,18 +88,43 @@ class PackedAttention(MultiHeadAttention):
         """
         if not isinstance(mask, Lengths):
             return super().forward(x, y, mask=mask, input_pos=input_pos)
-        b, s, _ = x.shape
-        q = self.q_proj(x).view(b, s, self.num_heads, self.head_dim)
-        k = self.k_proj(x).view(b, s, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).view(b, s, self.num_kv_heads, self.head_dim)
-        if self.pos_embeddings is not None:
-            q, k = (self.pos_embeddings(t, input_pos=input_pos) for t in (q, k))
-        # torchtune applies these norms to [b, h, s, head_dim] after RoPE. They act on head_dim alone, so the
-        # result is the same before the transpose.
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(q, k, v, mask, self.attn_dropout if self.training else 0.0)
-        return self.output_proj(out.view(b, s, -1))
+        out = attend(*heads(self, x, input_pos), mask, self.attn_dropout if self.training else 0.0)
+        return self.output_proj(out.flatten(2))
+
+
+class PackedHeadNormAttention(PackedAttention, HeadNormAttention):
+    """:class:`HeadNormAttention` for packed rows."""
+
+
+def heads(attention: MultiHeadAttention, x: Tensor, input_pos: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Project x, rotate and normalise its q and k.
+
+    Args:
+        attention: a self-attention layer.
+        x: [b, s, d].
+        input_pos: [b, s], each token's position; None: its index.
+
+    Returns:
+        q [b, s, heads, head_dim], k and v [b, s, kv_heads, head_dim].
+    """
+    q, k, v = (
+        linear(x).unflatten(-1, (count, attention.head_dim))
+        for linear, count in (
+            (attention.q_proj, attention.num_heads),
+            (attention.k_proj, attention.num_kv_heads),
+            (attention.v_proj, attention.num_kv_heads),
+        )
+    )
+    normed = attention.q_norm is not None and attention.k_norm is not None
+    before = isinstance(attention, HeadNormAttention)
+    if normed and before:
+        q, k = attention.q_norm(q), attention.k_norm(k)  # type: ignore[misc]
+    if attention.pos_embeddings is not None:
+        q, k = (attention.pos_embeddings(t, input_pos=input_pos) for t in (q, k))
+    # torchtune applies these norms to [b, h, s, head_dim]. They act on head_dim alone, so the result is the same.
+    if normed and not before:
+        q, k = attention.q_norm(q), attention.k_norm(k)  # type: ignore[misc]
+    return q, k, v
 
 
 @torch.compiler.disable
@@ -86,16 +149,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0
     return torch.cat(pieces, dim=1)
 
 
+_PACKED: dict[type, type] = {MultiHeadAttention: PackedAttention, HeadNormAttention: PackedHeadNormAttention}
+
+
 def use_packed_attention(model: nn.Module) -> bool:
     """Make every self-attention of ``model`` accept packed rows.
 
     Returns:
-        False, with ``model`` unchanged, if a layer has its own attention class (Gemma 2's soft-capping).
+        False, with ``model`` unchanged, if a layer has another attention class (Gemma 2's soft-capping).
         Such a model needs padded rows.
     """
     layers = list(model.layers)  # type: ignore[arg-type]
-    if not all(type(getattr(layer, "attn", None)) is MultiHeadAttention for layer in layers):
+    if not all(type(getattr(layer, "attn", None)) in _PACKED for layer in layers):
         return False
     for layer in layers:
-        layer.attn.__class__ = PackedAttention  # keeps parameters, names and hooks; FSDP2 uses the same technique
+        layer.attn.__class__ = _PACKED[type(layer.attn)]  # keeps parameters, names and hooks; as FSDP2 does
     return True

@@ -219,7 +219,8 @@ def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Non
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
             f"the checkpoint does not fit model: {'; '.join(problems[:3])}{more}. "
-            "Set model._component_ to the builder of these weights (size, base or instruct)"
+            "Set model._component_ to the builder of these weights (size, base or instruct); a model of "
+            "rocm_ext.model.from_checkpoint needs config.json and weights of one download"
         )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torchtune.training.metric_logging import TensorBoardLogger, WandBLogger
 
 from rocm_ext import config
+from rocm_ext.data.encoder import HFTokenizer
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.log import log
 from rocm_ext.train.runtime import Runtime
@@ -38,6 +39,8 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
         UserError: they encode text in different ways, or a special token has another id.
     """
     path = Path(cfg.checkpointer.checkpoint_dir) / "tokenizer.json"
+    if isinstance(getattr(tokenizer, "base", tokenizer), HFTokenizer) and path == Path(cfg.tokenizer.path):
+        return
     if not (path.is_file() and hasattr(tokenizer, "encode")):
         return
     try:

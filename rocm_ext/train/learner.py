@@ -68,11 +68,11 @@ class Learner:
 
     def __init__(self, cfg: DictConfig, runtime: Runtime, tokenizer: Any) -> None:
         self.cfg, self.runtime, self.tokenizer = cfg, runtime, tokenizer
-        adapter_files.check_model_type(cfg.checkpointer.model_type)
         first = cfg.checkpointer.get("adapter_checkpoint") or None
         if cfg.use_rslora is None:
             cfg.use_rslora = first is not None and adapter_files.is_rslora(Path(first))
         self.decoder = self.setup_model()
+        adapter_files.check_model_type(cfg.checkpointer.model_type, self.decoder)
         for _, layer in adapters(self.decoder):
             layer.rslora = cfg.use_rslora
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)

@@ -1,0 +1,257 @@
+"""Architectures of checkpoints in Hugging Face's format, as their ``config.json`` describes them.
+
+Only what transformers' own code for a family reads changes what a model computes. Of these keys, this module knows
+each: it reads the key, or refuses a value that the native decoders do not compute.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.errors import UserError
+from rocm_ext.files import json_object
+from rocm_ext.hub import how_to_download
+
+CONFIG = "config.json"
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings.
+
+    Attributes:
+        base: theta.
+        kind: ``default``, ``linear`` or ``llama3``.
+        factor: divides the frequencies; of ``llama3`` only the low ones.
+        low, high: ``llama3``'s low_freq_factor and high_freq_factor.
+        original: ``llama3``'s original_max_position_embeddings.
+    """
+
+    base: float
+    kind: str = "default"
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a decoder computes, but for its weights.
+
+    Attributes:
+        name: transformers' class, such as ``Qwen3ForCausalLM``.
+        vocabulary: rows of the embeddings.
+        layers, width, intermediate: number of layers, size of hidden states and of the MLP.
+        heads, kv_heads, head_dim: shape of attention.
+        positions: the longest sequence that the decoder computes as transformers does. A sliding window limits it,
+            because up to the window's length windowed attention is causal attention.
+        window: the sliding window; None: the model has none.
+        norm_eps: of every RMSNorm.
+        tied: whether the output layer is the embeddings.
+        qkv_bias, out_bias: which projections of attention have a bias.
+        head_norms: whether q and k are normalised per head, before RoPE.
+        attention_dropout: probability, in training.
+        rope: position embeddings.
+    """
+
+    name: str
+    vocabulary: int
+    layers: int
+    width: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+    window: int | None
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    head_norms: bool
+    attention_dropout: float
+    rope: Rope
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Differences between families, with transformers' defaults for keys that a ``config.json`` may lack."""
+
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: width / heads
+    always_qkv_bias: bool = False
+    reads_attention_bias: bool = False
+    head_norms: bool = False
+    window: str = ""  # "always": sliding_window alone decides; "switched": use_sliding_window, too
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(reads_attention_bias=True),
+    "Qwen2ForCausalLM": _Family(kv_heads=32, always_qkv_bias=True, window="switched"),
+    "Qwen3ForCausalLM": _Family(
+        kv_heads=32, head_dim=128, reads_attention_bias=True, head_norms=True, window="switched"
+    ),
+    "MistralForCausalLM": _Family(kv_heads=8, window="always"),
+}
+_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_MODEL_TYPES |= {"mistral": "MistralForCausalLM"}
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Read a folder's ``config.json``.
+
+    Raises:
+        UserError: the file is missing or damaged, the architecture is unknown, or the native decoders do not compute
+            what a key asks for; the message names it.
+    """
+    path = folder / CONFIG
+    try:
+        config = json_object(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"no model in {folder}: {CONFIG} is missing; {how_to_download(folder)}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if config is None:
+        raise UserError(f"{path} is damaged: expected a JSON object; download the file again")
+    try:
+        return _architecture(config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _architecture(config: Config) -> Architecture:
+    name = _known_name(config)
+    family = _FAMILIES[name]
+    _refuse_foreign(config)
+    width, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+    layers, positions = _whole(config, "num_hidden_layers"), _whole(config, "max_position_embeddings")
+    kv_heads = _whole(config, "num_key_value_heads", family.kv_heads or heads)
+    head_dim = _whole(config, "head_dim", family.head_dim or width // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise UserError(
+            f"num_attention_heads={heads}, num_key_value_heads={kv_heads}, head_dim={head_dim}; expected heads that "
+            "divide by the key-value heads, and an even head_dim"
+        )
+    biased = _switch(config, "attention_bias") and family.reads_attention_bias
+    window = _window(config, family, layers)
+    return Architecture(
+        name=name,
+        vocabulary=_whole(config, "vocab_size"),
+        layers=layers,
+        width=width,
+        intermediate=_whole(config, "intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        positions=min(positions, window or positions),
+        window=window,
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        tied=_switch(config, "tie_word_embeddings"),
+        qkv_bias=family.always_qkv_bias or biased,
+        out_bias=biased,
+        head_norms=family.head_norms,
+        attention_dropout=_number(config, "attention_dropout", 0.0),
+        rope=_rope(config, positions),
+    )
+
+
+def _known_name(config: Config) -> str:
+    """Return transformers' class of the model.
+
+    Raises:
+        UserError: it is not a text model of a known family.
+    """
+    named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
+    name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
+    if any(isinstance(config.get(part), Mapping) for part in ("vision_config", "text_config", "audio_config")):
+        raise UserError(f"{name} takes images or sound; only text models are supported")
+    if isinstance(config.get("auto_map"), Mapping) and "AutoModelForCausalLM" in config["auto_map"]:
+        raise UserError(f"{name} brings its own code (auto_map), which this library does not run")
+    if name not in _FAMILIES:
+        raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
+    return name
+
+
+def _refuse_foreign(config: Config) -> None:
+    """Refuse what the native decoders do not compute.
+
+    Raises:
+        UserError: naming the key and its value.
+    """
+    if quantized := config.get("quantization_config") or config.get("compression_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+        raise UserError(
+            f"the weights are quantised ({method or 'quantization_config'}); use the model's bf16 or fp16 weights, "
+            "with quantize_base: True for a 4-bit base model"
+        )
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UserError(f"hidden_act is {activation!r}; supported is silu")
+    if config.get("mlp_bias"):
+        raise UserError("mlp_bias is True; an MLP with biases is not supported")
+
+
+def _window(config: Config, family: _Family, layers: int) -> int | None:
+    window = config.get("sliding_window")
+    if not family.window or window is None or (family.window == "switched" and not config.get("use_sliding_window")):
+        return None
+    if family.window == "switched":
+        kinds = config.get("layer_types")
+        windowed = "sliding_attention" in kinds if isinstance(kinds, list) else _first_windowed(config) < layers
+        if not windowed:
+            return None
+    return _whole(config, "sliding_window")
+
+
+def _first_windowed(config: Config) -> int:
+    first = config.get("max_window_layers", 28)
+    return first if isinstance(first, int) else 0
+
+
+def _rope(config: Config, positions: int) -> Rope:
+    """Read RoPE from ``rope_parameters``, or from the older ``rope_theta`` and ``rope_scaling``."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
+        raise UserError(f"{key} is {found!r}; expected one set of parameters for all layers")
+    kind = str(found.get("rope_type", found.get("type", "default")))
+    base = _number(found, "rope_theta", _number(config, "rope_theta", 10_000.0))
+    part = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part not in (None, 1):
+        raise UserError(f"partial_rotary_factor is {part!r}; supported is RoPE over the whole head")
+    if kind == "default":
+        return Rope(base)
+    if kind == "linear":
+        return Rope(base, kind, _number(found, "factor"))
+    if kind == "llama3":
+        low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
+        if low == high:
+            raise UserError(f"{key}: low_freq_factor and high_freq_factor are both {low}; expected two numbers")
+        original = _whole(found, "original_max_position_embeddings", positions)
+        return Rope(base, kind, _number(found, "factor"), low, high, original)
+    raise UserError(f"{key}: rope_type {kind!r} is not supported; supported are default, linear, llama3")
+
+
+def _whole(config: Config, key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise UserError(f"{key} is {value!r}; expected a whole number of at least 1")
+    return value
+
+
+def _number(config: Config, key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):  # type: ignore[operator]
+        raise UserError(f"{key} is {value!r}; expected a number")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _switch(config: Config, key: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool | None):
+        raise UserError(f"{key} is {value!r}; expected true or false")
+    return bool(value)
