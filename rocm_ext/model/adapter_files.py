@@ -140,6 +140,11 @@ def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> 
         UserError: the adapter is missing or damaged, has weights that are not finite or of layers that no model of this
             family has, or computes another function than ``decoder`` would.
     """
+    if source.is_file() and model_type == HF:
+        raise UserError(
+            f"adapter {source} is a file of torchtune's, whose row order this model does not have; start from a folder "
+            f"in PEFT's format ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS})"
+        )
     if (folder := config_folder(source)) is not None:
         PeftConfig.read(folder).check(folder, decoder)
     try:

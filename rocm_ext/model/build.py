@@ -16,6 +16,7 @@ from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import Profile, check_locked
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
+from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.norm import use_fused_norms
 from rocm_ext.objectives import Objective
 from rocm_ext.ranks import Ranks
@@ -169,7 +170,8 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
             message names the first three.
     """
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
-    _check_fit(frozen, weights.state)
+    of_one_folder = isinstance(decoder, NativeDecoder)
+    _check_fit(frozen, weights.state, _DOWNLOAD_AGAIN if of_one_folder else _OTHER_BUILDER)
     sums: dict[str, Tensor] = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
     for name, parameter in frozen.items():
@@ -189,6 +191,10 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
             layer.initialize_dora_magnitude()
 
 
+_OTHER_BUILDER = "Set model._component_ to the builder of these weights (size, base or instruct)"
+_DOWNLOAD_AGAIN = "config.json and the weights must be of one model: download both again"
+
+
 def _shard_of(placed: Tensor) -> Tensor:
     return placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
 
@@ -206,7 +212,7 @@ def _check_finite(sums: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> No
     )
 
 
-def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor], hint: str) -> None:
     shapes = {_plain(name): tuple(p.shape) for name, p in frozen.items()}
     problems = [f"missing {name}" for name in shapes if name not in state]
     problems += [f"unexpected {name}" for name in state if name not in shapes]
@@ -217,11 +223,7 @@ def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Non
     ]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(
-            f"the checkpoint does not fit model: {'; '.join(problems[:3])}{more}. "
-            "Set model._component_ to the builder of these weights (size, base or instruct); a model of "
-            "rocm_ext.model.from_checkpoint needs config.json and weights of one download"
-        )
+        raise UserError(f"the checkpoint does not fit model: {'; '.join(problems[:3])}{more}. {hint}")
 
 
 def _plain(name: str) -> str:

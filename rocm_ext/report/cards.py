@@ -23,7 +23,8 @@ def _setup(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "Recipe", TITLES.get(run.recipe, run.recipe)
     folder, builder = run.setting("checkpointer.checkpoint_dir"), run.setting("model._component_")
     names = [PurePath(str(folder)).name] if folder else []
-    names += [str(builder).rpartition(".")[2]] if builder else []
+    kind = str(builder or "").rpartition(".")[2]
+    names += [kind] if kind not in ("", "from_checkpoint") else []  # the folder's name says it all
     yield "Model", " · ".join(names)
     machine = run.fact("machine")
     if machine is None:
