@@ -331,17 +331,34 @@ def run_files(out: Path) -> tuple[list[float], bytes]:
 
 
 def test_killed_and_resumed(folders, tmp_path):
-    """A killed run continues bit for bit, also from the config that it recorded."""
+    """A killed run continues bit for bit, from the config that it recorded or from a folder that has moved."""
+    base = shutil.copytree(folders["qwen3"], tmp_path / "base")
     changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
-    cfg = folder_config(folders["qwen3"], folders["rows"], tmp_path / "whole", {"lora_dropout": 0.1}, **changes)
+    cfg = folder_config(base, folders["rows"], tmp_path / "whole", {"lora_dropout": 0.1}, **changes)
     finetune(cfg)
-    out = tmp_path / "killed"
     logger = {"_component_": "tests.test_resume.SendSignal", "step": 3, "signum": int(signal.SIGKILL)}
-    path = write_yaml(tmp_path / "killed.yaml", {**cfg, "output_dir": str(out), "metric_logger": logger})
-    assert forked(main, path)[0] == -signal.SIGKILL
-    code, said = forked(main, out / "config.yaml", "resume_from_checkpoint=True", "metric_logger=null")
-    assert code == 0, said
-    assert run_files(out) == run_files(tmp_path / "whole")
+    killed = {"metric_logger": logger, **{key: cfg[key] for key in cfg if key != "metric_logger"}}
+    for name in ("recorded", "moved"):
+        path = write_yaml(tmp_path / f"{name}.yaml", {**killed, "output_dir": str(tmp_path / name)})
+        assert forked(main, path)[0] == -signal.SIGKILL
+        if name == "recorded":
+            overrides, path = [], tmp_path / name / "config.yaml"
+        else:
+            overrides = [f"model.checkpoint_dir={base.rename(tmp_path / 'elsewhere')}"]
+        code, said = forked(main, path, *overrides, "resume_from_checkpoint=True", "metric_logger=null")
+        assert code == 0, said
+        assert run_files(tmp_path / name) == run_files(tmp_path / "whole")
+
+
+def test_another_config_json_is_another_model(folders, tmp_path):
+    base = shutil.copytree(folders["llama"], tmp_path / "base")
+    cfg = folder_config(base, folders["rows"], tmp_path / "run", max_steps_per_epoch=2, save_every_n_steps=1)
+    finetune(cfg)
+    content = json.loads((base / "config.json").read_text())
+    content["rope_parameters"]["factor"] = 4.0
+    (base / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="belongs to another run: base model changed"):
+        prepare(cfg | {"resume_from_checkpoint": True, "epochs": 2})
 
 
 def test_a_4_bit_base_model(folders, tmp_path):

@@ -134,9 +134,13 @@ class Weights:
     state: Mapping[str, Tensor]
     model_type: str
 
-    def fingerprint(self) -> str:
-        """Hash that identifies the base model: names, shapes, dtypes and a sample of every tensor's values."""
-        digest = hashlib.sha256()
+    def fingerprint(self, architecture: str = "") -> str:
+        """Hash that identifies the base model: names, shapes, dtypes and a sample of every tensor's values.
+
+        Args:
+            architecture: what else decides the model's function and is not in the run's config.
+        """
+        digest = hashlib.sha256(architecture.encode())
         for name, tensor in sorted(self.state.items()):
             flat = tensor.reshape(-1)
             sample = flat[:: max(1, len(flat) // 64)][:64].float()

@@ -29,7 +29,13 @@ _OUTPUT, _ALL = "lm_head", "all-linear"
 
 
 class NativeDecoder(TransformerDecoder):
-    """A torchtune decoder whose weights have the rows of Hugging Face's files."""
+    """A torchtune decoder whose weights have the rows of Hugging Face's files.
+
+    Attributes:
+        architecture: what it computes, but for its weights.
+    """
+
+    architecture: Architecture
 
 
 def from_checkpoint(
@@ -96,7 +102,7 @@ class _Builder:
             output = self._adapted(a.width, a.vocabulary)  # torchtune keeps output layers in 16 bits
         else:
             output = nn.Linear(a.width, a.vocabulary, bias=False)
-        return NativeDecoder(
+        decoder = NativeDecoder(
             tok_embeddings=embeddings,
             layers=nn.ModuleList(self._layer() for _ in range(a.layers)),
             max_seq_len=a.positions,
@@ -105,6 +111,8 @@ class _Builder:
             norm=self._norm(a.width),
             output=output,
         )
+        decoder.architecture = a
+        return decoder
 
     def _layer(self) -> TransformerSelfAttentionLayer:
         a = self.architecture

@@ -143,7 +143,7 @@ class Learner:
             for layer in self.decoder.layers:
                 layer.compile(dynamic=True)
         weights = self.read_weights()
-        self.base_fingerprint = weights.fingerprint()
+        self.base_fingerprint = weights.fingerprint(str(getattr(self.decoder, "architecture", "")))
         self.runtime.ranks.shard(self.decoder.layers, self.model, set(self.adapter.values()))
         load_weights(self.decoder, weights, self.runtime.ranks)
         if self._first is not None:
