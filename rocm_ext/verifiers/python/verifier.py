@@ -18,6 +18,7 @@ from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code, parse_python
+from rocm_ext.verifiers.python._units import Broken, Tests
 from rocm_ext.verifiers.python.start import PROGRAM, Gone, Judges, WarmJudge, start
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.process import supervise
@@ -88,11 +89,16 @@ class PythonTests(Verifier):
         for name in ("entry_point", "test_setup", "code_prefix"):
             if row.get(name) is not None:
                 field(row, name, str)
-        for name, source in (("tests", tests_of(row)), ("test_setup", row.get("test_setup") or "")):
+        tests, entry = tests_of(row), row.get("entry_point") or ""
+        for name, source in (("tests", tests), ("test_setup", row.get("test_setup") or ""), ("entry_point", entry)):
             try:
                 parse_python(source)
             except (SyntaxError, ValueError) as error:
                 raise ValueError(f"field {name!r} is not Python: {error}") from error
+        try:
+            Tests(tests, self._trusted(row), entry)
+        except (Broken, SyntaxError, RecursionError) as error:
+            raise ValueError(f"field 'tests': {error}") from error
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         code = extract_code(completion, "python")
@@ -121,7 +127,7 @@ class PythonTests(Verifier):
         return interpreter(self.python)[1]
 
     def _tests(self, code: str, prefix: str, entry: str, row: Mapping[str, Any]) -> Result:
-        trusted = [source for source in (row.get("test_setup") or "", prefix) if source and _parses(source)]
+        trusted = self._trusted(row)
         shared = [name for source in trusted for name in _classes(source)]
         try:
             tests = tests_of(row)
@@ -171,6 +177,12 @@ class PythonTests(Verifier):
         spent = child.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU)
         return timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
 
+    @staticmethod
+    def _trusted(row: Mapping[str, Any]) -> list[str]:
+        """The sources that run on both sides."""
+        found = (row.get("test_setup") or "", row.get("code_prefix") or "")
+        return [source for source in found if source and _parses(source)]
+
     def _result(self, said: bytes, judge: WarmJudge, status: int | None, stderr: str) -> Result:
         """The verdict in the judge's output, which the program cannot write to."""
         reports = [json.loads(line) for line in said.split(b"\n")[:-1]]  # whole lines only
@@ -187,12 +199,14 @@ class PythonTests(Verifier):
             return error(detail)
         if last["kind"] == "gone":
             return wrong(detail)
+        if last["kind"] == "failed":
+            return wrong(f"failed: {detail}")
         passed, total = last["passed"], last["total"]
-        if passed == total:
+        if not last["failed"]:
             return correct(f"passed {total} of {total}")
-        share = passed / total if self.partial_credit else 0.0
-        count = f"passed {passed} of {total}; " if self.partial_credit else ""
-        return wrong(f"{count}failed: {detail}", share)
+        if not self.partial_credit:
+            return wrong(f"failed: {detail}")
+        return wrong(f"passed {passed:.4g} of {total}; failed: {detail}", passed / total if total else 0.0)
 
 
 def _has_no_writer(reader: int) -> bool:
