@@ -1,11 +1,23 @@
-"""Programs that read stdin and write stdout, judged by cases. The expected output never enters the sandbox."""
+"""Programs that read stdin and write stdout, judged by cases. The expected output never enters their sandbox."""
 
+import ast
+import json
+import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, correct, error, field, short, timeout, wrong
-from rocm_ext.verifiers.sandbox import Limits, Outcome, Sandbox
+from rocm_ext.verifiers.extract import parse_python
+from rocm_ext.verifiers.sandbox import BOX, Limits, Outcome, Sandbox, interpreter
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
+WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -15,7 +27,7 @@ class CaseResults:
     Attributes:
         total: cases of the row.
         ran: those in which the program ended with status 0.
-        right: those of them in which it printed the expected output.
+        right: those of them in which it printed what is right; a checker's fractions count in part.
         detail: the first failure.
         timed_out: the program exceeded the time limit.
         broken: the sandbox's own failure; empty if the sandbox worked.
@@ -23,7 +35,7 @@ class CaseResults:
 
     total: int
     ran: int
-    right: int
+    right: float
     detail: str
     timed_out: bool
     broken: str
@@ -36,12 +48,93 @@ class CaseResults:
             return timeout(self.detail)
         if self.right == self.total:
             return correct(f"passed {self.total} of {self.total}")
-        return wrong(f"{self.right} of {self.total} right; {self.detail}",
+        return wrong(f"{self.right:.4g} of {self.total} right; {self.detail}",
                      self.right / self.total if partial_credit else 0.0)  # fmt: skip
 
 
+class Comparison:
+    """What counts as the right output.
+
+    Args:
+        tolerance: None: the text must be equal apart from white space at the ends of lines and of the text. A number:
+            numbers may differ by so much, absolute or relative to the expected one; whole numbers may not. A row's
+            ``tolerance`` takes precedence.
+        checker: a Python file with ``def check(input, output, expected)`` that returns a bool, or a float from 0 to 1
+            as the case's share; a row's ``checker``, the source itself, takes precedence. ValueError, LookupError,
+            ArithmeticError and AssertionError in it mean that the output is wrong; any other exception is an ERROR.
+        sandbox: the kind of sandbox that the checker runs in, apart from the program.
+        python: the interpreter that runs it.
+
+    Raises:
+        UserError: the tolerance is negative, or the checker cannot be read or defines no ``check``.
+    """
+
+    def __init__(
+        self, tolerance: float | None, checker: str | None, sandbox: str, python: str = sys.executable
+    ) -> None:
+        self.tolerance, self.source, self.kind, self.python = tolerance, "", sandbox, python
+        try:
+            if tolerance is not None:
+                _tolerance(tolerance)
+            if checker is not None:
+                self.source = _checker(Path(checker).read_text())
+        except (OSError, ValueError) as problem:
+            raise UserError(str(problem)) from problem
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming the field, if the row's own comparison is malformed."""
+        if row.get("tolerance") is not None:
+            _tolerance(row["tolerance"])
+        if row.get("checker") is not None:
+            _checker(field(row, "checker", str))
+
+    def within(self, row: Mapping[str, Any]) -> float | None:
+        """The tolerance for a row."""
+        found = row.get("tolerance")
+        return self.tolerance if found is None else found
+
+    def scores(self, row: Mapping[str, Any], cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
+        """How right each (input, output, expected output) is, from 0 to 1.
+
+        Raises:
+            ValueError: the checker failed.
+        """
+        source = row.get("checker") or self.source
+        if not source:
+            return [float(same_output(printed, expected, self.within(row))) for _, printed, expected in cases]
+        folders, packages = interpreter(self.python)
+        task = json.dumps({"checker": source, "path": packages, "cases": cases}).encode()
+        script = Path(__file__).with_name("_checker.py").read_text()
+        box = Sandbox(self.kind, folders)
+        outcome = box.run([self.python, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, limits)
+        if outcome.timed_out:
+            raise ValueError(f"the checker is still running after {limits.seconds:g} s")
+        try:
+            answer = json.loads(outcome.stdout)
+        except ValueError:
+            raise ValueError(f"the checker did not answer: {outcome.stderr.decode('utf-8', 'replace')}") from None
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return answer
+
+
+def _tolerance(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"tolerance must be a number of at least 0, found {value!r}")
+
+
+def _checker(source: str) -> str:
+    try:
+        tree = parse_python(source)
+    except (SyntaxError, ValueError) as problem:
+        raise ValueError(f"the checker is not Python: {problem}") from problem
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
+        raise ValueError("the checker defines no function check(input, output, expected)")
+    return source
+
+
 def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The (input, output) pairs of a row.
+    """The (input, output) pairs of a row whose program reads stdin.
 
     Raises:
         ValueError: ``cases`` is not a list of ``{"input": str, "output": str}``, or is empty.
@@ -55,26 +148,48 @@ def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(case["input"], case["output"]) for case in cases]
 
 
+def calls_of(row: Mapping[str, Any]) -> list[tuple[list[Any], Any, bool]] | None:
+    """The (arguments, value, whether a list of one may stand for its element) of a row whose cases are calls.
+
+    None: the cases are texts, for a program that reads stdin.
+
+    Raises:
+        ValueError: a case is malformed, or the row has no ``entry_point`` to call.
+    """
+    cases = field(row, "cases", (list, tuple))
+    if not cases or not isinstance(cases[0], Mapping) or not isinstance(cases[0].get("input"), (list, tuple)):
+        return None
+    for index, case in enumerate(cases):
+        if not isinstance(case, Mapping) or not isinstance(case.get("input"), (list, tuple)) or "output" not in case:
+            raise ValueError(f"field 'cases'[{index}] must be {{input: [arguments], output: value}}, "
+                             f"found {short(case, 80)}")  # fmt: skip
+    field(row, "entry_point", str)
+    return [(list(case["input"]), case["output"], bool(case.get("unwrap"))) for case in cases]
+
+
 def run_cases(
     sandbox: Sandbox,
     argv: Sequence[str],
     files: Mapping[str, bytes | str],
-    cases: Sequence[tuple[str, str]],
+    row: Mapping[str, Any],
     limits: Limits,
     go_on: bool,
+    comparison: Comparison,
 ) -> CaseResults:
     """Run the program once per case.
 
     Args:
         sandbox: where it runs.
         argv, files: as for :meth:`Sandbox.start`.
-        cases: (input, expected output) pairs.
+        row: with the cases.
         limits: of each run, but ``seconds`` are for all cases together.
         go_on: continue after a case that fails. A timeout always ends the row.
+        comparison: what counts as right. A checker runs once, after the program's runs.
     """
-    left = limits.seconds
-    ran = right = 0
-    detail = ""
+    cases, left = cases_of(row), limits.seconds
+    batch = bool(row.get("checker") or comparison.source)
+    printed: list[tuple[int, tuple[str, str, str]]] = []
+    ran, right, detail = 0, 0.0, ""
     for index, (given, expected) in enumerate(cases):
         outcome = sandbox.run(argv, files, given.encode("utf-8", "surrogatepass"), limits.within(left))
         left -= outcome.seconds
@@ -86,13 +201,26 @@ def run_cases(
                                True, "")  # fmt: skip
         problem = failure(outcome)
         ran += not problem
-        if not problem and not same_text(outcome.stdout.decode("utf-8", "replace"), expected):
-            problem = f"printed {short(outcome.stdout.decode('utf-8', 'replace'), 80)!r}"
-        right += not problem
+        text = outcome.stdout.decode("utf-8", "replace")
+        if not problem and batch:
+            printed.append((index, (given, text, expected)))
+        elif not problem:
+            [score] = comparison.scores(row, [(given, text, expected)], limits)
+            problem = "" if score == 1 else f"printed {short(text, 80)!r}"
+            right += score
         if problem:
             detail = detail or f"case {index}: {problem}"
             if not go_on:
-                break
+                return CaseResults(len(cases), ran, right, detail, False, "")
+    if printed:
+        try:
+            scores = comparison.scores(row, [case for _, case in printed], limits)
+        except ValueError as failed:
+            return CaseResults(len(cases), ran, right, detail, False, str(failed))
+        right = sum(scores)
+        for (index, case), score in zip(printed, scores, strict=True):
+            if score < 1:
+                detail = detail or f"case {index}: printed {short(case[1], 80)!r}"
     return CaseResults(len(cases), ran, right, detail, False, "")
 
 
@@ -106,10 +234,31 @@ def failure(outcome: Outcome) -> str:
     return ""
 
 
-def same_text(printed: str, expected: str) -> bool:
-    """Whether two texts are equal apart from white space at the ends of lines and of the text."""
+def same_output(printed: str, expected: str, tolerance: float | None = None) -> bool:
+    """Whether a program printed the right text; see :class:`Comparison`."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.rstrip().split("\n")]
 
-    return lines(printed) == lines(expected)
+    ours, theirs = lines(printed), lines(expected)
+    if tolerance is None or ours == theirs or len(ours) != len(theirs):
+        return ours == theirs
+    for mine, other in zip(ours, theirs, strict=True):
+        found, wanted = mine.split(), other.split()
+        if len(found) != len(wanted) or not all(close(a, b, tolerance) for a, b in zip(found, wanted, strict=True)):
+            return False
+    return True
+
+
+def close(found: str, wanted: str, tolerance: float) -> bool:
+    """Whether two words are equal, or numbers within the tolerance; whole numbers have none."""
+    if found == wanted:
+        return True
+    if not (NUMBER.fullmatch(found) and NUMBER.fullmatch(wanted)):
+        return False
+    if Decimal(found) == Decimal(wanted):
+        return True
+    if WHOLE.fullmatch(found) and WHOLE.fullmatch(wanted):
+        return False
+    a, b = float(found), float(wanted)
+    return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(b))

@@ -10,7 +10,7 @@ from typing import Any
 
 from rocm_ext.errors import UserError, nearest
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
-from rocm_ext.verifiers.cases import cases_of, run_cases
+from rocm_ext.verifiers.cases import Comparison, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox
 
@@ -122,6 +122,7 @@ class Run(Compile):
         memory_mb: for the program.
         compiles, runs: parts of the reward.
         compile_timeout: seconds for the compiler.
+        tolerance, checker: what counts as the right output; see :class:`rocm_ext.verifiers.cases.Comparison`.
     """
 
     def __init__(
@@ -133,8 +134,11 @@ class Run(Compile):
         runs: float = 0.3,
         compile_timeout: float = 30.0,
         sandbox: str = "bubblewrap",
+        tolerance: float | None = None,
+        checker: str | None = None,
     ) -> None:
         super().__init__(language, compile_timeout, sandbox=sandbox)
+        self.comparison = Comparison(tolerance, checker, sandbox)
         if compiles < 0 or runs < 0 or compiles + runs >= 1:
             raise UserError(f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
@@ -143,6 +147,7 @@ class Run(Compile):
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         cases_of(row)
+        self.comparison.check_row(row)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         code = extract_code(completion, self.language)
@@ -151,13 +156,13 @@ class Run(Compile):
         program, problem = self.compiled(code)
         if program is None:
             return problem or error("no program")
-        cases = cases_of(row)
-        results = run_cases(Sandbox(self.kind), [f"{BOX}/program"], {"program": program}, cases, self.limits, True)
+        results = run_cases(Sandbox(self.kind), [f"{BOX}/program"], {"program": program}, row, self.limits, True,
+                            self.comparison)  # fmt: skip
         if results.broken or results.timed_out or results.right == results.total:
             return results.result(True)
         rest = 1 - self.compiles - self.runs
         reward = self.compiles + (self.runs * results.ran + rest * results.right) / results.total
-        return wrong(f"{results.right} of {results.total} right; {results.detail}", reward)
+        return wrong(f"{results.right:.4g} of {results.total} right; {results.detail}", reward)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import sys
 import types
 
 import _standin
+from _calls import Calls
 from _channel import Malformed, TooMuch, Unsendable
 from _runner import Runner, awaited
 from _units import ITERATION, SITE, Broken, Tests, is_test, is_test_class
@@ -137,7 +138,7 @@ def run(task, judge, report):
         skips = _replace(task, judge)
         for source in task["trusted"]:
             exec(compile(source, "setup", "exec", dont_inherit=True), namespace)
-        tests = Tests(task["tests"], task["trusted"], entry)
+        tests = Tests(task["tests"], task["trusted"], entry) if task["cases"] is None else Calls(task)
         library = {n: _library(*where) for n, where in tests.library.items() if n not in namespace}
     except Exception as error:
         return _broken(error)
@@ -170,7 +171,7 @@ def run(task, judge, report):
     score = Score(judge, task["tests"], task["all"])
     score.skips = skips
     try:
-        take(tests, namespace, score)
+        tests.take(namespace, score) if task["cases"] is not None else take(tests, namespace, score)
     except Broken as error:
         return _broken(error)
     if not score.total and not score.failures:

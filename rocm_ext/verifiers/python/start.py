@@ -21,7 +21,7 @@ from rocm_ext.verifiers.sandbox.process import feed, readable
 JUDGE_MB = 1024  # the tests may need more memory than the code
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
-JUDGE = ("_channel", "_wire", "_units", "_standin", "_runner", "_tests", "_judge", "_warm")
+JUDGE = ("_channel", "_wire", "_units", "_standin", "_runner", "_calls", "_tests", "_judge", "_warm")
 PROGRAM = ("_channel", "_wire", "_candidate")
 
 # runs in the sandbox; -c spares the interpreter a search for the file's importer

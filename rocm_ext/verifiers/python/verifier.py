@@ -16,7 +16,7 @@ from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
-from rocm_ext.verifiers.cases import cases_of, run_cases
+from rocm_ext.verifiers.cases import Comparison, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code, parse_python
 from rocm_ext.verifiers.python._units import Broken, Tests
 from rocm_ext.verifiers.python.start import PROGRAM, Gone, Judges, WarmJudge, start
@@ -32,14 +32,25 @@ class PythonTests(Verifier):
 
     Row fields:
 
-    - ``tests``: source with asserts, ``test_*`` functions or ``check(candidate)``; or a list of assert statements
+    - ``tests``: source with asserts at the top level (also in loops, ``with pytest.raises``, calls of functions that
+      assert, ``if __name__ == "__main__":``), ``test_*`` functions, also async, ``check(candidate)``, ``TestCase``
+      classes of unittest, or ``Test*`` classes; or a list of statements. Of pytest these work: fixtures with their
+      scopes, ``parametrize``, ``raises``, ``approx``, ``fail``, ``skip``, the marks skip, skipif, xfail and
+      usefixtures, the fixtures ``capsys``, ``monkeypatch`` and ``request``. Each of them is a unit: it passes or fails
+      by itself. ``check_row`` refuses tests that would not run
     - ``entry_point``: the name that the code must define and that ``check`` is called with; it may be an expression
-      such as ``Solution().two_sum``
+      such as ``Solution().two_sum``. Without it the answer defines the names that the tests use and do not define, as
+      ``from solution import f`` also says; names of builtins and of well-known modules stay the library's, unless the
+      tests call just one of them and nothing else
     - ``test_setup``: imports and definitions for both sides; the model's code runs with them and can read them
     - ``code_prefix``: HumanEval's prompt, a signature with its docstring; it precedes code that does not define the
       entry point itself. Its helper functions are trusted: the tests use them
     - ``cases`` instead of ``tests``: a list of ``{input, output}`` for a program that reads stdin and writes stdout.
-      White space at the ends of lines and of the output does not count
+      White space at the ends of lines and of the output does not count; ``tolerance`` and ``checker`` in the row
+      take precedence over the arguments
+    - ``cases`` as a list of ``{input: [arguments], output: value}`` for calls of ``entry_point``. A tuple counts as
+      the list of its elements, and a number within ``tolerance`` as equal. With ``unwrap: true`` in a case, an expected
+      list of one also stands for its element
 
     The code and the tests run in two processes, each in its own sandbox. The code's process gets the arguments of
     the calls that the tests make, and returns values; it sees neither the tests' source nor the expected values.
@@ -53,9 +64,12 @@ class PythonTests(Verifier):
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
         memory_mb: for the code.
-        partial_credit: the reward is the share of tests that pass; else it is 1 or 0.
+        partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each assert of a test function
+            or of ``check`` counts as a test. A loop that asserts counts as one, by the share of its rounds that pass.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
         python: the interpreter; the code can import its installed packages.
+        tolerance, checker: what counts as the right output of ``cases``; see
+            :class:`rocm_ext.verifiers.cases.Comparison`.
     """
 
     def __init__(
@@ -65,11 +79,14 @@ class PythonTests(Verifier):
         partial_credit: bool = False,
         sandbox: str = "bubblewrap",
         python: str | None = None,
+        tolerance: float | None = None,
+        checker: str | None = None,
     ) -> None:
         if timeout <= 0 or memory_mb < 64:
             raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 64, found {timeout} and {memory_mb}")
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.partial_credit, self.kind, self.python = partial_credit, sandbox, python or sys.executable
+        self.comparison = Comparison(tolerance, checker, sandbox, self.python)
         self._judges = Judges()
 
     @cached_property
@@ -84,19 +101,23 @@ class PythonTests(Verifier):
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         if row.get("cases") is not None:
-            cases_of(row)
-            return
+            self.comparison.check_row(row)
+            if calls_of(row) is None:
+                cases_of(row)
+                return
         for name in ("entry_point", "test_setup", "code_prefix"):
             if row.get(name) is not None:
                 field(row, name, str)
-        tests, entry = tests_of(row), row.get("entry_point") or ""
+        entry = row.get("entry_point") or ""
+        tests = "" if row.get("cases") is not None else tests_of(row)
         for name, source in (("tests", tests), ("test_setup", row.get("test_setup") or ""), ("entry_point", entry)):
             try:
                 parse_python(source)
             except (SyntaxError, ValueError) as error:
                 raise ValueError(f"field {name!r} is not Python: {error}") from error
         try:
-            Tests(tests, self._trusted(row), entry)
+            if tests:
+                Tests(tests, self._trusted(row), entry)
         except (Broken, SyntaxError, RecursionError) as error:
             raise ValueError(f"field 'tests': {error}") from error
 
@@ -108,7 +129,7 @@ class PythonTests(Verifier):
             code = completion.replace("\r\n", "\n")  # the body alone, without a fence
         if code is None:
             return unparsed("no Python code")
-        if row.get("cases") is not None:
+        if row.get("cases") is not None and calls_of(row) is None:
             return self._cases(code, row)
         definition = rf"^[ \t]*(async[ \t]+)?(def|class)[ \t]+{re.escape(entry)}\b"
         if prefix and entry and not re.search(definition, code, re.M):
@@ -119,7 +140,8 @@ class PythonTests(Verifier):
         boot = f"import builtins,runpy,sys;sys.path+={list(self._packages)!r};builtins.exit=builtins.quit=sys.exit;"
         boot += f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
         argv = [self.python, "-s", "-S", "-c", boot]
-        results = run_cases(self._sandbox, argv, {"solution.py": code}, cases_of(row), self.limits, self.partial_credit)
+        results = run_cases(self._sandbox, argv, {"solution.py": code}, row, self.limits, self.partial_credit,
+                            self.comparison)  # fmt: skip
         return results.result(self.partial_credit)
 
     @property
@@ -129,14 +151,19 @@ class PythonTests(Verifier):
     def _tests(self, code: str, prefix: str, entry: str, row: Mapping[str, Any]) -> Result:
         trusted = self._trusted(row)
         shared = [name for source in trusted for name in _classes(source)]
+        tests, cases = "", None
         try:
-            tests = tests_of(row)
+            if row.get("cases") is not None:
+                cases = calls_of(row)
+            else:
+                tests = tests_of(row)
         except ValueError as problem:
             return error(problem)
         path = list(self._packages)
         program = {"setup": "\n".join(trusted), "code": code, "shared": shared, "path": path}
         task = {"trusted": trusted, "tests": tests, "entry_point": entry, "shared": shared, "path": path,
-                "all": self.partial_credit, "cpu": self.limits.resources(False)["CPU"]}  # fmt: skip
+                "cases": cases, "tolerance": self.comparison.within(row), "all": self.partial_credit,
+                "cpu": self.limits.resources(False)["CPU"]}  # fmt: skip
         try:
             with self._judges.one(self._sandbox, self.python) as judge:
                 return self._judged(judge, task, program)

@@ -1,0 +1,44 @@
+"""Runs a row's own checker of outputs. This runs in a sandbox of its own with the standard library alone."""
+
+import json
+import os
+import sys
+
+WRONG = (ValueError, LookupError, ArithmeticError, AssertionError)  # as raised by reading output that is wrong
+
+
+def scores(task):
+    """The checker's score of each case, or the text that says how it failed."""
+    namespace = {"__name__": "checker"}
+    try:
+        exec(compile(task["checker"], "checker", "exec"), namespace)
+    except BaseException as error:
+        return f"the checker does not work: {type(error).__name__}: {error}"
+    found = []
+    for index, case in enumerate(task["cases"]):
+        try:
+            score = namespace["check"](*case)
+        except WRONG:
+            score = 0
+        except BaseException as error:
+            return f"the checker failed in case {index}: {type(error).__name__}: {error}"
+        try:
+            score = float(score)
+        except (TypeError, ValueError):
+            return f"the checker returned {score!r} in case {index}; expected a bool or a number from 0 to 1"
+        if not 0 <= score <= 1:
+            return f"the checker returned {score} in case {index}; expected a number from 0 to 1"
+        found.append(score)
+    return found
+
+
+def main():
+    """Read the task from stdin and write the scores to stdout, where the checker cannot print."""
+    answer = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    task = json.load(sys.stdin)
+    sys.path += task["path"]
+    os.write(answer, json.dumps(scores(task)).encode())
+
+
+main()
