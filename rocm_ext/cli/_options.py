@@ -5,7 +5,11 @@ import argparse
 
 def add_format(add) -> None:
     """Add ``--format`` with a parser's ``add_argument``."""
-    add("--format", metavar="NAME", help="read the columns of gsm8k, mbpp or humaneval")
+    add(
+        "--format",
+        metavar="NAME",
+        help="read the columns of a data set: gsm8k, mbpp, mbppplus, humaneval, apps, taco or livecodebench",
+    )
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rocm_ext.data.formats import FORMATS
 from rocm_ext.data.loading import load_rows, row_at
 from rocm_ext.data.messages import string, to_tools, to_turns
 from rocm_ext.errors import UserError, nearest, one_line
@@ -59,15 +60,8 @@ def prompt_dataset(
     A row may have both ``prompt`` and ``messages`` if they agree; ``messages`` may then include the assistant's
     answer. If they differ, ``column_map`` must name one of them.
 
-    Formats convert the columns of well-known datasets to ours:
-
-    - gsm8k: ``question``, ``answer`` -> ``prompt``, ``answer`` (the text after ``####``) and ``solution``
-    - mbpp: Google's ``text``, ``code``, ``test_list``, ``test_setup_code``, or the sanitized ``prompt``,
-      ``code``, ``test_imports``, ``test_list`` -> ``prompt``, which shows the tests, ``tests`` (a list of
-      asserts), ``test_setup`` and ``solution``; or ``prompt``, ``entry_point`` and ``tests`` (source), where
-      the prompt gets a sentence with the function's name
-    - humaneval: ``prompt``, ``test``, ``entry_point``, ``canonical_solution`` -> ``prompt``, which asks for
-      the whole function, ``code_prefix`` (the given beginning), ``tests`` (source) and ``solution``
+    Formats convert the columns of well-known datasets to ours; see :mod:`rocm_ext.data.formats`. A format may leave
+    out rows, such as those without tests; a warning counts them.
 
     Of several identical rows it keeps one.
 
@@ -98,12 +92,18 @@ def prompt_dataset(
     columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
     if missing := [column for column in mapping.values() if column not in columns]:
         raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
-    prompts = []
+    prompts, left_out = [], 0
     for index in range(len(rows) if limit is None else min(limit, len(rows))):
         try:
-            prompts.append(_prompt(row_at(rows, index), mapping, format, system_prompt, origin(index)))
+            prompt = _prompt(row_at(rows, index), mapping, format, system_prompt, origin(index))
         except UserError as error:
             raise UserError(f"{origin(index)}: {error}") from error
+        if prompt is None:
+            left_out += 1
+        else:
+            prompts.append(prompt)
+    if left_out:
+        log.warning("%s: left out %d rows without tests", source, left_out)
     return _distinct(prompts, source)
 
 
@@ -155,14 +155,19 @@ def _checked_map(column_map: Any) -> dict[str, str]:
     return dict(mapping)
 
 
-def _prompt(row: Mapping[str, Any], mapping: dict[str, str], format: str | None, system: str, origin: str) -> Prompt:
+def _prompt(
+    row: Mapping[str, Any], mapping: dict[str, str], format: str | None, system: str, origin: str
+) -> Prompt | None:
     # Arrow fills gaps with None.
     present = {key: value for key, value in row.items() if value is not None}
     taken = {*mapping, *mapping.values()}
     fields = {key: value for key, value in present.items() if key not in taken}
     fields |= {ours: present[yours] for ours, yours in mapping.items() if yours in present}
     if format is not None:
-        fields = FORMATS[format](fields)
+        formatted = FORMATS[format](fields)
+        if formatted is None:
+            return None
+        fields = formatted
         messages = _from_text(fields["prompt"])
     else:
         messages = _messages(fields, mapping)
@@ -278,61 +283,3 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 def _canonical(value: Any) -> str:
     """Return the same text for equal values. It is ASCII, so any value can be hashed."""
     return json.dumps(value, sort_keys=True, default=str)
-
-
-# ---- formats
-
-
-def _gsm8k(row: dict[str, Any]) -> dict[str, Any]:
-    _need(row, "gsm8k", "question", "answer")
-    _, mark, answer = row["answer"].rpartition("####")
-    if not mark or not answer.strip():
-        raise UserError(f"answer has no #### followed by a number, as gsm8k needs; found {row['answer'][-40:]!r}")
-    rest = _without(row, "question")
-    return {**rest, "prompt": row["question"], "answer": answer.strip(), "solution": row["answer"]}
-
-
-def _mbpp(row: dict[str, Any]) -> dict[str, Any]:
-    if "test_list" not in row:
-        _need(row, "mbpp", "prompt", "entry_point", "tests")
-        return {**row, "prompt": f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`."}
-    task = "text" if "text" in row else "prompt"
-    _need(row, "mbpp", task)
-    tests, imports = _texts(row, "test_list"), _texts(row, "test_imports") if "test_imports" in row else []
-    if not tests:
-        raise UserError("test_list is empty; expected a list of asserts")
-    setup = "\n".join([*imports, row.get("test_setup_code", "")]).strip()
-    shown = "\n".join(tests)
-    rest = _without(row, "text", "code", "test_list", "test_imports", "test_setup_code")
-    rest |= {"solution": row["code"]} if "code" in row else {}
-    prompt = f"{row[task].rstrip()}\n\nYour code should pass these tests:\n\n{shown}"
-    return {**rest, "prompt": prompt, "tests": tests, "test_setup": setup}
-
-
-def _humaneval(row: dict[str, Any]) -> dict[str, Any]:
-    _need(row, "humaneval", "prompt", "test", "entry_point")
-    rest = _without(row, "test", "canonical_solution")
-    rest |= {"solution": row["canonical_solution"]} if "canonical_solution" in row else {}
-    task = f"Complete this Python function. Answer with all of it in one code block.\n\n```python\n{row['prompt']}"
-    return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"], "tests": row["test"]}
-
-
-FORMATS = {"gsm8k": _gsm8k, "mbpp": _mbpp, "humaneval": _humaneval}
-
-
-def _need(row: Mapping[str, Any], format: str, *columns: str) -> None:
-    if missing := [column for column in columns if column not in row]:
-        raise UserError(f"format {format} needs {', '.join(missing)}; the columns are {list(row)}")
-    for column in columns:
-        if not string(row[column], column).strip():
-            raise UserError(f"{column} is empty")
-
-
-def _texts(row: Mapping[str, Any], column: str) -> list[str]:
-    if not isinstance(row[column], list):
-        raise UserError(f"{column} must be a list of text, found {type(row[column]).__name__}")
-    return [string(text, f"{column}[{i}]") for i, text in enumerate(row[column])]
-
-
-def _without(row: Mapping[str, Any], *columns: str) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in columns}

@@ -1,0 +1,244 @@
+"""The columns of well-known datasets, converted to ours.
+
+- gsm8k: ``question``, ``answer`` -> ``prompt``, ``answer`` (the text after ``####``) and ``solution``
+- mbpp: Google's ``text``, ``code``, ``test_list``, ``test_setup_code``, or the sanitized ``prompt``, ``code``,
+  ``test_imports``, ``test_list`` -> ``prompt``, which shows the tests, ``tests`` (a list of asserts), ``test_setup``
+  and ``solution``; or ``prompt``, ``entry_point`` and ``tests`` (source), where the prompt gets a sentence with the
+  function's name
+- mbppplus (evalplus/mbppplus): as mbpp's sanitized columns, with ``test``; the prompt shows ``test_list``, and ``test``
+  judges
+- humaneval: ``prompt``, ``test``, ``entry_point``, ``canonical_solution`` -> ``prompt``, which asks for the whole
+  function, ``code_prefix`` (the given beginning), ``tests`` (source) and ``solution``. evalplus/humanevalplus has the
+  same columns
+- apps and taco: ``question``, ``input_output`` and ``solutions`` (JSON text), ``starter_code`` -> ``prompt``, ``cases``
+  and ``solution`` (the first); calls of ``fn_name`` if the tests have one, else a program that reads stdin. Rows
+  without tests are left out
+- livecodebench (livecodebench/code_generation_lite): ``question_content``, ``starter_code``, ``public_test_cases``,
+  ``private_test_cases``, ``metadata`` -> ``prompt``, and ``cases`` of both
+
+In the last three, words that are numbers are compared by value, as these benchmarks do: apps and taco allow a relative
+error of 1e-5, livecodebench none.
+"""
+
+import ast
+import base64
+import binascii
+import json
+import pickletools
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from rocm_ext.data.messages import string
+from rocm_ext.errors import UserError
+
+MAX_TESTS = 1 << 30  # bytes of a row's unpacked tests
+TEXT_OPCODES = {"PROTO", "FRAME", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "MEMOIZE", "PUT",
+                "BINPUT", "LONG_BINPUT", "STOP"}  # fmt: skip
+# what LeetCode's and LiveCodeBench's answers use without importing it
+LEETCODE = """import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+from builtins import pow"""
+PROGRAM = "Write a Python program that reads stdin and writes stdout. Answer with all of it in one code block."
+FUNCTION = "Begin with this code. Answer with all of it in one code block."
+
+
+def _gsm8k(row: dict[str, Any]) -> dict[str, Any]:
+    _need(row, "gsm8k", "question", "answer")
+    _, mark, answer = row["answer"].rpartition("####")
+    if not mark or not answer.strip():
+        raise UserError(f"answer has no #### followed by a number, as gsm8k needs; found {row['answer'][-40:]!r}")
+    rest = _without(row, "question")
+    return {**rest, "prompt": row["question"], "answer": answer.strip(), "solution": row["answer"]}
+
+
+def _mbpp(row: dict[str, Any]) -> dict[str, Any]:
+    if "test_list" not in row:
+        _need(row, "mbpp", "prompt", "entry_point", "tests")
+        return {**row, "prompt": f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`."}
+    task = "text" if "text" in row else "prompt"
+    _need(row, "mbpp", task)
+    tests, imports = _texts(row, "test_list"), _texts(row, "test_imports") if "test_imports" in row else []
+    if not tests:
+        raise UserError("test_list is empty; expected a list of asserts")
+    setup = "\n".join([*imports, row.get("test_setup_code", "")]).strip()
+    shown = "\n".join(tests)
+    rest = _without(row, "text", "code", "test_list", "test_imports", "test_setup_code")
+    rest |= {"solution": row["code"]} if "code" in row else {}
+    prompt = f"{row[task].rstrip()}\n\nYour code should pass these tests:\n\n{shown}"
+    return {**rest, "prompt": prompt, "tests": tests, "test_setup": setup}
+
+
+def _humaneval(row: dict[str, Any]) -> dict[str, Any]:
+    _need(row, "humaneval", "prompt", "test", "entry_point")
+    rest = _without(row, "test", "canonical_solution")
+    rest |= {"solution": row["canonical_solution"]} if "canonical_solution" in row else {}
+    task = f"Complete this Python function. Answer with all of it in one code block.\n\n```python\n{row['prompt']}"
+    return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"], "tests": row["test"]}
+
+
+def _mbppplus(row: dict[str, Any]) -> dict[str, Any]:
+    _need(row, "mbppplus", "prompt", "test")
+    shown, imports = _texts(row, "test_list"), _texts(row, "test_imports") if "test_imports" in row else []
+    rest = _without(row, "code", "test", "test_list", "test_imports")
+    rest |= {"solution": row["code"]} if "code" in row else {}
+    names = _defined(row.get("code", "")) & _called("\n".join(shown))
+    rest |= {"entry_point": names.pop()} if len(names) == 1 else {}
+    examples = "\n".join(shown)
+    prompt = f"{row['prompt'].rstrip()}\n\nYour code should pass these tests:\n\n{examples}"
+    return {**rest, "prompt": prompt, "tests": row["test"], "test_setup": "\n".join(imports)}
+
+
+def _apps(row: dict[str, Any]) -> dict[str, Any] | None:
+    _need(row, "apps", "question")
+    tests = _json(row, "input_output", {}) or {}
+    if not isinstance(tests, dict) or not all(isinstance(tests.get(k, []), list) for k in ("inputs", "outputs")):
+        raise UserError("input_output must be an object with the lists inputs and outputs")
+    given, wanted = tests.get("inputs", []), tests.get("outputs", [])
+    if len(given) != len(wanted):
+        raise UserError(f"input_output has {len(given)} inputs and {len(wanted)} outputs")
+    if not given:
+        return None
+    solutions = _json(row, "solutions", [])
+    rest = _without(row, "question", "solutions", "input_output", "starter_code")
+    rest |= {"solution": solutions[0]} if isinstance(solutions, list) and solutions else {}
+    starter = string(row.get("starter_code") or "", "starter_code")
+    if name := tests.get("fn_name"):
+        cases = [{"input": args if isinstance(args, list) else [args], "output": value, "unwrap": True}
+                 for args, value in zip(given, wanted, strict=True)]  # fmt: skip
+        return {**rest, **_function(row["question"], starter, string(name, "fn_name"), cases), "tolerance": 1e-5}
+    pairs = zip(map(_lines, given), map(_lines, wanted), strict=True)
+    return {**rest, **_program(row["question"], pairs), "tolerance": 1e-5}
+
+
+def _livecodebench(row: dict[str, Any]) -> dict[str, Any] | None:
+    _need(row, "livecodebench", "question_content", "public_test_cases")
+    tests = [*_json(row, "public_test_cases", []), *_private(row.get("private_test_cases") or "[]")]
+    if not all(isinstance(t, dict) and isinstance(t.get("input"), str) and isinstance(t.get("output"), str)
+               for t in tests):  # fmt: skip
+        raise UserError("public_test_cases and private_test_cases must be lists of {input, output, testtype}")
+    if not tests:
+        return None
+    rest = _without(row, "question_content", "starter_code", "public_test_cases", "private_test_cases", "metadata")
+    rest |= {} if "id" in row or "task_id" in row or "question_id" not in row else {"id": row["question_id"]}
+    kinds = {test.get("testtype") for test in tests}
+    if kinds == {"stdin"}:
+        pairs = ((test["input"], test["output"]) for test in tests)
+        return {**rest, **_program(row["question_content"], pairs), "tolerance": 0}
+    if kinds != {"functional"}:
+        raise UserError(f"testtype must be stdin or functional in all tests, found {sorted(map(str, kinds))}")
+    name = (_json(row, "metadata", {}) or {}).get("func_name")
+    try:
+        cases = [{"input": [json.loads(line) for line in test["input"].split("\n")],
+                  "output": json.loads(test["output"])} for test in tests]  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"a test's input or output is not JSON: {error}") from error
+    starter = string(row.get("starter_code") or "", "starter_code")
+    return {**rest, **_function(row["question_content"], starter, string(name, "metadata's func_name"), cases),
+            "tolerance": 0}  # fmt: skip
+
+
+FORMATS = {"gsm8k": _gsm8k, "mbpp": _mbpp, "mbppplus": _mbppplus, "humaneval": _humaneval, "apps": _apps,
+           "taco": _apps, "livecodebench": _livecodebench}  # fmt: skip
+
+
+def _program(question: str, pairs: Any) -> dict[str, Any]:
+    """The fields of a task for a program that reads stdin, from (input, output) pairs."""
+    cases = [{"input": given, "output": wanted} for given, wanted in pairs]
+    return {"prompt": f"{question.rstrip()}\n\n{PROGRAM}", "cases": cases}
+
+
+def _function(question: str, starter: str, name: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a task for a function, or a method of LeetCode's ``class Solution``."""
+    entry = f"Solution().{name}" if "class Solution" in starter else name
+    asks = f"{FUNCTION}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else f"Name the function `{name}`."
+    return {"prompt": f"{question.rstrip()}\n\n{asks}", "entry_point": entry, "cases": cases, "test_setup": LEETCODE}
+
+
+def _lines(text: Any) -> str:
+    """The text of an input or output, which may be a list of lines."""
+    if isinstance(text, list) and all(isinstance(line, str) for line in text):
+        return "\n".join(text)
+    return string(text, "input_output's inputs and outputs")
+
+
+def _json(row: Mapping[str, Any], column: str, default: Any) -> Any:
+    """The value of a column that holds JSON text; ``default`` if it is empty."""
+    value = row.get(column)
+    if not isinstance(value, str):
+        return default if value is None else value
+    try:
+        return json.loads(value) if value.strip() else default
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{column} is not JSON: {error}") from error
+
+
+def _private(text: Any) -> list[Any]:
+    """LiveCodeBench's private tests: JSON, or the base64 of zlib of a pickle of JSON text.
+
+    The pickle is read as text; one that holds anything else is refused, since unpickling it could run code.
+    """
+    if not isinstance(text, str):
+        return text if isinstance(text, list) else _refuse_private("text")
+    try:
+        return list(json.loads(text))
+    except ValueError:
+        pass
+    try:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS)
+        if unpacker.unconsumed_tail:
+            _refuse_private(f"smaller than {MAX_TESTS} bytes")
+        found = list(pickletools.genops(data))
+    except (ValueError, binascii.Error, zlib.error, IndexError) as error:
+        raise UserError(f"private_test_cases is neither JSON nor a packed pickle: {error}") from error
+    texts = [argument for code, argument, _ in found if "UNICODE" in code.name]
+    if len(texts) != 1 or not {code.name for code, _, _ in found} <= TEXT_OPCODES:
+        _refuse_private("a pickle of text alone; unpickling another could run code")
+    return _json({"private_test_cases": texts[0]}, "private_test_cases", [])
+
+
+def _refuse_private(what: str) -> Any:
+    raise UserError(f"private_test_cases must be {what}")
+
+
+def _defined(code: Any) -> set[str]:
+    """The functions at the top level of a source."""
+    try:
+        body = ast.parse(string(code, "code")).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def _called(code: str) -> set[str]:
+    """The names that a source calls."""
+    try:
+        nodes = list(ast.walk(ast.parse(code)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    return {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+
+
+def _need(row: Mapping[str, Any], format: str, *columns: str) -> None:
+    if missing := [column for column in columns if column not in row]:
+        raise UserError(f"format {format} needs {', '.join(missing)}; the columns are {list(row)}")
+    for column in columns:
+        if not string(row[column], column).strip():
+            raise UserError(f"{column} is empty")
+
+
+def _texts(row: Mapping[str, Any], column: str) -> list[str]:
+    if not isinstance(row[column], list):
+        raise UserError(f"{column} must be a list of text, found {type(row[column]).__name__}")
+    return [string(text, f"{column}[{i}]") for i, text in enumerate(row[column])]
+
+
+def _without(row: Mapping[str, Any], *columns: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in columns}
