@@ -5,11 +5,8 @@ import argparse
 
 def add_format(add) -> None:
     """Add ``--format`` with a parser's ``add_argument``."""
-    add(
-        "--format",
-        metavar="NAME",
-        help="read the columns of a data set: gsm8k, mbpp, mbppplus, humaneval, apps, taco or livecodebench",
-    )
+    names = "gsm8k, mbpp, mbppplus, humaneval, apps, taco or livecodebench"
+    add("--format", metavar="NAME", help=f"read the columns of a data set: {names}")
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
