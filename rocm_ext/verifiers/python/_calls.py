@@ -13,13 +13,14 @@ class Calls:
         task: what the verifier sent.
 
     Attributes:
-        required, wanted, library: the names that calling needs, as of :class:`_units.Tests`.
+        required, own, wanted, library: the names that calling needs, as of :class:`_units.Tests`.
     """
 
     def __init__(self, task):
         self.cases, self.entry, self.tolerance = task["cases"], task["entry_point"], task["tolerance"]
         self.lead = self.entry.split(".")[0].split("(")[0]
-        self.required, self.wanted, self.library = set(), {self.lead, "Solution"}, {}
+        self.required, self.library = set(), {}
+        self.own = self.wanted = {self.lead, "Solution"}
 
     def take(self, namespace, score):
         """Make the calls; each is a unit."""

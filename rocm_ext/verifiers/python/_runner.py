@@ -9,7 +9,7 @@ import itertools
 import types
 
 from _standin import Capsys, Failed, MonkeyPatch, Param
-from _units import FIXTURES, Broken, is_test, is_test_class
+from _units import FIXTURES, Broken, is_test_class
 
 
 class Runner:
@@ -114,7 +114,7 @@ class Runner:
             for name, member in members.items():
                 if isinstance(member, (staticmethod, classmethod)):
                     member = member.__func__
-                if is_test(name) and name != "check" and inspect.isfunction(member):
+                if name.startswith("test") and inspect.isfunction(member):
                     self.function(name, member, kind, fixtures)
                 elif is_test_class(name) and inspect.isclass(member):
                     self.run_class(member)
@@ -210,6 +210,8 @@ def _parameters(function):
     """The parameters that a caller can give by name; without ``self`` for a bound method."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found = [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+    patches = [p for p in getattr(function, "patchings", ()) if p.attribute_name is None]  # of unittest.mock
+    found = found[sum(repr(p.new) == "sentinel.DEFAULT" for p in patches) :]
     return [p for p in found if p.default is p.empty or p.name not in FIXTURES]
 
 

@@ -65,6 +65,8 @@ class Score:
             self.passed += weight
         elif not gone:
             shares = sum(passed / ran for passed, ran in self.marks.values())
+            if not sites and self.marks:  # the checks of functions that the unit calls
+                shares /= len(self.marks)
             self.passed += max(0, min(shares, weight - escaped) if shares < weight else weight - 1)
 
     def note(self, error, text):
@@ -164,8 +166,9 @@ def run(task, judge, report):
     found = judge.ask("names", sorted(tests.wanted - set(namespace)))
     if type(found) is not dict:
         raise Malformed("no names")
-    if missing := sorted(tests.required - set(found)):
-        return {"kind": "failed", "detail": f"the code defines no {missing[0]}"}
+    missing = tests.required - set(found) or (tests.own if tests.own.isdisjoint(found) else ())
+    if missing:
+        return {"kind": "failed", "detail": f"the code defines no {' or '.join(sorted(missing))}"}
     namespace.update(library)
     namespace.update({name: value for name, value in found.items() if name in tests.wanted})
     score = Score(judge, task["tests"], task["all"])
@@ -278,7 +281,7 @@ def _until_exit(work):
 def _collected(tests, namespace, score, sites, cases):
     """Run the test functions and classes that the tests define."""
     entry = tests.entry
-    found = [(n, v) for n, v in namespace.items() if n not in tests.called and _is_ours(v)]
+    found = [(n, v) for n, v in namespace.items() if n in tests.defined - tests.called and callable(v)]
     runner = None
     if any(inspect.isclass(v) or _special(v, n) for n, v in found) or "pytestmark" in namespace:
         runner = Runner(namespace, score.unit, sites)
@@ -309,16 +312,8 @@ def _hook(function):
     function(*[None][: _needed(function)])
 
 
-def _is_ours(value):
-    """Whether the tests define this function or class."""
-    if isinstance(value, type):
-        return value.__module__ == "__main__"
-    value = inspect.unwrap(value) if inspect.isfunction(value) else value
-    return inspect.isfunction(value) and value.__code__.co_filename == "tests"
-
-
 def _special(function, name):
-    """Whether a function needs what pytest does: it has marks or fixtures, or is one."""
+    """Whether a function needs what pytest does: it has marks or arguments, or is a fixture."""
     marked = hasattr(function, "_fixture") or getattr(function, "_marks", ())
     return bool(marked) or (is_test(name) and name != "check" and _needed(function) > 0) or name.startswith("setup_")
 

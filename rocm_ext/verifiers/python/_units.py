@@ -44,7 +44,9 @@ class Tests:
     Attributes:
         steps: (statement, text of the unit) pairs of the top level in order; the text is None for definitions,
             imports and assignments. Test functions and classes run after them, unless the top level calls them.
-        called: the functions that the top level calls.
+        called: the functions that the top level calls, and those that others call with arguments.
+        defined: the functions and classes of the top level.
+        own: names that only the answer can define; it must define one of them.
         required: names that the answer must define.
         wanted: names that the answer may define, with ``required``.
         library: the names of the standard library, numpy or pandas that the tests use without importing them:
@@ -64,8 +66,8 @@ class Tests:
         self.helpers = _helpers([*self.functions, *(n for t in trusted_trees for n in t.body)])
         top = [node for statement in self.body for node in _outside_scopes(statement)]
         self.cases = _unittests([n for t in [*trusted_trees, self.tree] for n in t.body])
-        self.called = {node.func.id for node in top if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-        defined = {node.name for node in top if isinstance(node, SCOPES[:3])}
+        self.called = self._runs(top)
+        self.defined = {node.name for node in top if isinstance(node, SCOPES[:3])}
         self.steps = [(s, ast.unparse(s)[:200] if self._is_unit(s) else None) for s in self.body]
         collected = [node for node in top if isinstance(node, SCOPES[:3]) and self.collects(node)]
         if not collected and not any(text for _, text in self.steps):
@@ -74,7 +76,19 @@ class Tests:
             raise Broken("the tests check nothing: they hold no assert that runs")
         self._refuse(nodes, top, collected)
         given = {name for tree in trusted_trees for name in _bound(tree)}
-        self._whose(nodes, given, defined)
+        self._whose(nodes, given)
+
+    def _runs(self, top):
+        """The functions that run without being collected."""
+        found = _calls(top)
+        while True:
+            more = {name for f in self.functions if f.name in found for name in _calls(ast.walk(f))} - found
+            if not more:
+                break
+            found |= more
+        called = {name for f in self.functions for name in _calls(ast.walk(f))}
+        return found | {f.name for f in self.functions if f.name in called and not f.decorator_list
+                        and len(f.args.args) > len(f.args.defaults)}  # fmt: skip
 
     def _is_unit(self, statement):
         if isinstance(statement, (*SCOPES, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.AugAssign)):
@@ -169,15 +183,15 @@ class Tests:
 
     # names
 
-    def _whose(self, nodes, given, defined):
+    def _whose(self, nodes, given):
         """Find out which names the answer defines."""
         bound = _bound(self.tree)
         entry_names = {n.id for n in ast.walk(ast.parse(self.entry or "0", mode="eval")) if isinstance(n, ast.Name)}
         lead = self.entry.split(".")[0].split("(")[0] if self.entry else ""
-        if lead in defined:
+        if lead in self.defined:
             raise Broken(f"the tests define {lead}, the entry_point: the answer's would not be tested")
         free = (_free(self.source) | entry_names) - bound - given
-        calls = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} & free
+        calls = _calls(nodes) & free
         solution = any(
             (isinstance(n, ast.ImportFrom) and n.module == "solution" and n.names[0].name != "*")
             or (isinstance(n, ast.Import) and any(a.name == "solution" for a in n.names))
@@ -185,12 +199,13 @@ class Tests:
         )
         own = {name for name in free if name not in MODULES and name not in COMMON and not hasattr(builtins, name)}
         own -= {"__file__"}
+        self.own = own
         self.required = {lead} if lead.isidentifier() else set()
         if not own | self.required and not solution:
             self.required = {self._tested(nodes, calls)}
         # a name that the tests assign may be read before that, as in `count = count(x)`
         reassigned = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} & bound
-        self.wanted = own | self.required | (reassigned - defined)
+        self.wanted = own | self.required | (reassigned - self.defined)
         self.library = {n: (COMMON.get(n) or MODULES[n], n if n in COMMON or n in calls else "")
                         for n in free - self.wanted if n in MODULES or n in COMMON}  # fmt: skip
 
@@ -226,7 +241,8 @@ class Tests:
                  if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}  # fmt: skip
         for statement in self.body:
             for node in _outside_scopes(statement):
-                if isinstance(node, FUNCTIONS) and is_test(node.name) and node.name not in waits:
+                xfail = any("xfail" in ast.unparse(d) for d in getattr(node, "decorator_list", ()))
+                if isinstance(node, FUNCTIONS) and is_test(node.name) and node.name not in waits and not xfail:
                     count, body = 0, []
                     for each in node.body:
                         if not self._countable(each):
@@ -331,6 +347,11 @@ def _swallows(handler):
     return bool(names & {"", "AssertionError", "Exception", "BaseException"}) and all(
         isinstance(s, quiet) and not any(_checks(n, ()) for n in ast.walk(s)) for s in handler.body
     )
+
+
+def _calls(nodes):
+    """The names that code calls."""
+    return {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
 
 
 def _unittests(body):

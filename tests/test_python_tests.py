@@ -1,0 +1,472 @@
+"""Tests of Python answers: all that they hold runs, whose names are whose, partial credit, cases, data sets."""
+
+# ruff: noqa: E501 - rows of data sets are long lines
+
+import json
+import pickle
+import shutil
+import zlib
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+
+from rocm_ext.data.prompts import prompt_dataset
+from rocm_ext.errors import UserError
+from rocm_ext.verifiers import PythonTests, Run, Verdict
+
+ROWS = Path(__file__).parent / "code_rows"
+bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+
+SQUARE, SAME = "def f(x): return x * x", "def f(x): return x"
+HELPERS = """
+def is_floats(x):
+    if isinstance(x, float): return True
+    if isinstance(x, (list, tuple)): return all(isinstance(i, float) for i in x)
+    return False
+
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if out != exp and atol != 0:
+        assert abs(out - exp) <= atol
+    else:
+        assert out == exp, f"out: {out}, exp: {exp}"
+
+"""
+UNITTEST = """
+import unittest
+
+class Squares(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls): cls.two = 2
+    def setUp(self): self.three = self.two + 1
+    def test_method(self): self.assertEqual(f(self.three), 9)
+    def test_sub(self):
+        for i in range(3):
+            with self.subTest(i=i): self.assertEqual(f(i), i * i)
+    @unittest.skip("later")
+    def test_skipped(self): self.assertEqual(f(1), 100)
+    @unittest.expectedFailure
+    def test_expected(self): self.assertEqual(f(1), 100)
+
+class Async(unittest.IsolatedAsyncioTestCase):
+    async def test_async(self): self.assertEqual(f(5), 25)
+
+if __name__ == "__main__":
+    unittest.main()
+"""
+PYTEST = """
+import pytest
+
+made = []
+
+@pytest.fixture(scope="module")
+def three():
+    made.append(3)
+    yield 3
+    made.pop()
+
+@pytest.fixture
+def nine(three): return three * three
+
+@pytest.fixture(params=[2, 5])
+def number(request): return request.param
+
+@pytest.fixture(autouse=True)
+def before(): made.append(0)
+
+@pytest.mark.parametrize("x", [1, 2, pytest.param(3, id="three"), pytest.param(4, marks=pytest.mark.skip)])
+@pytest.mark.parametrize(("a", "b"), [(1, 1)])
+def test_parameters(x, a, b, three):
+    assert f(x) == x * x
+    assert made.count(3) == 1
+
+def test_params(number): assert f(number) == number ** 2
+
+class TestClass:
+    def setup_method(self): self.four = 4
+    @pytest.fixture
+    def own(self): return self.four
+    def test_method(self, nine, own): assert f(self.four) == own ** 2 and nine == f(3)
+    class TestInner:
+        @pytest.mark.slow
+        def test_inner(self): assert f([5, 6][0]) == pytest.approx(25.0)
+
+async def test_async(): assert f(2) == 4
+
+def test_raises():
+    with pytest.raises(TypeError, match="can't|unsupported") as info:
+        f("a")
+    assert "str" in str(info.value) and info.type is TypeError
+
+def test_patch(monkeypatch, capsys):
+    monkeypatch.setenv("SOME_NAME", "7")
+    import os
+    print(os.environ["SOME_NAME"])
+    assert capsys.readouterr().out == "7\\n" and f(7) == 49
+
+@pytest.mark.xfail
+def test_unclear(): assert f(1) == 100
+
+@pytest.mark.xfail(strict=True)
+def test_unlike(): assert f(2) == 5
+"""
+RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point)
+    "unittest": (SQUARE, SAME, UNITTEST, ""),
+    "pytest": (SQUARE, SAME, PYTEST, ""),
+    "main": (SQUARE, SAME, "assert f(1) == 1\nif __name__ == '__main__':\n    assert f(2) == 4\n", ""),
+    "main of pytest": (SQUARE, SAME, "import pytest, sys\ndef test_a(): assert f(2) == 4\nif __name__ == '__main__':\n    sys.exit(pytest.main([__file__]))\n", ""),
+    "async": (SQUARE, SAME, "assert f(1) == 1\nasync def test_a():\n    assert f(2) == 4", ""),
+    "loop": (SQUARE, SAME, "assert f(1) == 1\nfor i in range(4):\n    assert f(i) == i * i\n", ""),
+    "helpers in a loop": (SQUARE, SAME, HELPERS + "inputs = [[1], [2], [3.5]]\nresults = [1, 4, 12.25]\nfor i, (inp, exp) in enumerate(zip(inputs, results)):\n    assertion(f(*inp), exp, 0)\n", ""),
+    "helpers in check": (SQUARE, SAME, HELPERS + "def check(candidate):\n    for inp, exp in zip([[1], [2.0]], [1, 4.0]):\n        assertion(candidate(*inp), exp, 1e-6)\n", "f"),
+    "raises": ("def f(x):\n    if x < 0: raise ValueError('no')\n    return x", SAME, "import pytest\nassert f(1) == 1\nwith pytest.raises(ValueError):\n    f(-1)", ""),
+    "try": ("def f(x):\n    if x < 0: raise ValueError('no')\n    return x", SAME, "assert f(1) == 1\ntry:\n    f(-1)\nexcept ValueError: pass\nelse:\n    raise AssertionError", ""),
+    "call": (SQUARE, SAME, "def check(candidate):\n    assert candidate(2) == 4\ndef main():\n    check(f)\nmain()", ""),
+    "called with arguments": (SQUARE, SAME, "def test_case(given, wanted):\n    assert f(given) == wanted\ndef test_all():\n    test_case(2, 4)", ""),
+    "returned": (SQUARE, SAME, "def check(candidate):\n    return candidate(3) == 9", "f"),
+    "a suite": (SQUARE, SAME, "import unittest\ndef check(candidate):\n    class T(unittest.TestCase):\n        def test_a(self): self.assertEqual(candidate(3), 9)\n    unittest.TextTestRunner().run(unittest.TestLoader().loadTestsFromTestCase(T))", "f"),
+    "mock": (SQUARE, SAME, "from unittest.mock import patch\n@patch('os.getcwd')\ndef test_a(getcwd):\n    getcwd.return_value = 'x'\n    import os\n    assert os.getcwd() == 'x' and f(3) == 9", ""),
+    "module": (SQUARE, SAME, "import solution\nassert solution.f(2) == 4", ""),
+    "star": (SQUARE, SAME, "from solution import *\nassert f(2) == 4", ""),
+    "import in a test": (SQUARE, SAME, "def test_a():\n    from solution import f as g\n    assert g(2) == 4", ""),
+    "no such name": (SQUARE, "def g(x): return x * x", "from solution import f\nassert f(2) == 4", ""),
+    "exceptions": ("class Own(Exception): pass\ndef f(x): raise Own('no')", SAME, "import pytest\nfrom solution import Own\ndef test():\n    with pytest.raises(Own) as e: f(1)\n    assert str(e.value) == 'no'", ""),
+    "no name at all": ("def f(x): raise ValueError", "def g(x): return x", "import pytest\ndef test_a():\n    with pytest.raises(Exception): f(1)", ""),
+    "setup": (SQUARE, SAME, "value = 0\ndef setup_module():\n    global value\n    value = 3\ndef test_a():\n    assert value == 3 and f(value) == 9", ""),
+    "main module": (SQUARE, SAME, "from __future__ import annotations\nimport dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\ndef test_a():\n    assert pickle.loads(pickle.dumps(P(3))) == P(3) and f(3) == 9", ""),
+    # whose names
+    "library's": ("def sqrt(x): return x ** .5", "def sqrt(x): return None", "assert sqrt(16) == 4", ""),
+    "library's, missing": ("def sqrt(x): return x ** .5", "def g(x): return 0", "assert sqrt(16) == 4", ""),
+    "builtin": ("def sum(a, b): return a + b", "def sum(a, b): return 0", "assert sum(10, 15) == 25\nassert sum(1, 2) == 3", ""),
+    "builtin, missing": ("def pow(a, b): return a ** b", "x = 1", "assert pow(2, 3) == 8", ""),
+    "builtin in another": ("def pow(a, b): return a ** b", "def pow(a, b): return 0", "assert pow(2, 3) == len([0] * 8)", ""),
+    "builtin by entry_point": ("def sum(a, b): return a + b", "def sum(a, b): return 0", HELPERS + "for inp, exp in zip([[1, 2]], [3]):\n    assertion(sum(*inp), exp, 0)", "sum"),
+    "entry_point that is imported": ("def sqrt(x): return x + 1", "def sqrt(x): return x", "from math import sqrt\nassert sqrt(1) == 2", "sqrt"),
+    "module's name": ("def copy(x): return x[:]", "def copy(x): return 0", "assert copy([1]) == [1]", ""),
+}  # fmt: skip
+
+
+@bwrap
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("name", RIGHT_AND_WRONG)
+def test_all_tests_run(verifiers, name: str, partial: bool):
+    right, wrong, tests, entry = RIGHT_AND_WRONG[name]
+    row = {"tests": tests, "entry_point": entry}
+    verifiers[partial].check_row(row)
+    assert verifiers[partial](right, row).verdict is Verdict.CORRECT, verifiers[partial](right, row)
+    result = verifiers[partial](wrong, row)
+    assert result.verdict is Verdict.WRONG, result
+    assert result.reward < 1
+
+
+@pytest.fixture(scope="module")
+def verifiers():
+    return PythonTests(), PythonTests(partial_credit=True)
+
+
+@bwrap
+@pytest.mark.parametrize(
+    "more",
+    [
+        "def assertion(*a): pass\ndef is_floats(x): return True\ndef check(c): pass\ndef enumerate(x): return []\ndef zip(*a): return []\ninputs = results = []",
+        "def sorted(*a): return 0\ndef print(*a): pass\ndef abs(x): return 0\nTrue_ = isinstance = all = lambda *a: True",
+        "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\nunittest.TestResult.wasSuccessful = lambda s: True",
+        "class pytest:\n    raises = approx = staticmethod(lambda *a: None)\nclass unittest:\n    class TestCase: pass",
+        "import sys\nsys.modules['pytest'] = sys.modules['unittest'] = sys.modules['__main__'] = None",
+        "class SkipTest(Exception): pass\nclass Skipped(BaseException): pass\ndef f(x): raise [SkipTest, Skipped][x % 2]('skip me')",
+        "import unittest\ndef f(x): raise unittest.SkipTest('skip me')",
+        "def f(x): raise SystemExit(0)",
+        "import os\ndef f(x): os._exit(0)",
+        "def f(x): raise ImportError('no module', name='solution')",
+        "class Broken(ValueError): pass\nclass Unsendable(Exception): pass\ndef f(x): raise Unsendable('x')",
+        "__name__ = '__main__'\n__site__ = __iteration__ = None\ndef test_mine(): pass",
+        "class f:\n    def __new__(cls, x): return x\n    def __eq__(self, o): return True",
+    ],
+)
+@pytest.mark.parametrize("name", ["helpers in a loop", "helpers in check", "pytest", "unittest"])
+def test_hostile_answers_fail(verifiers, more: str, name: str):
+    _, _, tests, entry = RIGHT_AND_WRONG[name]
+    for verifier in verifiers:
+        result = verifier(f"{SAME}\n{more}", {"tests": tests, "entry_point": entry})
+        assert result.verdict is Verdict.WRONG, result
+        assert result.reward < 1
+
+
+REFUSED = {  # tests -> the reason
+    "x = 1": "no assert",
+    "print(f(1))": "no assert",
+    "f(1)": "check nothing",
+    "def test_a():\n    f(1)": "check nothing",
+    "assert 1 == 1": "no name that the answer could define",
+    "from math import sqrt\nassert sqrt(16) == 4": "no name that the answer",
+    "def f(x): return x\nassert f(1) == 1": "no name that the answer",
+    "assert sorted(sum([1]), 2) == max(1)": "which of max, sorted, sum is tested",
+    "def test_a():\n    assert f(1) == 1\ndef test_a():\n    assert f(2) == 2": "test_a is defined twice",
+    "assert f(1) == 1\ndef verify():\n    assert f(2) == 2": r"nothing calls verify\(\)",
+    "assert f(1) == 1\nf(2) == 2": "write `assert`",
+    "assert (f(1) == 1, 'text')": "always true",
+    "try:\n    assert f(1) == 1\nexcept AssertionError:\n    print('failed')": "swallows the assert",
+    "def test_a():\n    try:\n        assert f(1) == 1\n    except:\n        pass": "swallows the assert",
+    "assert f(1) == 1\nclass Checks:\n    def test_a(self): assert f(2) == 2": "class Checks does not run",
+    "class TestA:\n    def __init__(self): pass\n    def test_a(self): assert f(1) == 1": "__init__",
+    "def test_a():\n    yield f(1) == 1, 'x'\n    assert f(2)": "generator",
+    "def test_a(tmp_path):\n    assert f(1) == 1": "test_a.. takes tmp_path",
+    "def check(candidate):\n    assert candidate(1) == 1": "no entry_point",
+    "import pytest\npytest.importorskip('numpy')\nassert f(1) == 1": "pytest.importorskip does not work",
+    "from pytest import warns\nassert f(1) == 1": "pytest.warns does not work",
+    "import doctest\nassert f(1) == 1\ndoctest.testmod()": "doctest",
+    "assert f(": "not Python",
+}
+
+
+@pytest.mark.parametrize("tests", REFUSED)
+def test_tests_that_would_not_run_are_refused(tests: str):
+    with pytest.raises(ValueError, match=REFUSED[tests]):
+        PythonTests().check_row({"tests": tests})
+
+
+def test_tests_that_define_the_entry_point_are_refused():
+    with pytest.raises(ValueError, match="define f, the entry_point"):
+        PythonTests().check_row({"tests": "def f(x): return x\nassert f(1) == 1", "entry_point": "f"})
+
+
+@bwrap
+@pytest.mark.parametrize(
+    "tests",
+    ["import no_such_module\nassert f(1) == 1", "import pytest\nassert f(1) == getattr(pytest, 'warns')",
+     "import pytest\n@pytest.mark.skip\ndef test_a(): assert f(1) == 1",
+     "import functools\n@functools.lru_cache\ndef test_a(tmp_path): assert f(1) == 1",
+     "import pytest\n@pytest.mark.parametrize('a,b', [(1, 2, 3)])\ndef test_a(a, b): assert f(a) == b"],
+)  # fmt: skip
+def test_tests_that_cannot_run_are_errors(verifiers, tests: str):
+    for verifier in verifiers:
+        result = verifier(SQUARE, {"tests": tests})
+        assert (result.verdict, result.reward) == (Verdict.ERROR, None), result
+
+
+# Partial credit
+
+
+@bwrap
+@pytest.mark.parametrize(
+    ("code", "tests", "share"),
+    [
+        (
+            SAME,
+            "def check(candidate):\n    x = candidate(1)\n    assert x == 1\n    assert candidate(2) == 4\n    assert candidate(0) == 0",
+            2 / 3,
+        ),
+        (SAME, "def test_a():\n    for i in range(4):\n        assert f(i) == i * i\n    assert f(3) == 9", 0.25),
+        (SAME, "for i in range(10):\n    assert f(i) == i * i", 0.2),
+        (SAME, "@pytest.mark.parametrize('x', range(5))\ndef test_a(x): assert f(x) == x * x", 0.4),
+        (
+            SAME,
+            "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 1)\n    def test_b(self): self.assertEqual(f(2), 4)",
+            0.5,
+        ),
+        (
+            SAME,
+            "def check(candidate):\n    assert candidate(1) == 1\n    x = candidate(2) / 0\n    assert candidate(0) == 0",
+            0.5,
+        ),
+        # an early end earns nothing for what was not reached
+        (
+            "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x * x",
+            "for i in range(10):\n    assert f(i) == i * i",
+            0.2,
+        ),
+        (
+            "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x * x",
+            "def check(candidate):\n    for i in range(10):\n        assert candidate(i) == i * i\n    assert 1 == 1",
+            0.1,
+        ),
+        # a value of before the failure does not count
+        ("def f(x): return x ** 2 if x < 2 else 1 / 0", "x = f(1)\nassert x == 1\nx = f(2)\nassert x == 1", 0.5),
+    ],
+)
+def test_partial_credit_for_each_check(verifiers, code: str, tests: str, share: float):
+    result = verifiers[True](code, {"tests": f"import pytest\n{tests}", "entry_point": "f"})
+    assert (result.verdict, result.reward) == (Verdict.WRONG, pytest.approx(share)), result
+    assert verifiers[False](code, {"tests": f"import pytest\n{tests}", "entry_point": "f"}).reward == 0
+
+
+# Cases
+
+
+@bwrap
+def test_cases_as_calls(verifiers):
+    row = {
+        "entry_point": "Solution().add",
+        "cases": [{"input": [1, 2], "output": 3}, {"input": [[1], [2]], "output": [1, 2]}],
+    }
+    verifiers[0].check_row(row)
+    right = "class Solution:\n    def add(self, a, b): return a + b if a == 1 else (1, 2)"
+    assert verifiers[0](right, row).verdict is Verdict.CORRECT
+    assert verifiers[1]("class Solution:\n    def add(self, a, b): return 3", row).reward == 0.5
+    liar = "class Same(list):\n    def __eq__(self, o): return True\nclass Solution:\n    def add(self, a, b): return Same()"
+    for code in (liar, "def add(a, b): return a + b", "class Solution: pass", "x = 1"):
+        assert verifiers[0](code, row).verdict is Verdict.WRONG, code
+    wrapped = {"entry_point": "f", "cases": [{"input": [2], "output": [4], "unwrap": True}]}
+    assert verifiers[0](SQUARE, wrapped).verdict is Verdict.CORRECT
+    near = {"entry_point": "f", "cases": [{"input": [0.1], "output": 0.01}], "tolerance": 1e-9}
+    assert verifiers[0](SQUARE, near).verdict is Verdict.CORRECT
+    assert verifiers[0](SQUARE, near | {"tolerance": None}).verdict is Verdict.WRONG
+    for bad in ([{"input": [1]}], [{"input": [1], "output": 1}, {"input": 1, "output": 1}]):
+        with pytest.raises(ValueError, match="cases"):
+            verifiers[0].check_row({"entry_point": "f", "cases": bad})
+    with pytest.raises(ValueError, match="entry_point"):
+        verifiers[0].check_row({"cases": [{"input": [1], "output": 1}]})
+
+
+@bwrap
+@pytest.mark.parametrize(
+    ("printed", "expected", "tolerance", "right"),
+    [
+        ("1.50 a", "1.5 a", None, False),
+        ("1.50 a", "1.5 a", 0, True),
+        ("1.5001", "1.5", 1e-3, True),
+        ("1.51", "1.5", 1e-3, False),
+        ("1000000", "1000001", 1e-3, False),  # whole numbers are exact
+        ("1000000.0", "1000001", 1e-3, True),
+        ("1 2", "1\n2", 1e-3, False),
+        ("nan", "1", 1e9, False),
+        ("1e999", "2e999", 0.1, False),
+        ("1_0", "10", 0.1, False),
+    ],
+)
+def test_tolerance(printed: str, expected: str, tolerance: float | None, right: bool):
+    row = {"cases": [{"input": "", "output": expected}]}
+    result = PythonTests(tolerance=tolerance)(f"```python\nprint({printed!r})\n```", row)
+    assert (result.verdict is Verdict.CORRECT) is right, result
+
+
+SORTED = "def check(input, output, expected):\n    print('noise')\n    return sorted(map(int, output.split())) == sorted(map(int, expected.split()))"
+
+
+@bwrap
+def test_checkers(tmp_path: Path, verifiers):
+    row = {"cases": [{"input": "1 2", "output": "2 1"}, {"input": "3", "output": "3"}], "checker": SORTED}
+    code = "print(*input().split())"
+    verifiers[0].check_row(row)
+    assert verifiers[0](code, row).verdict is Verdict.CORRECT
+    assert verifiers[1]("print(3)", row).reward == 0.5
+    assert verifiers[0]("print('words')", row).verdict is Verdict.WRONG
+    half = row | {"checker": "def check(input, output, expected): return 0.5"}
+    assert (verifiers[1](code, half).reward, verifiers[1](code, half).verdict) == (0.5, Verdict.WRONG)
+    file = tmp_path / "check.py"
+    file.write_text(SORTED)
+    plain = {"cases": row["cases"]}
+    assert verifiers[0](code, plain).verdict is Verdict.WRONG
+    assert PythonTests(checker=str(file))(code, plain).verdict is Verdict.CORRECT
+    for broken, says in (
+        ("return nope", "NameError"),
+        ("return 2", "from 0 to 1"),
+        ("return None", "returned None"),
+        ("raise SystemExit", "SystemExit"),
+    ):
+        result = verifiers[0](code, row | {"checker": f"def check(input, output, expected): {broken}"})
+        assert result.verdict is Verdict.ERROR
+        assert says in result.detail
+    endless = row | {"checker": "def check(*a):\n    while True: pass"}
+    assert PythonTests(timeout=1)(code, endless).verdict is Verdict.ERROR
+
+
+def test_malformed_comparisons_are_refused(tmp_path: Path):
+    row = {"cases": [{"input": "", "output": ""}]}
+    for more in (
+        {"tolerance": -1},
+        {"tolerance": "1"},
+        {"checker": "x = 1"},
+        {"checker": "def check("},
+        {"checker": 5},
+    ):
+        with pytest.raises(ValueError, match=r"checker|tolerance"):
+            PythonTests().check_row(row | more)
+        with pytest.raises(ValueError, match=r"checker|tolerance"):
+            Run("c").check_row(row | more)
+    with pytest.raises(UserError, match="no-file"):
+        PythonTests(checker=str(tmp_path / "no-file.py"))
+    with pytest.raises(UserError, match="tolerance"):
+        PythonTests(tolerance=-1.0)
+
+
+@bwrap
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_compiled_programs_are_compared_so_too():
+    row = {"cases": [{"input": "", "output": "0.33333333"}]}
+    code = '```c\n#include <stdio.h>\nint main(void) { printf("%.9f", 1 / 3.0); return 0; }\n```'
+    assert Run("c")(code, row).verdict is Verdict.WRONG
+    assert Run("c", tolerance=1e-6)(code, row).verdict is Verdict.CORRECT
+    assert Run("c")(code, row | {"checker": "def check(i, o, e): return o.startswith(e)"}).verdict is Verdict.CORRECT
+
+
+# Data sets
+
+
+@bwrap
+@pytest.mark.parametrize(("format", "count"), [("mbppplus", 3), ("livecodebench", 3), ("apps", 3), ("taco", 3)])
+def test_answers_of_data_sets_pass(format: str, count: int):
+    if format == "mbppplus":
+        pytest.importorskip("numpy")
+    file = "apps" if format == "taco" else format
+    prompts = prompt_dataset(source=str(ROWS / f"{file}.jsonl"), format=format)
+    assert len(prompts) == count  # a row without tests is left out
+    verifier = PythonTests(memory_mb=1024, timeout=30)
+    for prompt in prompts:
+        verifier.check_row(prompt.row)
+        json.dumps(prompt.row)
+        result = verifier(prompt.row["solution"], prompt.row)
+        assert result.verdict is Verdict.CORRECT, (prompt.id, result)
+        wrong = prompt.row["solution"].replace("return ", "return 1, ").replace("print(", "print(1, ")
+        assert verifier(wrong, prompt.row).verdict is Verdict.WRONG
+
+
+def test_livecodebench_hides_its_private_tests(tmp_path: Path):
+    prompts = prompt_dataset(source=str(ROWS / "livecodebench.jsonl"), format="livecodebench")
+    assert [len(prompt.row["cases"]) for prompt in prompts] == [3, 3, 3]
+    assert [prompt.id for prompt in prompts] == ["abc_a", "abc_b", "pairs"]
+    assert prompts[2].row["entry_point"] == "Solution().twoSum"
+    assert "def twoSum(self, nums: List[int]" in prompts[2].row["prompt"]
+    assert "1000000001" not in json.dumps(prompts[0].row["prompt"])
+
+
+class Evil:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('ran')",)
+
+
+@pytest.mark.parametrize(
+    ("packed", "says"),
+    [
+        (b64encode(zlib.compress(pickle.dumps(Evil()))).decode(), "pickle of text alone"),
+        (b64encode(zlib.compress(pickle.dumps(["[]", "x"]))).decode(), "pickle of text alone"),
+        (b64encode(zlib.compress(b"not a pickle")).decode(), "neither JSON nor a packed pickle"),
+        ("%%%", "neither JSON nor a packed pickle"),
+        (b64encode(zlib.compress(pickle.dumps("not JSON"))).decode(), "not JSON"),
+    ],
+)
+def test_packed_tests_are_text_or_refused(tmp_path: Path, packed: str, says: str):
+    row = json.loads((ROWS / "livecodebench.jsonl").read_text().splitlines()[0])
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"private_test_cases": packed}))
+    with pytest.raises(UserError, match=says):
+        prompt_dataset(source=str(tmp_path / "rows.jsonl"), format="livecodebench")
+
+
+@pytest.mark.parametrize(
+    ("format", "row", "says"),
+    [
+        ("apps", {"question": "a", "input_output": "{"}, "input_output is not JSON"),
+        ("apps", {"question": "a", "input_output": '{"inputs": ["1"], "outputs": []}'}, "1 inputs and 0 outputs"),
+        ("taco", {"question": "a", "input_output": '{"inputs": 5}'}, "lists inputs and outputs"),
+        ("apps", {"question": "a", "input_output": '{"inputs": [5], "outputs": ["1"]}'}, "must be a string"),
+        ("livecodebench", {"question_content": "a", "public_test_cases": "[5]"}, "must be lists of"),
+        ("livecodebench", {"question_content": "a", "public_test_cases": '[{"input": "", "output": ""}]'}, "testtype"),
+        ("mbppplus", {"prompt": "a", "test": "x", "test_list": "y"}, "test_list must be a list"),
+    ],
+)  # fmt: skip
+def test_malformed_rows_of_data_sets_are_refused(tmp_path: Path, format: str, row: dict, says: str):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match=says):
+        prompt_dataset(source=str(tmp_path / "rows.jsonl"), format=format)
