@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from rocm_ext.bench.busy import OtherPrograms
-from tests.benchmarks import cycle, sampling, sft
+from tests.benchmarks import cycle, sampling, sft, verify
 from tests.benchmarks.protocol import Failed
 from tests.benchmarks.table import table
 from tests.benchmarks.work import SHAPES, Task
@@ -42,6 +42,7 @@ GPU_SET = tuple(
     for work, some in (("sft", (STOCK, BEST, TRL)), ("sampling", (GENERATE, CONTINUOUS, TORCHTUNE)))
 )
 PEERS = {"sft": sft.PEERS, "sampling": sampling.PEERS}
+WORK = [*PEERS, "cycle", "verify"]
 COMPARE = {"sft": sft.compare, "sampling": sampling.compare}
 
 
@@ -81,13 +82,19 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
         yield said + ", ".join(task.peers), partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work])
     if "cycle" in args.work:
         yield "RAFT's cycle", partial(cycle.measure, runs=2)
+    if "verify" in args.work:
+        for workers in (1, 2):
+            yield (
+                f"verdicts on MBPP, workers: {workers}",
+                lambda _, workers=workers: verify.measure(args.mbpp, args.rounds, workers),
+            )
 
 
 def parse() -> argparse.Namespace:
     """Parse the command line; exit with 2 if an option would have no effect."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     option = parser.add_argument
-    option("--work", nargs="+", choices=[*PEERS, "cycle"], default=[*PEERS, "cycle"])
+    option("--work", nargs="+", choices=WORK, default=WORK)
     option("--shape", choices=SHAPES, help="run this shape instead of the default set; see --vocab, --dtype, --peers")
     option("--vocab", type=int, nargs="+", help="vocabulary sizes for --shape (default: 32768)")
     option("--dtype", nargs="+", choices=sft.TOLERANCES, help="dtypes for --shape (default: fp32)")
@@ -98,6 +105,7 @@ def parse() -> argparse.Namespace:
     option(
         "--attention", default="sdpa", help="transformers' attention on a GPU, e.g. flash_attention_2 (default: sdpa)"
     )
+    option("--mbpp", default=verify.MBPP, help="hub data set or file with MBPP's rows (default: %(default)s)")
     option("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     if args.shape is None and (args.vocab or args.dtype or args.peers):
@@ -107,7 +115,7 @@ def parse() -> argparse.Namespace:
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
     args.gpu = gpu()
-    if not chosen(args) and "cycle" not in args.work:
+    if not chosen(args) and not {"cycle", "verify"} & set(args.work):
         parser.error("none of --peers supports the work in --work")
     return args
 

@@ -6,11 +6,12 @@ from typing import Any
 GIB = 2**30
 _COLUMNS = ("work", "model", "against", "speed-up", "of which by skipped work", "peak memory, ours / theirs",
             "until warm, ours / theirs")  # fmt: skip
+NAMES = {"sft": "LoRA SFT", "sampling": "sampling"}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Format a line per comparison, and a sentence on the cycle's share."""
-    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(cells(row) for row in rows if row["work"] != "cycle")]
+    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(cells(row) for row in rows if row["work"] in NAMES)]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     for row in rows:
         if row["work"] == "cycle":
@@ -19,7 +20,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"\n\nRAFT, pocket model: cycles spend {row['outside']:.1%} ({low:.1%}-{high:.1%}, {row['runs']} runs) "
                 "of their time outside generation and training."
             )
+        if row["work"] == "verify":
+            text += verdicts(row)
     return text
+
+
+def verdicts(row: dict[str, Any]) -> str:
+    """A sentence on the verdicts of one number of workers beside one peer."""
+    low, high = (1 / ratio for ratio in reversed(row["range"]))
+    return (
+        f"\n\nMBPP's right answers, workers: {row['workers']}: {row['right']} of {row['rows']} pass, "
+        f"{1 / row['seconds']:.1f} verdicts a second; a verdict takes {1 / row['speedup']:.2f} ({low:.2f}-{high:.2f}, "
+        f"{row['rounds']} rounds) times as long as starting {row['peer']}."
+    )
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -27,9 +40,8 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     low, high = row["range"]
     memory = " / ".join(f"{value / GIB:.2f}" for value in row["peak_memory"]) + " GiB"
     warm = " / ".join(f"{value:.0f}" for value in row["until_warm"]) + " s"
-    name = {"sft": "LoRA SFT", "sampling": "sampling"}[row["work"]]
     return (
-        name,
+        NAMES[row["work"]],
         f"{row['parameters'] / 1e6:,.0f} M, {row['vocab']:,} tokens, {row['dtype']}",
         row["peer"],
         f"{row['speedup']:.2f} x ({low:.2f}-{high:.2f})",

@@ -2,11 +2,11 @@
 
 The program's messages are JSON. Those to the program come from trusted code, so marshal carries them, which needs no
 import. The program imports nothing at its start that the interpreter has not loaded already: that time counts for every
-verdict.
+verdict. ``os`` is not loaded, ``posix`` is.
 """
 
 import marshal
-import os
+import posix
 
 MAX_FRAME = 16 << 20  # bytes
 
@@ -56,7 +56,7 @@ class Channel:
         data = memoryview(len(data).to_bytes(4, "big") + data)
         while data:
             try:
-                data = data[os.write(self.writer, data) :]
+                data = data[posix.write(self.writer, data) :]
             except OSError:
                 raise Closed from None
 
@@ -82,7 +82,7 @@ class Channel:
         parts = [self.ahead]
         have = len(self.ahead)
         while have < count:
-            data = os.read(self.reader, 1 << 16)
+            data = posix.read(self.reader, 1 << 16)
             if not data:
                 raise Closed
             parts.append(data)

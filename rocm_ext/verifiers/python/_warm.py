@@ -22,7 +22,7 @@ from _judge import judge
 PR_SET_DUMPABLE = 4
 
 
-def main(source):
+def main(_):
     """Serve the verifier at the other end of the socket argv[1]; argv[2] is "boxed" in a PID namespace of its own.
 
     Each request is one byte with four descriptors: the judge's ends of the two pipes to the program, the pipe for its

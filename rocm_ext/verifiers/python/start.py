@@ -16,7 +16,7 @@ from typing import Any
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import short
 from rocm_ext.verifiers.sandbox import Limits, Running, Sandbox
-from rocm_ext.verifiers.sandbox.process import feed, readable
+from rocm_ext.verifiers.sandbox.process import readable
 
 JUDGE_MB = 1024  # the tests may need more memory than the code
 PATIENCE = 60.0  # seconds that a judge may take to start
@@ -28,17 +28,18 @@ PROGRAM = ("_channel", "_wire", "_candidate")
 BOOT = """
 import marshal, sys
 del sys.path[0]
-source = open(0, "rb", closefd=False)
-for name, code in marshal.load(source):
+data = open(0, "rb", closefd=False).read()
+task = int.from_bytes(data[:4], "big")
+for name, code in marshal.loads(data[4:task]):
     module = sys.modules[name] = type(sys)(name)
     exec(code, vars(module))
-module.main(source)
+module.main(marshal.loads(data[task:]))
 """
 COMPILE = """
 import json, marshal, sys
 for names in json.load(sys.stdin):
     data = marshal.dumps([(name, compile(text, name + ".py", "exec", dont_inherit=True)) for name, text in names])
-    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
+    sys.stdout.buffer.write((4 + len(data)).to_bytes(4, "big") + data)
 """
 
 
@@ -62,8 +63,8 @@ def compiled(python: str, *scripts: tuple[str, ...]) -> list[bytes]:
         raise UserError(f"python {python!r} does not run: {error}") from error
     found, data = [], done.stdout
     while data:
-        size = 4 + int.from_bytes(data[:4], "big")
-        found.append(data[4:size])
+        size = int.from_bytes(data[:4], "big")
+        found.append(data[:size])
         data = data[size:]
     return found
 
@@ -78,7 +79,7 @@ def start(
         sandbox, limits: where it runs, and with what limits.
         python: the interpreter.
         script: names of its modules; see :func:`compiled`.
-        task: the script's ``main`` can read it with ``marshal.load``.
+        task: for the script's ``main``.
         arguments: of the command line.
         fds: descriptors that it inherits.
     """
@@ -107,7 +108,7 @@ class WarmJudge:
             self._running = start(sandbox, python, JUDGE, {}, limits, arguments, [theirs.fileno()])
         self.child = self._running.child
         self._end = weakref.finalize(self, _end, self.owner, self._link, self._running)
-        if not feed(self.child, PATIENCE) or not self._heard(PATIENCE):
+        if not self._heard(PATIENCE):
             self.child.kill()
             assert self.child.process.stderr is not None
             said = self.child.process.stderr.read() or b""

@@ -179,10 +179,10 @@ class PythonTests(Verifier):
                 ours.callback(os.close, fd)
             for fd in (asked, ask, answer, tell):
                 theirs.callback(os.close, fd)
-            judge.give(task, heard, ask, tell)
             fds = (asked, answer)
             running = start(self._sandbox, self.python, PROGRAM, program, self.limits, fds, fds)
             ours.callback(running.close)
+            judge.give(task, heard, ask, tell)
             theirs.close()
             child = running.child
             in_time = supervise(

@@ -144,20 +144,6 @@ def readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(max(0.0, seconds) * 1000))
 
 
-def feed(child: Child, seconds: float) -> bool:
-    """Write a process's whole input and close it; whether it was taken in time."""
-    assert child.process.stdin is not None
-    deadline = time.monotonic() + seconds
-    os.set_blocking(child.process.stdin.fileno(), False)
-    poll = select.poll()
-    poll.register(child.process.stdin, select.POLLOUT)
-    while _write(child):
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            return False
-    _close(child.process.stdin)
-    return not child.feed
-
-
 def _finish(child: Child, selector: selectors.BaseSelector) -> None:
     """Kill what is left of the process group of a child that has ended, and read the rest of its output."""
     child.kill()

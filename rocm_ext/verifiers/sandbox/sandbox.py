@@ -29,9 +29,10 @@ trust, on machines without bubblewrap. It is never a fallback.
 """
 
 import contextlib
+import fcntl
 import functools
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,7 @@ from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
 from rocm_ext.verifiers.sandbox.process import MARK, Child, readable, supervise
 
 KINDS = ("bubblewrap", "rlimits")
+F_ADD_SEALS, F_SEAL_ALL = 1033, 15  # <linux/fcntl.h>; seal, shrink, grow, write
 START = 60.0  # seconds that bwrap may take to start its first process
 SPARE = 4  # processes of bwrap
 BOX = "{box}"  # in argv: the folder with the run's files
@@ -182,7 +184,7 @@ class Sandbox:
                 environment = ENVIRONMENT | {"HOME": cwd, "TMPDIR": cwd, MARK: mark}
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+                stdin=subprocess.DEVNULL if stdin is None else _sealed(stdin, theirs),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=fds,
@@ -191,8 +193,7 @@ class Sandbox:
                 start_new_session=True,
                 bufsize=0,
             )
-            child = Child(process, stdin or b"", limits.output_bytes, limits.memory_mb, limits.processes + SPARE)
-            child.mark = mark
+            child = Child(process, b"", limits.output_bytes, limits.memory_mb, limits.processes + SPARE, mark=mark)
             child.unsized_tmp = self.kind == "bubblewrap" and not bubblewrap.sized()
             if status is not None:
                 most = max(map(len, data.values()), default=0)  # bwrap writes the files under the limits
@@ -235,20 +236,33 @@ def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[i
     return ends
 
 
+def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
+    """A file in memory that nobody can change, until the stack closes it."""
+    fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    stack.callback(os.close, fd)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_ALL)
+    return fd
+
+
 def _limit(child: Child, status: int, limits: Limits) -> None:
     """Set the limits of bwrap's first process in the sandbox, while that is blocked.
 
     It costs less than a program in the sandbox that sets them.
     """
     said = b""
-    while not said.endswith(b"\n") and readable(status, START):
+    while not (found := re.search(rb'"child-pid": (\d+)[, }]', said)) and readable(status, START):
         part = os.read(status, 4096)
         if not part:
             return  # bwrap failed
         said += part
     try:
-        limits.impose(json.loads(said)["child-pid"], bubblewrap.limits_processes())
-    except (OSError, ValueError, KeyError) as problem:
+        if found is None:
+            raise OSError(f"bwrap did not start within {START:g} s")
+        limits.impose(int(found[1]), bubblewrap.limits_processes())
+    except OSError as problem:
         child.close()
         raise UserError(f"the sandbox's limits cannot be set: {problem}") from problem
 
