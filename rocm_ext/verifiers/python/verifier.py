@@ -194,6 +194,7 @@ class PythonTests(Verifier):
             running.close()
             status = judge.finish()
             os.set_blocking(told, False)
+            said = b""
             with contextlib.suppress(BlockingIOError):
                 said = os.read(told, REPORTS)
         if not in_time:
