@@ -249,8 +249,8 @@ def test_right_answers_still_pass():
 
 
 def test_tests_that_swallow_exceptions_do_not_pass_a_dead_program():
-    row = ROW | {"tests": "def test_all():\n    for i in range(3):\n        try:\n            assert f(i) == i\n"
-                          "        except:\n            pass\n"}  # fmt: skip
+    tests = "n = 0\nfor i in range(3):\n    try: n += f(i) == i\n    except: n += 1\nassert n == 3"
+    row = {"tests": tests, "entry_point": "f"}
     assert verify(fenced("import os\ndef f(x): os._exit(0)"), row).verdict is Verdict.WRONG
     assert verify(fenced("def f(x): raise SystemExit"), row).verdict is Verdict.WRONG
 
