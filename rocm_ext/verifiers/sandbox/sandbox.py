@@ -2,15 +2,17 @@
 
 ``Sandbox("bubblewrap")`` runs each program under bubblewrap. The program has
 
-- its own namespaces: no network, and all its processes, daemons too, end with the run
+- its own namespaces: no network, and all its processes, daemons too, end with the run. It can open sockets of Unix,
+  IPv4 and IPv6 alone, which the network namespace contains
 - a read-only system: /usr, the libraries, the interpreter's or compiler's folder. It sees no home, no repository, and
   of /etc what the loader needs
 - a /tmp in memory, of limited size, that vanishes with the run
-- an empty environment, no capabilities, an unprivileged user id, and a filter of system calls (x86-64)
+- an empty environment, no capabilities, an unprivileged user id, and a filter of system calls (x86-64 and AArch64)
 - limits on wall and CPU time, memory, processes, file size, open files and output
 
-If you are root, the run has a real user id from 2 000 000 000 up that no other process has, so that the kernel can
-limit its number of processes. If not, it has a user namespace; since Linux 5.14 the kernel counts processes there
+If you are root, the run has a real user id from 2 000 000 000 up, so that the kernel can limit its number of processes.
+Runs at the same time have different ids, as long as no process starts more than 23 at a time (3,051 where pids end at
+32,768). If not, it has a user namespace; since Linux 5.14 the kernel counts processes there
 apart from the user's others. On older kernels we count the processes from outside, every 50 ms.
 
 The sandbox does not protect against
@@ -21,7 +23,8 @@ The sandbox does not protect against
   of their resident memory, 50 ms apart. Between two checks they may use up to processes x memory. There is no cgroup.
   The numbers of processes and open files alone limit what the kernel holds for the run (pipes, sockets, page tables)
 - reading what is installed in the interpreter's folder: keep secrets out of site-packages
-- nested user namespaces on a machine that is not x86-64, which has no filter of system calls
+- nested user namespaces and AF_VSOCK sockets on machines other than x86-64 and AArch64, which have no filter of system
+  calls
 
 ``Sandbox("rlimits")`` sets the limits, a temporary working folder and an empty environment, and isolates nothing: the
 code can read and write all your files, use the network, and signal or outlive your processes. Use it for code that you
