@@ -1,7 +1,7 @@
 """What a verifier is and what it answers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -60,9 +60,11 @@ class Verifier:
 
     Attributes:
         needs: the fields that a row must have.
+        batch_size: how many answers :meth:`judge_batch` takes at most.
     """
 
     needs: tuple[str, ...] = ()
+    batch_size: int = 1
 
     def check(self) -> None:
         """Raise UserError if this machine cannot run the verifier."""
@@ -75,6 +77,14 @@ class Verifier:
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         """The judgement on ``completion``, given the prompt's ``row``."""
         raise NotImplementedError
+
+    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+        """The judgements on several completions, each with its prompt's row; for reward models and judges.
+
+        Which answers come together depends on what waits at the moment; the result on one must not depend on the
+        others. If the call fails or takes too long, each answer is judged by ``__call__`` alone.
+        """
+        return [self(completion, row) for completion, row in zip(completions, rows, strict=True)]
 
 
 def short(text: object, length: int = DETAIL) -> str:

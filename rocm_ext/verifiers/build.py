@@ -1,7 +1,7 @@
 """Verifiers built from nodes of a configuration."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rocm_ext.errors import UserError, nearest, one_line
@@ -15,6 +15,7 @@ class Wrapped(Verifier):
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.needs = tuple(getattr(inner, "needs", ()))
+        self.batch_size = inner.batch_size if hasattr(inner, "judge_batch") else 1
 
     def check(self) -> None:
         if hasattr(self.inner, "check"):
@@ -28,6 +29,9 @@ class Wrapped(Verifier):
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         return self.inner(completion, row)
+
+    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+        return self.inner.judge_batch(completions, rows)
 
 
 def build(node: "Mapping[str, Any] | Verifier") -> Verifier:

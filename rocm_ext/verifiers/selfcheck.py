@@ -83,7 +83,7 @@ def self_check(
             except (UserError, ValueError) as error:
                 raise UserError(f"{origin}: {error}") from error
             waiting.append((origin, pool.submit(gold, row)))
-            if len(waiting) > 4 * workers:  # rows may not fit into memory
+            if len(waiting) > 4 * workers * pool.batch_size:  # rows may not fit into memory
                 take()
         while waiting:
             take()

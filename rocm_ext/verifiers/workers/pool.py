@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.errors import UserError
@@ -27,11 +29,17 @@ class Pool:
     The workers are new interpreters without torch, since a process that uses a GPU must not fork. Each builds the
     verifier once. The pool replaces a worker that dies or hangs.
 
+    A verifier with a ``batch_size`` gets several waiting answers in one call, those to the same row first. If the call
+    fails, the pool asks for each of them alone.
+
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`; JSON data.
         workers: how many processes.
-        timeout: seconds of wall time for one verification as a whole; one that takes longer gives ERROR. It stops
+        timeout: seconds of wall time for one call of the verifier; an answer that takes longer gives ERROR. It stops
             verifiers that hang; the verifier itself limits the time of a model's code.
+
+    Attributes:
+        batch_size: of the verifier.
 
     Raises:
         UserError: on entering, if a worker cannot build the verifier.
@@ -50,7 +58,10 @@ class Pool:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._all:
             self._idle.put(worker)
+        self._waiting: deque[_Request] = deque()
+        self._lock = threading.Lock()
         self._closed = False
+        self.batch_size = 1
 
     def __enter__(self) -> "Pool":
         try:
@@ -58,7 +69,7 @@ class Pool:
                 worker.start()
             deadline = time.monotonic() + START
             for worker in self._all:
-                worker.ready(deadline)
+                self.batch_size = worker.ready(deadline)
         except BaseException:
             self.close()
             raise
@@ -72,29 +83,72 @@ class Pool:
         self._closed = True
         for worker in self._all:
             worker.close()
+        with self._lock:
+            for request in self._waiting:
+                request.future.cancel()
         self._threads.shutdown(wait=True, cancel_futures=True)
         for worker in self._all:
             worker.release()
 
     def submit(self, completion: str, row: Mapping[str, Any]) -> "Future[Result]":
         """A future for the result; no verifier makes it raise."""
-        return self._threads.submit(self._verify, completion, row)
+        request = _Request(completion, row, Future())
+        with self._lock:
+            self._waiting.append(request)
+        self._threads.submit(self._work)
+        return request.future
 
-    def _verify(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def _work(self) -> None:
+        """Judge what waits, as much as a batch holds; nothing if other threads have taken it all."""
         worker = self._idle.get()  # never waits: there are as many workers as threads
         try:
-            request = json.dumps({"completion": completion, "row": dict(row)}, default=_plain)
-            return worker.verify(request, self._timeout)
-        except (TypeError, ValueError, RecursionError) as problem:
-            return error(f"the row cannot be sent to a worker: {problem}")
-        except UserError as problem:
-            return error(problem)
-        except Exception as problem:
-            if self._closed:
-                return error("verification was ended")
-            return error(f"{type(problem).__name__}: {problem}")
+            requests = self._take()
+            results = self._verify(worker, requests)
         finally:
             self._idle.put(worker)
+        for request, result in zip(requests, results, strict=True):
+            request.future.set_result(result)
+
+    def _take(self) -> "list[_Request]":
+        """The first waiting request, then others to the same row, then others."""
+        with self._lock:
+            waiting = self._waiting
+            if not waiting:
+                return []
+            count = min(self.batch_size, -(-len(waiting) // len(self._all)))  # leave some to the other workers
+            first = waiting.popleft()
+            window = [waiting.popleft() for _ in range(min(len(waiting), 4 * (count - 1)))]
+            window.sort(key=lambda request: request.row is not first.row)
+            waiting.extendleft(reversed(window[count - 1 :]))
+        requests = [first, *window[: count - 1]]
+        return [request for request in requests if request.future.set_running_or_notify_cancel()]
+
+    def _verify(self, worker: "_Worker", requests: "list[_Request]") -> list[Result]:
+        results = self._ask(worker, requests) if requests else []
+        if isinstance(results, list):
+            return results
+        if len(requests) == 1:
+            return [error(results)]
+        return [result for request in requests for result in self._verify(worker, [request])]
+
+    def _ask(self, worker: "_Worker", requests: "list[_Request]") -> list[Result] | str:
+        """The results, or why there are none."""
+        try:
+            wire = [{"completion": request.completion, "row": dict(request.row)} for request in requests]
+            return worker.verify(json.dumps(wire, default=_plain), self._timeout)
+        except (TypeError, ValueError, RecursionError) as problem:
+            return f"the row cannot be sent to a worker: {problem}"
+        except UserError as problem:
+            return str(problem)
+        except Exception as problem:
+            return "verification was ended" if self._closed else f"{type(problem).__name__}: {problem}"
+
+
+@dataclass(frozen=True)
+class _Request:
+    completion: str
+    row: Mapping[str, Any]
+    future: "Future[Result]"
 
 
 class _Worker:
@@ -129,8 +183,8 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):
             self._send(json.dumps(start), time.monotonic() + START)
 
-    def ready(self, deadline: float) -> None:
-        """Wait until the verifier is built.
+    def ready(self, deadline: float) -> int:
+        """Wait until the verifier is built, and return its batch size.
 
         Raises:
             UserError: building it failed.
@@ -143,8 +197,10 @@ class _Worker:
             )
             self.kill()
             raise UserError(f"the verifier cannot be built in a worker: {said}")
+        return message["ready"]
 
-    def verify(self, request: str, timeout: float) -> Result:
+    def verify(self, request: str, timeout: float) -> list[Result] | str:
+        """The results, or why there are none."""
         if self._process is None:
             self.start()
             self.ready(time.monotonic() + START)
@@ -156,10 +212,12 @@ class _Worker:
         line = self._line(deadline) if sent else None
         if line:
             answer = json.loads(line)
-            return Result(Verdict(answer["verdict"]), answer["reward"], answer["detail"])
+            if "error" in answer:
+                return answer["error"]
+            return [Result(Verdict(verdict), reward, detail) for verdict, reward, detail in answer["results"]]
         ended = f"the verifier hung for {timeout:g} s" if line is None else f"the verifier's process {self._end()}"
         self.kill()
-        return error("verification was ended" if self._closed else ended)
+        return "verification was ended" if self._closed else ended
 
     def kill(self) -> None:
         """Kill the process, its group and all its descendants."""

@@ -1,7 +1,8 @@
 """A process that verifies: it reads one JSON object per line and answers each with one.
 
-It reads ``{"node": ..., "parent": pid}`` first, then ``{"completion": ..., "row": ...}`` each time. It answers
-``{"ready": true}`` or ``{"error": ...}``, then ``{"verdict": ..., "reward": ..., "detail": ...}`` each time.
+It reads ``{"node": ..., "parent": pid}`` first, then a list of ``{"completion": ..., "row": ...}`` each time. It
+answers ``{"ready": batch size}`` or ``{"error": ...}``, then ``{"results": [[verdict, reward, detail], ...]}`` or
+``{"error": ...}`` each time.
 :class:`rocm_ext.verifiers.Pool` starts it.
 """
 
@@ -49,6 +50,25 @@ def blame(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}{where}"
 
 
+def judged(verifier: Any, requests: list[dict[str, Any]]) -> list[tuple[str, float | None, str]]:
+    """Verdict, reward and detail for each request."""
+    from rocm_ext.verifiers.base import Result, error
+
+    if len(requests) == 1:
+        results = [verifier(requests[0]["completion"], requests[0]["row"])]
+    else:
+        results = verifier.judge_batch([each["completion"] for each in requests], [each["row"] for each in requests])
+        if not isinstance(results, list) or len(results) != len(requests):
+            raise ValueError(f"{type(verifier).__name__}.judge_batch must return a list of {len(requests)} results")
+    found = []
+    for result in results:
+        if not isinstance(result, Result):
+            result = error(f"{type(verifier).__name__} returned {type(result).__name__}, not a Result")
+        result = Result(result.verdict, result.reward, result.detail)  # a subclass may have skipped the checks
+        found.append((str(result.verdict), result.reward, result.detail))
+    return found
+
+
 def main() -> None:
     """Answer requests until stdin ends."""
     global RUNNING
@@ -70,23 +90,21 @@ def main() -> None:
         os.nice(5)
     RUNNING = True
 
-    from rocm_ext.verifiers.base import Result, error
     from rocm_ext.verifiers.build import build
 
     try:
         verifier = build(start["node"])
+        if type(verifier.batch_size) is not int or verifier.batch_size < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, found {verifier.batch_size!r}")
     except BaseException as problem:
         say({"error": str(problem) if type(problem).__name__ == "UserError" else blame(problem)})
         return
-    say({"ready": True})
+    say({"ready": verifier.batch_size})
     for line in reader:
-        request = json.loads(line)
+        answer: dict[str, Any]
         try:
-            result: Any = verifier(request["completion"], request["row"])
-            if not isinstance(result, Result):
-                result = error(f"{type(verifier).__name__} returned {type(result).__name__}, not a Result")
-            result = Result(result.verdict, result.reward, result.detail)  # a subclass may have skipped the checks
+            answer = {"results": judged(verifier, json.loads(line))}
         except BaseException as problem:  # SystemExit too: a verifier must not end the worker
-            result = error(blame(problem))
+            answer = {"error": blame(problem)}
         reap()
-        say({"verdict": str(result.verdict), "reward": result.reward, "detail": result.detail})
+        say(answer)

@@ -1,0 +1,235 @@
+"""Reward functions in TRL's signature as verifiers, and verifiers as such functions."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from rocm_ext.errors import UserError, one_line
+from rocm_ext.importing import COMPONENT, import_component
+from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, wrong
+from rocm_ext.verifiers.build import build
+from rocm_ext.verifiers.workers import Pool
+
+LOGGERS = ("log_extra", "log_metric")  # what a trainer passes for notes to its logs
+TRAINERS = ("completion_ids", "trainer_state", "environments")  # what a trainer alone has
+NO_COLUMNS = ("prompt", "completion", *TRAINERS, *LOGGERS)  # as in GRPOTrainer._calculate_rewards
+
+
+class RewardFunction(Verifier):
+    """A reward function as TRL's trainers take it: ``f(prompts, completions, **columns) -> list[float | None]``.
+
+    It runs as you, without a sandbox. It gets the columns of the rows as lists, as far as its signature names them or
+    has ``**kwargs``. It may be asynchronous. The verdict is CORRECT from ``threshold`` on, else WRONG. None (the
+    function does not apply to the row) and a number outside of ``scale`` are an ERROR.
+
+    A call has up to ``batch_size`` answers, those to one prompt together where possible. The reward of one must not
+    depend on the others.
+
+    Args:
+        function: its dotted name, such as ``my_module.reward``. The module may be in the current directory.
+        threshold: reward, in [0, 1], from which the verdict is CORRECT.
+        scale: two numbers of the function that become the rewards 0 and 1; those between are mapped linearly.
+        conversational: pass prompts and completions as lists of messages, else as texts; None: as lists of messages
+            for rows with ``messages``, as in TRL. The functions in ``trl.rewards`` take messages.
+        batch_size: answers in one call.
+    """
+
+    def __init__(
+        self,
+        function: str | Callable[..., Any],
+        threshold: float = 1.0,
+        scale: Sequence[float] = (0.0, 1.0),
+        conversational: bool | None = None,
+        batch_size: int = 16,
+    ) -> None:
+        self.scale, self.threshold = checked_scale("RewardFunction", scale, threshold)
+        if type(batch_size) is not int or batch_size < 1:
+            raise UserError(f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}")
+        self.function = import_component(function) if isinstance(function, str) else function
+        if inspect.isclass(self.function):
+            raise UserError(
+                f"RewardFunction: {function} is a class; expected a function, or an object that is callable"
+            )
+        self.conversational, self.batch_size = conversational, batch_size
+        self._named, self._takes_all = self._signature()
+        own = ("prompts", "completions", *LOGGERS)
+        self.needs = tuple(name for name, needed in self._named.items() if needed and name not in own)
+
+    def _signature(self) -> tuple[dict[str, bool], bool]:
+        """The columns that the function names, whether it needs them, and whether it takes all others.
+
+        Raises:
+            UserError: the function needs what only a trainer has.
+        """
+        named, takes_all = {}, False
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                takes_all = takes_all or parameter.kind is parameter.VAR_KEYWORD
+            elif name in TRAINERS:
+                if parameter.default is parameter.empty:
+                    raise UserError(f"RewardFunction: the function needs {name}, which only a trainer has")
+            else:
+                named[name] = parameter.default is parameter.empty
+        return named, takes_all
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        super().check_row(row)
+        self._prompt(row)
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        try:
+            return self.judge_batch([completion], [row])[0]
+        except Exception as problem:
+            return error(f"the reward function failed: {one_line(problem)}")
+
+    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+        given: dict[str, Any] = {
+            "prompts": [self._prompt(row) for row in rows],
+            "completions": [
+                [{"role": "assistant", "content": text}] if self._talks(row) else text
+                for text, row in zip(completions, rows, strict=True)
+            ],
+        }
+        columns = dict.fromkeys(name for row in rows for name in row if name not in (*NO_COLUMNS, *given))
+        given |= {name: [row.get(name) for row in rows] for name in columns}
+        given = {name: value for name, value in given.items() if self._takes_all or name in self._named}
+        given |= {name: _ignore for name in LOGGERS if self._named.get(name)}
+        rewards = self.function(**given)
+        if inspect.isawaitable(rewards):
+            rewards = asyncio.run(_result_of(rewards))
+        rewards = list(rewards)
+        if len(rewards) != len(rows):
+            raise ValueError(f"it returned {len(rewards)} rewards for {len(rows)} completions")
+        return [self._result(reward) for reward in rewards]
+
+    def _talks(self, row: Mapping[str, Any]) -> bool:
+        return "messages" in row if self.conversational is None else self.conversational
+
+    def _prompt(self, row: Mapping[str, Any]) -> Any:
+        if not self._talks(row):
+            return field(row, "prompt", str)
+        if "messages" not in row:
+            messages = [{"role": "user", "content": field(row, "prompt", str)}]
+        else:
+            messages = [dict(message) for message in field(row, "messages", (list, tuple))]
+            if messages and messages[-1].get("role") == "assistant":  # the row's own answer
+                messages.pop()
+        system = row.get("system")
+        if system and messages and messages[0].get("role") != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        return messages
+
+    def _result(self, reward: Any) -> Result:
+        if reward is None:
+            return error("the reward function does not apply to this row: it returned None")
+        if isinstance(reward, str):
+            raise TypeError(f"it returned the text {short(reward, 40)!r} as a reward")
+        return scaled(float(reward), self.scale, self.threshold, "the reward function")
+
+
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Take the notes that a function has for a trainer's logs."""
+
+
+def checked_scale(who: str, scale: Sequence[float], threshold: float) -> tuple[tuple[float, float], float]:
+    """The arguments ``scale`` and ``threshold`` of a verifier.
+
+    Raises:
+        UserError: they are out of range.
+    """
+    numbers = isinstance(scale, (list, tuple)) and all(type(each) in (int, float) for each in scale)
+    if not numbers or len(scale) != 2 or not -math.inf < scale[0] < scale[1] < math.inf:
+        raise UserError(f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")
+    if type(threshold) not in (int, float) or not 0 < threshold <= 1:
+        raise UserError(f"{who}: threshold must be in (0, 1], found {threshold!r}")
+    return (float(scale[0]), float(scale[1])), float(threshold)
+
+
+def scaled(value: float, scale: tuple[float, float], threshold: float, who: str) -> Result:
+    """The result for a number between those of ``scale``; ERROR for any other number."""
+    low, high = scale
+    if not low <= value <= high:  # NaN, too
+        hint = "; set scale to its least and greatest value" if math.isfinite(value) else ""
+        return error(f"{who} gave {value:g}, which is not between {low:g} and {high:g}{hint}")
+    reward = (value - low) / (high - low)
+    told = f"{who} gave {value:g}"
+    return Result(correct().verdict, reward, told) if reward >= threshold - 1e-9 else wrong(told, reward)
+
+
+class _VerifierReward:
+    """What :func:`as_reward_function` returns. It can be pickled, since TRL may send it to another process."""
+
+    def __init__(self, node: Mapping[str, Any], workers: int, timeout: float) -> None:
+        self.__name__ = str(node.get(COMPONENT)).rpartition(".")[2]
+        self._arguments = node, workers, timeout
+        self._open()
+
+    def _open(self) -> None:
+        node, workers, timeout = self._arguments
+        self._verifier = build(node)
+        self._verifier.check()
+        self._pool = Pool(node, workers, timeout).__enter__()
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        kept = {name: values for name, values in columns.items() if name not in NO_COLUMNS}
+        rows = []
+        for index, prompt in enumerate(prompts):
+            row = {name: values[index] for name, values in kept.items() if values[index] is not None}
+            if isinstance(prompt, str):
+                row["prompt"] = prompt
+            else:
+                row |= {"prompt": _text(prompt), "messages": prompt}
+            self._verifier.check_row(row)
+            rows.append(row)
+        texts = (each if isinstance(each, str) else _text(each) for each in completions)
+        futures = [self._pool.submit(text, row) for text, row in zip(texts, rows, strict=True)]
+        return [future.result().reward for future in futures]
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"__name__": self.__name__, "_arguments": self._arguments}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pool"):
+            self._pool.close()
+
+
+def as_reward_function(node: Mapping[str, Any], workers: int = 1, timeout: float = 60.0) -> _VerifierReward:
+    """A verifier as a reward function for TRL's trainers: ``GRPOTrainer(reward_funcs=as_reward_function(...))``.
+
+    The row of an answer is its dataset columns, with ``prompt`` as text. An ERROR has no reward and is None, which TRL
+    leaves out. The verifier runs in processes of its own.
+
+    Args:
+        node: the verifier, as for :func:`rocm_ext.verifiers.build`.
+        workers: processes.
+        timeout: seconds for one verification as a whole.
+
+    Raises:
+        UserError: the verifier cannot be built or cannot run here; or, in a call, a row lacks what it needs.
+    """
+    return _VerifierReward(node, workers, timeout)
+
+
+def _text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the last message."""
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str) or content is None:
+        return content or ""
+    parts = [part.get("text", "") for part in content if isinstance(part, Mapping)]
+    if len(parts) != len(content):
+        raise UserError(f"a message has the content {short(content, 80)}; expected text")
+    return "".join(parts)
