@@ -17,14 +17,12 @@ from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.generation import openai_adapters as adapters
 from rocm_ext.generation.base import Request, Sampling
 from rocm_ext.generation.openai_session import OpenAISession, Terms
-from rocm_ext.generation.openai_wire import (
+from rocm_ext.generation.openai_wire import DIALECTS, ENDPOINTS, Server, Wire
+from rocm_ext.log import log
+from rocm_ext.openai_http import (
     CHECK_TIMEOUT,
-    DIALECTS,
-    ENDPOINTS,
     Refused,
-    Server,
     Transient,
-    Wire,
     authorization,
     checked_urls,
     httpx,
@@ -32,7 +30,6 @@ from rocm_ext.generation.openai_wire import (
     json_object,
     seconds_of,
 )
-from rocm_ext.log import log
 from rocm_ext.ranks import Ranks
 
 

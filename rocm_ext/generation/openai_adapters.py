@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.errors import UserError, one_line
-from rocm_ext.generation.openai_wire import CHECK_TIMEOUT, Server, Transient, httpx, in_words, json_object, message_of
+from rocm_ext.generation.openai_wire import Server
 from rocm_ext.log import log
 from rocm_ext.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rocm_ext.openai_http import CHECK_TIMEOUT, Transient, httpx, in_words, json_object, message_of
 
 LOAD_TIMEOUT = 300.0  # seconds
 LORA_HINT = (

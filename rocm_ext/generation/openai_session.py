@@ -12,20 +12,20 @@ from typing import Any
 from rocm_ext.errors import UserError
 from rocm_ext.generation.base import Completion, Request, Sampling
 from rocm_ext.generation.openai_adapters import Adapter, load
-from rocm_ext.generation.openai_wire import (
+from rocm_ext.generation.openai_wire import Server, Wire
+from rocm_ext.log import duration, log
+from rocm_ext.openai_http import (
+    BACKOFF,
     CHECK_TIMEOUT,
+    MAX_BACKOFF,
     Refused,
-    Server,
     Transient,
-    Wire,
     httpx,
     in_words,
     json_object,
     message_of,
 )
-from rocm_ext.log import duration, log
 
-BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds
 _POLL = 0.2  # seconds between looks at whether the user asked to stop
 _TELL = 30.0  # seconds between lines about a server that fails
 _CHECK_PATIENCE = 5.0  # seconds for which a server may fail while others wait to sample

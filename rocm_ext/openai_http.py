@@ -1,0 +1,153 @@
+"""HTTP with servers that speak OpenAI's protocol: addresses, keys, failures."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from rocm_ext.errors import UserError, one_line
+
+try:  # httpx's successor has the same interface; it needs Python 3.11
+    import httpx2 as httpx
+except ImportError:
+    try:
+        import httpx  # type: ignore[no-redef]
+    except ImportError as error:
+        raise UserError(
+            "an OpenAI-compatible server needs an HTTP client, httpx2 or httpx: pip install 'torchtune-rocm[openai]'"
+        ) from error
+
+CHECK_TIMEOUT = 10.0  # seconds, to connect and for requests without computation
+BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
+
+
+class Transient(Exception):
+    """The server may answer a repeated request after ``retry_after`` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Refused(UserError):
+    """The server refuses this request; ``status`` is its HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def checked_urls(urls: Any) -> list[str]:
+    """Check the servers' urls and strip ``/v1``.
+
+    Raises:
+        UserError: a url is invalid or appears twice, or the list is empty.
+    """
+    if isinstance(urls, str) or not isinstance(urls, Sequence) or not len(urls):
+        raise UserError("urls must be a list with at least one url, like [http://localhost:8000]")
+    plain = []
+    for url in urls:
+        if not isinstance(url, str) or not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", url):
+            raise UserError(f"{url!r} in urls is not a server's address; expected one like http://localhost:8000")
+        plain.append(url.rstrip("/").removesuffix("/v1").rstrip("/"))
+    if twice := {url for url in plain if plain.count(url) > 1}:
+        raise UserError(f"urls names {', '.join(sorted(twice))} twice")
+    return plain
+
+
+def seconds_of(value: Any, name: str) -> float:
+    """Read a time: a number of seconds, or a number with a unit such as ``90 s``, ``10 min`` or ``1.5 h``.
+
+    Raises:
+        UserError: ``value`` is not a time of at least 0; the message has ``name``.
+    """
+    number, unit = value, "s"
+    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value)):
+        number, unit = float(found[1]), found[2]
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+        unit = ""
+    if unit not in _SECONDS:
+        raise UserError(f"{name} is {value!r}; expected seconds, or a time such as 90 s, 10 min or 1.5 h")
+    return float(number) * _SECONDS[unit]
+
+
+def authorization(api_key_env: str | None) -> dict[str, str]:
+    """Return the header with the API key from the environment variable ``api_key_env``; {} for None.
+
+    Raises:
+        UserError: ``api_key_env`` is not a variable's name, or the variable is not set.
+    """
+    if api_key_env is None:
+        return {}
+    # The value may be the key itself by mistake, so the message does not show it.
+    if not isinstance(api_key_env, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", api_key_env):
+        raise UserError("api_key_env must be the name of an environment variable, not the key")
+    if not (key := os.environ.get(api_key_env, "").strip()):
+        raise UserError("the environment variable that api_key_env names is not set; export it with the API key")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def json_object(url: str, response: Any) -> dict[str, Any]:
+    """Return the JSON object in a response.
+
+    Raises:
+        Transient: HTTP 408, 429 or 5xx; a repeated request may succeed.
+        Refused: any other HTTP error.
+        UserError: the body is not a JSON object.
+    """
+    status = response.status_code
+    if status in (408, 429) or status >= 500:
+        raise Transient(f"HTTP {status}: {message_of(response)}", _retry_after(response))
+    if status != 200:
+        hint = "; set api_key_env" if status in (401, 403) else ""
+        raise Refused(f"{url} refuses a request with HTTP {status}: {message_of(response)}{hint}", status)
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise UserError(
+            f"{url} does not answer with a JSON object; is it an OpenAI-compatible server? {start_of(response.text)}"
+        )
+    return answer
+
+
+def _retry_after(response: Any) -> float:
+    """Return the Retry-After header in seconds, or the seconds until its date; 0 without it."""
+    value = response.headers.get("retry-after", "")
+    with suppress(ValueError):
+        return max(0.0, float(value))
+    with suppress(ValueError, TypeError):
+        return max(0.0, (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds())
+    return 0.0
+
+
+def message_of(response: Any) -> str:
+    """Return the server's error message: OpenAI's ``error.message``, FastAPI's ``detail``, or the body."""
+    with suppress(ValueError):
+        body = response.json()
+        if isinstance(body, dict):
+            said = body.get("error", body.get("detail", body.get("message")))
+            said = said.get("message", said) if isinstance(said, dict) else said
+            if said:
+                return start_of(said if isinstance(said, str) else json.dumps(said), 500)
+    return start_of(response.text)
+
+
+def start_of(text: str, length: int = 200) -> str:
+    """Return the start of ``text`` in one line."""
+    text = " ".join(text.split())
+    return text[:length] or "(nothing)"
+
+
+def in_words(error: Exception) -> str:
+    """Return the message of an HTTP client's error."""
+    if isinstance(error, httpx.TimeoutException):
+        return f"no answer in time ({type(error).__name__})"
+    return str(error) if isinstance(error, Transient | UserError) else one_line(error)

@@ -1,0 +1,193 @@
+"""A language model as the judge, on a server that speaks OpenAI's protocol."""
+
+import asyncio
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rocm_ext.errors import UserError, one_line
+from rocm_ext.verifiers.base import Result, Verifier, error, field, short
+from rocm_ext.verifiers.reward_function import checked_scale, scaled
+
+SCORE = re.compile(r"[*_]{0,2}score[*_]{0,2}\s*:\s*[*_]{0,2}(-?\d{1,15}(?:\.\d{1,15})?)[*_]{0,2}\.?", re.I)
+
+FENCED = re.compile(r"```(?:json)?\n([^`]*)```")
+
+
+class LLMJudge(Verifier):
+    """Asks a language model for a score of the completion.
+
+    ``template`` is the message that the model gets. ``{completion}`` and the names of row fields in braces stand for
+    their values; ``{{`` and ``}}`` are braces. The completion is put into a fence that is longer than any in it, so it
+    cannot end its own fence. It can still try to talk the judge into a good score: a score is an opinion.
+
+    The model replies with a JSON object that has a number ``score``, or ends with a line like ``score: 7``. Any other
+    reply is an ERROR, as is a server that cannot be reached: neither is ever the reward 0.
+
+    Args:
+        base_url: the server's address, such as ``http://localhost:8000/v1``.
+        model: the server's name of the model.
+        template: see above.
+        api_key_env: name of the environment variable with the API key; None: no key.
+        scale: the scores that become the rewards 0 and 1.
+        threshold: reward, in [0, 1], from which the verdict is CORRECT.
+        timeout: seconds for one verdict with all its retries; keep it below ``verify_timeout``.
+        retries: further requests after a lost connection or HTTP 408, 429 or 5xx, with growing pauses.
+        concurrency: simultaneous requests of each worker.
+        max_tokens: of the reply.
+        options: further fields of the request, such as ``response_format``; they replace ours, and null removes one.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        template: str,
+        api_key_env: str | None = None,
+        scale: Sequence[float] = (0.0, 10.0),
+        threshold: float = 1.0,
+        timeout: float = 50.0,
+        retries: int = 5,
+        concurrency: int = 8,
+        max_tokens: int = 1024,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        from rocm_ext import openai_http  # here, since it needs httpx
+
+        self._http = openai_http
+        self.url = openai_http.checked_urls([base_url])[0] + "/v1/chat/completions"
+        self.scale, self.threshold = checked_scale("LLMJudge", scale, threshold)
+        for name, value, least in (
+            ("retries", retries, 0),
+            ("concurrency", concurrency, 1),
+            ("max_tokens", max_tokens, 1),
+        ):
+            if type(value) is not int or value < least:
+                raise UserError(f"LLMJudge: {name} must be a whole number of at least {least}, found {value!r}")
+        if timeout <= 0:
+            raise UserError(f"LLMJudge: timeout must be positive, found {timeout}")
+        self.parts = parsed_template(template)
+        self.needs = tuple(dict.fromkeys(name for _, name in self.parts if name not in (None, "completion")))
+        self.api_key_env, self.timeout, self.retries, self.batch_size = api_key_env, timeout, retries, concurrency
+        fields = {"model": model, "temperature": 0, "max_tokens": max_tokens, **(options or {})}
+        self.fields = {name: value for name, value in fields.items() if value is not None}
+
+    def check(self) -> None:
+        self._http.authorization(self.api_key_env)
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        return self.judge_batch([completion], [row])[0]
+
+    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+        return asyncio.run(self._judge_all(completions, rows))
+
+    async def _judge_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+        headers = self._http.authorization(self.api_key_env)
+        async with self._http.httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
+            judging = (self._judge(client, text, row) for text, row in zip(completions, rows, strict=True))
+            return await asyncio.gather(*judging)
+
+    async def _judge(self, client: Any, completion: str, row: Mapping[str, Any]) -> Result:
+        try:
+            text = filled(self.parts, completion, row)
+            answer = await asyncio.wait_for(self._ask(client, text), self.timeout)
+            score = score_in(_reply(answer))
+        except (TimeoutError, asyncio.TimeoutError):  # one class from Python 3.11 on
+            return error(f"the judge has not replied within {self.timeout:g} s")
+        except (UserError, ValueError) as problem:
+            return error(f"the judge: {one_line(problem)}")
+        except Exception as problem:  # of the connection
+            return error(f"the judge: {self._http.in_words(problem)}")
+        return scaled(score, self.scale, self.threshold, "the judge")
+
+    async def _ask(self, client: Any, text: str) -> dict[str, Any]:
+        """The server's answer.
+
+        Raises:
+            Exception: of the last request; or the next one would be too late.
+        """
+        http, now = self._http, asyncio.get_running_loop().time
+        deadline = now() + self.timeout
+        body = {"messages": [{"role": "user", "content": text}], **self.fields}
+        for attempt in range(self.retries + 1):
+            try:
+                return http.json_object(self.url, await client.post(self.url, json=body))
+            except (http.httpx.RequestError, http.Transient) as problem:
+                pause = min(http.MAX_BACKOFF, http.BACKOFF * 2**attempt)
+                pause = max(pause, getattr(problem, "retry_after", 0.0))
+                if attempt == self.retries or now() + pause >= deadline:
+                    raise
+            await asyncio.sleep(pause)
+        raise AssertionError("the last request returns or raises")
+
+
+def parsed_template(template: str) -> list[tuple[str, str | None]]:
+    """The parts of a template: a text, and the name of the value after it.
+
+    Raises:
+        UserError: it is malformed, has anything but names in braces, or lacks ``{completion}``.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except (ValueError, TypeError) as problem:
+        raise UserError(f"LLMJudge: template is no template: {problem}") from problem
+    for _, name, spec, conversion in parts:
+        if name is not None and (not re.fullmatch(r"\w+", name) or spec or conversion):
+            raise UserError(f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}")
+    if "completion" not in (name for _, name, _, _ in parts):
+        raise UserError("LLMJudge: template lacks {completion}")
+    return [(text, name) for text, name, _, _ in parts]
+
+
+def filled(parts: Sequence[tuple[str, str | None]], completion: str, row: Mapping[str, Any]) -> str:
+    """The judge's message, with the completion in a fence.
+
+    Raises:
+        ValueError: the row lacks a field.
+    """
+    longest = max(map(len, re.findall("`+", completion)), default=0)
+    fence = "`" * max(3, longest + 1)
+    found = []
+    for text, name in parts:
+        found.append(text)
+        if name == "completion":
+            found.append(f"\n{fence}\n{completion}\n{fence}\n")
+        elif name is not None:
+            value = field(row, name)
+            found.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    return "".join(found).encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
+
+
+def _reply(answer: Mapping[str, Any]) -> str:
+    try:
+        choice = answer["choices"][0]
+        text, reason = choice["message"]["content"], choice.get("finish_reason")
+    except (LookupError, TypeError, AttributeError):
+        text = reason = None
+    if not isinstance(text, str):
+        raise ValueError(f"its server answers without a message: {short(json.dumps(answer), 100)}")
+    if reason == "length":
+        raise ValueError("its reply was cut off; raise max_tokens")
+    return text
+
+
+def score_in(reply: str) -> float:
+    """The score in a judge's reply, whose reasoning up to ``</think>`` does not count.
+
+    Raises:
+        ValueError: it has none.
+    """
+    text = reply.rpartition("</think>")[2].strip()
+    if last := SCORE.fullmatch(text.rpartition("\n")[2].strip()):
+        return float(last[1])
+    fenced = FENCED.fullmatch(text)  # the whole reply: it may also quote a block from the completion
+    try:
+        value = json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):
+        value = None
+    score = value.get("score") if isinstance(value, dict) else None
+    if not isinstance(score, (int, float)) or isinstance(score, bool):
+        raise ValueError(f"its reply has no score as JSON or in its last line: {short(text, 150)!r}")
+    return float(score)
