@@ -1,16 +1,25 @@
 """A program of the user's as the verifier."""
 
+import contextlib
+import functools
 import json
 import os
+import selectors
 import shutil
 import subprocess
+import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, short
-from rocm_ext.verifiers.sandbox.process import MARK, Child, supervise
+from rocm_ext.verifiers.sandbox.process import CHUNK, MARK, Child, supervise
+from rocm_ext.verifiers.workers import worker
+
+MAX_LINE = 1 << 20  # bytes of an answer
+TAIL = 4096  # bytes of stderr that are kept
 
 
 class Command(Verifier):
@@ -20,50 +29,191 @@ class Command(Verifier):
     anything else, the verdict is ERROR. In the end it is killed with all processes that it started; one that has lost
     its parent and cleared its environment is not found.
 
+    A persistent program answers many requests. Each is one line of JSON that also has an ``id``, which the answer, one
+    line too, repeats. It must print nothing else on stdout, and flush each answer. A program that dies,
+    hangs or answers anything else is ended and started anew. It ends with the worker; each worker has one.
+
     Args:
         command: program and arguments, run without a shell.
-        timeout: seconds of wall time.
+        timeout: seconds of wall time for one verdict.
+        persistent: keep the program running.
     """
 
-    def __init__(self, command: Sequence[str], timeout: float = 30.0) -> None:
+    def __init__(self, command: Sequence[str], timeout: float = 30.0, persistent: bool = False) -> None:
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
             raise UserError(f"Command: command must be a list of strings, [program, argument, ...], found {command!r}")
         if timeout <= 0:
             raise UserError(f"Command: timeout must be positive, found {timeout}")
-        self.command, self.timeout = list(command), timeout
+        self.command, self.timeout, self.persistent = list(command), timeout, persistent
+        self._program: _Program | None = None
+        self._asked = 0
+        self._lock = threading.Lock()
 
     def check(self) -> None:
         if shutil.which(self.command[0]) is None:
             raise UserError(f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        request = json.dumps({"completion": completion, "row": dict(row)}).encode()
-        pipe = subprocess.PIPE
+        request = {"completion": completion, "row": dict(row)}
         try:
-            environment = os.environ | {MARK: (mark := uuid.uuid4().hex)}
-            process = subprocess.Popen(
-                self.command,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                start_new_session=True,
-                bufsize=0,
-                env=environment,
-            )
+            if self.persistent:
+                with self._lock:
+                    return self._ask(request)
+            return self._run(json.dumps(request).encode())
         except OSError as problem:
             return error(f"{self.command[0]} cannot be run: {problem}")
-        child = Child(process, request, mark=mark)
+        except _Fault as fault:
+            return error(f"{self.command[0]} {fault}")
+
+    def _run(self, request: bytes) -> Result:
+        """The answer of a process of its own."""
+        child = _started(self.command, request)
         if not supervise([child], self.timeout):
-            return error(f"{self.command[0]} was still running after {self.timeout:g} s")
+            raise _Fault(f"was still running after {self.timeout:g} s")
         if child.killed:
-            return error(f"{self.command[0]} {child.killed}")
+            raise _Fault(child.killed)
         if child.returncode != 0:
             said = bytes(child.stderr).decode("utf-8", "replace")
-            return error(f"{self.command[0]} ended with {child.returncode}: {short(said, 200)}")
-        said = bytes(child.stdout).decode("utf-8", "replace")
+            raise _Fault(f"ended with {child.returncode}: {short(said, 200)}")
+        return _result(bytes(child.stdout))
+
+    def _ask(self, request: dict[str, Any]) -> Result:
+        """The answer of the persistent process."""
+        self._asked += 1
+        if self._program is None:
+            self._program = _Program(self.command)
         try:
-            answer = json.loads(said)
-            return Result(Verdict(answer["verdict"]), answer["reward"], str(answer.get("detail", "")))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as problem:
-            expected = '{"verdict": "CORRECT", "reward": 1.0, "detail": ""}'
-            return error(f"{self.command[0]} must answer like {expected}, found {short(said, 80)!r}: {problem}")
+            said = self._program.ask(json.dumps({"id": self._asked, **request}).encode() + b"\n", self.timeout)
+            return _result(said, self._asked)
+        except _Fault as fault:
+            program, self._program = self._program, None
+            noise = short(program.end(), 120)
+            raise _Fault(f"{fault}; its stderr: {noise}" if noise else str(fault)) from None
+
+    def __del__(self) -> None:
+        if getattr(self, "_program", None) is not None:
+            self._program.end()  # type: ignore[union-attr]
+
+
+class _Fault(Exception):
+    """What a program did wrong."""
+
+
+def _started(command: Sequence[str], feed: bytes = b"", tie: Callable[[], None] | None = None) -> Child:
+    mark, pipe = uuid.uuid4().hex, subprocess.PIPE
+    process = subprocess.Popen(
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        start_new_session=True,
+        bufsize=0,
+        env=os.environ | {MARK: mark},
+        preexec_fn=tie,
+    )
+    return Child(process, feed, mark=mark)
+
+
+def _result(said: bytes, number: int | None = None) -> Result:
+    """The result in a program's answer to the request with this number.
+
+    Raises:
+        _Fault: there is none.
+    """
+    text = said.decode("utf-8", "replace")
+    try:
+        answer = json.loads(text)
+        if number is not None and answer["id"] != number:
+            raise ValueError(f"the id is {answer['id']!r}")
+        return Result(Verdict(answer["verdict"]), answer["reward"], str(answer.get("detail", "")))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as problem:
+        expected = f'"id": {number}, ' * (number is not None) + '"verdict": "CORRECT", "reward": 1.0, "detail": ""'
+        raise _Fault(f"must answer like {{{expected}}}, found {short(text, 80)!r}: {problem}") from problem
+
+
+class _Program:
+    """A running program that answers line by line."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        # a worker has one thread, so that Python code may run between fork and exec
+        tie = functools.partial(worker.die_with, os.getpid()) if worker.RUNNING else None
+        self._child = _started(command, tie=tie)
+        self._process = process = self._child.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._in, self._out, self._err = process.stdin.fileno(), process.stdout.fileno(), process.stderr.fileno()
+        for fd in (self._in, self._out, self._err):
+            os.set_blocking(fd, False)
+        self._said, self._noise = bytearray(), b""
+
+    def ask(self, line: bytes, seconds: float) -> bytes:
+        """Send a line and return the one that answers.
+
+        Raises:
+            _Fault: there is none in time, or more than one.
+        """
+        deadline, rest = time.monotonic() + seconds, memoryview(line)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._in, selectors.EVENT_WRITE)
+            selector.register(self._out, selectors.EVENT_READ)
+            selector.register(self._err, selectors.EVENT_READ)
+            while b"\n" not in self._said:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise _Fault(f"has not answered within {seconds:g} s")
+                for key, _ in selector.select(left):
+                    if key.fd == self._in:
+                        rest = rest[self._write(rest) :]
+                        going_on = bool(rest)
+                    else:
+                        going_on = self._read(key.fd)
+                    if not going_on:
+                        selector.unregister(key.fd)
+        said = bytes(self._said)
+        self._said.clear()
+        answer, _, more = said.partition(b"\n")
+        if more:
+            raise _Fault(f"printed more than one line for a request: {short(said.decode('utf-8', 'replace'), 120)!r}")
+        if rest:
+            raise _Fault("answered before it had read the request")
+        return answer
+
+    def _write(self, data: memoryview) -> int:
+        try:
+            return os.write(self._in, data[:CHUNK])
+        except BlockingIOError:
+            return 0
+        except OSError:  # it has closed its stdin; stdout tells more
+            return len(data)
+
+    def _read(self, fd: int) -> bool:
+        """Read what a pipe holds; False at its end."""
+        try:
+            data = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return True
+        if fd == self._err:
+            self._noise = (self._noise + data)[-TAIL:]
+            return bool(data)
+        if not data:
+            raise _Fault(self._end())
+        self._said += data
+        if len(self._said) > MAX_LINE:
+            raise _Fault(f"printed more than {MAX_LINE} bytes")
+        return True
+
+    def _end(self) -> str:
+        try:
+            return f"ended with {self._process.wait(timeout=1)} instead of answering"
+        except subprocess.TimeoutExpired:
+            return "closed its stdout"
+
+    def end(self) -> str:
+        """End the program with all that it started; the end of what it has printed on stderr."""
+        self._child.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            while data := os.read(self._err, CHUNK):
+                self._noise = (self._noise + data)[-TAIL:]
+        self._child.close()
+        return self._noise.decode("utf-8", "replace")
