@@ -1,5 +1,6 @@
 """Rewards: what RAFT trains on, reward functions, judges, and verifiers' own time."""
 
+import contextlib
 import json
 import pickle
 import re
@@ -15,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 from rocm_ext.recipes.raft_rocm import main
 
-from rocm_ext import openai_http
 from rocm_ext.errors import UserError
 from rocm_ext.raft.rollouts import read_records
 from rocm_ext.verifiers import (
@@ -30,6 +30,7 @@ from rocm_ext.verifiers import (
     as_reward_function,
     build,
     extract_code,
+    llm_judge,
 )
 from tests.forks import forked
 from tests.raft_runs import assert_equal, cycle_row, write_run, write_world
@@ -323,6 +324,15 @@ def test_waiting_answers_come_in_one_call_those_to_a_prompt_together(mine, tmp_p
     assert (tmp_path / "sizes").read_text().splitlines() == ["1 wait", "3 p1 p2 p3", "2 q1 q2"]
 
 
+def test_workers_outlive_the_thread_that_opened_their_pool(mine):
+    opened = []
+    opener = threading.Thread(target=lambda: opened.append(Pool(mine("odd"), workers=1, timeout=30).__enter__()))
+    opener.start()
+    opener.join()
+    with contextlib.closing(opened[0]) as pool:
+        assert [pool.submit("a", TEXT).result().reward for _ in range(2)] == [1, 1]
+
+
 def test_closing_a_pool_drops_what_waits(mine):
     with Pool(mine("odd", batch_size=2), workers=1, timeout=30) as pool:
         futures = [pool.submit("hang", TEXT) for _ in range(6)]
@@ -385,7 +395,7 @@ def replied(text, reason="stop"):
 @pytest.fixture
 def serve(monkeypatch):
     """Start a server that gives ``replies`` in turn, the last of them for ever, and a judge that asks it."""
-    monkeypatch.setattr(openai_http, "BACKOFF", 0.01)
+    monkeypatch.setattr(llm_judge, "BACKOFF", 0.01)
     servers = []
 
     def start(*replies, template="{completion}", **arguments):

@@ -4,6 +4,8 @@ Nothing here imports torch: verification runs in separate processes (:class:`Poo
 second.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from rocm_ext.verifiers.answers import ExactMatch, Regex
 from rocm_ext.verifiers.base import Result, Verdict, Verifier
 from rocm_ext.verifiers.build import build
@@ -12,15 +14,25 @@ from rocm_ext.verifiers.command import Command
 from rocm_ext.verifiers.compiled import Compile, Run
 from rocm_ext.verifiers.extract import extract_code
 from rocm_ext.verifiers.json_schema import JsonSchema
-from rocm_ext.verifiers.llm_judge import LLMJudge
 from rocm_ext.verifiers.maths import MathAnswer
 from rocm_ext.verifiers.python import PythonTests
 from rocm_ext.verifiers.reward_function import RewardFunction, as_reward_function
 from rocm_ext.verifiers.sandbox import Limits, Outcome, Sandbox
 from rocm_ext.verifiers.workers import Pool
 
+if TYPE_CHECKING:
+    from rocm_ext.verifiers.llm_judge import LLMJudge
+
 __all__ = [
     "All", "Command", "Compile", "ExactMatch", "JsonSchema", "LLMJudge", "Limits", "MathAnswer", "Outcome", "Pool",
     "PythonTests", "Regex", "Result", "RewardFunction", "Run", "Sandbox", "Verdict", "Verifier", "Weighted",
     "as_reward_function", "build", "extract_code",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLMJudge":  # imported when it is used: it needs an HTTP client, and others start faster without
+        from rocm_ext.verifiers.llm_judge import LLMJudge
+
+        return LLMJudge
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

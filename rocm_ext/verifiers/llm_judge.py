@@ -8,6 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rocm_ext.errors import UserError, one_line
+from rocm_ext.openai_http import (
+    BACKOFF,
+    MAX_BACKOFF,
+    Transient,
+    authorization,
+    checked_urls,
+    httpx,
+    in_words,
+    json_object,
+)
 from rocm_ext.verifiers.base import Result, Verifier, error, field, short
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
@@ -54,10 +64,7 @@ class LLMJudge(Verifier):
         max_tokens: int = 1024,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        from rocm_ext import openai_http  # here, since it needs httpx
-
-        self._http = openai_http
-        self.url = openai_http.checked_urls([base_url])[0] + "/v1/chat/completions"
+        self.url = checked_urls([base_url])[0] + "/v1/chat/completions"
         self.scale, self.threshold = checked_scale("LLMJudge", scale, threshold)
         for name, value, least in (
             ("retries", retries, 0),
@@ -75,7 +82,7 @@ class LLMJudge(Verifier):
         self.fields = {name: value for name, value in fields.items() if value is not None}
 
     def check(self) -> None:
-        self._http.authorization(self.api_key_env)
+        authorization(self.api_key_env)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         return self.judge_batch([completion], [row])[0]
@@ -84,8 +91,8 @@ class LLMJudge(Verifier):
         return asyncio.run(self._judge_all(completions, rows))
 
     async def _judge_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-        headers = self._http.authorization(self.api_key_env)
-        async with self._http.httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
+        headers = authorization(self.api_key_env)
+        async with httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
             judging = (self._judge(client, text, row) for text, row in zip(completions, rows, strict=True))
             return await asyncio.gather(*judging)
 
@@ -99,7 +106,7 @@ class LLMJudge(Verifier):
         except (UserError, ValueError) as problem:
             return error(f"the judge: {one_line(problem)}")
         except Exception as problem:  # of the connection
-            return error(f"the judge: {self._http.in_words(problem)}")
+            return error(f"the judge: {in_words(problem)}")
         return scaled(score, self.scale, self.threshold, "the judge")
 
     async def _ask(self, client: Any, text: str) -> dict[str, Any]:
@@ -108,14 +115,14 @@ class LLMJudge(Verifier):
         Raises:
             Exception: of the last request; or the next one would be too late.
         """
-        http, now = self._http, asyncio.get_running_loop().time
+        now = asyncio.get_running_loop().time
         deadline = now() + self.timeout
         body = {"messages": [{"role": "user", "content": text}], **self.fields}
         for attempt in range(self.retries + 1):
             try:
-                return http.json_object(self.url, await client.post(self.url, json=body))
-            except (http.httpx.RequestError, http.Transient) as problem:
-                pause = min(http.MAX_BACKOFF, http.BACKOFF * 2**attempt)
+                return json_object(self.url, await client.post(self.url, json=body))
+            except (httpx.RequestError, Transient) as problem:
+                pause = min(MAX_BACKOFF, BACKOFF * 2**attempt)
                 pause = max(pause, getattr(problem, "retry_after", 0.0))
                 if attempt == self.retries or now() + pause >= deadline:
                     raise

@@ -1,6 +1,5 @@
 """Reward functions in TRL's signature as verifiers, and verifiers as such functions."""
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -98,6 +97,8 @@ class RewardFunction(Verifier):
         given |= {name: _ignore for name in LOGGERS if self._named.get(name)}
         rewards = self.function(**given)
         if inspect.isawaitable(rewards):
+            import asyncio  # here, since it takes a quarter of a worker's start
+
             rewards = asyncio.run(_result_of(rewards))
         rewards = list(rewards)
         if len(rewards) != len(rows):

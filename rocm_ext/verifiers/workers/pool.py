@@ -65,8 +65,8 @@ class Pool:
 
     def __enter__(self) -> "Pool":
         try:
-            for worker in self._all:  # together
-                worker.start()
+            for worker in self._all:  # together; in our threads, since a worker ends with the thread that started it
+                self._threads.submit(worker.start).result()
             deadline = time.monotonic() + START
             for worker in self._all:
                 self.batch_size = worker.ready(deadline)
