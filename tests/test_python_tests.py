@@ -95,6 +95,11 @@ class TestClass:
 
 async def test_async(): assert f(2) == 4
 
+@pytest.fixture(name="renamed")
+def _other(): return 6
+
+def test_renamed(renamed): assert f(renamed) == 36
+
 def test_raises():
     with pytest.raises(TypeError, match="can't|unsupported") as info:
         f("a")
@@ -111,8 +116,12 @@ def test_unclear(): assert f(1) == 100
 
 @pytest.mark.xfail(strict=True)
 def test_unlike(): assert f(2) == 5
+
+@pytest.mark.xfail(strict=True)
+def test_no_error():
+    with pytest.raises(KeyError): f(3)
 """
-RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point)
+RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point, set-up)
     "unittest": (SQUARE, SAME, UNITTEST, ""),
     "pytest": (SQUARE, SAME, PYTEST, ""),
     "main": (SQUARE, SAME, "assert f(1) == 1\nif __name__ == '__main__':\n    assert f(2) == 4\n", ""),
@@ -136,6 +145,12 @@ RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point)
     "no name at all": ("def f(x): raise ValueError", "def g(x): return x", "import pytest\ndef test_a():\n    with pytest.raises(Exception): f(1)", ""),
     "setup": (SQUARE, SAME, "value = 0\ndef setup_module():\n    global value\n    value = 3\ndef test_a():\n    assert value == 3 and f(value) == 9", ""),
     "main module": (SQUARE, SAME, "from __future__ import annotations\nimport dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\ndef test_a():\n    assert pickle.loads(pickle.dumps(P(3))) == P(3) and f(3) == 9", ""),
+    "future": (SQUARE, SAME, "from __future__ import annotations\ndef g(x: NoSuchName): return f(x)\nassert g(3) == 9", ""),
+    "globals": (SQUARE, SAME, "def test_a():\n    global once\n    once = 3\n    assert f(once) == 9", "f"),
+    "base in the set-up": (SQUARE, SAME, "class Case(CaseOfOurs):\n    def test_a(self): self.assertEqual(f(3), 9)", "", "import unittest\nclass CaseOfOurs(unittest.TestCase): pass"),
+    "an own suite": (SQUARE, SAME, "import unittest\nclass TestF(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(2), 4)\nif __name__ == '__main__':\n    unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(TestF))", ""),
+    "a thread": (SQUARE, SAME, "import threading\ndef run():\n    assert f(3) == 9\nthread = threading.Thread(target=run)\nthread.start()\nthread.join()\nassert f(1) == 1", ""),
+    "exit": (SQUARE, SAME, "if f(2) != 4:\n    exit(1)\nassert f(1) == 1\nexit()", ""),
     # whose names
     "library's": ("def sqrt(x): return x ** .5", "def sqrt(x): return None", "assert sqrt(16) == 4", ""),
     "library's, missing": ("def sqrt(x): return x ** .5", "def g(x): return 0", "assert sqrt(16) == 4", ""),
@@ -152,8 +167,8 @@ RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point)
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", RIGHT_AND_WRONG)
 def test_all_tests_run(verifiers, name: str, partial: bool):
-    right, wrong, tests, entry = RIGHT_AND_WRONG[name]
-    row = {"tests": tests, "entry_point": entry}
+    right, wrong, tests, entry, *setup = RIGHT_AND_WRONG[name]
+    row = {"tests": tests, "entry_point": entry, "test_setup": "".join(setup)}
     verifiers[partial].check_row(row)
     assert verifiers[partial](right, row).verdict is Verdict.CORRECT, verifiers[partial](right, row)
     result = verifiers[partial](wrong, row)
@@ -217,6 +232,8 @@ REFUSED = {  # tests -> the reason
     "import pytest\npytest.importorskip('numpy')\nassert f(1) == 1": "pytest.importorskip does not work",
     "from pytest import warns\nassert f(1) == 1": "pytest.warns does not work",
     "import doctest\nassert f(1) == 1\ndoctest.testmod()": "doctest",
+    "from unittest import TestCase\nclass A(TestCase):\n    async def test_a(self): self.assertEqual(f(2), 4)": "is async",
+    "for x in (1, 2):\n    print('ok' if f(x) == x else 'bad')": "check nothing",
     "assert f(": "not Python",
 }
 
@@ -236,6 +253,7 @@ def test_tests_that_define_the_entry_point_are_refused():
 @pytest.mark.parametrize(
     "tests",
     ["import no_such_module\nassert f(1) == 1", "import pytest\nassert f(1) == getattr(pytest, 'warns')",
+     "class A(MyTestCase):\n    def test_a(self): assert f(2) == 4\nclass MyTestCase: pass",
      "import pytest\n@pytest.mark.skip\ndef test_a(): assert f(1) == 1",
      "import functools\n@functools.lru_cache\ndef test_a(tmp_path): assert f(1) == 1",
      "import pytest\n@pytest.mark.parametrize('a,b', [(1, 2, 3)])\ndef test_a(a, b): assert f(a) == b"],

@@ -1,11 +1,14 @@
 """Runs the user's tests in the judge's process and counts what passes."""
 
+import __future__
+
 import ast
 import builtins
 import importlib
 import inspect
 import sys
 import types
+from functools import partial
 
 import _standin
 from _calls import Calls
@@ -32,7 +35,7 @@ class Score:
     def __init__(self, judge, source, go_on):
         self.judge, self.lines, self.go_on = judge, source.split("\n"), go_on
         self.passed, self.total, self.detail = 0, 0, ""
-        self.failures, self.marks, self.text, self.skips = 0, {}, "", ()
+        self.failures, self.marks, self.text, self.skips, self.cases = 0, {}, "", (), None
 
     @property
     def stopped(self):
@@ -68,6 +71,15 @@ class Score:
             if not sites and self.marks:  # the checks of functions that the unit calls
                 shares /= len(self.marks)
             self.passed += max(0, min(shares, weight - escaped) if shares < weight else weight - 1)
+
+    def prepared(self, run, text):
+        """Run what only prepares; whether it worked."""
+        try:
+            run()
+        except BaseException as error:
+            self.note(error, text)
+            return False
+        return True
 
     def note(self, error, text):
         """Record a failure; raises Broken if it is the tests' own."""
@@ -134,6 +146,7 @@ def run(task, judge, report):
     main = types.ModuleType("__main__")
     namespace = main.__dict__
     namespace.update({"__builtins__": builtins, "__file__": "tests.py"})
+    builtins.exit = builtins.quit = sys.exit  # as `site` does
     entry = task["entry_point"]
     try:
         sys.modules["__main__"] = main  # where unittest, dataclasses and pickle look for the tests' classes
@@ -173,6 +186,10 @@ def run(task, judge, report):
     namespace.update({name: value for name, value in found.items() if name in tests.wanted})
     score = Score(judge, task["tests"], task["all"])
     score.skips = skips
+    if "unittest" in "\n".join([task["tests"], *task["trusted"]]):
+        score.cases = Cases(score)
+    if "threading" in task["tests"]:
+        importlib.import_module("threading").excepthook = lambda args: score.note(args.exc_value, "a thread")
     try:
         tests.take(namespace, score) if task["cases"] is not None else take(tests, namespace, score)
     except Broken as error:
@@ -236,37 +253,28 @@ def take(tests, namespace, score):
     """
     sites = tests.counted() if score.go_on else {}
     namespace[SITE] = namespace[ITERATION] = lambda index: Site(score, index)
-    cases = Cases(score) if "unittest" in tests.source else None
+    flags = 0
     for statement, text in tests.steps:
         imported = isinstance(statement, ast.ImportFrom)
+        if imported and statement.module == "__future__":
+            flags |= sum(getattr(__future__, alias.name).compiler_flag for alias in statement.names)
         if imported and statement.module != "solution":  # the entry point stays the answer's
             statement.names = [a for a in statement.names if (a.asname or a.name) not in tests.required]
             if not statement.names:
                 continue
-        module = ast.Module([statement], [])
-        work = lambda module=module: exec(compile(module, "tests", "exec", dont_inherit=True), namespace)  # noqa: E731
+        work = partial(_execute, ast.Module([statement], []), flags, namespace)
         if text is not None:
             call = statement.value if isinstance(statement, ast.Expr) else None
             name = getattr(getattr(call, "func", None), "id", None)
             score.unit(lambda work=work: _until_exit(work), sites.get(name, 0), text)
-        else:
-            _prepare(work, statement, namespace, score)
+        elif not score.prepared(work, tests.text(statement)):
+            for node in ast.walk(statement):  # later units may not use an older value
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    namespace.pop(node.id, None)
+            score.total += isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         if score.stopped:
             return
-    _collected(tests, namespace, score, sites, cases)
-
-
-def _prepare(work, statement, namespace, score):
-    """Run a definition, import or assignment. If it fails, later units may not use an older value of its names."""
-    try:
-        work()
-    except BaseException as error:
-        score.note(error, ast.unparse(statement)[:100])
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                namespace.pop(node.id, None)
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            score.total += 1
+    _collected(tests, namespace, score, sites)
 
 
 def _until_exit(work):
@@ -278,24 +286,29 @@ def _until_exit(work):
             raise
 
 
-def _collected(tests, namespace, score, sites, cases):
+def _execute(module, flags, namespace):
+    exec(compile(module, "tests", "exec", flags, dont_inherit=True), namespace)
+
+
+def _collected(tests, namespace, score, sites):
     """Run the test functions and classes that the tests define."""
     entry = tests.entry
     found = [(n, v) for n, v in namespace.items() if n in tests.defined - tests.called and callable(v)]
     runner = None
     if any(inspect.isclass(v) or _special(v, n) for n, v in found) or "pytestmark" in namespace:
         runner = Runner(namespace, score.unit, sites)
-    hooks = {name: namespace.get(name) for name in ("setup_module", "teardown_module")}
-    if hooks["setup_module"]:
-        _prepare(lambda: _hook(hooks["setup_module"]), ast.parse("setup_module()").body[0], {}, score)
+    if "setup_module" in namespace:
+        score.prepared(lambda: _hook(namespace["setup_module"]), "setup_module")
     for name, value in found:
         if score.stopped:
             break
         if inspect.isclass(value):
-            if cases is not None and cases.takes(value):
-                cases.run(value)
+            if score.cases is not None and issubclass(value, score.cases.kind):
+                score.cases.run(value)
             elif is_test_class(name):
                 runner.run_class(value)
+            elif name in tests.cases:
+                raise Broken(f"class {name} does not run: it derives from no TestCase of unittest")
         elif is_test(name) and not hasattr(value, "_fixture"):
             if name == "check" and entry and _needed(value):
                 score.unit(lambda value=value: _finished(value(eval(entry, namespace))), sites.get(name, 0), name)
@@ -303,9 +316,10 @@ def _collected(tests, namespace, score, sites, cases):
                 runner.function(name, value)
             else:
                 score.unit(lambda value=value: _finished(value()), sites.get(name, 0), name)
-    for close in (runner and runner.close, hooks["teardown_module"] and (lambda: _hook(hooks["teardown_module"]))):
-        if close:
-            _prepare(close, ast.parse("teardown()").body[0], {}, score)
+    if runner is not None:
+        score.prepared(runner.close, "the fixtures' tear-down")
+    if "teardown_module" in namespace:
+        score.prepared(lambda: _hook(namespace["teardown_module"]), "teardown_module")
 
 
 def _hook(function):
@@ -336,21 +350,22 @@ class Cases:
     def __init__(self, score):
         import unittest
 
-        self.unittest, self.score, self.done = unittest, score, set()
+        self.unittest, self.kind, self.score, self.done = unittest, unittest.TestCase, score, set()
         finished = unittest.TestResult()
         ended = types.SimpleNamespace(result=finished)
         unittest.main = lambda *args, **keywords: ended
         unittest.TextTestRunner.run = lambda runner, suite: self._asked(suite)
 
-    def takes(self, kind):
-        """Whether a class is one of unittest's that has not run yet."""
-        return issubclass(kind, self.unittest.TestCase) and kind not in self.done
-
     def run(self, kind):
-        """Run the test methods of a class."""
+        """Run the test methods of a class, unless the tests did."""
+        if kind in self.done:
+            return
         names = self.unittest.defaultTestLoader.getTestCaseNames(kind)
         if not names and hasattr(kind, "runTest"):
             names = ["runTest"]
+        for name in names:
+            if inspect.iscoroutinefunction(getattr(kind, name)) and not hasattr(kind, "asyncSetUp"):
+                raise Broken(f"{kind.__name__}.{name} is async: derive the class from IsolatedAsyncioTestCase")
         result = self._result(self.unittest.TestSuite(map(kind, names)))
         if result.all_skipped:
             return

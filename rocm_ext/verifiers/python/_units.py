@@ -57,10 +57,10 @@ class Tests:
     """
 
     def __init__(self, source, trusted=(), entry=""):
-        self.source, self.entry = source, entry
+        self.source, self.entry, self.lines = source, entry, source.split("\n")
         self.tree = ast.parse(source)
         self.body = [part for statement in self.tree.body for part in _unwrapped(statement)]
-        nodes = list(ast.walk(self.tree))
+        nodes = list(_walk(self.tree))
         self.functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
         trusted_trees = [ast.parse(text) for text in trusted]
         self.helpers = _helpers([*self.functions, *(n for t in trusted_trees for n in t.body)])
@@ -68,25 +68,29 @@ class Tests:
         self.cases = _unittests([n for t in [*trusted_trees, self.tree] for n in t.body])
         self.called = self._runs(top)
         self.defined = {node.name for node in top if isinstance(node, SCOPES[:3])}
-        self.steps = [(s, ast.unparse(s)[:200] if self._is_unit(s) else None) for s in self.body]
+        self.steps = [(s, self.text(s) if self._is_unit(s) else None) for s in self.body]
         collected = [node for node in top if isinstance(node, SCOPES[:3]) and self.collects(node)]
         if not collected and not any(text for _, text in self.steps):
             raise Broken("the tests hold no assert, no test function and no check()")
         if not any(getattr(s, "bases", ()) or self.checks(s) for s in [*(s for s, t in self.steps if t), *collected]):
             raise Broken("the tests check nothing: they hold no assert that runs")
         self._refuse(nodes, top, collected)
-        given = {name for tree in trusted_trees for name in _bound(tree)}
+        given = set().union(*(_globals(*pair)[0] for pair in zip(trusted, trusted_trees)))  # noqa: B905 - Python 3.9
         self._whose(nodes, given)
+
+    def text(self, node):
+        """The beginning of a node's source in one line."""
+        return " ".join(line.strip() for line in self.lines[node.lineno - 1 : node.end_lineno])[:200]
 
     def _runs(self, top):
         """The functions that run without being collected."""
         found = _calls(top)
         while True:
-            more = {name for f in self.functions if f.name in found for name in _calls(ast.walk(f))} - found
+            more = {name for f in self.functions if f.name in found for name in _calls(_walk(f))} - found
             if not more:
                 break
             found |= more
-        called = {name for f in self.functions for name in _calls(ast.walk(f))}
+        called = {name for f in self.functions for name in _calls(_walk(f))}
         return found | {f.name for f in self.functions if f.name in called and not f.decorator_list
                         and len(f.args.args) > len(f.args.defaults)}  # fmt: skip
 
@@ -98,7 +102,7 @@ class Tests:
         if isinstance(statement, ast.Expr):
             call = statement.value
             return isinstance(call, (ast.Call, ast.Await)) and getattr(getattr(call, "func", 0), "id", "") != "print"
-        if any(isinstance(node, (*FUNCTIONS, ast.ClassDef)) for node in ast.walk(statement)):
+        if any(isinstance(node, (*FUNCTIONS, ast.ClassDef)) for node in _walk(statement)):
             return self.checks(statement)  # definitions under a condition
         simple = (ast.Import, ast.ImportFrom, ast.Assign)
         return self.checks(statement) or not all(isinstance(s, simple) for s in _inner(statement))
@@ -111,7 +115,7 @@ class Tests:
 
     def checks(self, tree):
         """Whether code can fail by more than an exception of the answer: it asserts, raises, or calls what does."""
-        return any(_checks(node, self.helpers) for node in ast.walk(tree))
+        return any(_checks(node, self.helpers) for node in _walk(tree))
 
     # what would not run
 
@@ -136,9 +140,12 @@ class Tests:
         used = _used(nodes)
         for node in self.functions:
             called = node.decorator_list or node.name in used or is_test(node.name) or _is_hook(node.name)
-            if not called and any(isinstance(n, ast.Assert) for n in ast.walk(node)):
+            if not called and any(isinstance(n, ast.Assert) for n in _walk(node)):
                 raise Broken(f"nothing calls {node.name}(), which holds asserts: call it or name it test_{node.name}")
-        self._refuse_signatures(collected, {n.name for n in self.functions if _is_fixture(n)})
+        renamed = [k.value for n in self.functions if _is_fixture(n) for d in n.decorator_list
+                   for k in getattr(d, "keywords", ()) if k.arg == "name"]  # fmt: skip
+        fixtures = {n.name for n in self.functions if _is_fixture(n)} | {getattr(n, "value", "") for n in renamed}
+        self._refuse_signatures(collected, fixtures)
         for node in top:
             skipped = isinstance(node, ast.ClassDef) and not self.collects(node) and node.name not in used
             if skipped and any(isinstance(n, FUNCTIONS) and n.name.startswith("test") for n in node.body):
@@ -161,12 +168,16 @@ class Tests:
             methods = [n for n in node.body if isinstance(n, FUNCTIONS)] if isinstance(node, ast.ClassDef) else []
             if any(n.name == "__init__" for n in methods) and not node.bases:
                 raise Broken(f"class {node.name} has an __init__: use setup_method")
-            pytests = [] if isinstance(node, ast.ClassDef) and node.bases else methods
-            for each in [node] if isinstance(node, FUNCTIONS) else pytests:
+            for each in [node] if isinstance(node, FUNCTIONS) else methods:
                 if not is_test(each.name) or _is_fixture(each):
                     continue
-                if any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in _outside_scopes(each, inside=True)):
+                if any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in _walk(each, scopes=False)):
                     raise Broken(f"{each.name}() is a generator, which does not run: use asserts or parametrize")
+                if node is not each and node.bases:
+                    direct = {_last_name(base) for base in node.bases} == {"TestCase"}
+                    if direct and isinstance(each, ast.AsyncFunctionDef):
+                        raise Broken(f"{each.name}() is async: derive {node.name} from IsolatedAsyncioTestCase")
+                    continue
                 given = _parametrized(each)
                 decorators = [*each.decorator_list, *(node.decorator_list if node is not each else ())]
                 if given is None or (node is not each and _parametrized(node) != set()) or _foreign(decorators):
@@ -185,12 +196,12 @@ class Tests:
 
     def _whose(self, nodes, given):
         """Find out which names the answer defines."""
-        bound = _bound(self.tree)
-        entry_names = {n.id for n in ast.walk(ast.parse(self.entry or "0", mode="eval")) if isinstance(n, ast.Name)}
+        bound, read = _globals(self.source, self.tree)
+        entry_names = {n.id for n in _walk(ast.parse(self.entry or "0", mode="eval")) if isinstance(n, ast.Name)}
         lead = self.entry.split(".")[0].split("(")[0] if self.entry else ""
         if lead in self.defined:
             raise Broken(f"the tests define {lead}, the entry_point: the answer's would not be tested")
-        free = (_free(self.source) | entry_names) - bound - given
+        free = (read | entry_names) - bound - given
         calls = _calls(nodes) & free
         solution = any(
             (isinstance(n, ast.ImportFrom) and n.module == "solution" and n.names[0].name != "*")
@@ -199,8 +210,8 @@ class Tests:
         )
         own = {name for name in free if name not in MODULES and name not in COMMON and not hasattr(builtins, name)}
         own -= {"__file__"}
-        self.own = own
         self.required = {lead} if lead.isidentifier() else set()
+        self.own = set() if self.required or solution else own
         if not own | self.required and not solution:
             self.required = {self._tested(nodes, calls)}
         # a name that the tests assign may be read before that, as in `count = count(x)`
@@ -237,7 +248,7 @@ class Tests:
             if text and isinstance(statement, ast.For):
                 self._count_loop(statement, 0)
         # a caller may expect the exception of a check
-        waits = {n.func.id for s in ast.walk(self.tree) if isinstance(s, (ast.Try, ast.With)) for n in ast.walk(s)
+        waits = {n.func.id for s in _walk(self.tree) if isinstance(s, (ast.Try, ast.With)) for n in _walk(s)
                  if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}  # fmt: skip
         for statement in self.body:
             for node in _outside_scopes(statement):
@@ -287,13 +298,26 @@ def _unwrapped(statement):
     return [statement]
 
 
-def _outside_scopes(tree, inside=False):
-    """The nodes of ``tree`` that are not in a function or class of it."""
-    yield tree
-    if isinstance(tree, SCOPES) and not inside:
-        return
-    for child in ast.iter_child_nodes(tree):
-        yield from _outside_scopes(child)
+def _walk(tree, scopes=True):
+    """The nodes of a tree, without constants in lists, which may be megabytes of data.
+
+    ``scopes=False``: also without what is in a function or class below the tree itself.
+    """
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        yield node
+        if isinstance(node, SCOPES) and not scopes and node is not tree:
+            continue
+        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+            todo += [each for each in reversed(node.elts) if type(each) is not ast.Constant]
+        else:
+            todo += reversed(list(ast.iter_child_nodes(node)))
+
+
+def _outside_scopes(statement):
+    """The nodes of a statement of the top level that are not in a function or class."""
+    return [statement] if isinstance(statement, SCOPES) else _walk(statement, scopes=False)
 
 
 def _inner(statement):
@@ -333,7 +357,7 @@ def _helpers(functions):
     held, found = [f for f in functions if isinstance(f, FUNCTIONS)], set()
     while True:
         more = {f.name for f in held if f.name not in found and any(
-            _checks(n, found) for s in f.body for n in ast.walk(s) if not isinstance(n, ast.Return))}  # fmt: skip
+            _checks(n, found) for s in f.body for n in _walk(s) if not isinstance(n, ast.Return))}  # fmt: skip
         if not more:
             return found
         found |= more
@@ -345,7 +369,7 @@ def _swallows(handler):
     names = {_last_name(kind) for kind in kinds}
     quiet = (ast.Pass, ast.Continue, ast.Expr)
     return bool(names & {"", "AssertionError", "Exception", "BaseException"}) and all(
-        isinstance(s, quiet) and not any(_checks(n, ()) for n in ast.walk(s)) for s in handler.body
+        isinstance(s, quiet) and not any(_checks(n, ()) for n in _walk(s)) for s in handler.body
     )
 
 
@@ -417,21 +441,24 @@ def _is_exception(name):
     return isinstance(value, type) and issubclass(value, BaseException)
 
 
-def _bound(tree):
-    """The names that a module binds at its top level, also by ``from module import *`` of the standard library."""
-    found = set()
-    for node in _outside_scopes(tree):
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            found.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            for alias in node.names:
-                star = alias.name == "*" and isinstance(node, ast.ImportFrom)
-                found |= _public(node.module) if star else {(alias.asname or alias.name).split(".")[0]}
-    return found
+def _globals(source, tree):
+    """The names that a module binds, also by ``from module import *``, and those that it only reads."""
+    bound, read = set(), set()
+    todo = [symtable.symtable(source, "tests", "exec")]
+    while todo:
+        table = todo.pop()
+        todo += table.get_children()
+        top = table.get_type() == "module"
+        for symbol in table.get_symbols():
+            if top or symbol.is_global():
+                if symbol.is_referenced():
+                    read.add(symbol.get_name())
+                if symbol.is_assigned() or (top and symbol.is_imported()):
+                    bound.add(symbol.get_name())
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            bound |= _public(node.module)
+    return bound, read - bound - {"__name__", "__doc__", "__builtins__"}
 
 
 def _public(module):
@@ -440,17 +467,6 @@ def _public(module):
         return set()
     namespace = vars(importlib.import_module(module))
     return set(namespace.get("__all__", [name for name in namespace if not name.startswith("_")]))
-
-
-def _free(source):
-    """The global names that code reads, in any of its scopes."""
-    found, todo = set(), [symtable.symtable(source, "tests", "exec")]
-    while todo:
-        table = todo.pop()
-        todo += table.get_children()
-        top = table.get_type() == "module"
-        found |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global())}
-    return found - {"__name__", "__doc__", "__builtins__"}
 
 
 def _guarded(body, name, index):
