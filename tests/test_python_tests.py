@@ -253,7 +253,7 @@ def test_tests_that_define_the_entry_point_are_refused():
 @pytest.mark.parametrize(
     "tests",
     ["import no_such_module\nassert f(1) == 1", "import pytest\nassert f(1) == getattr(pytest, 'warns')",
-     "class A(MyTestCase):\n    def test_a(self): assert f(2) == 4\nclass MyTestCase: pass",
+     "class MyTestCase: pass\nclass A(MyTestCase):\n    def test_a(self): assert f(2) == 4",
      "import pytest\n@pytest.mark.skip\ndef test_a(): assert f(1) == 1",
      "import functools\n@functools.lru_cache\ndef test_a(tmp_path): assert f(1) == 1",
      "import pytest\n@pytest.mark.parametrize('a,b', [(1, 2, 3)])\ndef test_a(a, b): assert f(a) == b"],
