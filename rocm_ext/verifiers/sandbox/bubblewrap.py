@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ class _UserIds:
     """
 
     def __init__(self) -> None:
-        self._pid, self._free = 0, deque[int]()
+        self._pid, self._free = 0, OrderedDict[int, None]()
         self._lock = threading.Lock()
 
     def take(self) -> int:
@@ -55,16 +55,17 @@ class _UserIds:
                 self._pid = os.getpid()
                 most = int(Path("/proc/sys/kernel/pid_max").read_text())
                 each = IDS // max(most, self._pid + 1)
-                self._free = deque(range(FIRST_ID + self._pid * each, FIRST_ID + (self._pid + 1) * each))
-            uid = self._free.popleft()
+                first = FIRST_ID + self._pid * each
+                self._free = OrderedDict.fromkeys(range(first, first + each))
+            uid, _ = self._free.popitem(last=False)
             if not self._free:
-                self._free.append(uid)
+                self._free[uid] = None
             return uid
 
     def give_back(self, uid: int) -> None:
         with self._lock:
-            if self._pid == os.getpid() and uid not in self._free:
-                self._free.append(uid)
+            if self._pid == os.getpid():
+                self._free[uid] = None
 
 
 _ids = _UserIds()

@@ -5,6 +5,7 @@ segments, memfd, a tmpfs mounted in a nested user namespace), sockets that no ne
 reaches the host of a virtual machine), and parts of the kernel with a history of security holes.
 """
 
+import functools
 import platform
 import struct
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ def missing() -> str:
     return "" if machine in MACHINES else f"without a filter of system calls, which {machine} does not have"
 
 
+@functools.cache
 def program(machine: str | None = None) -> bytes | None:
     """``struct sock_filter[]`` for ``bwrap --seccomp``; None if there is none.
 
