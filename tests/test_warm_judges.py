@@ -114,6 +114,24 @@ def f(x): return [n for n, to in FDS if n not in PIPES and to != "/dev/null"], [
     assert verifier(f"```python\n{spy}```", row('assert f(0) == ([], ["pipe", "pipe"])')).verdict is Verdict.CORRECT
 
 
+def test_the_program_and_the_tests_have_no_privileges(verifier: PythonTests):
+    look = """
+import os
+def tries(call, *args):
+    try: call(*args)
+    except PermissionError: return "refused"
+def privileges():
+    status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+    caps = [int(status[name], 16) for name in ("CapEff", "CapPrm", "CapAmb")]
+    ids = {*os.getresuid(), *os.getresgid(), *os.getgroups()}
+    return caps, status["NoNewPrivs"].strip(), len(ids), 0 in ids, tries(os.setuid, 0), tries(os.setgroups, [0]), tries(os.chown, "/tmp", 0, 0)
+"""
+    wanted = ([0, 0, 0], "1", 1, False, "refused", "refused", "refused")
+    tests = look.replace("privileges", "ours") + f"\nassert privileges() == ours() == {wanted!r}"
+    result = verifier(f"```python\n{look}```", {"tests": tests})
+    assert result.verdict is Verdict.CORRECT, result
+
+
 def test_many_verdicts_leave_no_descriptors_processes_or_memory(verifier: PythonTests):
     def judge_memory() -> int:
         pids = [pid for child in children_of(os.getpid()) for pid in descendants(child)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import short
-from rocm_ext.verifiers.sandbox import Limits, Running, Sandbox
+from rocm_ext.verifiers.sandbox import USER, Limits, Running, Sandbox
 from rocm_ext.verifiers.sandbox.process import readable
 
 JUDGE_MB = 1024  # the tests may need more memory than the code
@@ -26,8 +26,12 @@ PROGRAM = ("_channel", "_wire", "_candidate")
 
 # runs in the sandbox; -c spares the interpreter a search for the file's importer
 BOOT = """
-import marshal, sys
+import marshal, posix, sys
 del sys.path[0]
+if user := sys.argv.pop():
+    posix.setgroups([])
+    posix.setresgid(*[int(user)] * 3)
+    posix.setresuid(*[int(user)] * 3)
 data = open(0, "rb", closefd=False).read()
 task = int.from_bytes(data[:4], "big")
 for name, code in marshal.loads(data[4:task]):
@@ -84,7 +88,7 @@ def start(
         fds: descriptors that it inherits.
     """
     code = compiled(python, JUDGE, PROGRAM)[(JUDGE, PROGRAM).index(script)]
-    argv = [python, "-s", "-S", "-c", BOOT, *map(str, arguments)]
+    argv = [python, "-s", "-S", "-c", BOOT, *map(str, arguments), USER]
     return sandbox.start(argv, stdin=code + marshal.dumps(task, 4), limits=limits, pass_fds=fds)
 
 

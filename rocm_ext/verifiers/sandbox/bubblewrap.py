@@ -152,6 +152,14 @@ def _namespaces(mode: Mode) -> list[str]:
     return [*options, "--unshare-user", "--uid", "65534", "--gid", "65534"]
 
 
+def leave_id(command: list[str]) -> str:
+    """Take the change of the user id off the end of a command line; returns the id, empty if there was none."""
+    end = command.index("--") + 1
+    user = "" if end == len(command) else command[command.index("--reuid", end) + 1]
+    del command[end:]
+    return user
+
+
 def _drop_id(mode: Mode, uid: int) -> list[str]:
     if not mode.real_id:
         return []

@@ -56,6 +56,7 @@ F_ADD_SEALS, F_SEAL_ALL = 1033, 15  # <linux/fcntl.h>; seal, shrink, grow, write
 START = 60.0  # seconds that bwrap may take to start its first process
 SPARE = 4  # processes of bwrap
 BOX = "{box}"  # in argv: the folder with the run's files
+USER = "{user}"  # in argv: the user id that the program must take by itself; empty if it has one already
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,9 @@ class Sandbox:
         """Start a program. The caller supervises it and closes it in the end.
 
         Args:
-            argv: absolute program and arguments, in which ``{box}`` stands for the folder with ``files``.
+            argv: absolute program and arguments, in which ``{box}`` stands for the folder with ``files``. An argument
+                ``{user}`` is for programs that change to that user and group id by themselves, before they run any
+                code that nobody has read: it saves the start of setpriv. It is empty if there is nothing to change.
             files: name -> content, read-only and executable in the sandbox.
             stdin: the program's input; None: empty.
             limits: None: the defaults.
@@ -167,7 +170,7 @@ class Sandbox:
                 for name, text in (files or {}).items()}  # fmt: skip
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             fds = list(pass_fds)
-            status, mark = None, ""
+            status, mark, user = None, "", ""
             if self.kind == "bubblewrap":
                 uid = bubblewrap.take_id()
                 ours.callback(bubblewrap.give_back_id, uid)
@@ -177,6 +180,8 @@ class Sandbox:
                 for fd in opened:
                     theirs.callback(os.close, fd)
                 fds += [*opened, writer, blocked]
+                if USER in argv:
+                    user = bubblewrap.leave_id(command)
                 command += [arg.replace(BOX, "/box") for arg in argv]
                 cwd, environment = "/", {}  # the program can read bwrap's environment in /proc/1
             else:
@@ -186,7 +191,7 @@ class Sandbox:
                 mark = uuid.uuid4().hex  # no PID namespace ends all its processes
                 environment = ENVIRONMENT | {"HOME": cwd, "TMPDIR": cwd, MARK: mark}
             process = subprocess.Popen(
-                command,
+                [user if part == USER else part for part in command],
                 stdin=subprocess.DEVNULL if stdin is None else _sealed(stdin, theirs),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
