@@ -7,6 +7,7 @@ import pickle
 import shutil
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -181,6 +182,22 @@ def running(pid: int) -> bool:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
+
+
+def test_a_thread_that_ends_does_not_end_the_verdicts_of_another(verifier: PythonTests):
+    slow, warm, leave = row("import time\ntime.sleep(1)\nassert f(3) == 9"), threading.Event(), threading.Event()
+
+    def first() -> None:
+        verifier(SQUARE, ROW)
+        warm.set()
+        leave.wait(30)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    warm.wait(30)
+    threading.Timer(0.4, leave.set).start()
+    assert verifier(SQUARE, slow).verdict is Verdict.CORRECT
+    thread.join()
 
 
 def test_threads_forks_and_copies_have_judges_of_their_own(verifier: PythonTests):

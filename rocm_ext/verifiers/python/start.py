@@ -6,8 +6,8 @@ import marshal
 import os
 import socket
 import subprocess
+import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -180,10 +180,13 @@ def _end(owner: int, link: socket.socket, running: Running) -> None:
 
 
 class Judges:
-    """Warm judges that wait for their next verdict. Any thread may take one; a copy or a fork starts its own."""
+    """The warm judges that wait for their next verdict: one for each thread, since bwrap ends with its thread.
+
+    A copy or a fork starts its own.
+    """
 
     def __init__(self) -> None:
-        self._idle = deque[WarmJudge]()
+        self._idle = threading.local()
 
     def __reduce__(self) -> tuple[type["Judges"], tuple[()]]:
         return Judges, ()
@@ -195,10 +198,7 @@ class Judges:
         Raises:
             Gone: none can be started.
         """
-        judge = None
-        with contextlib.suppress(IndexError):
-            while judge is None or not judge.alive():
-                judge = self._idle.pop()
+        judge: WarmJudge | None = self._idle.__dict__.pop("judge", None)
         if judge is None or not judge.alive():
             judge = WarmJudge(sandbox, python)
         try:
@@ -207,4 +207,4 @@ class Judges:
             judge.close()
             raise
         if judge.alive():
-            self._idle.append(judge)
+            self._idle.judge = judge
