@@ -5,15 +5,23 @@
 import json
 import pickle
 import shutil
+import sys
 import zlib
 from base64 import b64encode
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rocm_ext.data.prompts import prompt_dataset
 from rocm_ext.errors import UserError
-from rocm_ext.verifiers import PythonTests, Run, Verdict
+from rocm_ext.verifiers import PythonTests, Run, Verdict, python
+
+sys.path.append(str(Path(python.__file__).parent))  # as in the sandbox, where they are scripts
+import _standin
+
+sys.path.pop()
 
 ROWS = Path(__file__).parent / "code_rows"
 bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
@@ -264,6 +272,31 @@ def test_tests_that_cannot_run_are_errors(verifiers, tests: str):
         assert (result.verdict, result.reward) == (Verdict.ERROR, None), result
 
 
+NUMBERS = st.sampled_from(
+    [0, 1, 2, 1.0, 1.0 + 1e-7, 1.0 + 1e-5, 1e-13, -1.0, True, None, "1", 1j, float("inf"), float("nan")]
+)
+VALUES = (
+    NUMBERS
+    | st.floats()
+    | st.lists(NUMBERS, max_size=2)
+    | st.tuples(NUMBERS)
+    | st.dictionaries(st.sampled_from("ab"), NUMBERS)
+)
+BOUNDS = st.sampled_from([None, 0.0, 1e-6, 1e-3, 2.0])
+
+
+@settings(deadline=None, max_examples=400)
+@given(VALUES, VALUES, BOUNDS, BOUNDS, st.booleans())
+def test_approx_is_that_of_pytest(found, expected, rel, wide, nan):
+    def outcome(approx):
+        try:
+            return found == approx(expected, rel=rel, abs=wide, nan_ok=nan)
+        except TypeError:
+            return "TypeError"
+
+    assert outcome(_standin.approx) == outcome(pytest.approx)
+
+
 # Partial credit
 
 
@@ -488,3 +521,10 @@ def test_malformed_rows_of_data_sets_are_refused(tmp_path: Path, format: str, ro
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match=says):
         prompt_dataset(source=str(tmp_path / "rows.jsonl"), format=format)
+
+
+def test_tests_with_endless_numbers_are_left_out(tmp_path: Path):
+    calls = '{"fn_name": "f", "inputs": [[%s]], "outputs": [[1]]}'
+    rows = [{"question": str(i), "input_output": calls % ("9" * digits)} for i, digits in enumerate((5, 5000))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert len(prompt_dataset(source=str(tmp_path / "rows.jsonl"), format="apps")) == 1

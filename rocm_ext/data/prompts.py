@@ -103,7 +103,7 @@ def prompt_dataset(
         else:
             prompts.append(prompt)
     if left_out:
-        log.warning("%s: left out %d rows without tests", source, left_out)
+        log.warning("%s: left out %d rows without usable tests", source, left_out)
     return _distinct(prompts, source)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import decimal
 import inspect
 import io
+import numbers
 import os
 import re
 import sys
@@ -81,6 +82,8 @@ class approx:
         parts = expected.values() if isinstance(expected, dict) else expected
         if isinstance(expected, (list, tuple, dict)) and any(isinstance(p, (list, tuple, dict, set)) for p in parts):
             raise TypeError(f"pytest.approx() does not support nested data structures: {expected!r}")
+        if isinstance(expected, (set, frozenset)):
+            raise TypeError(f"pytest.approx() only supports ordered sequences, but got: {expected!r}")
 
     def __eq__(self, actual):
         expected = self.expected
@@ -106,15 +109,17 @@ class approx:
         return self._close(actual, expected)
 
     def _close(self, actual, expected):
-        numbers = (int, float, complex, decimal.Decimal)
+        if self.rel is not None and not hasattr(expected, "__abs__"):
+            raise TypeError("the expected value must support abs(...) when a relative tolerance is used")
+        if isinstance(expected, bool):
+            return isinstance(actual, bool) and actual == expected
         if actual == expected:
             return True
-        if not (isinstance(actual, numbers) or hasattr(actual, "__float__")) or not isinstance(expected, numbers):
+        numeric = (numbers.Complex, decimal.Decimal)
+        if not (isinstance(actual, numeric) and isinstance(expected, numeric)):
             return False
-        if isinstance(expected, bool):
-            return False
-        if expected != expected:
-            return self.nan_ok and bool(actual != actual)
+        if abs(expected) != abs(expected):
+            return self.nan_ok and bool(abs(actual) != abs(actual))
         if abs(expected) == float("inf"):
             return False
         kind = decimal.Decimal if isinstance(expected, decimal.Decimal) else float
