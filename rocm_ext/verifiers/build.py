@@ -15,7 +15,7 @@ class Wrapped(Verifier):
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.needs = tuple(getattr(inner, "needs", ()))
-        self.batch_size = inner.batch_size if hasattr(inner, "judge_batch") else 1
+        self.batch_size = getattr(inner, "batch_size", 0) if hasattr(inner, "judge_batch") else 1
 
     def check(self) -> None:
         if hasattr(self.inner, "check"):

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -82,17 +83,14 @@ class Command(Verifier):
         self._asked += 1
         if self._program is None:
             self._program = _Program(self.command)
+            self._end = weakref.finalize(self, self._program.end)  # also when the interpreter ends
         try:
             said = self._program.ask(json.dumps({"id": self._asked, **request}).encode() + b"\n", self.timeout)
             return _result(said, self._asked)
         except _Fault as fault:
-            program, self._program = self._program, None
-            noise = short(program.end(), 120)
+            self._program = None
+            noise = short(self._end(), 120)
             raise _Fault(f"{fault}; its stderr: {noise}" if noise else str(fault)) from None
-
-    def __del__(self) -> None:
-        if getattr(self, "_program", None) is not None:
-            self._program.end()  # type: ignore[union-attr]
 
 
 class _Fault(Exception):

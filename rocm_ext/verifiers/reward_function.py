@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -176,6 +177,7 @@ class _VerifierReward:
         self._verifier = build(node)
         self._verifier.check()
         self._pool = Pool(node, workers, timeout).__enter__()
+        self.close = weakref.finalize(self, self._pool.close)  # ends the workers; also when the interpreter ends
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         kept = {name: values for name, values in columns.items() if name not in NO_COLUMNS}
@@ -192,20 +194,12 @@ class _VerifierReward:
         futures = [self._pool.submit(text, row) for text, row in zip(texts, rows, strict=True)]
         return [future.result().reward for future in futures]
 
-    def close(self) -> None:
-        """End the workers."""
-        self._pool.close()
-
     def __getstate__(self) -> dict[str, Any]:
         return {"__name__": self.__name__, "_arguments": self._arguments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_pool"):
-            self._pool.close()
 
 
 def as_reward_function(node: Mapping[str, Any], workers: int = 1, timeout: float = 60.0) -> _VerifierReward:

@@ -7,6 +7,7 @@ import resource
 import select
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,8 +79,5 @@ class Elsewhere:
         with self._lock:
             if self._pool is None:
                 self._pool = Pool(self._node, workers=1, timeout=2 * self._timeout + 30).__enter__()
+                weakref.finalize(self, self._pool.close)  # also when the interpreter ends
         return self._pool.submit(completion, row).result()
-
-    def __del__(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
