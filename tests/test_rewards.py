@@ -11,6 +11,7 @@ from rocm_ext.recipes.raft_rocm import main
 from rocm_ext.errors import UserError
 from rocm_ext.raft.rollouts import read_records
 from rocm_ext.verifiers import ExactMatch, JsonSchema, Pool, PythonTests, Regex, Verdict, extract_code
+from rocm_ext.verifiers.cases import same_output
 from tests.forks import forked
 from tests.raft_runs import assert_equal, cycle_row, write_run, write_world
 
@@ -108,6 +109,12 @@ def test_a_body_after_many_blank_lines_takes_linear_time():
 def test_text_takes_linear_time(text: str):
     assert ExactMatch(ignore_case=True)(text, {"answer": "y"}).verdict is Verdict.WRONG
     assert Regex("y$", full=True)(text, {}).verdict is Verdict.WRONG
+
+
+@pytest.mark.parametrize("printed", ["1" * LONG + "x", "1." + "1" * LONG + "x", "1" * LONG, "1 " * LONG])
+def test_output_is_compared_in_linear_time(printed: str):
+    assert not same_output(printed, "2", 1e-6)
+    assert same_output(printed, printed + "\n", 1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from rocm_ext.verifiers.base import Result, correct, error, field, short, timeou
 from rocm_ext.verifiers.extract import parse_python
 from rocm_ext.verifiers.sandbox import BOX, Limits, Outcome, Sandbox, interpreter
 
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
+NUMBER = re.compile(r"[+-]?(\d+(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 
