@@ -18,6 +18,7 @@ from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.errors import UserError
 from rocm_ext.log import log
+from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
 from rocm_ext.train.components import check_tokenizer, log_config, setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt
@@ -53,6 +54,7 @@ class LoRAFinetune:
         """
         cfg = self.cfg
         self.runtime = Runtime.open(cfg)
+        use_downloaded(cfg, self.runtime.ranks)
         folder = OutputDir.open(cfg, self.runtime.ranks)
         tokenizer = open_tokenizer(cfg)
         check_tokenizer(tokenizer, cfg)

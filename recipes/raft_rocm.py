@@ -30,6 +30,7 @@ from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.generation import Sampling, sample_seed
 from rocm_ext.log import log
 from rocm_ext.model import adapter_files
+from rocm_ext.model.download import use_downloaded
 from rocm_ext.raft import cycles, evaluation, selection, training
 from rocm_ext.raft.adapters import Adapters
 from rocm_ext.raft.cycles import Bar, Cycle, RunRecord
@@ -94,6 +95,7 @@ class RAFT:
         self.verifier_node = self.prompts.check_verifier()
         self.runtime = Runtime.open(training.training_config(cfg))
         self.ranks = self.runtime.ranks
+        use_downloaded(cfg, self.ranks)
         begun = RunRecord(self.out).begun(cfg.resume_from_checkpoint, cfg.overwrite_output_dir)
         cfg.seed = pick_seed(cfg.seed, begun["identity"]["seed"] if begun else None, self.ranks)
         tokenizer = open_tokenizer(cfg)

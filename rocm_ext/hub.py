@@ -1,5 +1,6 @@
-"""Models on the Hugging Face hub."""
+"""Models on the Hugging Face hub: names, the cache on this machine, and how to download."""
 
+import re
 from pathlib import Path
 
 # Owners of models that folders are usually named after
@@ -11,9 +12,41 @@ _OWNERS = {
     "Qwen": "Qwen",
     "SmolLM": "HuggingFaceTB",
 }
+_NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)")
+_FOLDERS = ("models", "outputs")  # where this library's configs keep files, also before anything is there
 
 
 def how_to_download(folder: Path) -> str:
     """Return the command that downloads a model into ``folder``, as the end of a message."""
     owner = next((owner for start, owner in _OWNERS.items() if folder.name.startswith(start)), "OWNER")
     return f"download the model: tune download {owner}/{folder.name or 'NAME'} --output-dir {folder}"
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether ``text`` names a model on the hub, such as ``Qwen/Qwen3-8B``, rather than a folder.
+
+    A path in a folder that exists, or in ``models/``, is a folder.
+    """
+    match = _NAME.fullmatch(text)
+    return match is not None and match[1] not in _FOLDERS and not Path(match[1]).exists()
+
+
+def hub_name(folder: Path) -> str | None:
+    """Return the name of the model in a snapshot of the hub's cache; None for any other folder."""
+    cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+$", str(folder))
+    return f"{cached[1]}/{cached[2]}" if cached else None
+
+
+def in_cache(name: str) -> Path | None:
+    """Return the folder in the hub's cache with the files of the model ``name``, perhaps not all of them.
+
+    None: the cache has no ``config.json`` of it.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None

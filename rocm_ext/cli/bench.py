@@ -146,7 +146,9 @@ def _finish(
     from rocm_ext.files import replace_text
     from rocm_ext.hardware.bench_file import machine_key
     from rocm_ext.hardware.numerics import pick_dtype
+    from rocm_ext.model.download import use_cached
 
+    use_cached(cfg)
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     won = summary.winners(measurements, cfg)
     known = summary.figures(measurements, cfg, pick_dtype(cfg.dtype, machine)[0], target)

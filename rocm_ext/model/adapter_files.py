@@ -22,6 +22,7 @@ from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 from rocm_ext.data.template import TEMPLATE
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder
+from rocm_ext.hub import hub_name
 from rocm_ext.log import log
 from rocm_ext.model import names
 from rocm_ext.model.checkpointer import HF, read_tensors, weight_files
@@ -255,7 +256,12 @@ def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
 
 
 def base_model_name(folder: Path) -> str:
-    """Name of the base model for PEFT: the hub name that `tune download` stored in ``folder``, else its path."""
+    """Name of the base model for PEFT: its hub name if ``folder`` tells it, else the path.
+
+    `tune download` stores the name, and the hub's cache has it in its folders' names.
+    """
+    if name := hub_name(folder):
+        return name
     try:
         return json.loads((folder / "original_repo_id.json").read_text())["repo_id"]
     except (OSError, ValueError, KeyError):

@@ -20,6 +20,7 @@ from rocm_ext.hardware.profile import Profile, check_locked, load_profile
 from rocm_ext.model import adapter_files
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import build_model, check_quantized
+from rocm_ext.model.download import use_cached
 from rocm_ext.objectives import objective_of
 from rocm_ext.plan.checkpointing import checkpointed_layers
 from rocm_ext.plan.costs import Kernels
@@ -120,6 +121,7 @@ def plan_run(
     budget = memory_budget(profile, machine) if here else nominal_budget(profile, figures.memory or 0)
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     dtype = pick_dtype(cfg.dtype, machine)[0] if here else DTYPES[_nominal_dtype(cfg.dtype, figures)]
+    use_cached(cfg)
     decoder = build_model(cfg.model, dtype, 0, torch.device("meta"))
     _check(cfg, profile, machine, decoder, ranks, here)
     use_packed_attention(decoder)

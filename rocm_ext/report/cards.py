@@ -3,10 +3,11 @@
 import math
 import time
 from collections.abc import Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import numpy as np
 
+from rocm_ext.hub import hub_name
 from rocm_ext.registry import RAFT, SFT, TITLES
 from rocm_ext.report.curves import short_number
 from rocm_ext.report.hardware import gpu_names
@@ -22,7 +23,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
 def _setup(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "Recipe", TITLES.get(run.recipe, run.recipe)
     folder, builder = run.setting("checkpointer.checkpoint_dir"), run.setting("model._component_")
-    names = [PurePath(str(folder)).name] if folder else []
+    names = [hub_name(Path(str(folder))) or PurePath(str(folder)).name] if folder else []
     kind = str(builder or "").rpartition(".")[2]
     names += [kind] if kind not in ("", "from_checkpoint") else []  # the folder's name says it all
     yield "Model", " · ".join(names)
