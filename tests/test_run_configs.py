@@ -17,12 +17,16 @@ from rocm_ext.config import layers
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import check_locked, load_profile
 from rocm_ext.nested import flatten
+from tests import published
+from tests.published import write_published
 from tests.test_device import CPU, STRIX
 
 RECIPE = "lora_finetune_rocm"
 CONFIGS = Path(__file__).parents[1] / "recipe_configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 NAMES = [name for name in NAMES if "raft" not in name]
+FROM_FOLDER = [name for name in NAMES if "rocm_ext.model.from_checkpoint" in (CONFIGS / f"{name}.yaml").read_text()]
+OF_TORCHTUNE = [name for name in NAMES if name not in (*FROM_FOLDER, "cpu_pocket")]
 STOCK = Path(torchtune.__file__).parents[1] / "recipes/configs"
 # Run configs show these keys even if the default would do.
 EDITED = {
@@ -94,7 +98,7 @@ def test_the_head_says_how_to_run_it(name):
     for match in runs:
         assert match[2] == name
         load(name, *match[3].split())  # the overrides that the head shows
-    assert any(match[1] for match in runs) == name.startswith(("mi300x_qwen32b", "mi300x_qwen72b"))
+    assert any(match[1] for match in runs) == name.endswith(("qwen32b", "qwen72b", "mi300x_qwen3_32b"))
     if name == "cpu_pocket":
         assert f"rocm-ext pocket {cfg.checkpointer.checkpoint_dir}" in lines
         return
@@ -103,7 +107,8 @@ def test_the_head_says_how_to_run_it(name):
     assert folder == cfg.checkpointer.checkpoint_dir
     assert Path(folder).name == Path(repo).name
     assert Path(cfg.tokenizer.path).is_relative_to(folder)
-    moved = load(name, "checkpointer.checkpoint_dir=/elsewhere")
+    moved = load(name, f"{'model' if name in FROM_FOLDER else 'checkpointer'}.checkpoint_dir=/elsewhere")
+    assert moved.checkpointer.checkpoint_dir == "/elsewhere"
     assert Path(moved.tokenizer.path).is_relative_to("/elsewhere"), "one key moves the model"
     assert "rocm_ext.data.sft_dataset" in text(name), "how to use one's own rows"
     assert re.search(r"# Memory: .*\d+ GiB", head(name))
@@ -120,7 +125,7 @@ def test_the_rows_it_shows_can_be_switched_in(name, tmp_path):
     assert load(tmp_path / "own.yaml").dataset == keys["dataset"], "nothing of the lower layer's stays"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_pocket"])
+@pytest.mark.parametrize("name", OF_TORCHTUNE)
 def test_departures_from_torchtune_say_so(name):
     stock, ours = stock_config(name), OmegaConf.load(CONFIGS / f"{name}.yaml")
     for part in ("model", "tokenizer", "checkpointer", "optimizer", "lr_scheduler", "metric_logger"):
@@ -146,7 +151,7 @@ def test_departures_from_torchtune_say_so(name):
     assert ours.dataset._component_ == stock.dataset._component_ or f"# torchtune: {dataset}," in text(name)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_pocket"])
+@pytest.mark.parametrize("name", OF_TORCHTUNE)
 def test_the_download_line_is_torchtune_s(name):
     stock_name = re.search(r"differ from torchtune's (\S+)\.\n", head(name))[1]
     theirs = re.search(r"tune download .*", (STOCK / f"{stock_name}.yaml").read_text())[0]
@@ -165,7 +170,10 @@ def test_no_line_repeats_a_default(name):
     assert repeated <= EDITED
 
 
-@pytest.mark.parametrize("component", sorted({re.search(r"model:\n  _component_: (\S+)", text(n))[1] for n in NAMES}))
+BUILDERS = {re.search(r"model:\n  _component_: (\S+)", text(name))[1] for name in NAMES if name not in FROM_FOLDER}
+
+
+@pytest.mark.parametrize("component", sorted(BUILDERS))
 def test_the_builder_has_the_size_that_the_name_says(component):
     for name in NAMES:
         node = load(name).model
@@ -181,9 +189,30 @@ def test_the_builder_has_the_size_that_the_name_says(component):
         return  # configs with this builder do not differ otherwise
 
 
-def test_models_that_share_a_builder_share_its_arguments():
-    nodes = [OmegaConf.to_container(load(name).model) for name in NAMES]
-    assert len({str({k: v for k, v in node.items() if k != "_component_"}) for node in nodes}) == 1
+@pytest.mark.parametrize("name", FROM_FOLDER)
+def test_the_model_is_the_one_that_the_name_and_the_download_say(name, tmp_path, monkeypatch):
+    """The published config.json gives a model with the parameters that its card states."""
+    write_published(tmp_path / "models")
+    monkeypatch.chdir(tmp_path)
+    node = load(name).model
+    repo = re.search(r"tune download (\S+)", head(name))[1]
+    assert repo in text(name).split("\nmodel:")[1].split("\n\n")[0], "the comment on the hub's name"
+    assert repo in published.CONFIGS
+    with torch.device("meta"):
+        model = config.instantiate(node, key="model")
+    base = sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
+    size = re.search(r"(?:Qwen3|Llama-3\.2)-(.+)", repo)[1]
+    assert base / 1e6 == pytest.approx(published.PARAMETERS[size], abs=1)
+    assert name.endswith("_" + size.removesuffix("-Instruct").replace(".", "_").lower())
+    adapted = {n.split(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_" in n}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"}
+
+
+@pytest.mark.parametrize("names", [[*OF_TORCHTUNE, "cpu_pocket"], FROM_FOLDER], ids=["torchtune", "folder"])
+def test_models_that_share_a_builder_share_its_arguments(names):
+    nodes = [OmegaConf.to_container(load(name).model) for name in names]
+    own = ("_component_", "checkpoint_dir")
+    assert len({str({k: v for k, v in node.items() if k not in own}) for node in nodes}) == 1
 
 
 def test_tune_knows_them(monkeypatch):

@@ -111,7 +111,10 @@ def read_architecture(folder: Path) -> Architecture:
     try:
         config = json_object(path.read_bytes())
     except FileNotFoundError as error:
-        raise UserError(f"no model in {folder}: {CONFIG} is missing; {how_to_download(folder)}") from error
+        raise UserError(
+            f"no model in {folder}: {CONFIG} is missing; {how_to_download(folder)} "
+            f"(`rocm-ext plan` needs {CONFIG} alone)"
+        ) from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if config is None:
