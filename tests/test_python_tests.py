@@ -369,6 +369,8 @@ def test_cases_as_calls(verifiers):
             verifiers[0].check_row({"entry_point": "f", "cases": bad})
     with pytest.raises(ValueError, match="entry_point"):
         verifiers[0].check_row({"cases": [{"input": [1], "output": 1}]})
+    with pytest.raises(ValueError, match="these cases are calls"):
+        verifiers[0].check_row(wrapped | {"checker": SORTED})
 
 
 @bwrap

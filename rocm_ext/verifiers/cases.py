@@ -16,6 +16,7 @@ from rocm_ext.verifiers.base import Result, correct, error, field, short, timeou
 from rocm_ext.verifiers.extract import parse_python
 from rocm_ext.verifiers.sandbox import BOX, Limits, Outcome, Sandbox, interpreter
 
+CHECKER_MB = 1024  # it reads all that the program printed
 NUMBER = re.compile(r"[+-]?(\d+(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
@@ -62,6 +63,7 @@ class Comparison:
         checker: a Python file with ``def check(input, output, expected)`` that returns a bool, or a float from 0 to 1
             as the case's share; a row's ``checker``, the source itself, takes precedence. ValueError, LookupError,
             ArithmeticError and AssertionError in it mean that the output is wrong; any other exception is an ERROR.
+            It gets as much time as the program, for all cases together.
         sandbox: the kind of sandbox that the checker runs in, apart from the program.
         python: the interpreter that runs it.
 
@@ -105,10 +107,12 @@ class Comparison:
         folders, packages = interpreter(self.python)
         task = json.dumps({"checker": source, "path": packages, "cases": cases}).encode()
         script = Path(__file__).with_name("_checker.py").read_text()
-        box = Sandbox(self.kind, folders)
-        outcome = box.run([self.python, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, limits)
+        box, apart = Sandbox(self.kind, folders), Limits(seconds=limits.seconds, memory_mb=CHECKER_MB)
+        outcome = box.run([self.python, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, apart)
         if outcome.timed_out:
             raise ValueError(f"the checker is still running after {limits.seconds:g} s")
+        if outcome.killed:
+            raise ValueError(f"the checker {outcome.killed}")
         try:
             answer = json.loads(outcome.stdout)
         except ValueError:

@@ -36,8 +36,8 @@ class PythonTests(Verifier):
       assert, ``if __name__ == "__main__":``), ``test_*`` functions, also async, ``check(candidate)``, ``TestCase``
       classes of unittest, or ``Test*`` classes; or a list of statements. Of pytest these work: fixtures with their
       scopes, ``parametrize``, ``raises``, ``approx``, ``fail``, ``skip``, the marks skip, skipif, xfail and
-      usefixtures, the fixtures ``capsys``, ``monkeypatch`` and ``request``. Each of them is a unit: it passes or fails
-      by itself. ``check_row`` refuses tests that would not run
+      usefixtures, the fixtures ``capsys``, ``monkeypatch`` and ``request``. Tests that are skipped, or may fail by
+      ``xfail``, do not count. ``check_row`` refuses tests that would not run or could not fail
     - ``entry_point``: the name that the code must define and that ``check`` is called with; it may be an expression
       such as ``Solution().two_sum``. Without it the answer defines the names that the tests use and do not define, as
       ``from solution import f`` also says; names of builtins and of well-known modules stay the library's, unless the
@@ -105,6 +105,8 @@ class PythonTests(Verifier):
             if calls_of(row) is None:
                 cases_of(row)
                 return
+            if row.get("checker") is not None:
+                raise ValueError("field 'checker' judges what a program prints; these cases are calls")
         for name in ("entry_point", "test_setup", "code_prefix"):
             if row.get(name) is not None:
                 field(row, name, str)
