@@ -10,24 +10,30 @@ from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, unparsed, wrong
+from rocm_ext.verifiers.mathtext import LONGEST, NO_UNIT, TAIL, decimal_comma, final_answer, gold_answer, number
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
-TAIL = 20_000  # characters at the end of a completion that are searched
-LONGEST = 500  # characters of an answer that is parsed
-HASHES = re.compile(r"####[ \t]*([^\n]+)")
-BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|(?<!\\)[{}]")
-PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is|are|equals|=|:)[*_ \t]*:?[*_ \t]*([^\n]+)", re.I)
-DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-NUMBER = re.compile(rf"(?<![\w.])-?[$€£]?-?(?:{DIGITS})(?:/-?\d+(?!\.\d))?%?")
-PLAIN = re.compile(rf"([-+]?(?:{DIGITS}))\.?(?:\s+([A-Za-z]{{3,}}))?")
-SOME = r"(.{1,1000}?)"  # bounded: the search for the end of an unclosed formula would read the whole text
-MATHS = re.compile(rf"\$\${SOME}\$\$|(?<!\\)\$([^$\n]{{1,1000}}?)(?<!\\)\$|\\\[{SOME}\\\]|\\\({SOME}\\\)", re.S)
-EXPRESSION = re.compile(r"[\w\s+\-*/^().,=|\\{}\[\]<>!%$]{1,200}")
-ROW = re.compile(r"\d\s+\d|\d,\s")  # of numbers
-WORD = re.compile(r"(?<!\\)\b(?:[A-Za-z]{3,}|or|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if)\b", re.I)
-FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsin", "arccos", "arctan", "inf"}
-NO_UNIT = FUNCTIONS | {"hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "and"}
+BOX = re.compile(r"\\(?:boxed|fbox)[ \t]*\{")
+TEXT = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it)|[hm]box)\s*\{([^{}]*\d[^{}]*)\}")
+UNIT = re.compile(
+    r"(?<=[\d})!])\s*(?:\\[,;! ]|~)*\s*(?:\\(?:text\w*|mathrm|mbox|hbox)\s*\{\s*([^{}\d]{2,40}|[mgshlLJNWVC])\s*\}"
+    r"|(?<=\s)([A-Za-z]{2,20}))(?:\^\{?[23]\}?)?$"
+)
+MIXED = re.compile(r"(?<![\d.,/^}])(\d{1,20})\s+(\d{1,20}\s*/\s*\d{1,20})(?![\d.!^])")
+COMMAS = re.compile(r"\s*(?:(?:,|\\q?quad\b|\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z]))\s*)+")
+GROUPED = re.compile(r"=\s*-?[1-9]\d{0,2}(?:,\d{3})+(?=$|\s*=)")  # the library reads x = 1,350 as two values
+SPACED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:\s\d{3})+)(?![\d,]|\s\d)")
+# What latex2sympy would leave out without a word, or add up: "5 6" is 11 to it, "1, \ldots, 9" is 1, 9.
+UNREADABLE = re.compile(
+    r"\d\s+\d|\d\s*\}\s+\d|\\[a-z]*dots|\.\.|\d\s*[\"']\s*\d|\\pmod|\\equiv|(?<!\\)~|\d\s*\\(?:[,;:! ]|quad)\s*\d"
+    r"|\\[lg]e?q?\s*$|[?#@;]\s*\d+\s*[?#@]"
+)
+ASSIGNED = re.compile(r"^[A-Za-z](?:_\w)?\s*=")
+APPROX = re.compile(r"^([^\d]*)\\approx")
+SET = re.compile(r"\s*(?:\\left\s*)?\\\{(?!\s*\()")
+TUPLE = re.compile(r"\s*(?:\\left\s*)?\([^()]*\)\s*")
+BASE = re.compile(r"\d_\{?(\d+)\}?$")
 
 
 class MathAnswer(Verifier):
@@ -66,101 +72,74 @@ class MathAnswer(Verifier):
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return
         gold = gold_answer(field(row, self.field, str))
-        if number(gold) is None and (len(gold) > LONGEST or not _parse(gold)):
+        text = readable(gold)
+        if number(gold) is None and (text is None or not _parse(text)):
             found = short(row[self.field], 80)
             raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {found!r}")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         gold = gold_answer(str(row[self.field]))
         found = final_answer(completion)
+        if same_text(completion[-LONGEST:] if found is None else found, gold):
+            return correct(f"found {gold}")
         if found is None:
             return unparsed("no answer found")
         if len(found) > LONGEST:
             return wrong(f"the answer has {len(found)} characters; at most {LONGEST} are compared")
-        mine, golden = number(found), number(gold)
-        if mine is not None and golden is not None:
-            near = abs(mine - golden) <= abs(golden) * Fraction(self.tolerance)
-            return correct(f"found {found}") if near else wrong(f"found {found}")
+        equal = self._numbers(gold, found)
+        if equal is not None:
+            return correct(f"found {found}") if equal else wrong(f"found {found}")
+        mine, golden = readable(found), readable(gold)
+        if mine is None or golden is None:
+            return wrong(f"cannot compare {found}")
         if worker.RUNNING:
             _library()  # before the fork, so that every child has it
-            judge = functools.partial(_judge, gold, found, self.tolerance)
+            judge = functools.partial(_judge, golden, mine, self.tolerance)
             return forked(judge, self.timeout, "the comparison") or wrong("the answer cannot be compared")
-        return self._elsewhere(rf"\boxed{{{found}}}", {"answer": rf"\boxed{{{gold}}}"})
+        return self._elsewhere(completion[-TAIL:], {"answer": rf"\boxed{{{gold}}}"})
+
+    def _numbers(self, gold: str, found: str) -> bool | None:
+        """Whether two decimal numbers are equal; None if one is no number."""
+        golden = number(gold)
+        mine = number(found if golden is None else ASSIGNED.sub("", found))
+        if (mine is None) != (golden is None):
+            mine = mine or _with_comma(found)
+            golden = golden or _with_comma(gold)
+        if mine is None or golden is None:
+            return None
+        values = {mine[0]} if mine[1] == golden[1] else {mine[0], mine[0] / 100 if mine[1] else mine[0] * 100}
+        return any(abs(value - golden[0]) <= abs(golden[0]) * Fraction(self.tolerance) for value in values)
 
 
-def gold_answer(text: str) -> str:
-    """The answer in a row's field: the marked one, as in :func:`final_answer`, or the whole text."""
-    marked = _marked(text)
-    if marked is None and PHRASE.search(text):
-        marked = final_answer(text)
-    if marked is None:
-        formula = MATHS.fullmatch(text.strip())
-        marked = next(filter(None, formula.groups())) if formula else text
-    return marked.strip()
+def same_text(a: str, b: str) -> bool:
+    """Whether two answers are the same text, apart from white space and the case of words."""
+    a, b = " ".join(a.split()).rstrip("."), " ".join(b.split()).rstrip(".")
+    return a == b or (len(a) > 1 and a.casefold() == b.casefold() and all(part.isalpha() for part in a.split()))
 
 
-def final_answer(text: str) -> str | None:
-    """The text of a completion's final answer, as :class:`MathAnswer` defines it; None if it has none."""
-    text = text[-TAIL:]
-    marked = _marked(text)
-    if marked is not None:
-        return marked or None
-    phrases = [match[1] for match in PHRASE.finditer(text)][-1:]
-    lines = [line for line in text.split("\n") if line.strip()][-1:]
-    for part in (*phrases, *lines):
-        part = part.lstrip(" \t*_").rstrip(" \t*_.")
-        if formulas := _formulas(part):
-            return formulas[-1]
-        if EXPRESSION.fullmatch(part) and not _prose(part):
-            return part
-        if numbers := NUMBER.findall(part):
-            return numbers[-1]
-    return next(reversed(_formulas(text) or NUMBER.findall(text)), None)
+def _with_comma(answer: str) -> tuple[Fraction, bool] | None:
+    value = decimal_comma(answer)
+    return None if value is None else (value, False)
 
 
-def _marked(text: str) -> str | None:
-    """The last ``#### ...`` or ``\\boxed{...}``."""
-    found = [(match.start(), match[1]) for match in HASHES.finditer(text)][-1:]
-    if box := _last_box(text):
-        found.append(box)
-    return max(found)[1].strip() if found else None
+def readable(answer: str) -> str | None:
+    """An answer as math-verify reads it in full; None if it would leave a part out.
 
-
-def _formulas(text: str) -> list[str]:
-    found = (next(filter(None, match.groups())).strip() for match in MATHS.finditer(text))
-    return [formula for formula in found if formula]
-
-
-def _prose(text: str) -> bool:
-    """Whether a text is no single expression: it has words, or several numbers in a row without brackets."""
-    words = [word for word in WORD.findall(text) if word.lower() not in FUNCTIONS]
-    held = text[:1] in "([{" and text[-1:] in ")]}"
-    return bool(words) or not (held or number(text) is not None or ROW.search(text) is None)
-
-
-def _last_box(text: str) -> tuple[int, str] | None:
-    """Position and content of the box that is closed last; a box inside another is part of it."""
-    found, opened = None, []
-    for match in BRACE.finditer(text):
-        if match[0] != "}":
-            opened.append(match)
-        elif opened and (start := opened.pop())[0] != "{":
-            found = start.start(), text[start.end() : match.start()]
-    return found
-
-
-def number(answer: str) -> Fraction | None:
-    """The exact value of a decimal number; None for any other text.
-
-    It may have a currency sign, thousands commas and a unit.
+    Boxes, text commands around numbers, and units are taken off, mixed numbers become sums, joined answers a list.
     """
-    if len(answer) > LONGEST:
+    if len(answer) > LONGEST or "..." in answer:
         return None
-    bare = re.sub(r"\\[$!, ]|\\(?:text|mathrm)\{[^{}\d]*\}|[$€£]", "", answer).strip()
-    found = PLAIN.fullmatch(bare)
-    if found is None or (found[2] or "").lower() in NO_UNIT:
-        return None
-    return Fraction(found[1].replace(",", ""))
+    text = BOX.sub("{", answer)
+    text = COMMAS.sub(lambda match: match[0] if match[0].strip() == "," else ", ", text)
+    text = TEXT.sub(r" \1 ", text).strip().strip(",. ")
+    text = GROUPED.sub(lambda match: match[0].replace(",", ""), text)
+    text = MIXED.sub(r"(\1+\2)", SPACED.sub(lambda match: re.sub(r"\s", "", match[0]), text))
+    while unit := UNIT.search(text):
+        if any(NO_UNIT.fullmatch(word) for word in re.findall(r"\w+", unit[1] or unit[2])):
+            break
+        text = text[: unit.start()].rstrip()
+    text = APPROX.sub(r"\1=", text).removeprefix("=")
+    return None if not text or UNREADABLE.search(text) else text
 
 
 def _judge(gold: str, found: str, tolerance: float) -> Result:
@@ -168,7 +147,13 @@ def _judge(gold: str, found: str, tolerance: float) -> Result:
 
 
 def _compare(gold: str, found: str, tolerance: float) -> bool:
+    """Whether two readable answers are equal. It runs in a child, whose math-verify it makes stricter."""
+    from sympy import Eq
+
     math_verify = _library()
+    base, other = BASE.search(gold), BASE.search(found)
+    if base and other and base[1] != other[1]:
+        return False
     target, parsed = _parse(gold), _parse(found)
     if not target or not parsed:
         return False
@@ -176,24 +161,81 @@ def _compare(gold: str, found: str, tolerance: float) -> bool:
         if tolerance:
             a, b = (float(side[0].evalf()) for side in (target, parsed))
             return abs(a - b) <= tolerance * abs(a)
+    if isinstance(parsed[0], Eq) and not isinstance(target[0], Eq) and not _defines(parsed[0].lhs):
+        return False
+    if any(SET.match(a) and TUPLE.fullmatch(b) for a, b in ((gold, found), (found, gold))):
+        return False
+    _stricter(math_verify.grader)
     return math_verify.verify(target, parsed, timeout_seconds=None)
 
 
-def _parse(answer: str) -> list:
-    """Parse one answer with math-verify.
+def _defines(left: Any) -> bool:
+    """Whether an equation with this left side gives a value: ``f(2) = 5`` does; ``2x = 10`` and ``x^2 = 5`` do not."""
+    from sympy import Symbol, preorder_traversal
+    from sympy.core.function import AppliedUndef
 
-    Inner boxes and text commands are unwrapped first: math-verify would judge an inner box alone and ignore text.
+    left = left.replace(lambda part: isinstance(part, AppliedUndef), lambda part: Symbol("f"))
+    if not left.free_symbols:
+        return True
+    for part in preorder_traversal(left):
+        numbers = [each for each in part.args if each.is_Number]
+        if (part.is_Pow and part.exp != -1) or (part.is_Add and numbers):
+            return False
+        if part.is_Mul and any(abs(each) != 1 for each in numbers):
+            return False
+    return True
+
+
+def _stricter(grader: Any) -> None:
+    """Have math-verify compare small numbers by their ratio, and no two equations without solutions as equal.
+
+    By itself it rounds differences: ``10^{-20}`` and ``1/2006!`` are zero to it.
     """
-    answer = re.sub(r"\\(?:boxed|fbox)[ \t]*\{", "{", answer)
-    answer = re.sub(r"\\(?:text\w*|math(?:rm|bf|sf|it)|[hm]box)\s*\{([^{}]*\d[^{}]*)\}", r" \1 ", answer)
+    from sympy import solve
+
+    numeric, solved = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
+
+    def numeric_equal(a: Any, b: Any, *digits: int) -> bool:
+        return numeric(a, b, *digits) and not _far(a, b)
+
+    def solutions_equal(a: Any, b: Any, *digits: int) -> bool:
+        return bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
+
+    grader.sympy_numeric_eq, grader.sympy_solve_and_compare = numeric_equal, solutions_equal
+
+
+def _far(a: Any, b: Any) -> bool:
+    """Whether two expressions differ by more than 1e-5 of their size (1e-12 if exact), at one value of the symbols."""
+    from sympy import Float, Rational, UnevaluatedExpr
+
+    if getattr(a, "is_Matrix", False) or a.has(UnevaluatedExpr) or b.has(UnevaluatedExpr):
+        return False
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    values = {symbol: Rational(1009 + 26 * i, 997 - 6 * i) for i, symbol in enumerate(symbols)}
+    near = 1e-5 if a.has(Float) or b.has(Float) else 1e-12
+    with contextlib.suppress(TypeError, ValueError, AttributeError):
+        x, y = a.subs(values).evalf(30), b.subs(values).evalf(30)
+        return bool(abs(x - y) > near * max(abs(x), abs(y)))
+    return False
+
+
+def _parse(text: str) -> list:
+    """Parse a readable answer with math-verify; empty if it cannot read it."""
+    from latex2sympy2_extended import NormalizationConfig
+
     math_verify = _library()
-    config = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
-    return math_verify.parse(rf"\boxed{{{answer}}}", extraction_config=config, parsing_timeout=None)
+    # units: math-verify would take the t off 2t
+    normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+    config = [math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)]
+    return math_verify.parse(
+        rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None, extraction_mode="first_match"
+    )
 
 
 @functools.cache
 def _library() -> Any:
     import math_verify
+    import math_verify.grader
 
     for name in ("math_verify", "latex2sympy2_extended"):  # they warn that no timeout is set; forked has one
         logging.getLogger(name).setLevel(logging.CRITICAL)
