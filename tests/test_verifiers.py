@@ -2,7 +2,6 @@
 
 # ruff: noqa: E501 - rows of data sets are long lines
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -28,7 +27,6 @@ from rocm_ext.verifiers import (
     Command,
     Compile,
     ExactMatch,
-    MathAnswer,
     Pool,
     PythonTests,
     Regex,
@@ -41,7 +39,6 @@ from rocm_ext.verifiers import (
     python,
 )
 from rocm_ext.verifiers.base import short
-from rocm_ext.verifiers.maths import final_answer
 from rocm_ext.verifiers.selfcheck import self_check
 
 sys.path.append(str(Path(python.__file__).parent))  # as in the sandbox, where they are scripts
@@ -50,7 +47,7 @@ import _wire
 sys.path.pop()
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
-MBPP, GSM8K = DATA / "mbpp_train.jsonl", DATA / "gsm8k_train.jsonl"
+MBPP = DATA / "mbpp_train.jsonl"
 HERE = "rocm_ext.verifiers."
 bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
@@ -121,106 +118,6 @@ P = "def f():\n    return 1"
 def test_extract_code(text: str, language: str, expected: str | None):
     found = extract_code(text, language)
     assert (found and found.strip("\n")) == expected
-
-
-# Maths
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "verdict"),
-    [
-        ("The answer is 72.", "#### 72", "CORRECT"),
-        ("\\boxed{72}", "72", "CORRECT"),
-        ("72", "so 70 + 2 = <<70+2=72>>72\n#### 72", "CORRECT"),
-        ("$1,234.50", "1234.5", "CORRECT"),
-        ("#### 1,234", "1234", "CORRECT"),
-        ("#### -5", "-5", "CORRECT"),
-        ("**Answer:** 42", "42", "CORRECT"),
-        ("The answer is **42**.", "42", "CORRECT"),
-        ("She pays 72 dollars in all.", "72", "CORRECT"),
-        ("\\boxed{72\\text{ dollars}}", "72", "CORRECT"),
-        ("So it is 70 + 2 = 72", "72", "CORRECT"),
-        ("first 1\n#### 3\nno, wait\n#### 72", "72", "CORRECT"),
-        ("The answer is 3. No: the answer is 72.", "72", "CORRECT"),
-        ("I got 72.\nHope this helps!", "72", "CORRECT"),
-        ("The answer is 71", "72", "WRONG"),
-        ("72 73", "72", "WRONG"),
-        (" ".join(map(str, range(1, 101))), "72", "WRONG"),
-        (" ".join(f"\\boxed{{{i}}}" for i in range(60, 80)), "72", "WRONG"),
-        (" ".join(f"\\boxed{{{i}}}" for i in range(60, 73)), "72", "CORRECT"),
-        ("\\boxed{72} \\boxed{73}", "72", "WRONG"),
-        ("#### 72\n#### 73", "72", "WRONG"),
-        ("#### 72 73", "72", "WRONG"),
-        ("\\boxed{72} or is it #### 73", "72", "WRONG"),
-        ("\\boxed{72\\text{ or }73}", "72", "WRONG"),
-        ("\\boxed{72 \\text{ or 73}}", "72", "WRONG"),
-        ("\\boxed{72, 73}", "72", "WRONG"),
-        ("\\boxed{[0, 100]}", "72", "WRONG"),
-        ("\\boxed{72 \\pm 1}", "72", "WRONG"),
-        ("\\boxed{x}", "72", "WRONG"),
-        ("I do not know", "72", "UNPARSED"),
-        ("", "72", "UNPARSED"),
-        ("\\boxed{}", "72", "UNPARSED"),
-        ("\\boxed{72", "\\boxed{7}", "WRONG"),
-        ("\\boxed{never closed, but \\boxed{72}", "72", "CORRECT"),
-        ("\\boxed{\\frac{\\boxed{144}}{2}}", "144", "WRONG"),
-        ("\\boxed{\\frac{1}{2}}", "0.5", "CORRECT"),
-        ("$\\frac{3}{4}$", "\\frac{3}{4}", "CORRECT"),
-        ("so $x = \\sqrt{8}$.", "2\\sqrt{2}", "CORRECT"),
-        ("\\boxed{1+x}", "x+1", "CORRECT"),
-        ("\\boxed{x+2}", "x+1", "WRONG"),
-        ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", "CORRECT"),
-    ],
-)
-def test_math_answer(math_pool: Pool, completion: str, answer: str, verdict: str):
-    MathAnswer().check_row({"answer": answer})
-    result = math_pool.submit(completion, {"answer": answer}).result()
-    assert str(result.verdict) == verdict, result
-
-
-@pytest.fixture(scope="module")
-def math_pool():
-    with Pool({"_component_": HERE + "MathAnswer", "timeout": 1.0}, workers=1, timeout=60) as pool:
-        pool.submit("\\boxed{x}", {"answer": "x"}).result()
-        yield pool
-
-
-@pytest.mark.parametrize(
-    "answer",
-    ["9**9**9", "9^{9^{9^{9}}}", "9" * 10**7, "(" * 5000 + "1" + ")" * 5000, "{" * 10000, "10**10**10", "(10^{99999})!",
-     "\\frac{" * 60 + "1" + "}{2}" * 60, "\\int_0^1 \\sin(\\sin(\\sin(x)))^{x^x} dx", "1" + "+1" * 200,
-     "\\sum_{n=1}^{10^{9}} \\sin(n)", "\\[" * 10000, "$" * 20001, "\\boxed{" * 3000 + "1" + "}" * 3000, "answer is" + " " * 20000, "answer " * 3000, "\x00", "\ud800", "\\boxed{" * 1000],
-)  # fmt: skip
-def test_huge_answers_are_bounded(math_pool: Pool, answer: str):
-    started = time.monotonic()
-    result = math_pool.submit(f"\\boxed{{{answer}}}", {"answer": "72"}).result()
-    assert time.monotonic() - started < 5
-    assert result.verdict in (Verdict.WRONG, Verdict.TIMEOUT, Verdict.UNPARSED), result
-
-
-def test_math_works_from_any_thread_without_a_pool():
-    verifier = MathAnswer()
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda text: verifier(text, {"answer": "0.5"}), ["\\boxed{\\frac12}", "\\boxed{1/3}"]))
-    assert [str(result.verdict) for result in found] == ["CORRECT", "WRONG"]
-
-
-def test_math_tolerance_and_malformed_gold():
-    assert MathAnswer(tolerance=0.01)("3.14", {"answer": "3.1416"}).reward == 1
-    assert MathAnswer()("3.14", {"answer": "3.1416"}).reward == 0
-    for row in ({}, {"answer": None}, {"answer": ""}, {"answer": "\\boxed{}"}, {"answer": ["72"]}):
-        with pytest.raises(ValueError, match="answer"):
-            MathAnswer().check_row(row)
-    assert final_answer("x" * 10**6) is None
-
-
-def test_every_gsm8k_answer_is_right():
-    verifier = MathAnswer()
-    count = 0
-    for row in rows(GSM8K):
-        verifier.check_row(row)
-        count += verifier(row["answer"], row).reward == 1
-    assert count == 7473
 
 
 # Code and its tests

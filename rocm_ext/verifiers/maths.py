@@ -37,14 +37,20 @@ BASE = re.compile(r"\d_\{?(\d+)\}?$")
 
 
 class MathAnswer(Verifier):
-    """Whether the completion's final answer equals the row's.
+    r"""Whether the completion's final answer equals the row's.
 
-    The final answer is the last ``\\boxed{...}`` or ``#### ...``; without one, the text after the last "answer is";
-    else the last formula or number of the last line, else of the text. Only this one answer is judged;
-    ``\\boxed{1, 2}`` is the set of both. The search covers the last 20,000 characters.
+    The final answer is the last of: a ``\boxed{...}``, a line ``#### ...``, and a sentence "final answer is ...".
+    Boxes beside each other, or joined by "and" or "or", are one list. Without these marks it is what the sentence of
+    the last "answer is" gives; else what the last sentence with a number or formula gives: all of the sentence if it
+    is one expression, else its last number or formula, or the list that this ends. The search covers the last 20,000
+    characters.
 
-    Two decimal numbers are compared exactly. math-verify compares all else (to six digits), in a process that is
-    killed at the time limit.
+    Words that change a number are read ("1 million", "5 dozen") or make the answer WRONG ("at least 5", "5 to 6",
+    "5 or 6" for 6, "2 hours 30 minutes" for 30). Units and currency signs do not count. Equal are: the same texts;
+    two decimal numbers of exactly the same value, also as ``1,234.5``, ``1 234.5``, ``1.234,5``, ``1.2e5`` or ``2,74``;
+    50% and both 50 and 0.5; ``x = 5`` and 5, but not ``2x = 10`` and 10. ``a:b`` is a ratio, ``1, 2`` a set,
+    ``(1, 2)`` a point or open interval. math-verify compares all else, decimals with fractions to six digits, in a
+    process that is killed at the time limit; what it cannot read in full is WRONG.
 
     Args:
         field: the row's field with the gold answer: text that ends like GSM8K's (``#### 72``), has a ``\\boxed{}``,
@@ -239,4 +245,6 @@ def _library() -> Any:
 
     for name in ("math_verify", "latex2sympy2_extended"):  # they warn that no timeout is set; forked has one
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    x, y = (math_verify.parse(text, parsing_timeout=None) for text in (r"$\frac{x}{2}$", "$x+1$"))
+    math_verify.verify(x, y, timeout_seconds=None)  # loads the parser's tables once, not in every child
     return math_verify

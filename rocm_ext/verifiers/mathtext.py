@@ -21,10 +21,14 @@ POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 ROOT = re.compile(r"√\s?(?:\(([^()]{1,100})\)|(\d+(?:\.\d+)?|\w))")
 THOUSANDS = re.compile(r"(?<=\d) ?(?:\{ ?, ?\}|, ?\\!) ?(?=\d{3})")  # 14{,}916 and 14,\!916
 
+CALCULATION = re.compile(r"<<[^<>\n]{1,100}>>")  # GSM8K's: 48+24 = <<48+24=72>>72
+
+PRODUCT = re.compile(r"(?<=\d) ?x ?(?=\$?\d)")  # 4 x 5
+
 # Marks of the final answer
 BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|(?<!\\)[{}]")
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
-PHRASE = re.compile(r"\b(final )?answer\b[*_ \t]*(?:is|are|equals|=|:)[*_ \t]*:?[*_ \t]*([^\n]+)", re.I)
+PHRASE = re.compile(r"\b(final )?answer\b[*_ \t]*(?:is|are|equals|=|:)[*_ \t]*:?[*_ \t]*(?=[^\n])", re.I)
 END = re.compile(r"\n|[.?](?=[\s*_\"')]|$)|(?<!\d)!(?=\s|$)")  # of a sentence; 5! is a factorial
 JOINED = re.compile(r"\b(?:and|or)\b")
 FORMULA = re.compile(r"\$\$|(?<!\\)\$|(?<!\\)\\[\[(]")
@@ -75,8 +79,9 @@ BEFORE = re.compile(  # what changes the value of the number after it
     re.I,
 )
 AFTER = re.compile(  # what changes the value of the number before it
-    rf"[\s*_$)]{{0,4}}(?:(?:,? ?(?:or|to|through|plus|minus|times|divided|over|squared|cubed|factorial|{FRACTIONS}"
-    r"|score|gross|lakh|crore|modulo|mod|[bdefijknpqruvwxyz]|and (?:an?|one|two|three|\d+) ?(?:half|third|quarter))"
+    rf"[\s*_$)]{{0,4}}(?:(?:,? ?(?:or|squared|cubed|factorial|{FRACTIONS}"
+    r"|(?:to|through|plus|minus|times|divided by|over) [$€£]?\d|score|gross|lakh|crore|modulo|mod|[bdefijknpqruvwxyz]"
+    r"|and (?:an?|one|two|three|\d+) ?(?:half|third|quarter))"
     r"|[a-z]+ (?:or (?:more|less|fewer|so)|and a half))\b|[<>^_])",
     re.I,
 )
@@ -86,7 +91,8 @@ MEASURE = (
     r"|pounds?|lbs?|ounces?|oz|k?m|cm|k?g|(?:kilo|centi)?(?:met(?:er|re)s?|grams?)|dozen)"
 )
 UNCLEAR = re.compile(  # between two numbers: neither alone is the answer
-    rf"[^.]*\b(?:or|nor|to|through|versus|vs)\b[^.]*|\s*{MEASURE},?\s*|(?:\s*\w+){{0,2}}\s+and\s+", re.I
+    rf"[^.]*\b(?:or|nor)\b[^.]*|(?:\s*\w+)?\s+(?:to|through|versus|vs)\s+(?:(?:about|the)\s+)?|\s*{MEASURE},?\s*|(?:\s*\w+){{0,2}}\s+and\s+",
+    re.I,
 )
 
 
@@ -100,6 +106,9 @@ class Thing(NamedTuple):
 
 def clean(text: str) -> str:
     """A text with its signs, digits and powers in ASCII and LaTeX."""
+    if "<<" in text:
+        text = CALCULATION.sub("", text)
+    text = PRODUCT.sub("*", text)
     if "{" in text or "!" in text:
         text = THOUSANDS.sub(",", text)
     if text.isascii():
@@ -130,7 +139,8 @@ def final_answer(text: str) -> str | None:
 def tidy(answer: str) -> str:
     """An answer without mark-up around it."""
     answer = re.sub(r"(?<!\\)\\[\[\]()]|(?<!\\)\$", " ", answer.strip().strip("*_ \t"))
-    answer = LABEL.sub("", answer)
+    if label := LABEL.match(answer):
+        answer = answer[label.end() :]
     return answer.strip().rstrip(".:,;").strip("*_ \t\n").removeprefix("=").strip()
 
 
@@ -140,9 +150,9 @@ def _marked(text: str) -> str | None:
     if boxes := _boxes(text):
         found.append(boxes)
     for match in [m for m in PHRASE.finditer(text) if m[1]][-1:] if found and "final answer" in text.lower() else ():
-        sentence = text[match.start(2) : _end(text, match.start(2))]
+        sentence = text[match.end() : _end(text, match.end())]
         if "\\boxed" not in sentence and "\\fbox" not in sentence and (said := _in(sentence)):
-            found.append((match.start(2) + len(sentence), said))
+            found.append((match.end() + len(sentence), said))
     return max(found)[1] if found else None
 
 
@@ -174,7 +184,7 @@ def _boxes(text: str) -> tuple[int, str] | None:
 def _said(text: str) -> str | None:
     """The answer in the sentence of the last "answer is", else in the last sentence that has a formula or a number."""
     for match in [*PHRASE.finditer(text)][-1:]:
-        start = match.start(2)
+        start = match.end()
         sentence = text[start : _end(text, start)]
         if (found := _in(sentence)) is not None or not _things(text[start:]):
             return found or sentence
@@ -270,6 +280,7 @@ def _without(text: str, things: list[Thing], filler: str = " ") -> str:
 def _formulas(text: str) -> Iterator[Thing]:
     r"""The formulas in ``$$``, ``\[ \]``, ``$`` and ``\( \)``; a dollar sign before a price opens none."""
     closers = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$"}
+    ends: dict[str, int] = {}
     at = 0
     while match := FORMULA.search(text, at):
         opener = match[0]
@@ -277,16 +288,18 @@ def _formulas(text: str) -> Iterator[Thing]:
         at = match.end()
         if closer is None:  # one that no later text closes
             continue
-        end = text.find(closer, at)
+        end = ends.get(opener, -1)
+        if end < at:
+            end = ends[opener] = text.find(closer, at)
         while opener == "$" and end > 0 and text[end - 1] == "\\":
-            end = text.find(closer, end + 1)
+            end = ends[opener] = text.find(closer, end + 1)
         if end < 0:
             del closers[opener]
             continue
         if end - at > 2 * LONGEST or not (inner := text[at:end]).strip():
             continue
         worded = " " in inner.strip() and WORD.search(TEXT.sub("", inner))
-        price = opener == "$" and (text[end + 1 : end + 2].isdigit() or worded)
+        price = opener == "$" and (text[end + 1 : end + 2].isdigit() or worded or inner.rstrip()[-1] in "=+-*/")
         if price or (opener in ("$", "\\(") and "\n" in inner):
             continue
         yield Thing(match.start(), end + len(closer), inner.strip().rstrip(".,;"))
