@@ -139,6 +139,7 @@ def final_answer(text: str) -> str | None:
 def tidy(answer: str) -> str:
     """An answer without mark-up around it."""
     answer = re.sub(r"(?<!\\)\\[\[\]()]|(?<!\\)\$", " ", answer.strip().strip("*_ \t"))
+    answer = re.sub(r"^\s*\\?[\"“”]|\\?[\"“”]\s*\Z", "", answer)
     if label := LABEL.match(answer):
         answer = answer[label.end() :]
     return answer.strip().rstrip(".:,;").strip("*_ \t\n").removeprefix("=").strip()
