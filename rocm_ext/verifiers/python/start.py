@@ -24,7 +24,7 @@ GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was 
 JUDGE = ("_channel", "_wire", "_units", "_standin", "_runner", "_calls", "_tests", "_judge", "_warm")
 PROGRAM = ("_channel", "_wire", "_candidate")
 
-# runs in the sandbox; -c spares the interpreter a search for the file's importer
+# runs in the sandbox; -c spares the interpreter a search for the file's importer, _exit the freeing of its memory
 BOOT = """
 import marshal, posix, sys
 del sys.path[0]
@@ -38,6 +38,7 @@ for name, code in marshal.loads(data[4:task]):
     module = sys.modules[name] = type(sys)(name)
     exec(code, vars(module))
 module.main(marshal.loads(data[task:]))
+posix._exit(0)
 """
 COMPILE = """
 import json, marshal, sys
