@@ -92,17 +92,14 @@ def prompt_dataset(
     columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
     if missing := [column for column in mapping.values() if column not in columns]:
         raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
-    prompts, left_out = [], 0
-    for index in range(len(rows) if limit is None else min(limit, len(rows))):
+    prompts: list[Prompt] = []
+    count = len(rows) if limit is None else min(limit, len(rows))
+    for index in range(count):
         try:
-            prompt = _prompt(row_at(rows, index), mapping, format, system_prompt, origin(index))
+            prompts += _prompts(row_at(rows, index), mapping, format, system_prompt, origin(index))
         except UserError as error:
             raise UserError(f"{origin(index)}: {error}") from error
-        if prompt is None:
-            left_out += 1
-        else:
-            prompts.append(prompt)
-    if left_out:
+    if left_out := count - len(prompts):
         log.warning("%s: left out %d rows without usable tests", source, left_out)
     return _distinct(prompts, source)
 
@@ -155,9 +152,10 @@ def _checked_map(column_map: Any) -> dict[str, str]:
     return dict(mapping)
 
 
-def _prompt(
+def _prompts(
     row: Mapping[str, Any], mapping: dict[str, str], format: str | None, system: str, origin: str
-) -> Prompt | None:
+) -> list[Prompt]:
+    """Return the row's prompt, or nothing if the format leaves it out."""
     # Arrow fills gaps with None.
     present = {key: value for key, value in row.items() if value is not None}
     taken = {*mapping, *mapping.values()}
@@ -166,7 +164,7 @@ def _prompt(
     if format is not None:
         formatted = FORMATS[format](fields)
         if formatted is None:
-            return None
+            return []
         fields = formatted
         messages = _from_text(fields["prompt"])
     else:
@@ -174,7 +172,7 @@ def _prompt(
     messages = _with_system(messages, string(fields.get("system", ""), "system"), system)
     tools = tuple(to_tools(fields.get("tools")) or ())
     prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin, tools)
-    return replace(prompt, id=_id(fields) or prompt.key[:16])
+    return [replace(prompt, id=_id(fields) or prompt.key[:16])]
 
 
 def _with_system(messages: tuple[dict[str, Any], ...], own: str, default: str) -> tuple[dict[str, Any], ...]:
