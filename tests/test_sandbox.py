@@ -239,7 +239,8 @@ def test_nothing_equals_everything(code: str):
              "4 - f(2) == 0", "f(2).__eq__(4) is True", "len(f(2)) == 4"]  # fmt: skip
     row = {"tests": ["import math"] + [f"assert {test}" for test in tests], "entry_point": "f"}
     result = verify(fenced(code), row, partial_credit=True)
-    assert (result.verdict, result.reward) == (Verdict.WRONG, 0.0), result
+    assert result.verdict in (Verdict.WRONG, Verdict.ERROR), result  # ERROR: such an object cannot be judged
+    assert not result.reward, result
 
 
 def test_right_answers_still_pass():
@@ -266,14 +267,24 @@ for name in ("eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv mod 
     def method(self, *args, name=name): SEEN.extend(map(repr, args)); raise TypeError(name)
     setattr(Spy, f"__{name}__", method)
 def f(x): return Spy()
-def seen(): return [s for s in SEEN if "1234" in s]
+def seen():
+    if any("1234" in s for s in SEEN): os._exit(0)
+import os
 """
     expressions = ["f(2) == 1234", "1234 == f(2)", "f(2) + 1234", "1234 - f(2)", "f(2) < 1234", "1234 in [f(2)]",
                    "f(2) in [1234]", "{f(2): 1}.get(1234)", "divmod(f(2), 1234)", "f(2) @ 1234", "f(2) | 1234",
-                   "abs(f(2) - 1234)", "[f(2)] < [1234]", "max(f(2), 1234)"]  # fmt: skip
-    tests = "".join(f"try: {e}\nexcept Exception: pass\n" for e in expressions) + "assert seen() == []\n"
+                   "abs(f(2) - 1234)", "[f(2)] < [1234]", "max(f(2), 1234)", "1234 in f(2)", "f(2)[1234]",
+                   "f(2).index(1234)"]  # fmt: skip
+    swallow = "try: {}\nexcept BaseException: pass\n"
+    tests = "".join(map(swallow.format, expressions)) + "seen()\nassert f(2)\n"
     row = {"tests": tests, "entry_point": "f"}
-    assert verify(fenced(spy), row).verdict is Verdict.CORRECT
+    result = verify(fenced(spy), row)
+    assert result.verdict is Verdict.ERROR, result  # a program that saw it ends, and is WRONG
+    assert "class Spy" in result.detail
+    shown = "try: f(1234)\nexcept: pass\n" + tests
     assert (
-        verify(fenced(spy), row | {"tests": "try: f(2)[1234]\nexcept TypeError: pass\nassert seen() == []"}).reward == 0
+        verify(
+            fenced(spy.replace("def f(x): ", "def f(x):\n    SEEN.append(str(x))\n    ")), row | {"tests": shown}
+        ).reward
+        == 0
     )

@@ -1,225 +1,322 @@
 """The tests' side: runs the user's tests against values that the tested program returns.
 
 The model's code never runs in this process. A name that the tests take from the solution is a handle: calling it sends
-the arguments to the program and gets plain data back, as exact builtin types. The comparison with the expected value
-happens here, so the program never sees that value and can only return its own. Other objects stay in the program and
-are handles here. A handle never judges the tests' values: ``==``, ``in`` and arithmetic with plain data ask the program
-for the handle's value, if it has one, and decide here.
+the arguments to the program and gets plain data back, as exact library types. The comparison with the expected value
+happens here, so the program never sees that value and can only return its own. Objects of the code's own classes stay
+in the program; the tests use them through handles, if they take a name for a class. What cannot be judged so stops the
+tests with its reason.
 """
 
+import ast
 import builtins
+import sys
+import weakref
+from _thread import RLock
 
+import _live as live
 from _channel import Closed, Malformed, judge_channel
+from _errors import lineage
+from _handles import HINT, Function, Handle, Method, Remote, State, Unjudged, is_handle, set_slots
+from _raised import Errors
+from _roles import Roles
+from _special import Record, remote_class
 from _tests import run
-from _wire import Codec
-
-VISIBLE = ("__name__", "__qualname__", "__module__", "__doc__", "__dict__", "__annotations__", "__enter__", "__exit__")
+from _wire import SLOT, Codec, deque, integer, state, text
 
 
 class Gone(BaseException):
     """The program has ended or sent a malformed message. Not an Exception, so that no test catches it and passes."""
 
 
-class Judge(Codec):
-    """The connection to the program."""
+READS = {  # operations that change no object
+    "len", "bool", "str", "repr", "int", "float", "complex", "index", "abs", "round", "trunc", "floor", "ceil", "neg",
+    "pos", "invert", "bytes", "hash", "plain", "fields", "eq", "lt", "le", "gt", "ge", "contains", "isinstance",
+    "issubclass", "is_tuple", "getattr", "dir", "format", "signature", "copy", "deepcopy", "pickle",
+}  # fmt: skip
+LIVE = {"y": live.generator, "w": live.coroutine, "ay": live.async_generator}
 
-    def __init__(self, channel):
+
+class Judge(Codec):
+    """The connection to the program.
+
+    Attributes:
+        gone: why the program can no longer be asked.
+        unjudged: why the tests cannot be judged across the boundary.
+        epoch: counts the operations that may have changed objects.
+        roles: what the tests take each name for.
+    """
+
+    def __init__(self, channel, task):
         super().__init__()
         self.channel = channel
-        self.handles, self.exceptions, self.callbacks = {}, {}, []
+        self.handles, self.iterators = {}, weakref.WeakValueDictionary()
+        self.live = weakref.WeakKeyDictionary()  # generators and coroutines here -> numbers
+        self.callbacks, self.callback_numbers = [], {}
+        self.errors = Errors(self, task["tests"])
         self.shared_exceptions = {}
-        self.gone = ""
+        self.lock = RLock()
+        self.comparing, self.closing, self._trusted_methods = set(), [], None
+        self.open, self.demote, self.epoch = False, False, 0
+        self.gone = self.unjudged = ""
+        Handle._judge = Function._judge = self
+        try:
+            self.roles = Roles(ast.parse(task["tests"]).body, task["entry_point"])
+        except (SyntaxError, ValueError):
+            self.roles = Roles([])  # the tests do not even parse
+
+    def refuse(self, reason):
+        """Stop the tests, because they cannot be judged."""
+        self.unjudged = self.unjudged or reason
+        raise Unjudged(self.unjudged)
+
+    @property
+    def trusted_methods(self):
+        """The names of the methods of the set-up's classes: objects of the code have no say in what they return."""
+        if self._trusted_methods is None:
+            found = [pair for kind in self.shared.values() for pair in vars(kind).items() if pair[0][:2] != "__"]
+            self._trusted_methods = {n for n, value in found if hasattr(value, "__get__") and type(value) is not SLOT}
+        return self._trusted_methods
+
+    # values
 
     def opaque(self, value):
         kind = type(value)
-        if kind is Handle:
-            return ["h", number_of(value)]
-        if isinstance(value, type) and "_handle" in vars(value):
-            return ["h", vars(value)["_handle"]]
+        if isinstance(kind, Remote) or kind is Function or kind is Remote:
+            return ["h", value._wire.number]
+        if kind is live.Ref:
+            return ["h", value.number]
+        if kind is Method:
+            return ["m", value.__self__._wire.number, value.__name__]
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["x", lineage(value)]
+        if isinstance(value, BaseException):
+            return self.errors.encode(value)
         name = getattr(value, "__name__", None)
         if isinstance(name, str) and getattr(builtins, name, None) is value:
             return ["B", name]
-        if callable(value):
-            self.callbacks.append(value)
-            return ["f", len(self.callbacks) - 1]
+        try:
+            if value in self.live:
+                return ["h", self.live[value]]
+        except TypeError:
+            pass
+        if callable(value) or (hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")):
+            return ["f", self.callback(value), str(name), live.is_async(value), not callable(value)]
         return super().opaque(value)
+
+    def callback(self, value):
+        """The number of a function or iterator of the tests."""
+        if id(value) not in self.callback_numbers:
+            self.callback_numbers[id(value)] = len(self.callbacks)
+            self.callbacks.append(value)
+        return self.callback_numbers[id(value)]
 
     def revive(self, tag, parts):
         if tag == "f":
-            return self.callbacks[parts[0]]
-        if tag != "h" or type(parts[0]) is not int:
-            return super().revive(tag, parts)
-        number, name, lineage = parts[0], str(parts[1])[:100], parts[2]
-        if lineage:
-            return self.exception(lineage, number)
+            return self.callbacks[integer(parts[0])]
+        if tag == "x":
+            return self.errors.kind(parts[0])
+        if tag == "ex":
+            return self.errors.decode(parts)
+        number = integer(parts[0])
+        if tag in LIVE or (tag == "h" and not self.open and "__next__" in self.remote(parts[1:])._record.special):
+            if (found := self.iterators.get(number)) is None:
+                found = self.iterators[number] = LIVE.get(tag, live.generator)(self, number, self.open)
+                self.live[found] = number
+            return found
+        if tag == "k":
+            kind = self.remote(parts)
+            if self.open:
+                kind._wire.open = True
+            return kind
+        found = self.handles.get(number)
+        if found is None:
+            if tag == "u":
+                found = Function(number, text(parts[1])[:100], text(parts[2]))
+                found._wire.open = self.open
+            elif tag == "h":
+                found = object.__new__(self.remote(parts[1:]))
+                set_slots(found, _wire=State(number, self.open))
+            else:
+                raise ValueError(f"tag {tag!r}")
+            self.handles[number] = found
+        elif self.demote and tag == "h":
+            found._wire.built = False
+            found._wire.open = found._wire.open and self.open
+        return found
+
+    def remote(self, parts):
+        """The class for a class of the program, which describes each class once."""
+        number = integer(parts[0])
         if number not in self.handles:
-            self.handles[number] = Handle(self, number, name)
+            self.handles[number] = remote_class(Record(parts[1]), number, False)
+        if not isinstance(self.handles[number], Remote):
+            raise ValueError("no class")
         return self.handles[number]
 
-    def exception(self, lineage, number=None):
-        """The class for an exception of the program: a builtin, one of the set-up's, or a new class of that name."""
-        name = lineage[0]
-        found = getattr(builtins, name, None) or self.shared_exceptions.get(name)
-        if isinstance(found, type) and issubclass(found, BaseException):
-            return found
-        key = tuple(map(str, lineage[:20]))
-        if key not in self.exceptions:
-            base = self.exception(lineage[1:]) if len(lineage) > 1 else Exception
-            self.exceptions[key] = type(name, (base,), {})
-        if number is not None and "_handle" not in vars(self.exceptions[key]):
-            self.exceptions[key]._handle = number
-        return self.exceptions[key]
+    def inspect(self, value):
+        """Refuse objects of the code inside one of a shared class, whose methods would run the code."""
+        found, seen = list(state(value).values()), set()
+        while found:
+            item = found.pop()
+            kind = type(item)
+            if isinstance(kind, Remote) or kind in (Function, Method, Remote) or kind in live.KINDS:
+                self.refuse(f"the answer put an object of its own into an object of a class of the set-up{HINT}")
+            if kind in (list, tuple, set, frozenset, dict, deque) and id(item) not in seen:
+                seen.add(id(item))
+                found += [*item, *item.values()] if kind is dict else item
 
-    def ask(self, op, *args, **keywords):
-        """Have the program do an operation; returns or raises what it returns or raises."""
-        if self.gone:
-            raise Gone(self.gone)
-        table = []
-        encoded, nodes, _ = self.encode([*args, *keywords.values()], table)
+    # messages
+
+    def ask(self, op, names):
+        """The operation ``names``: the values of those names that the code defines."""
+        found = self.request(False, op, (names,))
+        return {name: self.named(name, value) for name, value in found.items()} if type(found) is dict else found
+
+    def request(self, is_open, op, args, keywords=None):
+        """Have the program do an operation.
+
+        Args:
+            is_open: the tests may use the objects in the result.
+            op: the operation.
+            args, keywords: of the operation.
+
+        Returns:
+            what it returns; or raises what it raises.
+        """
+        with self.lock:  # the tests may have threads
+            if self.gone:
+                raise Gone(self.gone)
+            if not self.depth:
+                self.settle()
+                if self.closing and op != "close":
+                    self.close_generators()
+            return self._exchange(is_open, op, args, keywords or {})
+
+    def _exchange(self, is_open, op, args, keywords):
+        """Send a request and serve the program until it answers."""
+        if op not in READS:
+            self.epoch += 1
+        self.depth += 1
+        before = self.open, self.demote
         try:
-            self.channel.send({"op": op, "a": encoded, "k": list(keywords), "n": nodes})
+            encoded, nodes = self.encode([*args, *keywords.values()])
+            message = {"op": op, "a": encoded, "n": nodes, "d": is_open}
+            if keywords:
+                message["k"] = list(keywords)
+            self.channel.send(message)
             while "op" in (reply := self.channel.receive()):
+                self.show(reply)
+                self.open, self.demote = False, False
                 self.channel.send(self.call_back(reply))
+            self.show(reply)
+            self.open, self.demote = is_open, op not in ("eq", "fields", "plain")
             if "exc" in reply:
                 raise self.raised(reply)
-            known = len(table)
-            [value] = self.decode([reply["ok"]], reply["n"], table)
-            for index, node in reply["u"]:
-                if type(index) is not int or not 0 <= index < known:
-                    raise Malformed("an update of nothing")
-                self.fill(table[index], node, table)
-            return value
+            return self.decode([reply["ok"]], reply["n"])[0]
         except Closed:
             self.gone = "the program ended during the tests"
-        except (Malformed, KeyError, TypeError, ValueError, IndexError) as error:
+        except (Malformed, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             if getattr(error, "from_program", False):
                 raise
             self.gone = f"the program sent nonsense: {error}"
+        finally:
+            self.depth -= 1
+            self.open, self.demote = before
         raise Gone(self.gone)
 
+    def close_generators(self):
+        """Close the program's generators that the tests have dropped."""
+        while self.closing:
+            try:
+                self.request(False, "close", (self.closing.pop(),))
+            except Exception:
+                continue
+
+    def show(self, reply):
+        """Print what the program has printed, where the tests may have redirected it."""
+        for name in ("stdout", "stderr"):
+            if name in reply:
+                print(text(reply[name]), end="", file=getattr(sys, name))
+
     def call_back(self, request):
-        """Call a function of the tests for the program, and return the answer to send."""
-        table = []
-        args = self.decode(request["a"], request["n"], table)
+        """Do for the program what it asks of the tests, and return the answer to send."""
         try:
-            [value], nodes, _ = self.encode([self.callbacks[request["f"]](*args)], table)
-            return {"ok": value, "n": nodes}
+            args = self.decode(request["a"], request["n"])
+            value = self.serve(request, args)
+            encoded, nodes = self.encode([value])
+            return {"ok": encoded[0], "n": nodes}
         except Exception as error:
-            return {"exc": [kind.__name__ for kind in type(error).__mro__], "text": str(error)[:1000]}
+            if isinstance(error, Malformed):
+                raise
+            encoded, nodes = self.encode([error])
+            return {"exc": encoded[0], "n": nodes}
+
+    def serve(self, request, args):
+        """Call a function of the tests, advance one of their iterators, or read from their input."""
+        op = request["op"]
+        if op == "input":
+            return builtins.input(*args)
+        if op in ("read", "readline"):
+            return getattr(sys.stdin, op)(*args)
+        target = self.callbacks[integer(request["f"])]
+        if op == "next":
+            return next(target)
+        keywords = request.get("k", [])
+        cut = len(args) - len(keywords)
+        named = zip(map(text, keywords), args[cut:])  # noqa: B905 - Python 3.9 has no strict
+        return live.run(target(*args[:cut], **dict(named)), self.lock)
 
     def raised(self, reply):
         """The exception that the program raised."""
         names = reply["exc"]
         if type(names) is not list or not names or not all(type(name) is str for name in names):
             raise Malformed("an exception without a name")
+        if (why := reply.get("unjudged")) is not None:
+            self.refuse(text(why)[:300] + HINT)
         says = str(reply.get("text", ""))[:1000]
-        kind = self.exception(names)
-        if not issubclass(kind, Exception):  # such as SystemExit: the program wants to end
-            self.gone = f"the program raised {names[0]}: {says}"
-            return Gone(self.gone)
         try:
-            args = self.decode(reply["args"], reply["n"], [])
-            error = kind(*args)
+            error = self.decode([reply["e"]], reply["n"])[0]
+        except Unjudged:
+            raise
         except Exception:
             error = RuntimeError(says)
+        if not isinstance(error, Exception) and not self.errors.expected(error):  # such as SystemExit
+            self.gone = f"the program raised {names[0]}: {says}"
+            return Gone(self.gone)
         error.from_program = True
         return error
 
+    # what libraries ask of classes and functions
 
-class Handle:
-    """An object in the program: a function, class, instance or iterator."""
+    def named(self, name, value):
+        """Let the tests use what a name of the code stands for as they take the name."""
+        if isinstance(value, (Remote, Function)) or is_handle(value):
+            value._wire.open = self.roles.is_class(name)
+            value._wire.bare = name in self.roles.bare
+        return value
 
-    __slots__ = ("_judge", "_name", "_number")
+    def coroutine_of(self, number, is_open):
+        """A coroutine that awaits an object of the program."""
+        return live.coroutine(self, number, is_open)
 
-    def __init__(self, judge, number, name):
-        for slot, value in (("_judge", judge), ("_number", number), ("_name", name)):
-            object.__setattr__(self, slot, value)
+    def signature(self, function):
+        """The ``inspect.Signature`` of a function of the program."""
+        import inspect
 
-    def __getattr__(self, name):
-        if name[:2] == name[-2:] == "__" and name not in VISIBLE:  # numpy would read any address: __array_interface__
-            raise AttributeError(name)
-        return ask(self, "getattr", name)
+        found = self.request(False, "signature", (function,))
+        return inspect.Signature([
+            inspect.Parameter(name, inspect._ParameterKind(kind), default=value if has else inspect.Parameter.empty)
+            for name, kind, has, value in found
+        ])  # fmt: skip
 
-    def __setattr__(self, name, value):
-        ask(self, "setattr", name, value)
+    def dataclass_fields(self, kind):
+        """The ``__dataclass_fields__`` of a class of the program."""
+        import dataclasses
 
-    def __call__(self, *args, **keywords):
-        return ask(self, "call", *args, **keywords)
-
-    def __iter__(self):
-        iterator = ask(self, "iter")
-        if type(iterator) is not Handle:
-            return iter(iterator)
-        return iterator if iterator is self else iter_handle(iterator)
-
-    def __contains__(self, item):
-        return any(item is each or item == each for each in self)
-
-    def __eq__(self, other):
-        if self is other:
-            return True
-        if type(other) is Handle:
-            mine, others = ask(self, "fields"), ask(other, "fields")
-            return mine[0] is others[0] and bool(mine[1]) and mine[1] == others[1]
-        value = ask(self, "plain")
-        return NotImplemented if value is None or type(value) is Handle else value == other
-
-    def __hash__(self):
-        return hash(number_of(self))
-
-    def __instancecheck__(self, value):
-        return type(value) is Handle and bool(ask(value, "isinstance", self))
-
-    def __subclasscheck__(self, kind):
-        return type(kind) is Handle and bool(ask(kind, "issubclass", self))
-
-    def __enter__(self):
-        return self.__getattr__("__enter__")()
-
-    def __exit__(self, *error):
-        return self.__getattr__("__exit__")(None, None, None)
-
-    def __format__(self, spec):
-        return format(str(self), spec)
-
-    def __dir__(self):
-        return ask(self, "dir")
-
-
-def number_of(handle):
-    """The program's number of the object, read without asking the program."""
-    return object.__getattribute__(handle, "_number")
-
-
-def ask(handle, op, *args, **keywords):
-    """Have the program do an operation on a handle's object; see :meth:`Judge.ask`."""
-    return object.__getattribute__(handle, "_judge").ask(op, handle, *args, **keywords)
-
-
-def iter_handle(iterator):
-    """The values of an iterator in the program."""
-    while True:
-        try:
-            value = ask(iterator, "next")
-        except StopIteration:
-            return
-        yield value
-
-
-def _operator(op):
-    # with plain data as the other operand, the program would see what the tests expect
-    def method(self, other):
-        return ask(self, op, other) if type(other) is Handle else NotImplemented
-
-    return method
-
-
-for _name in ("len", "next", "str", "repr", "bool", "int", "float", "complex", "abs", "round", "reversed", "index",
-              "neg", "pos", "invert", "getitem", "setitem", "delitem"):  # fmt: skip
-    setattr(Handle, f"__{_name}__", lambda self, *args, op=_name: ask(self, op, *args))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "matmul",
-              "lt", "le", "gt", "ge"):  # fmt: skip
-    setattr(Handle, f"__{_name.strip('_')}__", _operator(_name))
+        names = self.request(False, "fields_of", (kind,))
+        if names is None:
+            raise AttributeError("__dataclass_fields__")
+        return dataclasses.make_dataclass(kind.__name__, names).__dataclass_fields__
 
 
 def judge(task, hears, asks, report):
@@ -230,8 +327,11 @@ def judge(task, hears, asks, report):
         hears, asks: the ends of the pipes from and to the program.
         report: writes a line for the verifier.
     """
-    program = Judge(judge_channel(hears, asks))
+    program = Judge(judge_channel(hears, asks), task)
     try:
-        report(run(task, program, report))
+        found = run(task, program, report)
+        if program.unjudged and not program.gone:
+            found = {"kind": "broken", "detail": f"cannot be judged: {program.unjudged}"}
+        report(found)
     except (Closed, Malformed, Gone) as error:
         report({"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {error}"})

@@ -282,7 +282,11 @@ def _until_exit(work):
     try:
         work()
     except SystemExit as error:
-        if error.code or getattr(error, "from_program", False):
+        trace, files = error.__traceback__, set()
+        while trace is not None:
+            files.add(trace.tb_frame.f_code.co_filename)
+            trace = trace.tb_next
+        if error.code or getattr(error, "from_program", False) or "solution" in files:
             raise
 
 

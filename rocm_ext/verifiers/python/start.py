@@ -21,8 +21,12 @@ from rocm_ext.verifiers.sandbox.process import readable
 JUDGE_MB = 1024  # the tests may need more memory than the code
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
-JUDGE = ("_channel", "_wire", "_units", "_standin", "_runner", "_calls", "_tests", "_judge", "_warm")
-PROGRAM = ("_channel", "_wire", "_candidate")
+RUNNER = ("_units", "_standin", "_runner", "_calls", "_tests")
+JUDGE = ("_channel", "_wire", "_types", "_roles", "_errors", "_raised", "_handles", "_special", "_live", *RUNNER,
+         "_judge", "_warm")  # fmt: skip
+PROGRAM = ("_channel", "_wire", "_types", "_errors", "_objects", "_streams", "_candidate")
+BOTH = ("_channel", "_wire", *RUNNER, "_local")
+SCRIPTS = (JUDGE, PROGRAM, BOTH)
 
 # runs in the sandbox; -c spares the interpreter a search for the file's importer, _exit the freeing of its memory
 BOOT = """
@@ -88,7 +92,7 @@ def start(
         arguments: of the command line.
         fds: descriptors that it inherits.
     """
-    code = compiled(python, JUDGE, PROGRAM)[(JUDGE, PROGRAM).index(script)]
+    code = compiled(python, *SCRIPTS)[SCRIPTS.index(script)]
     argv = [python, "-s", "-S", "-c", BOOT, *map(str, arguments), USER]
     return sandbox.start(argv, stdin=code + marshal.dumps(task, 4), limits=limits, pass_fds=fds)
 

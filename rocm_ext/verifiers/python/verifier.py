@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import json
+import logging
 import os
 import re
 import select
@@ -14,16 +15,18 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from rocm_ext.errors import UserError
+from rocm_ext.errors import UserError, nearest
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import Comparison, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code, parse_python
 from rocm_ext.verifiers.python._units import Broken, Tests
-from rocm_ext.verifiers.python.start import PROGRAM, Gone, Judges, WarmJudge, start
+from rocm_ext.verifiers.python.start import BOTH, PROGRAM, Gone, Judges, WarmJudge, start
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.process import supervise
 
+log = logging.getLogger("rocm_ext")
 REPORTS = 1 << 16  # bytes; the judge's reports are far shorter
+ISOLATIONS = ("two_processes", "same_process")
 ENDS = 2.0  # seconds that a sandbox may take to report how its program ended
 
 
@@ -54,12 +57,21 @@ class PythonTests(Verifier):
 
     The code and the tests run in two processes, each in its own sandbox. The code's process gets the arguments of
     the calls that the tests make, and returns values; it sees neither the tests' source nor the expected values.
-    Values cross as plain data of exact builtin types. Objects of the code's own classes stay in its process: the
-    tests can construct them, call their methods and read their attributes. ``==`` compares two such objects by class
-    and attributes, and compares one with plain data by the value of the builtin type that it derives from.
+    Values cross as plain data of exact library types. A function that the tests call gives such data, an iterator, a
+    coroutine, a function, or an object that the tests cannot use as data.
 
-    Two kinds of assert trust the code. One compares with a value that the code's own classes or helper functions
-    compute. The other computes the expected value from an argument after the call, which may have changed it.
+    Objects of the code's own classes stay in its process. The tests use them if they take a name for a class: it has
+    a capital letter, stands in ``isinstance`` or ``except``, or an attribute is read from what its call returns that
+    no data has. Methods of a class ``Solution``, or of the one in ``entry_point``, give data, too.
+
+    What cannot be judged across the boundary is ERROR, never WRONG: an object of the code's class where the tests take
+    data; data compared with an object whose class defines ``__eq__``, except for a subclass of a builtin type, whose
+    value is compared; a class of the tests that inherits from one of the code's; objects of the tests' own classes as
+    arguments.
+
+    These asserts trust the code: one that compares with a value that the code's own classes or helper functions
+    compute; one that computes the expected value from an argument after the call, which may have changed it; and one
+    that asks an object of a class of the code about data of the tests.
 
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
@@ -67,6 +79,9 @@ class PythonTests(Verifier):
         partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each assert of a test function
             or of ``check`` counts as a test. A loop that asserts counts as one, by the share of its rounds that pass.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
+        isolation: ``two_processes``; or ``same_process``, which runs the code and the tests in one interpreter, in the
+            sandbox, and judges all that Python can. The code can then read the tests and forge its verdict: it is for
+            benchmarks of code that you trust, not for training.
         python: the interpreter; the code can import its installed packages.
         tolerance, checker: what counts as the right output of ``cases``; see
             :class:`rocm_ext.verifiers.cases.Comparison`.
@@ -78,12 +93,16 @@ class PythonTests(Verifier):
         memory_mb: int = 512,
         partial_credit: bool = False,
         sandbox: str = "bubblewrap",
+        isolation: str = "two_processes",
         python: str | None = None,
         tolerance: float | None = None,
         checker: str | None = None,
     ) -> None:
         if timeout <= 0 or memory_mb < 64:
             raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 64, found {timeout} and {memory_mb}")
+        if isolation not in ISOLATIONS:
+            raise UserError(f"isolation {isolation!r} is unknown{nearest(isolation, ISOLATIONS)}")
+        self.isolation = isolation
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.partial_credit, self.kind, self.python = partial_credit, sandbox, python or sys.executable
         self.comparison = Comparison(tolerance, checker, sandbox, self.python)
@@ -98,6 +117,10 @@ class PythonTests(Verifier):
         outcome = self._sandbox.run([self.python, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20))
         if outcome.stdout.strip() != b"42":
             raise UserError(f"{self.python} does not run in the sandbox: {short(outcome.stderr.decode(), 200)}")
+        if self.isolation == "same_process":
+            log.warning(
+                "PythonTests with isolation: same_process: code can forge its verdict; use it for code you trust"
+            )
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         if row.get("cases") is not None:
@@ -166,6 +189,8 @@ class PythonTests(Verifier):
         task = {"trusted": trusted, "tests": tests, "entry_point": entry, "shared": shared, "path": path,
                 "cases": cases, "tolerance": self.comparison.within(row), "all": self.partial_credit,
                 "cpu": self.limits.resources(False)["CPU"]}  # fmt: skip
+        if self.isolation == "same_process":
+            return self._in_one(task | {"program": program})
         try:
             with self._judges.one(self._sandbox, self.python) as judge:
                 return self._judged(judge, task, program)
@@ -207,6 +232,32 @@ class PythonTests(Verifier):
         spent = child.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU)
         return timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
 
+    def _in_one(self, task: dict) -> Result:
+        """Run the code and the tests in one process, and return the verdict."""
+        told, tell = os.pipe()
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, told)
+            try:
+                running = start(self._sandbox, self.python, BOTH, task, self.limits, (tell,), (tell,))
+            finally:
+                os.close(tell)
+            stack.callback(running.close)
+            child = running.child
+            in_time = supervise([child], self.limits.seconds)
+            os.set_blocking(told, False)
+            said = b""
+            with contextlib.suppress(BlockingIOError):
+                said = os.read(told, REPORTS)
+        spent = child.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU)
+        if not in_time or spent:
+            return timeout("used up its CPU time" if spent else f"still running after {self.limits.seconds:g} s")
+        if child.killed:
+            return wrong(f"the code {child.killed}")
+        started, last = _reports(said)
+        if last is None and not started:
+            return error(f"the sandbox or the tests did not start: {bytes(child.stderr).decode('utf-8', 'replace')}")
+        return wrong("the code ended the tests") if last is None else self._verdict(last)
+
     @staticmethod
     def _trusted(row: Mapping[str, Any]) -> list[str]:
         """The sources that run on both sides."""
@@ -215,15 +266,17 @@ class PythonTests(Verifier):
 
     def _result(self, said: bytes, judge: WarmJudge, status: int | None, stderr: str) -> Result:
         """The verdict in the judge's output, which the program cannot write to."""
-        reports = [json.loads(line) for line in said.split(b"\n")[:-1]]  # whole lines only
-        started = "started" in reports
-        last = reports[-1] if reports and isinstance(reports[-1], dict) else None
+        started, last = _reports(said)
         if last is None and status is None and not judge.child.killed:
             return error("the tests' process died")
         if last is None and started:
             return wrong(f"the tests {judge.child.killed or 'crashed'} on what the code returned")
         if last is None or (last["kind"] == "gone" and not started):
             return error(f"the sandbox or the tests did not start: {stderr or judge.child.killed}")
+        return self._verdict(last)
+
+    def _verdict(self, last: dict[str, Any]) -> Result:
+        """The verdict of the last report."""
         detail = short(last.get("detail", ""))
         if last["kind"] == "broken":
             return error(detail)
@@ -237,6 +290,15 @@ class PythonTests(Verifier):
         if not self.partial_credit:
             return wrong(f"failed: {detail}")
         return wrong(f"passed {passed:.4g} of {total}; failed: {detail}", passed / total if total else 0.0)
+
+
+def _reports(said: bytes) -> tuple[bool, dict[str, Any] | None]:
+    """Whether the tests started, and the last report, if it is one."""
+    reports = []
+    for line in said.split(b"\n")[:-1]:  # whole lines only
+        with contextlib.suppress(ValueError):
+            reports.append(json.loads(line))
+    return "started" in reports, reports[-1] if reports and isinstance(reports[-1], dict) else None
 
 
 def _has_no_writer(reader: int) -> bool:
