@@ -43,7 +43,7 @@ def in_cache(name: str) -> Path | None:
     None: the cache has no ``config.json`` of it.
     """
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import HFValidationError
 
     try:
         found = try_to_load_from_cache(name, "config.json")

@@ -33,6 +33,7 @@ from rocm_ext.ranks import Ranks
 from tests.families import LLAMA3, MODELS, folder_config, id_of, write_family
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.raft_runs import write_run
+from tests.test_chat_template import CHATS, FAMILIES, config_for, model_folder  # noqa: F401 - a fixture
 from tests.test_parity import any_torchao, pack, random_sequences  # noqa: F401 - any_torchao serves every test here
 from tests.test_plan import measured_peak
 from tests.tiny import metrics, run_config, write_rows, write_yaml
@@ -489,6 +490,22 @@ def test_the_tokenizer_is_the_folders(folders, tmp_path):
     assert to_text(tokenizer, [*tokens, 10_000, 2**40]) == tokenizer.decode(tokens), "ids beyond the vocabulary"
     assert "<|im_end|>" in tokenizer.reserved
     assert "<tool_call>" in tokenizer.special_tokens
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chat_templates_render_as_with_torchtunes_tokenizer(model_folder, name):  # noqa: F811 - the fixture
+    """Also in the models' own templates, with thinking switched off in Qwen3's."""
+    folder = model_folder(name)
+    node = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(folder / "tokenizer.json")}
+    plain = {"chat_template_args": {"enable_thinking": False} if name == "qwen3" else {}}
+    theirs = open_tokenizer(config_for(folder, **plain))
+    ours = open_tokenizer(config_for(folder, tokenizer=node, **plain))
+    for chat in ("one turn", "system", "tool call"):
+        found = render_conversation(ours, CHATS[chat])
+        assert found == render_conversation(theirs, CHATS[chat])
+        assert "think" not in ours.decode([label for label in found[1] if label >= 0])
+    assert ours.stop_tokens == [label for label in found[1] if label >= 0][-1:]
+    assert ours.reserved == theirs.reserved
 
 
 def test_a_base_model_with_bos(folders, tmp_path):

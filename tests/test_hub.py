@@ -13,7 +13,7 @@ from rocm_ext import cli, config
 from rocm_ext.errors import UserError
 from rocm_ext.hub import hub_name, in_cache, is_hub_name
 from rocm_ext.model.adapter_files import base_model_name
-from rocm_ext.model.download import download
+from rocm_ext.model.download import fetch_texts, fetch_weights
 from tests.families import folder_config, write_family
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.hub import hub
@@ -37,6 +37,10 @@ def model(tmp_path_factory) -> Path:
 def served(model, tmp_path, monkeypatch):
     with hub(monkeypatch, tmp_path / "cache", {NAME: model}, gated="Qwen/Closed") as asked:
         yield asked
+
+
+def download(name: str) -> Path:
+    return fetch_weights(fetch_texts(name))
 
 
 def run_yaml(tmp_path: Path, name: str, out: str = "run", **changes) -> Path:
@@ -110,6 +114,18 @@ def test_weights_in_bin_files(model, tmp_path, monkeypatch):
     (old / "pytorch_model.bin").write_bytes(b"weights")
     with hub(monkeypatch, tmp_path / "cache", {NAME: old}):
         assert (download(NAME) / "pytorch_model.bin").read_bytes() == b"weights"
+
+
+def test_weights_come_last(served, tmp_path):
+    """A mistake that needs no weights ends the run before they are downloaded; what came is used later."""
+    path = run_yaml(tmp_path, NAME, dataset={"_component_": "rocm_ext.data.sft_dataset", "source": "missing.jsonl"})
+    with pytest.raises(UserError, match=r"missing\.jsonl"):
+        LoRAFinetune(config.load("lora_finetune_rocm", str(path))).setup()
+    assert "tokenizer.json" in served
+    assert "model.safetensors" not in served
+    served.clear()
+    download(NAME)
+    assert set(served) == {"model.safetensors"}
 
 
 @several_ranks

@@ -1,40 +1,61 @@
-"""Models by their name on the Hugging Face hub: download what is needed, once."""
+"""Models by their name on the Hugging Face hub: download what is needed, once.
 
+Texts (config, tokenizer, template, licence) come first and weights last, after the checks that need no weights.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from omegaconf import DictConfig
 
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.errors import UserError, one_line
-from rocm_ext.hub import in_cache, is_hub_name
+from rocm_ext.hub import hub_name, in_cache, is_hub_name
 from rocm_ext.log import log
 from rocm_ext.model.checkpointer import weight_files
 from rocm_ext.model.families import CONFIG
 from rocm_ext.ranks import Ranks
 
-_TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*"]  # configs, tokenizer, licence
+_TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]  # the weights in other formats
 
 
 def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
-    """Where the config's model is a name on the hub, download it and put its folder into ``cfg``.
+    """Where the config's model is a name on the hub, download its texts and put its folder into ``cfg``.
 
-    Files that are in the hub's cache already are used without asking the hub. One rank downloads.
+    What is in the hub's cache is used without asking the hub.
 
     Args:
         cfg: config of a recipe; its ``model``, ``checkpointer`` and ``tokenizer`` change.
-        ranks: all processes of the run.
+        ranks: all processes of the run; one of them downloads.
 
     Raises:
-        UserError: the hub has no such model, or cannot be reached.
+        UserError: the hub has no such model, wants a login, or cannot be reached.
     """
     name = cfg.model.get("checkpoint_dir")
-    if not (isinstance(name, str) and is_hub_name(name)):
-        return
-    ranks.on_main(lambda: download(name))
-    _put(cfg, name, download(name))  # on another machine, its first rank downloads; the hub's cache has locks
+    if isinstance(name, str) and is_hub_name(name):
+        _put(cfg, name, _on_one_rank(lambda: fetch_texts(name), ranks))
+
+
+def use_weights(folder: Path, ranks: Ranks) -> None:
+    """Download the weights of a folder in the hub's cache, unless they are there; other folders stay as they are.
+
+    Args:
+        folder: the model's folder.
+        ranks: all processes of the run; one of them downloads.
+
+    Raises:
+        UserError: the hub cannot be reached.
+    """
+    if hub_name(folder) is not None:
+        _on_one_rank(lambda: fetch_weights(folder), ranks)
+
+
+def _on_one_rank(fetch: Callable[[], Path], ranks: Ranks) -> Path:
+    ranks.on_main(fetch)
+    return fetch()  # finds the files; on another machine one rank downloads, because the cache has locks
 
 
 def use_cached(cfg: DictConfig) -> None:
@@ -62,8 +83,8 @@ def _put(cfg: DictConfig, name: str, folder: Path) -> None:
             block[key] = f"{folder}{value[len(name) :]}"
 
 
-def download(name: str) -> Path:
-    """Download a model into the hub's cache, with progress, unless it is there.
+def fetch_texts(name: str) -> Path:
+    """Download everything but a model's weights into the hub's cache, unless it is there.
 
     Args:
         name: such as ``Qwen/Qwen3-8B``.
@@ -74,12 +95,36 @@ def download(name: str) -> Path:
     Raises:
         UserError: the hub has no such model, wants a login, or cannot be reached.
     """
-    if (folder := in_cache(name)) and _is_complete(folder):
+    if (folder := in_cache(name)) and (folder / TOKENIZER).is_file():
         return folder
+    return _fetch(name, None, _TEXT)
+
+
+def fetch_weights(folder: Path) -> Path:
+    """Download the weights of a model into its folder in the hub's cache, with progress, unless they are there.
+
+    Args:
+        folder: of :func:`fetch_texts`.
+
+    Returns:
+        The same folder.
+
+    Raises:
+        UserError: the hub cannot be reached.
+    """
+    name = str(hub_name(folder))
+    for suffix in ("safetensors", "bin"):
+        try:
+            weight_files(folder)
+            return folder
+        except UserError:  # the texts have the index of the weights, so that files are missing
+            _fetch(name, folder.name, [f"*.{suffix}"])
+    return folder
+
+
+def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
     try:
-        folder = Path(snapshot_download(name, allow_patterns=[*_TEXT, "*.safetensors"], ignore_patterns=_ELSEWHERE))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=[*_TEXT, "*.bin"], ignore_patterns=_ELSEWHERE))
+        return Path(snapshot_download(name, revision=commit, allow_patterns=patterns, ignore_patterns=_ELSEWHERE))
     except GatedRepoError as error:
         raise UserError(
             f"{name} is gated: accept its licence at https://huggingface.co/{name} and run `hf auth login`"
@@ -91,11 +136,3 @@ def download(name: str) -> Path:
             f"cannot download {name}: {one_line(error)[:300]}; where there is a network, tune download {name} "
             "--output-dir DIR, and set model.checkpoint_dir=DIR"
         ) from error
-    return folder
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        return bool(weight_files(folder)) and (folder / TOKENIZER).is_file()
-    except UserError:
-        return False

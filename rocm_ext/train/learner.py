@@ -30,6 +30,7 @@ from rocm_ext.model.build import (
     load_weights,
     read_weights,
 )
+from rocm_ext.model.download import use_weights
 from rocm_ext.model.lora import adapter_parameters, adapters
 from rocm_ext.model.peft_config import PeftConfig
 from rocm_ext.objectives import Objective, objective_of
@@ -96,7 +97,8 @@ class Learner:
         return objective_of(config.instantiate(self.cfg.loss, key="loss"))
 
     def read_weights(self) -> Weights:
-        """Read the base weights with the config's checkpointer."""
+        """Read the base weights with the config's checkpointer; those of a model on the hub are downloaded first."""
+        use_weights(Path(self.cfg.checkpointer.checkpoint_dir), self.runtime.ranks)
         return read_weights(self.cfg.checkpointer)
 
     def check_rows(self, rows: Rows) -> None:
