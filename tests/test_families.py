@@ -404,8 +404,8 @@ def test_planned_peak_is_the_measured_one(tmp_path, changes, monkeypatch, capsys
     base = write_family(tmp_path / "base", "qwen3", **wide)
     rows = tmp_path / "rows.jsonl"
     answer = "She sold half as many clips in May. "
-    rows.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))
-    changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
+    rows.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(16)))
+    changes = {"max_steps_per_epoch": 1, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
     path = write_yaml(tmp_path / "run.yaml", folder_config(base, rows, tmp_path / "run", **changes))
     peak, recipe = measured_peak(path)
     for file in base.glob("*.safetensors"):

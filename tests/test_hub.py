@@ -14,6 +14,7 @@ from rocm_ext.errors import UserError
 from rocm_ext.hub import hub_name, in_cache, is_hub_name
 from rocm_ext.model.adapter_files import base_model_name
 from rocm_ext.model.download import fetch_texts, fetch_weights
+from rocm_ext.plan import speeds
 from tests.families import folder_config, write_family
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.hub import hub
@@ -96,7 +97,8 @@ def test_what_is_needed_is_downloaded_once(served, model, tmp_path):
     assert served == []
 
 
-def test_a_plan_downloads_nothing(served, model, tmp_path, capsys):
+def test_a_plan_downloads_nothing(served, model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(speeds, "measure_cpu", lambda: speeds.Figures("", False, {"fp32": 1e11}, 1e10))
     path = run_yaml(tmp_path, NAME)
     assert cli.main(["plan", "--config", str(path)]) == 1
     assert f"hf download {NAME} config.json" in capsys.readouterr().err
