@@ -130,6 +130,9 @@ def test_padded_rows_mask_as_told(folders):
     positions = torch.tensor([[0, 1, 2, *range(6)]])
     found = decoder(row, mask=visible[None], input_pos=positions)[0, 3:]
     torch.testing.assert_close(found, decoder(sequence[None])[0], rtol=1e-5, atol=1e-5)
+    decoder.setup_caches(batch_size=1, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="no key-value cache"):
+        decoder(sequence[None], mask=visible[None, :6, :6], input_pos=positions[:, 3:])
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2 tied"])

@@ -51,6 +51,8 @@ class HeadNormAttention(MultiHeadAttention):
         Returns:
             [b, s, d].
         """
+        if self.kv_cache is not None:
+            raise NotImplementedError("no key-value cache; rocm_ext.generation samples from such models")
         q, k, v = (t.transpose(1, 2) for t in heads(self, x, input_pos))
         k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k, v))
         out = F.scaled_dot_product_attention(

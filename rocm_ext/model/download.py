@@ -25,7 +25,7 @@ _ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.b
 def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
     """Where the config's model is a name on the hub, download its texts and put its folder into ``cfg``.
 
-    What is in the hub's cache is used without asking the hub.
+    A model that is whole in the hub's cache is used without asking the hub.
 
     Args:
         cfg: config of a recipe; its ``model``, ``checkpointer`` and ``tokenizer`` change.
@@ -84,7 +84,7 @@ def _put(cfg: DictConfig, name: str, folder: Path) -> None:
 
 
 def fetch_texts(name: str) -> Path:
-    """Download everything but a model's weights into the hub's cache, unless it is there.
+    """Download everything but a model's weights into the hub's cache, unless the whole model is there.
 
     Args:
         name: such as ``Qwen/Qwen3-8B``.
@@ -95,9 +95,15 @@ def fetch_texts(name: str) -> Path:
     Raises:
         UserError: the hub has no such model, wants a login, or cannot be reached.
     """
-    if (folder := in_cache(name)) and (folder / TOKENIZER).is_file():
+    usable = (folder := in_cache(name)) is not None and (folder / TOKENIZER).is_file()
+    if folder is not None and usable and _has_weights(folder):
         return folder
-    return _fetch(name, None, _TEXT)
+    try:  # another program may have cached some of the texts
+        return _fetch(name, None, _TEXT)
+    except UserError:
+        if folder is None or not usable:
+            raise
+        return folder
 
 
 def fetch_weights(folder: Path) -> Path:
@@ -114,12 +120,16 @@ def fetch_weights(folder: Path) -> Path:
     """
     name = str(hub_name(folder))
     for suffix in ("safetensors", "bin"):
-        try:
-            weight_files(folder)
-            return folder
-        except UserError:  # the texts have the index of the weights, so that files are missing
+        if not _has_weights(folder):
             _fetch(name, folder.name, [f"*.{suffix}"])
     return folder
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except UserError:  # none, or not all that the index names
+        return False
 
 
 def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
