@@ -10,7 +10,16 @@ from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, unparsed, wrong
-from rocm_ext.verifiers.mathtext import LONGEST, NO_UNIT, TAIL, decimal_comma, final_answer, gold_answer, number
+from rocm_ext.verifiers.mathtext import (
+    LONGEST,
+    NO_UNIT,
+    TAIL,
+    decimal_comma,
+    exclaimed,
+    final_answer,
+    gold_answer,
+    number,
+)
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
@@ -39,11 +48,11 @@ BASE = re.compile(r"\d_\{?(\d+)\}?$")
 class MathAnswer(Verifier):
     r"""Whether the completion's final answer equals the row's.
 
-    The final answer is the last of: a ``\boxed{...}``, a line ``#### ...``, and a sentence "final answer is ...".
-    Boxes beside each other, or joined by "and" or "or", are one list. Without these marks it is what the sentence of
-    the last "answer is" gives; else what the last sentence with a number or formula gives: all of the sentence if it
-    is one expression, else its last number or formula, or the list that this ends. The search covers the last 20,000
-    characters.
+    The final answer is the last of: a ``\boxed{...}``, a line ``#### ...``, ``<answer>...</answer>``, and a sentence
+    "final answer is ...". A sign, power or "million" beside a box counts. Boxes beside each other, or joined by "and"
+    or "or", are one list. Without these marks it is what the sentence of the last "answer is" gives; else what the last
+    sentence with a number or formula gives: all of the sentence if it is one expression, else its last number or
+    formula, or the list that this ends. The search covers the last 20,000 characters.
 
     Words that change a number are read ("1 million", "5 dozen") or make the answer WRONG ("at least 5", "5 to 6",
     "5 or 6" for 6, "2 hours 30 minutes" for 30). Units and currency signs do not count. Equal are: the same texts;
@@ -92,6 +101,8 @@ class MathAnswer(Verifier):
             return unparsed("no answer found")
         if len(found) > LONGEST:
             return wrong(f"the answer has {len(found)} characters; at most {LONGEST} are compared")
+        if number(gold) is not None:
+            found = exclaimed(found, completion[-TAIL:])
         equal = self._numbers(gold, found)
         if equal is not None:
             return correct(f"found {found}") if equal else wrong(f"found {found}")
@@ -158,7 +169,7 @@ def _compare(gold: str, found: str, tolerance: float) -> bool:
 
     math_verify = _library()
     base, other = BASE.search(gold), BASE.search(found)
-    if base and other and base[1] != other[1]:
+    if other and other[1] != (base[1] if base else "10"):
         return False
     target, parsed = _parse(gold), _parse(found)
     if not target or not parsed:

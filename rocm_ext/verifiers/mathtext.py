@@ -23,10 +23,29 @@ THOUSANDS = re.compile(r"(?<=\d) ?(?:\{ ?, ?\}|, ?\\!) ?(?=\d{3})")  # 14{,}916 
 
 CALCULATION = re.compile(r"<<[^<>\n]{1,100}>>")  # GSM8K's: 48+24 = <<48+24=72>>72
 
-PRODUCT = re.compile(r"(?<=\d) ?x ?(?=\$?\d)")  # 4 x 5
+BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*\n]{1,200})(?<!\s)\*\*(?![\w*])")
+PRODUCT = re.compile(r"(?<=\d)(?: ?x ?| X )(?=\$?\.?\d)")  # 4 x 5
 
 # Marks of the final answer
 BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|(?<!\\)[{}]")
+NEGATIVE = re.compile(r"(?<!-)-(?:\$|\\\()?\Z|[=($]\s*-\s*\Z")  # before a box; "- \boxed" is an item of a list
+BEFORE_BOX = re.compile(  # what changes the value of the box after it
+    r"(?:\d|[\d)}]\s*[+*/]\s*|\\(?:cdot|times|div|pm|ne|neq|sqrt|[dt]?frac|log|ln)\s*"
+    r"|\\(?:sqrt|[dt]?frac)(?:\[\w+\])?(?:\{[^{}]{0,40}\})?\{|!=\s*"
+    r"|(?:\b(?:not|never|cannot be|anything but)|n['’]t)\s+)"
+    r"(?:\$|\\\()?\Z",
+    re.I,
+)
+AFTER_BOX = re.compile(  # what changes the value of the box before it
+    r"(?P<part>\s{0,2}[\^_](?:\{[^{}]{1,20}\}|\w))"
+    r"|[\s$~]{0,3}(?:\\[),; ])?\s?(?:\\(?:text|mathrm|mbox)\s*\{\s*)?"
+    r"(?:(?P<scale>(?:hundred|thousand|[mbtr]+illion|dozen)\b)"
+    r"|(?:[*/+]\s*[\d\\]|-\d|\\(?:cdot|times|div|pm)\b|or\b[\s}]*(?:maybe\s+)?[$\\(]{0,3}\d"
+    r"|is (?:not|wrong|incorrect)\b|isn['’]t\b)"
+    r"|,\s*\d[\d.$ ]*(?:\n|\Z))|\.?\d",
+    re.I,
+)
+TAG = "<answer>", "</answer>"  # as many prompts for reinforcement learning want it
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
 PHRASE = re.compile(r"\b(final )?answer\b[*_ \t]*(?:is|are|equals|=|:)[*_ \t]*:?[*_ \t]*(?=[^\n])", re.I)
 END = re.compile(r"\n|[.?](?=[\s*_\"')]|$)|(?<!\d)!(?=\s|$)")  # of a sentence; 5! is a factorial
@@ -51,7 +70,7 @@ FRACTIONS = r"halves|thirds?|fourths|fifths|sixths|eighths|tenths|hundredths"
 NO_UNIT = re.compile(  # words that change the number before them
     rf"and|or|to|than|least|most|more|less|fewer|over|half|{FRACTIONS}|squared|cubed|factorial|times|plus|minus|divided"
     r"|out|if|when|is|by|modulo|infinity|score|gross|lakh|crore|percent|pct|percentage|remainder|sin|cos|tan|cot|sec|csc"
-    r"|log|ln|exp|sqrt|arcsin|arccos|arctan|inf|st|nd|rd|th|hundred|thousand|million|billion|trillion|dozen",
+    r"|hundreds|thousands|[mb]illions|trillions|dozens|tens|bn|mn|mil|mln|mod|log|ln|exp|sqrt|arcsin|arccos|arctan|inf|st|nd|rd|th|hundred|thousand|million|billion|trillion|dozen",
     re.I,
 )
 SHORT = re.compile(r"[mgshlL]|[ckm]m|[km]g|ft|in|lb|oz|m[lL]|hrs?|min|sec|mi|yd|mph|kmh|[ap]m|[AP]M")  # units
@@ -59,9 +78,10 @@ SHORT = re.compile(r"[mgshlL]|[ckm]m|[km]g|ft|in|lb|oz|m[lL]|hrs?|min|sec|mi|yd|
 # Text
 WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if)\b", re.I)
 TEXT = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it)|[hm]box|operatorname|begin|end)\s*\{[^{}]*\}")
+IN_WORDS = re.compile(r"(?<=\d)\s*\(((?!not\b|wrong|incorrect)(?:[A-Za-z]{3,20}[ -]?){1,8})\)\Z")  # 72 (seventy-two)
 LABEL = re.compile(r"\s*[A-Za-z]+:\s+")  # "Total: 72"
 LEFT = re.compile(  # the left side of an equation in letters
-    r"(?<![^\s$*_,;])(?=[^=]{0,40}[A-Za-z])"
+    r"(?<![^\s$*_,;])(?!a\s)(?=[^=]{0,40}[A-Za-z])"
     r"(?:[-+*/^()|\d. ]|(?<![A-Za-z])[A-Za-z](?:_\w)?(?![A-Za-z])){1,40}=[\s$*_]*$"
 )
 BRACKET = re.compile(r"\\?[\[({][^\[\](){}\n]{1,80},[^\[\](){}\n]{1,80}[\])}]")  # a point, an interval or a set
@@ -72,20 +92,30 @@ SIGN = r"[ \t]{0,3}(?:\*\*|[-+*/^:=]|\\times|\\cdot|x(?=[ \t]?\d))[ \t]{0,3}"
 RUN = re.compile(rf"(?<![\w.{{^_\\]){OPERAND}(?: \d+/\d+(?![\d.]))?(?:{SIGN}{OPERAND})*")  # of numbers
 ATTACHED = re.compile(r"([^\W\d_]+)(?:\^\{[23]\})?")
 BEFORE = re.compile(  # what changes the value of the number after it
-    r"(?:\b(?:at (?:least|most)|than|up to|over|under|above|below|exceed\w*|not|n?either|nor|minus|negative|plus|times"
-    r"|between|from|(?:divided|multiplied) by|out of|half(?: of| a)?|(?:thirds?|quarters?|percent) of|twice|double"
-    r"|triple|thrice|multiples? of|square root of|power of|factorial of|remainder|root|log|ln|sin|cos|tan|sqrt|r)"
+    r"(?:\b(?:at (?:least|most)|than|up to|over|under|above|below|exceed\w*"
+    r"|not|never|cannot be|anything but|no longer|before|after|n?either|nor|minus|negative|plus|times"
+    r"|between|from|(?:divided|multiplied) by|out of|half(?: of| a)?"
+    r"|(?:thirds?|quarters?|[a-z]+ths?|percent|%|squared?|cubed?|reciprocal|inverse|opposite|negat\w+|successor|predecessor"
+    r"|digits) of|twice|double"
+    r"|triple|thrice|multiples? of|root of|power of|factorial of|remainder|root|log|ln|sin|cos|tan|sqrt|r)"
     r"|n['’]t|!=|[-<>~]=?|\\(?:le|ge|ne|lt|gt|neq|leq|geq)\b)(?: (?:the|a|an|about|only|just|exactly))?[\s$€£¥*_]*$",
     re.I,
 )
 AFTER = re.compile(  # what changes the value of the number before it
-    rf"[\s*_$)]{{0,4}}(?:(?:,? ?(?:or|squared|cubed|factorial|{FRACTIONS}"
+    rf"[\s*_$()]{{0,4}}(?:(?:,? ?(?:or|squared|cubed|factorial|{FRACTIONS}"
     r"|(?:to|through|plus|minus|times|divided by|over) [$€£]?\d|score|gross|lakh|crore|modulo|mod|[bdefijknpqruvwxyz]"
     r"|and (?:an?|one|two|three|\d+) ?(?:half|third|quarter))"
+    r"|hundreds|thousands|[mb]illions|trillions|dozens|tens|bn|mn|mil|mln"
     r"|[a-z]+ (?:or (?:more|less|fewer|so)|and a half))\b|[<>^_])",
     re.I,
 )
 LIST = re.compile(r"[\s*_]*(?:,|;|&)?[\s*_]*(?:and|or)?[\s*_]*", re.I)
+PHRASE_AFTER = re.compile(  # a result: 7 * 4 = 28 berries in 4 days
+    r"(?!.*\b(?:or|not|but|so|base|less|minus|plus|times)\b)(?:\s+[A-Za-z]+){0,4}\s+"
+    r"(?:in|for|after|before|during|from|over|to [a-z]{3,}|(?:for|after|on|by) [a-z]+ing)"
+    r"(?:\s+(?:the|a|all|these))?\s+\0+(?:\s+[A-Za-z]+){0,6}[\s.!*]*",
+    re.I,
+)
 MEASURE = (
     r"(?:hours?|hrs?|minutes?|mins?|seconds?|secs?|days?|weeks?|months?|years?|feet|foot|ft|inch(?:es)?|dollars?|cents?"
     r"|pounds?|lbs?|ounces?|oz|k?m|cm|k?g|(?:kilo|centi)?(?:met(?:er|re)s?|grams?)|dozen)"
@@ -108,7 +138,7 @@ def clean(text: str) -> str:
     """A text with its signs, digits and powers in ASCII and LaTeX."""
     if "<<" in text:
         text = CALCULATION.sub("", text)
-    text = PRODUCT.sub("*", text)
+    text = PRODUCT.sub("*", BOLD.sub(r"\1", text))
     if "{" in text or "!" in text:
         text = THOUSANDS.sub(",", text)
     if text.isascii():
@@ -138,18 +168,26 @@ def final_answer(text: str) -> str | None:
 
 def tidy(answer: str) -> str:
     """An answer without mark-up around it."""
-    answer = re.sub(r"(?<!\\)\\[\[\]()]|(?<!\\)\$", " ", answer.strip().strip("*_ \t"))
+    answer = re.sub(r"(?<!\\)\\[\[\]()]|(?<!\\)\$", " ", answer.strip().strip("*_` \t"))
     answer = re.sub(r"^\s*\\?[\"“”]|\\?[\"“”]\s*\Z", "", answer)
     if label := LABEL.match(answer):
         answer = answer[label.end() :]
-    return answer.strip().rstrip(".:,;").strip("*_ \t\n").removeprefix("=").strip()
+    answer = answer.strip().rstrip(".:,;").strip("*_ \t\n").removeprefix("=").strip()
+    if (words := IN_WORDS.search(answer)) and not any(NO_UNIT.fullmatch(word) for word in words[1].split()):
+        answer = answer[: words.start()]
+    return answer
 
 
 def _marked(text: str) -> str | None:
-    """The last of: joined boxes, a line ``#### ...``, a sentence "final answer is ..."."""
+    """The last of: joined boxes, a line ``#### ...``, a sentence "final answer is ...", ``<answer>...</answer>``."""
     found = [(m.end(), m[1]) for m in HASHES.finditer(text)][-1:]
     if boxes := _boxes(text):
         found.append(boxes)
+    end = text.rfind(TAG[1])
+    start = text.rfind(TAG[0], 0, max(end, 0))
+    if start >= 0:
+        inner = text[start + len(TAG[0]) : end]
+        found.append((end, _marked(inner) or _in(inner) or inner))
     for match in [m for m in PHRASE.finditer(text) if m[1]][-1:] if found and "final answer" in text.lower() else ():
         sentence = text[match.end() : _end(text, match.end())]
         if "\\boxed" not in sentence and "\\fbox" not in sentence and (said := _in(sentence)):
@@ -179,7 +217,21 @@ def _boxes(text: str) -> tuple[int, str] | None:
         if box.inner != parts[-1]:
             parts.append(box.inner)
         first = box
-    return last.end, ", ".join(reversed(parts)) + ("\\%" if PERCENT.match(text, last.end) else "")
+    return last.end, _in_place(text, first.start, ", ".join(reversed(parts)), last.end)
+
+
+def _in_place(text: str, start: int, inner: str, end: int) -> str:
+    """What boxes hold, with what around them changes its value."""
+    before, after = text[max(0, start - 60) : start], AFTER_BOX.match(text, end)
+    if PERCENT.match(text, end):
+        inner += "\\%"
+    elif after and (more := after["part"] or after["scale"]):
+        inner += more if after["part"] else f" {more}"
+    elif after:
+        return f"... {inner} ..."
+    if NEGATIVE.search(before):
+        return f"-{inner}" if number(inner) else f"-({inner})"
+    return f"... {inner}" if BEFORE_BOX.search(before) else inner
 
 
 def _said(text: str) -> str | None:
@@ -217,6 +269,9 @@ def _in(sentence: str) -> str | None:
     if not things:
         return None
     last = things.pop()
+    if things and sentence[: things[-1].start].rstrip(" $").endswith("="):
+        rest = _without(sentence, [last], "\0")[things[-1].end :]
+        last = things.pop() if PHRASE_AFTER.fullmatch(rest) else last
     first, parts = last, [last.inner]
     while things:
         between = sentence[things[-1].end : first.start]
@@ -254,6 +309,7 @@ def _run(text: str, match: re.Match) -> Thing | None:
         start = cut + 1
     inner = text[start:end].strip()
     inner = inner if "(" in inner[1:] else inner.lstrip("(")
+    inner = inner if "(" in inner else inner.rstrip(")")
     before = text[max(0, start - 80) : start]
     if left := LEFT.search(before[before.rfind("\n") + 1 :]):  # x = 72
         start, inner = start - len(left[0]), left[0].strip(" $*_") + inner
@@ -305,6 +361,16 @@ def _formulas(text: str) -> Iterator[Thing]:
             continue
         yield Thing(match.start(), end + len(closer), inner.strip().rstrip(".,;"))
         at = end + len(closer)
+
+
+def exclaimed(answer: str, text: str) -> str:
+    """An answer without the exclamation mark that ends a sentence of ``text``, where no factorial can be meant."""
+    bare = answer.removesuffix("!")
+    if bare == answer or any(mark in text for mark in ("\\boxed", "\\fbox", "####", "$", "\\(", "\\[")):
+        return answer
+    value = number(bare.rpartition("=")[2])
+    ends = re.search(r"\d[*_`]*![*_`]*(?:\s+[A-Z]|\s*\Z)", text)
+    return bare if value and ends and (value[0] > 20 or value[0].denominator > 1) else answer
 
 
 def number(answer: str) -> tuple[Fraction, bool] | None:
