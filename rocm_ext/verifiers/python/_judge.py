@@ -33,6 +33,7 @@ READS = {  # operations that change no object
     "pos", "invert", "bytes", "hash", "plain", "fields", "eq", "lt", "le", "gt", "ge", "contains", "isinstance",
     "issubclass", "is_tuple", "getattr", "dir", "format", "signature", "copy", "deepcopy", "pickle",
 }  # fmt: skip
+STEPS, STOPS = ("next", "send", "throw", "step"), (StopIteration, StopAsyncIteration)
 LIVE = {"y": live.generator, "w": live.coroutine, "ay": live.async_generator}
 
 
@@ -211,7 +212,7 @@ class Judge(Codec):
             self.show(reply)
             self.open, self.demote = is_open, op not in ("eq", "fields", "plain")
             if "exc" in reply:
-                raise self.raised(reply)
+                raise self.raised(reply, op)
             return self.decode([reply["ok"]], reply["n"])[0]
         except Closed:
             self.gone = "the program ended during the tests"
@@ -266,8 +267,8 @@ class Judge(Codec):
         named = zip(map(text, keywords), args[cut:])  # noqa: B905 - Python 3.9 has no strict
         return live.run(target(*args[:cut], **dict(named)), self.lock)
 
-    def raised(self, reply):
-        """The exception that the program raised."""
+    def raised(self, reply, op):
+        """The exception that the program raised in an operation."""
         names = reply["exc"]
         if type(names) is not list or not names or not all(type(name) is str for name in names):
             raise Malformed("an exception without a name")
@@ -283,6 +284,8 @@ class Judge(Codec):
         if not isinstance(error, Exception) and not self.errors.expected(error):  # such as SystemExit
             self.gone = f"the program raised {names[0]}: {says}"
             return Gone(self.gone)
+        if isinstance(error, STOPS) and op not in STEPS and not self.errors.expected(error):
+            error = RuntimeError(f"the code raised {names[0]}")  # a loop over map(f, ...) would end, and pass
         error.from_program = True
         return error
 

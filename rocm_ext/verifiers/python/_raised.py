@@ -9,7 +9,7 @@ from _errors import encode
 from _roles import METHODS
 from _wire import text
 
-ENDS = ("SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError")
+ENDS = ("SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError", "StopIteration", "StopAsyncIteration")
 NOT_LIBRARIES = {
     "unittest",
     "_pytest",
@@ -56,7 +56,7 @@ class Errors:
     def __init__(self, judge, tests):
         self.judge = judge
         self.classes = {}
-        self.named = {name for name in ENDS if name in tests}  # that end a program, and that the tests expect
+        self.named = {name for name in ENDS if name in tests}  # that end a program or loop, and that the tests expect
         RemoteError.errors = self
 
     def expected(self, error):
