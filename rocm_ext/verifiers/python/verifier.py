@@ -185,7 +185,9 @@ class PythonTests(Verifier):
         except ValueError as problem:
             return error(problem)
         path = list(self._packages)
-        program = {"setup": "\n".join(trusted), "code": code, "shared": shared, "path": path}
+        tested = [re.split(r"\W", entry)[0]] + ["Solution"] * (cases is not None)
+        forget = f"[globals().pop(name, None) for name in {tested!r}]"  # those of the set-up are not the answer's
+        program = {"setup": "\n".join([*trusted, forget]), "code": code, "shared": shared, "path": path}
         task = {"trusted": trusted, "tests": tests, "entry_point": entry, "shared": shared, "path": path,
                 "cases": cases, "tolerance": self.comparison.within(row), "all": self.partial_credit,
                 "cpu": self.limits.resources(False)["CPU"]}  # fmt: skip
