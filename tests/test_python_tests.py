@@ -159,6 +159,15 @@ RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point, 
     "an own suite": (SQUARE, SAME, "import unittest\nclass TestF(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(2), 4)\nif __name__ == '__main__':\n    unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(TestF))", ""),
     "a thread": (SQUARE, SAME, "import threading\ndef run():\n    assert f(3) == 9\nthread = threading.Thread(target=run)\nthread.start()\nthread.join()\nassert f(1) == 1", ""),
     "exit": (SQUARE, SAME, "if f(2) != 4:\n    exit(1)\nassert f(1) == 1\nexit()", ""),
+    "failures in a list": (SQUARE, SAME, "failures = []\nfor i in range(4):\n    try:\n        assert f(i) == i * i\n    except AssertionError as e:\n        failures.append(e)\nassert not failures", ""),
+    "passes are counted": (SQUARE, SAME, "def run():\n    passed = 0\n    for i in range(4):\n        try:\n            assert f(i) == i * i\n            passed += 1\n        except AssertionError as e:\n            print(e)\n    return passed\nassert run() == 4", ""),
+    "a class of data": (SQUARE, SAME, "class TestItem:\n    def __init__(self, x): self.x = x\ndef test_a():\n    for item in [TestItem(1), TestItem(2)]:\n        assert f(item.x) == item.x ** 2", ""),
+    "a test that is made": (SQUARE, SAME, "def make(i):\n    def test():\n        assert f(i) == i * i\n    return test\ntest_a = make(2)\nglobals()['test_b'] = make(3)\nassert f(1) == 1", ""),
+    "another name for TestCase": (SQUARE, SAME, "from unittest import TestCase as Case\nif True:\n    class Squares(Case):\n        def test_a(self): self.assertEqual(f(2), 4)", ""),
+    "ends": (SQUARE, SAME, "# KeyboardInterrupt\nimport unittest\nassert f(1) == 1\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(2), 4)", ""),
+    "a name like a check's": ("def assert_even(x): assert x % 2 == 0", "def assert_even(x): pass", "import pytest\nassert_even(2)\nwith pytest.raises(AssertionError): assert_even(3)", ""),
+    "an iteration's end": (SQUARE, "class End(StopIteration): pass\ndef f(x): raise End", "for found, wanted in zip(map(f, [1, 2]), [1, 4]):\n    assert found == wanted", ""),
+    "an iteration's end that is expected": ("f = next", SAME, "import pytest\nwith pytest.raises(StopIteration): f(iter([]))", "f"),
     # whose names
     "library's": ("def sqrt(x): return x ** .5", "def sqrt(x): return None", "assert sqrt(16) == 4", ""),
     "library's, missing": ("def sqrt(x): return x ** .5", "def g(x): return 0", "assert sqrt(16) == 4", ""),
@@ -167,6 +176,7 @@ RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point, 
     "builtin in another": ("def pow(a, b): return a ** b", "def pow(a, b): return 0", "assert pow(2, 3) == len([0] * 8)", ""),
     "builtin by entry_point": ("def sum(a, b): return a + b", "def sum(a, b): return 0", HELPERS + "for inp, exp in zip([[1, 2]], [3]):\n    assertion(sum(*inp), exp, 0)", "sum"),
     "entry_point that is imported": ("def sqrt(x): return x + 1", "def sqrt(x): return x", "from math import sqrt\nassert sqrt(1) == 2", "sqrt"),
+    "set-up's": ("def gcd(a, b): return a if not b else gcd(b, a % b)", "x = 1", "assert gcd(4, 6) == 2", "gcd", "from math import *"),
     "module's name": ("def copy(x): return x[:]", "def copy(x): return 0", "assert copy([1]) == [1]", ""),
 }  # fmt: skip
 
@@ -201,6 +211,7 @@ def verifiers():
         "class SkipTest(Exception): pass\nclass Skipped(BaseException): pass\ndef f(x): raise [SkipTest, Skipped][x % 2]('skip me')",
         "import unittest\ndef f(x): raise unittest.SkipTest('skip me')",
         "def f(x): raise SystemExit(0)",
+        "def f(x): raise KeyboardInterrupt",
         "import os\ndef f(x): os._exit(0)",
         "def f(x): raise ImportError('no module', name='solution')",
         "class Broken(ValueError): pass\nclass Unsendable(Exception): pass\ndef f(x): raise Unsendable('x')",
@@ -208,7 +219,7 @@ def verifiers():
         "class f:\n    def __new__(cls, x): return x\n    def __eq__(self, o): return True",
     ],
 )
-@pytest.mark.parametrize("name", ["helpers in a loop", "helpers in check", "pytest", "unittest"])
+@pytest.mark.parametrize("name", ["helpers in a loop", "helpers in check", "pytest", "unittest", "ends"])
 def test_hostile_answers_fail(verifiers, more: str, name: str):
     _, _, tests, entry = RIGHT_AND_WRONG[name]
     for verifier in verifiers:
@@ -221,6 +232,8 @@ REFUSED = {  # tests -> the reason
     "x = 1": "no assert",
     "print(f(1))": "no assert",
     "f(1)": "check nothing",
+    "def test_a():\n    assert_equal(f(2), 4)": "nothing defines assert_equal",
+    "class T(TestCase):\n    def test_a(self): self.assertEqual(f(2), 4)": "nothing defines TestCase",
     "def test_a():\n    f(1)": "check nothing",
     "assert 1 == 1": "no name that the answer could define",
     "from math import sqrt\nassert sqrt(16) == 4": "no name that the answer",
@@ -228,10 +241,14 @@ REFUSED = {  # tests -> the reason
     "assert sorted(sum([1]), 2) == max(1)": "which of max, sorted, sum is tested",
     "def test_a():\n    assert f(1) == 1\ndef test_a():\n    assert f(2) == 2": "test_a is defined twice",
     "assert f(1) == 1\ndef verify():\n    assert f(2) == 2": r"nothing calls verify\(\)",
+    "assert f(1) == 1\ndef case(a, b):\n    assert f(a) == b\ndef run_all():\n    case(2, 4)": r"nothing calls run_all\(\)",
+    "import pytest\n@pytest.mark.slow\ndef test_a(): assert f(2) == 4\n@pytest.mark.slow\ndef test_a(): assert f(1) == 1": "test_a is defined twice",
     "assert f(1) == 1\nf(2) == 2": "write `assert`",
     "assert (f(1) == 1, 'text')": "always true",
     "try:\n    assert f(1) == 1\nexcept AssertionError:\n    print('failed')": "swallows the assert",
     "def test_a():\n    try:\n        assert f(1) == 1\n    except:\n        pass": "swallows the assert",
+    "failed = 0\ntry:\n    assert f(1) == 1\nexcept AssertionError:\n    failed += 1\nprint(failed)": "swallows the assert",
+    "def test_a():\n    try:\n        assert f(1) == 1\n    except:\n        return": "swallows the assert",
     "assert f(1) == 1\nclass Checks:\n    def test_a(self): assert f(2) == 2": "class Checks does not run",
     "class TestA:\n    def __init__(self): pass\n    def test_a(self): assert f(1) == 1": "__init__",
     "def test_a():\n    yield f(1) == 1, 'x'\n    assert f(2)": "generator",
@@ -361,6 +378,11 @@ def test_cases_as_calls(verifiers):
         assert verifiers[0](code, row).verdict is Verdict.WRONG, code
     wrapped = {"entry_point": "f", "cases": [{"input": [2], "output": [4], "unwrap": True}]}
     assert verifiers[0](SQUARE, wrapped).verdict is Verdict.CORRECT
+    library = {"entry_point": "gcd", "cases": [{"input": [4, 6], "output": 2}], "test_setup": "from math import *"}
+    gcd = "def gcd(a, b): return a if not b else gcd(b, a % b)"
+    assert verifiers[0](gcd, library).verdict is Verdict.CORRECT
+    for code in ("class Solution: pass", "class Solution:\n    def gcd(self, a, b): return 1", "x = 1"):
+        assert verifiers[0](code, library).verdict is Verdict.WRONG, code
     near = {"entry_point": "f", "cases": [{"input": [0.1], "output": 0.01}], "tolerance": 1e-9}
     assert verifiers[0](SQUARE, near).verdict is Verdict.CORRECT
     assert verifiers[0](SQUARE, near | {"tolerance": None}).verdict is Verdict.WRONG

@@ -159,7 +159,8 @@ def run(task, judge, report):
         return _broken(error)
     if "random" in task["tests"]:
         importlib.import_module("random").seed(0)
-    for name in tests.required:  # the set-up may define it as a bare signature
+    for name in tests.required | (tests.own if task["cases"] is not None else set()):
+        # the set-up may define it, such as a bare signature or what it imports
         namespace.pop(name, None)
     judge.shared = {n: k for n, k in plain_classes(namespace).items() if n in task["shared"]}
     judge.shared_exceptions = {
@@ -297,7 +298,8 @@ def _execute(module, flags, namespace):
 def _collected(tests, namespace, score, sites):
     """Run the test functions and classes that the tests define."""
     entry = tests.entry
-    found = [(n, v) for n, v in namespace.items() if n in tests.defined - tests.called and callable(v)]
+    found = [(n, v) for n, v in namespace.items() if n not in tests.called and callable(v)
+             and (n in tests.defined or _made(n, v, namespace))]  # fmt: skip
     runner = None
     if any(inspect.isclass(v) or _special(v, n) for n, v in found) or "pytestmark" in namespace:
         runner = Runner(namespace, score.unit, sites)
@@ -324,6 +326,12 @@ def _collected(tests, namespace, score, sites):
         score.prepared(runner.close, "the fixtures' tear-down")
     if "teardown_module" in namespace:
         score.prepared(lambda: _hook(namespace["teardown_module"]), "teardown_module")
+
+
+def _made(name, value, namespace):
+    """Whether a value is a test function that code of the tests made, as in ``test_a = make(1)``."""
+    return (is_test(name) and inspect.isfunction(value) and value.__globals__ is namespace
+            and value.__name__ != "<lambda>" and not _needed(value))  # fmt: skip
 
 
 def _hook(function):
@@ -422,7 +430,10 @@ class Cases:
 
         result = Result()
         result.failfast = not score.go_on
-        suite.run(result)
+        try:
+            suite.run(result)
+        except KeyboardInterrupt as error:  # unittest catches all but this
+            score.note(error, "unittest")
         result.right -= result.wrong
         return result
 

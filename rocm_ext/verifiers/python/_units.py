@@ -65,7 +65,7 @@ class Tests:
         trusted_trees = [ast.parse(text) for text in trusted]
         self.helpers = _helpers([*self.functions, *(n for t in trusted_trees for n in t.body)])
         top = [node for statement in self.body for node in _outside_scopes(statement)]
-        self.cases = _unittests([n for t in [*trusted_trees, self.tree] for n in t.body])
+        self.cases = _unittests([n for t in trusted_trees for n in t.body] + top)
         self.called = self._runs(top)
         self.defined = {node.name for node in top if isinstance(node, SCOPES[:3])}
         self.steps = [(s, self.text(s) if self._is_unit(s) else None) for s in self.body]
@@ -122,25 +122,32 @@ class Tests:
     def _refuse(self, nodes, top, collected):
         """Raise Broken for code that looks like a test and does not run, or cannot fail."""
         self._refuse_modules(nodes)
+        judged = {n.id for node in nodes for part in self._judged(node) for n in _walk(part) if isinstance(n, ast.Name)}
         for node in nodes:
             if isinstance(node, ast.Assert) and isinstance(node.test, ast.Tuple) and node.test.elts:
-                raise Broken(f"`{_text(node)}` is always true: remove the parentheses")
+                raise Broken(f"`{ast.unparse(node)[:80]}` is always true: remove the parentheses")
             if isinstance(node, ast.Try) and self.checks(ast.Module(node.body, [])):
-                for handler in filter(_swallows, node.handlers):
+                counts = {
+                    getattr(n.target, "id", "") for s in node.body for n in _walk(s) if isinstance(n, ast.AugAssign)
+                }
+                for handler in (h for h in node.handlers if counts.isdisjoint(judged) and _swallows(h, judged)):
                     kind = f"except {ast.unparse(handler.type)}" if handler.type else "except"
-                    raise Broken(f"`{kind}:` after `{_text(node.body[0])}` swallows the assert: remove the try")
+                    raise Broken(
+                        f"`{kind}:` after `{ast.unparse(node.body[0])[:80]}` swallows the assert: remove the try"
+                    )
         for block in _blocks(self.body):
             for each in block:
                 if isinstance(each, ast.Expr) and isinstance(each.value, ast.Compare):
-                    raise Broken(f"nobody looks at the result of `{_text(each)}`: write `assert`")
+                    raise Broken(f"nobody looks at the result of `{ast.unparse(each)[:80]}`: write `assert`")
         for owner in [self.tree, *(node for node in nodes if isinstance(node, ast.ClassDef))]:
-            names = [n.name for n in owner.body if isinstance(n, SCOPES[:3]) and not n.decorator_list]
+            names = [n.name for n in owner.body if isinstance(n, SCOPES[:3])]
             if twice := [name for name in names if names.count(name) > 1 and name.lower().startswith("test")]:
                 raise Broken(f"{twice[0]} is defined twice, so that only the last runs: rename one")
         used = _used(nodes)
         for node in self.functions:
             called = node.decorator_list or node.name in used or is_test(node.name) or _is_hook(node.name)
-            if not called and any(isinstance(n, ast.Assert) for n in _walk(node)):
+            called = called or node.name.lstrip("_").startswith("assert")  # a helper that is not needed
+            if not called and any(isinstance(n, ast.Assert) or self._drives(n) for n in _walk(node)):
                 raise Broken(f"nothing calls {node.name}(), which holds asserts: call it or name it test_{node.name}")
         renamed = [k.value for n in self.functions if _is_fixture(n) for d in n.decorator_list
                    for k in getattr(d, "keywords", ()) if k.arg == "name"]  # fmt: skip
@@ -150,6 +157,19 @@ class Tests:
             skipped = isinstance(node, ast.ClassDef) and not self.collects(node) and node.name not in used
             if skipped and any(isinstance(n, FUNCTIONS) and n.name.startswith("test") for n in node.body):
                 raise Broken(f"class {node.name} does not run: name it Test{node.name} or derive it from TestCase")
+
+    def _judged(self, node):
+        """The expressions on which a check depends."""
+        if isinstance(node, (ast.Assert, ast.If)) and self.checks(node):
+            return [node.test]
+        if isinstance(node, ast.Return):
+            return [node.value] if node.value else []
+        return node.args if isinstance(node, ast.Call) and _checks(node, self.helpers) else []
+
+    def _drives(self, node):
+        """Whether a node calls a function that holds checks and runs only if it is called."""
+        name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        return name in self.helpers and (name in self.called or not is_test(name))
 
     def _refuse_modules(self, nodes):
         """Raise Broken for what the stand-in for pytest lacks."""
@@ -166,7 +186,7 @@ class Tests:
         known = fixtures | FIXTURES
         for node in collected:
             methods = [n for n in node.body if isinstance(n, FUNCTIONS)] if isinstance(node, ast.ClassDef) else []
-            if any(n.name == "__init__" for n in methods) and not node.bases:
+            if {"__init__"} < {n.name for n in methods if is_test(n.name) or n.name == "__init__"} and not node.bases:
                 raise Broken(f"class {node.name} has an __init__: use setup_method")
             for each in [node] if isinstance(node, FUNCTIONS) else methods:
                 if not is_test(each.name) or _is_fixture(each):
@@ -210,6 +230,9 @@ class Tests:
         )
         own = {name for name in free if name not in MODULES and name not in COMMON and not hasattr(builtins, name)}
         own -= {"__file__"}
+        unknown = [n for n in sorted(own - {lead}) if n.lower().startswith("assert") or n == "TestCase"]
+        if unknown and (lead or len(unknown) < len(own)):
+            raise Broken(f"nothing defines {unknown[0]}, so that the answer could: import it")
         self.required = {lead} if lead.isidentifier() else set()
         self.own = set() if self.required or solution else own
         if not own | self.required and not solution:
@@ -233,7 +256,7 @@ class Tests:
                 return names.pop()
         if found:
             raise Broken(f"which of {', '.join(sorted(found))} is tested? Name it in entry_point")
-        raise Broken("the tests use no name that the answer could define")
+        raise Broken("the tests use no name that the answer could define: add `from solution import NAME`")
 
     # partial credit
 
@@ -244,9 +267,8 @@ class Tests:
             the number of checks in each test function.
         """
         sites = {}
-        for statement, text in self.steps:
-            if text and isinstance(statement, ast.For):
-                self._count_loop(statement, 0)
+        for loop in (statement for statement, text in self.steps if text and isinstance(statement, ast.For)):
+            self._count_loop(loop, 0)
         # a caller may expect the exception of a check
         waits = {n.func.id for s in _walk(self.tree) if isinstance(s, (ast.Try, ast.With)) for n in _walk(s)
                  if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}  # fmt: skip
@@ -363,14 +385,16 @@ def _helpers(functions):
         found |= more
 
 
-def _swallows(handler):
-    """Whether an exception handler makes an assert harmless: it catches everything and does nothing."""
+def _swallows(handler, judged):
+    """Whether an exception handler makes an assert harmless: it catches it and changes none of the names ``judged``."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    names = {_last_name(kind) for kind in kinds}
-    quiet = (ast.Pass, ast.Continue, ast.Expr)
-    return bool(names & {"", "AssertionError", "Exception", "BaseException"}) and all(
-        isinstance(s, quiet) and not any(_checks(n, ()) for n in _walk(s)) for s in handler.body
-    )
+    nodes = [n for s in handler.body for n in _walk(s)]
+    kept = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    kept |= {getattr(n.value, "id", "") for n in nodes if isinstance(n, (ast.Attribute, ast.Subscript))}
+    quiet = (ast.Pass, ast.Continue, ast.Expr, ast.Assign, ast.AugAssign)
+    return (any(_last_name(kind) in ("", "AssertionError", "Exception", "BaseException") for kind in kinds)
+            and all(isinstance(s, quiet) or ast.unparse(s) == "return" for s in handler.body)
+            and kept.isdisjoint(judged) and not any(_checks(n, ()) for n in nodes))  # fmt: skip
 
 
 def _calls(nodes):
@@ -378,10 +402,11 @@ def _calls(nodes):
     return {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
 
 
-def _unittests(body):
+def _unittests(nodes):
     """The names of the classes that derive from unittest's."""
-    found = set()
-    for node in body:
+    found = {a.asname for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names
+             if a.asname and a.name.endswith("TestCase")}  # fmt: skip
+    for node in nodes:
         names = map(_last_name, getattr(node, "bases", ()))
         if isinstance(node, ast.ClassDef) and any(name in found or name.endswith("TestCase") for name in names):
             found.add(node.name)
@@ -473,7 +498,3 @@ def _guarded(body, name, index):
     """``with name(index):`` around statements, at their place in the source."""
     call = ast.Call(ast.Name(name, ast.Load()), [ast.Constant(index)], [])
     return ast.copy_location(ast.With([ast.withitem(call)], body), body[0])
-
-
-def _text(node):
-    return ast.unparse(node)[:80]
