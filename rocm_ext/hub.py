@@ -18,6 +18,8 @@ _FOLDERS = ("models", "outputs")  # where this library's configs keep files, als
 
 def how_to_download(folder: Path) -> str:
     """Return the command that downloads a model into ``folder``, as the end of a message."""
+    if name := hub_name(folder):
+        return f"download the model: hf download {name} --revision {folder.name}"
     owner = next((owner for start, owner in _OWNERS.items() if folder.name.startswith(start)), "OWNER")
     return f"download the model: tune download {owner}/{folder.name or 'NAME'} --output-dir {folder}"
 

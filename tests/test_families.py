@@ -561,6 +561,14 @@ def test_builder_and_checkpointer_must_agree(folders, tmp_path, name):
             prepare(cfg)
 
 
+def test_one_folder_for_model_and_weights(folders, tmp_path):
+    """Weights that fit in shape would be computed with the other folder's RoPE."""
+    cfg = folder_config(folders["qwen3"], folders["rows"], tmp_path / "run")
+    other = shutil.copytree(folders["qwen3"], tmp_path / "other")
+    with pytest.raises(UserError, match=rf"checkpointer.checkpoint_dir is {other}, but model.checkpoint_dir is "):
+        prepare({**cfg, "checkpointer": {"checkpoint_dir": str(other)}})
+
+
 # ---- bad input
 
 
@@ -615,6 +623,7 @@ def rope(kind: str, **more) -> dict:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one set of parameters for all layers"),
         ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "rope_scaling: rope_type 'longrope'"),
         ({"rope_parameters": None, "rope_scaling": "x2"}, "rope_scaling is 'x2'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type 'yarn'"),  # added by hand
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -631,6 +640,17 @@ def test_keys_of_earlier_transformers(folders, changed):
     old = {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"type": "llama3", **old}}
     folder = changed("llama", **old, architectures=None)
     torch.testing.assert_close(our_model(folder)(TOKENS), our_model(folders["llama"])(TOKENS), rtol=0, atol=0)
+
+
+def test_both_keys_of_rope(changed):
+    """A file with rope_scaling and rope_parameters is read as transformers reads it."""
+    folder = changed("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}, rope_theta=300.0)
+    torch.testing.assert_close(our_model(folder)(TOKENS), their_model(folder)(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_mistrals_window_where_the_key_is_missing(changed):
+    folder = changed("mistral", sliding_window=None, max_position_embeddings=8192)
+    assert their_model(folder).config.sliding_window == our_model(folder).max_seq_len == 4096
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
 from rocm_ext import cli, config
 from rocm_ext.errors import UserError
-from rocm_ext.hub import hub_name, in_cache, is_hub_name
+from rocm_ext.hub import how_to_download, hub_name, in_cache, is_hub_name
 from rocm_ext.model.adapter_files import base_model_name
 from rocm_ext.model.download import fetch_texts, fetch_weights
 from rocm_ext.plan import speeds
@@ -188,6 +188,8 @@ def test_no_network(tmp_path, monkeypatch, model):
 
 
 def test_a_snapshot_tells_its_name(tmp_path):
+    lost = Path("/x/hub/models--Qwen--Qwen3-8B/snapshots/abc")
+    assert how_to_download(lost) == "download the model: hf download Qwen/Qwen3-8B --revision abc"
     assert hub_name(Path("/x/hub/models--Qwen--Qwen3-8B/snapshots/abc")) == "Qwen/Qwen3-8B"
     assert base_model_name(Path("/x/hub/models--Qwen--Qwen3-8B/snapshots/abc")) == "Qwen/Qwen3-8B"
     assert hub_name(tmp_path) is None

@@ -41,21 +41,29 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
 
 
-def check_model_type(model_type: str, decoder: TransformerDecoder) -> None:
-    """Refuse a model family without PEFT export, and weights in another row order than the model's.
+def check_checkpointer(cfg: DictConfig, decoder: TransformerDecoder) -> None:
+    """Refuse a model family without PEFT export, and weights of another row order or folder than the model's.
 
     Args:
-        model_type: of the checkpointer.
+        cfg: config of a recipe.
         decoder: the model.
 
     Raises:
         UserError: the family has no PEFT format, or the checkpointer is not the model's; the message names it.
     """
+    model_type = cfg.checkpointer.model_type
     if (model_type == HF) != isinstance(decoder, NativeDecoder):
         raise UserError(
             f"checkpointer.model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
             "rocm_ext.model.from_checkpoint, torchtune's checkpointers those of torchtune's builders. "
             "With from_checkpoint, leave checkpointer and tokenizer out"
+        )
+    # models of the same shape can differ in RoPE and norms
+    read, built = cfg.checkpointer.get("checkpoint_dir"), cfg.model.get("checkpoint_dir")
+    if model_type == HF and Path(read).resolve() != Path(built).resolve():
+        raise UserError(
+            f"checkpointer.checkpoint_dir is {read}, but model.checkpoint_dir is {built}; set model.checkpoint_dir "
+            "alone, or both to one folder"
         )
     if model_type in _NO_PEFT:
         raise UserError(f"checkpointer.model_type {model_type} has no PEFT adapter format in torchtune")

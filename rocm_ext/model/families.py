@@ -197,7 +197,7 @@ def _refuse_foreign(config: Config) -> None:
 
 
 def _window(config: Config, family: _Family, layers: int) -> int | None:
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", 4096)  # transformers' default in all these families
     if not family.window or window is None or (family.window == "switched" and not config.get("use_sliding_window")):
         return None
     if family.window == "switched":
@@ -205,7 +205,7 @@ def _window(config: Config, family: _Family, layers: int) -> int | None:
         windowed = "sliding_attention" in kinds if isinstance(kinds, list) else _first_windowed(config) < layers
         if not windowed:
             return None
-    return _whole(config, "sliding_window")
+    return _whole({"sliding_window": window}, "sliding_window")
 
 
 def _first_windowed(config: Config) -> int:
@@ -214,8 +214,11 @@ def _first_windowed(config: Config) -> int:
 
 
 def _rope(config: Config, positions: int) -> Rope:
-    """Read RoPE from ``rope_parameters``, or from the older ``rope_theta`` and ``rope_scaling``."""
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    """Read RoPE from the older ``rope_theta`` and ``rope_scaling``, or from ``rope_parameters``.
+
+    Where a file has both, as after YaRN was added by hand, transformers takes ``rope_scaling`` alone.
+    """
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     found = config.get(key) or {}
     if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
         raise UserError(f"{key} is {found!r}; expected one set of parameters for all layers")

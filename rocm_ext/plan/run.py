@@ -170,7 +170,7 @@ def _check(
     overrides = list(cfg.hardware_overrides)
     check_locked(profile, settings, overrides)
     check_quantized(decoder, profile, overrides, ranks)
-    adapter_files.check_model_type(cfg.checkpointer.model_type, decoder)
+    adapter_files.check_checkpointer(cfg, decoder)
     check_max_seq_len(cfg.tokenizer.get("max_seq_len"))
     if here and cfg.device != "cpu" and machine.backend == "cpu":
         raise UserError(

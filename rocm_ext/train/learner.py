@@ -73,7 +73,7 @@ class Learner:
         if cfg.use_rslora is None:
             cfg.use_rslora = first is not None and adapter_files.is_rslora(Path(first))
         self.decoder = self.setup_model()
-        adapter_files.check_model_type(cfg.checkpointer.model_type, self.decoder)
+        adapter_files.check_checkpointer(cfg, self.decoder)
         for _, layer in adapters(self.decoder):
             layer.rslora = cfg.use_rslora
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
