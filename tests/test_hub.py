@@ -1,5 +1,6 @@
 """Models by their name on the Hugging Face hub."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
+import rocm_ext.model.download
 from rocm_ext import cli, config
 from rocm_ext.errors import UserError
 from rocm_ext.hub import how_to_download, hub_name, in_cache, is_hub_name
@@ -185,6 +187,15 @@ def test_no_network(tmp_path, monkeypatch, model):
     with pytest.raises(UserError, match=f"cannot download {NAME}: ") as caught:
         download(NAME)
     assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rocm_ext.model.download, "snapshot_download", full)
+    with pytest.raises(UserError, match=rf"cannot download {NAME}: No space left on device: .*; HF_HOME sets another"):
+        fetch_weights(tmp_path / "models--Qwen--Qwen3-Tiny" / "snapshots" / "abc")
 
 
 def test_a_snapshot_tells_its_name(tmp_path):

@@ -4,9 +4,11 @@ Texts (config, tokenizer, template, licence) come first and weights last, after 
 """
 
 from collections.abc import Callable
+from errno import EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.utils import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from omegaconf import DictConfig
 
@@ -20,6 +22,7 @@ from rocm_ext.ranks import Ranks
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]  # the weights in other formats
+_OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
 
 
 def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
@@ -140,8 +143,16 @@ def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
             f"{name} is gated: accept its licence at https://huggingface.co/{name} and run `hf auth login`"
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(f"checkpoint_dir {name} is neither a folder nor a model on the Hugging Face hub") from error
+        raise UserError(
+            f"checkpoint_dir {name} is neither a folder nor a model on the Hugging Face hub that you may see; "
+            "private models need `hf auth login`"
+        ) from error
     except Exception as error:  # the client raises those of its HTTP library, too
+        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            raise UserError(
+                f"cannot download {name}: {error.strerror}: {error.filename or HF_HUB_CACHE}; HF_HOME sets another "
+                "place for the hub's cache"
+            ) from error
         raise UserError(
             f"cannot download {name}: {one_line(error)[:300]}; where there is a network, tune download {name} "
             "--output-dir DIR, and set model.checkpoint_dir=DIR"
