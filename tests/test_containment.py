@@ -291,6 +291,18 @@ def test_output_is_bounded(box: Sandbox):
     assert not outcome.timed_out
 
 
+def test_limits_are_set_before_the_program_starts(box: Sandbox, monkeypatch: pytest.MonkeyPatch):
+    impose = Limits.impose
+
+    def late(*args):
+        time.sleep(0.5)
+        impose(*args)
+
+    monkeypatch.setattr(Limits, "impose", late)
+    outcome = python(box, "import resource; print(resource.getrlimit(resource.RLIMIT_CPU))", cpu_seconds=3)
+    assert outcome.stdout == b"(3, 4)\n"
+
+
 def test_a_cpu_limit_is_a_timeout(box: Sandbox):
     outcome = python(box, "while True: pass", seconds=20, cpu_seconds=1)
     assert outcome.timed_out

@@ -98,7 +98,7 @@ def command_line(
         limits: of the run.
         uid: of :func:`take_id`.
         status: the descriptor to which bwrap writes its status.
-        block: the descriptor at whose end bwrap starts the program.
+        block: the reading end of a pipe; bwrap starts the program once its other end is closed.
     """
     mode = usable_mode()
     opened: list[int] = []

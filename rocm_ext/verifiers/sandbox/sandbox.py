@@ -175,7 +175,7 @@ class Sandbox:
                 uid = bubblewrap.take_id()
                 ours.callback(bubblewrap.give_back_id, uid)
                 status, writer = _pipe(ours, theirs)
-                _, blocked = _pipe(theirs, theirs)
+                blocked, _ = _pipe(theirs, theirs)  # bwrap waits until we close the other end
                 command, opened = bubblewrap.command_line(data, self.readable, limits, uid, writer, blocked)
                 for fd in opened:
                     theirs.callback(os.close, fd)
