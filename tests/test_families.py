@@ -495,6 +495,19 @@ def test_the_tokenizer_is_the_folders(folders, tmp_path):
     assert "<tool_call>" in tokenizer.special_tokens
 
 
+def test_a_base_model_with_a_chat_template(folders, tmp_path):
+    """Its EOS ends texts; the template's end of turn ends answers, too, and is the last token to train on."""
+    base = shutil.copytree(folders["qwen3"], tmp_path / "base")
+    text, turn = (id_of(base, token) for token in ("<|endoftext|>", "<|im_end|>"))
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((base / name).read_text()) | {"eos_token_id": text}
+        (base / name).write_text(json.dumps(content))
+    tokenizer = open_tokenizer(load(folder_config(base, folders["rows"], tmp_path / "run"), tmp_path / "run"))
+    assert (tokenizer.stop_tokens, tokenizer.end_of_text) == ([text, turn], text)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert [label for label in render_conversation(tokenizer, turns)[1] if label >= 0][-1] == turn
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chat_templates_render_as_with_torchtunes_tokenizer(model_folder, name):  # noqa: F811 - the fixture
     """Also in the models' own templates, with thinking switched off in Qwen3's."""

@@ -117,6 +117,8 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     log.info("chat template: %s", template.origin)
     encoder = base.encoder if isinstance(base, HFTokenizer) else _encoder(folder)
     ends = _ends(folder, base)
+    if isinstance(base, HFTokenizer):
+        ends = [*ends, *_turn_end(template, base)]
     renderer = TemplateRenderer(template, encoder, [*getattr(base, "stop_tokens", ()), *ends])
     custom = template.text if setting != "auto" else None
     tokenizer = ChatTokenizer(base, renderer, ends, encoder.special, custom, args)
@@ -227,6 +229,21 @@ def _warn_if_different(base: Any, folder: Path, args: Mapping[str, Any], today: 
             "chat_template: auto trains on what is served",
             own.origin,
         )
+
+
+def _turn_end(template: ChatTemplate, base: HFTokenizer) -> list[int]:
+    """Return the special token that ends the assistant's turn, where the model's EOS tokens do not.
+
+    Base models name the end of a text alone, such as Qwen's ``<|endoftext|>``, beside a template with ``<|im_end|>``.
+    """
+    try:
+        _, labels = TemplateRenderer(template, base.encoder, base.stop_tokens).conversation(to_turns(_SAMPLE), None)
+    except UserError:  # _check_end_of_turn tells it
+        return []
+    if set(base.stop_tokens).intersection(labels):
+        return []
+    special = {base.encoder.ids[text] for text in base.encoder.special}
+    return [label for label in labels if label in special][-1:]
 
 
 def _check_end_of_turn(tokenizer: ChatTokenizer, template: ChatTemplate) -> None:
