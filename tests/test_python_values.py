@@ -158,6 +158,14 @@ HONEST = {
     "copy and pickle": (POINT, ("return Point(-self.x, -self.y)", "return self"), "import copy, pickle\np = Point(1, [2])\nq = copy.deepcopy(p)\nassert q == p and q is not p\nassert pickle.loads(pickle.dumps(p)) == p\nassert -Point(1, 2) == Point(-1, -2)"),
     "unequal to data": ("class A:\n    def v(self): return 1", ("return 1", "return 2"), "assert A() != 5\nassert A() != None\nassert (A() == 'x') is False\nassert A().v() == 1"),
     "partial": ("from functools import partial\ndef f(n): return partial(pow, n)", ("pow, n", "max, n"), "assert f(2)(3) == 8"),
+    "callbacks with lists": ("def f(xs, key): return sorted(xs, key=key)", ("key=key", "key=str"), "xs = [[i, i * 7919 % 1500] for i in range(1500)]\nassert f(xs, lambda p: p[1]) == sorted(xs, key=lambda p: p[1])"),
+    "callbacks from threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(g, xs):\n    with ThreadPoolExecutor(4) as pool: return list(pool.map(g, xs))", ("list(pool", "set(pool"), "assert f(lambda x: x * 2, range(50)) == [2 * x for x in range(50)]"),
+    "bound methods as callbacks": ("class Event:\n    def __init__(self): self.all = []\n    def on(self, g): self.all.append(g)\n    def off(self, g): self.all.remove(g)", ("remove(g)", "pop().x"), "class Ear:\n    def hear(self): pass\near, e = Ear(), Event()\ne.on(ear.hear)\ne.off(ear.hear)\nassert e.all == []"),
+    "exceptions of the tests pass through": ("def retry(kinds):\n    def wrap(g):\n        def inner(*a):\n            for _ in range(2):\n                try: return g(*a)\n                except kinds: pass\n            return 'gave up'\n        return inner\n    return wrap\ndef fail(kind): raise kind('no')", ("except kinds", "except Exception"), "import pytest\nclass A(Exception): pass\nclass B(Exception):\n    def __init__(self, a, b):\n        super().__init__(a)\n        self.b = b\ndef test_it():\n    @retry((A,))\n    def g(x):\n        if x: raise B(1, 2)\n        raise A('a')\n    assert g(0) == 'gave up'\n    with pytest.raises(B) as e: g(1)\n    assert e.value.b == 2\n    with pytest.raises(A, match='no'): fail(A)"),
+    "documentation of a wrapped function": ("import functools\ndef wrap(g):\n    @functools.wraps(g)\n    def inner(*a): return g(*a)\n    return inner", ("    @functools.wraps(g)\n", ""), "@wrap\ndef g():\n    'says'\nassert g.__doc__ == 'says'"),
+    "changes of inner lists": ("class Grid:\n    def __init__(self, n): self.cells = [[0] * n for _ in range(n)]\n    def sum(self): return sum(map(sum, self.cells))", ("sum(map", "max(map"), "g = Grid(100)\nfor i in range(100): g.cells[i][i] = 1\nassert g.sum() == 100"),
+    "patched names of the module": ("def helper(x): return x\ndef f(x): return helper(x) + 1", ("+ 1", "+ 2"), "from unittest.mock import patch\nimport solution\nwith patch('solution.helper', return_value=10) as m:\n    r = solution.f(3)\nassert r == 11\nm.assert_called_once_with(3)\nassert solution.f(3) == 4"),
+    "coroutines beside each other": ("import asyncio\nclass Pool:\n    def __init__(self, n): self.gate, self.now, self.peak = asyncio.Semaphore(n), 0, 0\n    async def run(self, g):\n        async with self.gate:\n            self.now += 1\n            self.peak = max(self.peak, self.now)\n            await g()\n            self.now -= 1", ("Semaphore(n)", "Semaphore(1)"), "import asyncio\nasync def job(): await asyncio.sleep(0.01)\nasync def main():\n    p = Pool(2)\n    await asyncio.gather(*[p.run(job) for _ in range(5)])\n    return p.peak\nassert asyncio.run(main()) == 2"),
     "decorator": (
         "import functools\ndef count(g):\n    @functools.wraps(g)\n    def inner(*a):\n        inner.calls += 1\n        return g(*a)\n    inner.calls = 0\n    return inner", ("+= 1", "+= 2"), "@count\ndef add(a, b): return a + b\nassert add(1, 2) == 3\nassert add(3, 4) == 7\nassert add.calls == 2\nassert add.__name__ == 'add'"),
     "closure": ("def counter():\n    n = 0\n    def up():\n        nonlocal n\n        n += 1\n        return n\n    return up", ("n += 1", "n += 2"), "a, b = counter(), counter()\nassert [a(), a(), b()] == [1, 2, 1]"),
@@ -372,6 +380,14 @@ LIES = {  # code, tests, entry point, set-up
     "a frame that imitates an object": ("import json, os, sys\ndef f():\n    out = int(sys.argv[2])\n    record = ['str', 'str', None, [], ['__eq__', '__class__', '__getattribute__', '__instancecheck__', '__del__', '__init_subclass__'], 'object', 'str', True, '', True]\n    for number in range(50, 60):\n        data = json.dumps({'ok': ['h', number, number + 100, record], 'n': []}).encode()\n        os.write(out, len(data).to_bytes(4, 'big') + data)\n    return 5", "assert f() == 'yes'\nassert f() == 'yes'", "f", ""),
     "a program that says a lie is an iterator": ("import sys\nclass It:\n    def __next__(self): return 4\n    def __iter__(self): return self\n    def __eq__(self, o): return True\ndef f(): return It()", "assert f() == 4 or f() == [4]", "f", ""),
     "a subclass of an exception group": ("class G(ExceptionGroup):\n    def derive(self, e): return G('x', e)\n    def __eq__(self, o): return True\ndef f(): return G('a', [ValueError()])", "assert f() == 5", "f", ""),
+    "a predicate that is no bool": ("class R:\n    def startswith(self, *a): return 1\nclass Page:\n    def render(self): return R()", "assert Page().render().startswith('<b>')", "", ""),
+    "a predicate without arguments": ("class R:\n    def isupper(self): return True\nclass Page:\n    def render(self): return R()", "assert Page().render().isupper()", "", ""),
+    "a callable object as a method": ("class C:\n    def __call__(self, *a): return True\nclass R:\n    startswith = C()\nclass Page:\n    def render(self): return R()", "assert Page().render().startswith('<b>')", "", ""),
+    "a class as a method": ("class C:\n    def __new__(cls, *a): return True\nclass R:\n    startswith = C\nclass Page:\n    def render(self): return R()", "assert Page().render().startswith('<b>')", "", ""),
+    "the end of a map": ("def f(x): raise StopIteration", "assert all(map(lambda c: f(c[0]) == c[1], [(1, 2), (2, 3)]))", "f", ""),
+    "an assertion that the code swallows": ("def f(g):\n    for i in range(100):\n        try: return g(i)\n        except AssertionError: pass", "def g(x): assert x == 42\nf(g)\nassert f", "f", ""),
+    "an assertion's text": ("import re\ndef f(g):\n    try: g(0)\n    except AssertionError as e: return int(re.findall('[0-9]+', str(e))[0])", "def g(x): assert x == 42, f'42, not {x}'\ntry: r = f(g)\nexcept AssertionError: r = f(g)\nassert r == 42", "f", ""),
+    "functions in a dictionary of a trusted object": ("from collections import OrderedDict\ndef f(x): return Tree(OrderedDict(a=lambda v: 5))", "assert f(1).same(5)", "f", "class Tree:\n    def __init__(self, v): self.v = v\n    def same(self, x): return self.v['a'](1) == x\n"),
     "printing instead of returning": ("def f():\n    print('done 1 passed')\n    return None", "assert f() == 5", "f", ""),
     "writing to the tests' output": ("def f(): print('{\"kind\": \"done\", \"passed\": 1, \"total\": 1}')", "import sys, io\nassert f() == 5", "f", ""),
 }  # fmt: skip
@@ -404,3 +420,24 @@ def test_an_object_that_agrees_with_everything_is_never_right(verify, base: str,
         tests = head + "assert " + test.replace("f(2)", call)
         if not any(word in test for word in ("isdisjoint", "issubset", "all(")):  # true of an empty set
             assert verify(code, tests).verdict is not Verdict.CORRECT, test
+
+
+BESIDE = {  # code that is right, and tests whose other half does not cross
+    "a patch of a library": ("import time\ndef f(): time.sleep(100)", "from unittest.mock import patch\nwith patch('time.sleep') as s: f()\ns.assert_called_once_with(100)"),
+    "the environment": ("import os\ndef f(): return os.environ.get('Q')", "import os\nos.environ['Q'] = 'yes'\nassert f() == 'yes'"),
+    "logs": ("import logging\ndef f(): logging.warning('hey')", "import unittest\nclass TestF(unittest.TestCase):\n    def test_f(self):\n        with self.assertLogs(): f()"),
+    "print patched": ("def f(): print('hi')", "from unittest.mock import patch\nwith patch('builtins.print') as p: f()\np.assert_called_once_with('hi')"),
+    "a seed": ("import random\ndef f(): return random.random()", "import random\nrandom.seed(1)\na = f()\nrandom.seed(1)\nassert a == f()"),
+    "files": ("def f(path):\n    with open(path, 'w') as file: file.write('x')", "import tempfile, os\npath = os.path.join(tempfile.mkdtemp(), 'x')\nf(path)\nassert open(path).read() == 'x'"),
+    "a timer": ("import threading\ndef f(g): threading.Timer(0.05, g).start()", "import time\nlog = []\nf(lambda: log.append(1))\ntime.sleep(0.3)\nassert log == [1]"),
+    "a mock that stands for an object": ("def f(db): return db.get(1)", "from unittest.mock import Mock\ndb = Mock()\ndb.get.return_value = 5\nassert f(db) == 5"),
+    "a class of the tests": ("def f(kind): return kind()", "class A: pass\nassert isinstance(f(A), A)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_the_tests_do_beside_the_calls_is_an_error(verify, name: str):
+    code, tests = BESIDE[name]
+    result = verify(code, tests)
+    assert result.verdict is Verdict.ERROR, result
+    assert "same_process" in result.detail

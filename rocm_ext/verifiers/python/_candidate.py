@@ -6,6 +6,7 @@ It holds no secrets: neither the tests nor the expected values reach this proces
 import builtins
 import posix  # os is not loaded yet, and takes a millisecond
 import sys
+from _thread import RLock
 
 import _errors
 from _channel import Closed, Malformed, Unsendable, program_channel
@@ -26,12 +27,16 @@ class Program(Codec):
         self.channel = channel
         self.objects, self.numbers, self.described = [], {}, set()
         self.callbacks, self.callback_numbers = {}, {}
+        self.thrown = {}  # id -> (number, exception) of those that the tests' functions raised in this exchange
+        self.exceptions = {}  # (module, name) -> class that stands for one of the tests
         self.for_objects = False  # the judge takes the results as objects of the code's classes
-        self.serving = False
+        self.serving = self.late = False
+        self.turn = RLock()  # of the code's threads; held but while the code does what the judge has asked for
         self.module = sys.modules["solution"] = MODULE("solution")
         self.namespace = self.module.__dict__
         self.namespace["__builtins__"] = builtins
-        self.operations = {**OPERATIONS, "names": self.names, "step": self.step, "close": self.close}
+        self.operations = {**OPERATIONS, "names": self.names, "step": self.step, "close": self.close,
+                           "circumstances": self.circumstances, "define": self.define}  # fmt: skip
         self.loop, self.tasks = None, {}
 
     # values
@@ -42,7 +47,9 @@ class Program(Codec):
             return ["f", self.callback_numbers[id(value)]]
         if isinstance(value, BaseException):
             number = None if kind.__module__ != "solution" else self.number(value)
-            return _errors.encode(value, self, self.class_number, number)
+            encoded = _errors.encode(value, self, self.class_number, number)
+            thrown = self.thrown.get(id(value))
+            return encoded if thrown is None or encoded is None else ["ej", thrown[0], encoded]
         if isinstance(value, type):
             if issubclass(value, BaseException):
                 return ["x", _errors.lineage(value, self.class_number)]
@@ -91,23 +98,26 @@ class Program(Codec):
             return self.exception_class(parts[0])
         if tag == "ex":
             names, args = parts[:2]
-            error = self.exception_class(names)
-            return error(*(self._decode(arg, 0) for arg in args))
+            error = self.exception_class(names)(*(self._decode(arg, 0) for arg in args))
+            error.__dict__.update((name, self._decode(value, 0)) for name, value in parts[2])
+            return error
         return super().revive(tag, parts)
 
     def exception_class(self, names):
         """The class that the judge named: one of the code's, a builtin or a library's."""
-        for module, name, number in names:
-            if number is not None:
-                return self.objects[number]
-            found = self.namespace.get(name) if module in ("__main__", "solution") else None
-            found = found or getattr(sys.modules.get(module), name, None)
-            if isinstance(found, type) and issubclass(found, BaseException):
-                return found
-        return Exception
+        (module, name, number), rest = names[0], names[1:]
+        if number is not None:
+            return self.objects[number]
+        found = self.exceptions.get((module, name))
+        found = found or (self.namespace.get(name) if module in ("__main__", "solution") else None)
+        found = found or getattr(sys.modules.get(module), name, None)
+        if not (isinstance(found, type) and issubclass(found, BaseException)):
+            base = self.exception_class(rest) if rest else Exception
+            found = self.exceptions[module, name] = type(name, (base,), {"__module__": module})
+        return found
 
-    def callback(self, number, name, is_async, is_iterator):
-        """A function here that stands for a function or iterator of the tests."""
+    def callback(self, number, name, is_async, is_iterator, is_function, doc):
+        """A function here that stands for a function, iterator or callable object of the tests."""
         if number in self.callbacks:
             return self.callbacks[number]
         if is_iterator:
@@ -124,7 +134,10 @@ class Program(Codec):
         elif is_async:
 
             async def found(*args, **keywords):
+                await Pause()  # the code may start others beside it
                 return self.request({"op": "callback", "f": number}, args, keywords)
+        elif not is_function:
+            found = Callable(self, number)
         else:
 
             def found(*args, **keywords):
@@ -132,6 +145,7 @@ class Program(Codec):
 
         if not is_iterator:
             found.__name__ = found.__qualname__ = name
+            found.__doc__ = doc
         self.callbacks[number], self.callback_numbers[id(found)] = found, number
         return found
 
@@ -141,15 +155,21 @@ class Program(Codec):
         """Have the judge call a function of the tests, or read from their input."""
         if not self.serving:
             raise EOFError("EOF when reading a line")
-        keywords = keywords or {}
+        self.late |= not self.depth
+        with self.turn:
+            return self._request(message, args, keywords or {})
+
+    def _request(self, message, args, keywords):
         before, self.for_objects = self.for_objects, False
         try:
-            encoded, nodes = self.encode([*args, *keywords.values()])
+            encoded, nodes = self.encode([*args, *keywords.values()], True)
             self.channel.send({**message, "a": encoded, "n": nodes, "k": list(keywords), **self.printed()})
             while "op" in (reply := self.channel.receive()):  # the function calls the program again
                 self.channel.send(self.answer(reply))
             if "exc" in reply:
-                raise self.decode([reply["exc"]], reply["n"])[0]
+                error = self.decode([reply["exc"]], reply["n"])[0]
+                self.thrown[id(error)] = reply["j"], error
+                raise error
             return self.decode([reply["ok"]], reply["n"])[0]
         finally:
             self.for_objects = before
@@ -178,9 +198,19 @@ class Program(Codec):
         """The values of those names that the code defines."""
         return {name: self.namespace[name] for name in names if name in self.namespace}
 
+    def define(self, name, *value):
+        """Set a name of the code, or remove it."""
+        self.namespace.pop(name, None)
+        self.namespace.update((name, each) for each in value)
+
+    def circumstances(self):
+        """Whether a call came too late, and which modules of random numbers the code has loaded."""
+        return self.late, [name for name in ("random", "numpy") if name in sys.modules]
+
     def serve(self):
         """Answer until the judge ends."""
         self.serving = True
+        self.turn.acquire()
         while True:
             request = self.channel.receive()
             try:
@@ -194,18 +224,26 @@ class Program(Codec):
         """Do the judge's operation and return the answer to send."""
         if not self.depth:
             self.settle()
+            self.thrown.clear()
         self.depth += 1
+        nested, problem = self.depth > 1, None
         before, self.for_objects = self.for_objects, request.get("d", False)
         try:
             args = self.decode(request["a"], request["n"])
             names = request.get("k", [])
             cut = len(args) - len(names)
             args, keywords = args[:cut], dict(zip(names, args[cut:]))  # noqa: B905 - Python 3.9 has no strict
+            if not nested:
+                self.turn.release()
             try:
                 value = self.operations[request["op"]](*args, **keywords)
             except BaseException as error:
-                return self.failure(error)
-            [root], nodes = self.encode([value])
+                problem = error
+            if not nested:
+                self.turn.acquire()
+            if problem is not None:
+                return self.failure(problem)
+            [root], nodes = self.encode([value], nested)
             return {"ok": root, "n": nodes, **self.printed()}
         except Malformed as error:
             return self.failure(error)
@@ -221,7 +259,7 @@ class Program(Codec):
             says = ""
         reply = {"exc": [kind.__name__ for kind in type(error).__mro__], "text": says, "n": [], "e": None}
         try:
-            [reply["e"]], reply["n"] = self.encode([error])
+            [reply["e"]], reply["n"] = self.encode([error], self.depth > 1)
         except BaseException:
             reply |= {"e": ["ex", [["builtins", "RuntimeError", None]], [says], [], says, None, None], "n": []}
         return {**reply, **self.printed()}
@@ -256,6 +294,29 @@ class Program(Codec):
             self.loop.run_until_complete(asyncio.wait([task], timeout=0.01))
         elif hasattr(value, "close"):
             value.close()
+
+
+class Pause:
+    """Lets other coroutines go on, also those that the tests start a moment later."""
+
+    def __await__(self):
+        for _ in range(100):
+            yield
+
+
+class Callable:
+    """A callable object of the tests, such as a mock or a class."""
+
+    def __init__(self, program, number):
+        self._program, self._number = program, number
+
+    def __call__(self, *args, **keywords):
+        return self._program.request({"op": "callback", "f": self._number}, args, keywords)
+
+    def __getattr__(self, name):
+        if name[:1] == "_":
+            raise AttributeError(name)
+        return self._program.request({"op": "attribute", "f": self._number}, [name])
 
 
 async def wait_for(value, op):

@@ -6,10 +6,10 @@ attributes that no data has; taking it for data refuses the judgement. No handle
 runs inside the judge's sandbox.
 """
 
-from _roles import METHODS
+from _roles import METHODS, PREDICATES
 
 VISIBLE = {"__name__", "__qualname__", "__module__", "__doc__", "__dict__", "__annotations__", "__members__",
-           "__dataclass_fields__", "__mro__", "__defaults__"}  # fmt: skip
+           "__dataclass_fields__", "__mro__", "__defaults__", "__wrapped__"}  # fmt: skip
 SCALARS = (int, float, str, bool, bytes, type(None))
 HINT = "; `isolation: same_process` can judge it"
 
@@ -133,6 +133,8 @@ class Handle:
         if not state.built:
             if type(value) is Function:
                 set_slots(value, _to=name)
+            elif name in METHODS and (isinstance(value, Remote) or (is_handle(value) and callable(value))):
+                refuse_data(self, f".{name}")
             elif type(value) in SCALARS and seen(self, name, value) != value:
                 self._judge.refuse(
                     f"an attribute of the code's class {record.name} changes with each look (.{name}){HINT}"
@@ -204,8 +206,8 @@ class Function:
 
     def __call__(self, *args, **keywords):
         value = self._judge.request(self._wire.open, "call", (self, *args), keywords)
-        if self._to in METHODS and args and type(value) is bool:
-            self._judge.refuse(f"an object of the code answers .{self._to}() of the tests' data{HINT}")
+        if answers(self._to, value, args or keywords):
+            self._judge.refuse(f"an object of the code answers .{self._to}() in the place of data{HINT}")
         return value
 
     def __getattr__(self, name):
@@ -248,8 +250,7 @@ class Method:
         handle, name = self.__self__, self.__name__
         state = handle._wire
         value = handle._judge.request(opens(handle, name), "method", (handle, name, *args), keywords)
-        if name in METHODS and (args or keywords) and type(value) is bool and not state.built:
-            # an answer about the tests' data, of an object that may have been returned in the place of data
+        if not state.built and answers(name, value, args or keywords):
             handle._judge.refuse(f"an object of the code's class {type(handle).__name__} answers .{name}(){HINT}")
         return value
 
@@ -263,6 +264,9 @@ class Method:
 
     def __hash__(self):
         return hash((self.__self__._wire.number, self.__name__))
+
+
+Function.__doc__ = property(lambda self: self._judge.request(False, "getattr", (self, "__doc__")))  # type: ignore[assignment]
 
 
 async def _coroutine():
@@ -297,6 +301,11 @@ def opens(target, name=""):
     """Whether what an object or class gives under a name may be used as an object."""
     state = target._wire
     return state.open and (not state.bare or name in target._judge.roles.objects)
+
+
+def answers(name, value, args):
+    """Whether a method decides for itself what data would: the object may be there in the place of data."""
+    return name in PREDICATES or (name in METHODS and bool(args) and type(value) is bool)
 
 
 def refuse_data(handle, what):

@@ -9,15 +9,16 @@ tests with its reason.
 
 import ast
 import builtins
+import contextlib
 import sys
 import weakref
 from _thread import RLock
 
 import _live as live
-from _channel import Closed, Malformed, judge_channel
-from _errors import lineage
+from _channel import Closed, Malformed, TooMuch, Unsendable, judge_channel
 from _handles import HINT, Function, Handle, Method, Remote, State, Unjudged, is_handle, set_slots
 from _raised import Errors
+from _reach import doubt, unreached
 from _roles import Roles
 from _special import Record, remote_class
 from _tests import run
@@ -34,6 +35,8 @@ READS = {  # operations that change no object
     "issubclass", "is_tuple", "getattr", "dir", "format", "signature", "copy", "deepcopy", "pickle",
 }  # fmt: skip
 STEPS, STOPS = ("next", "send", "throw", "step"), (StopIteration, StopAsyncIteration)
+FUNCTIONS: tuple = (type(integer), type(len), type([].append), type(Codec().encode))
+METHOD = FUNCTIONS[2:]
 LIVE = {"y": live.generator, "w": live.coroutine, "ay": live.async_generator}
 
 
@@ -53,6 +56,7 @@ class Judge(Codec):
         self.handles, self.iterators = {}, weakref.WeakValueDictionary()
         self.live = weakref.WeakKeyDictionary()  # generators and coroutines here -> numbers
         self.callbacks, self.callback_numbers = [], {}
+        self.thrown = []  # exceptions of the tests' functions in the exchange under way
         self.errors = Errors(self, task["tests"])
         self.shared_exceptions = {}
         self.lock = RLock()
@@ -89,7 +93,7 @@ class Judge(Codec):
         if kind is Method:
             return ["m", value.__self__._wire.number, value.__name__]
         if isinstance(value, type) and issubclass(value, BaseException):
-            return ["x", lineage(value)]
+            return ["x", self.errors.lineage(value)]
         if isinstance(value, BaseException):
             return self.errors.encode(value)
         name = getattr(value, "__name__", None)
@@ -101,15 +105,20 @@ class Judge(Codec):
         except TypeError:
             pass
         if callable(value) or (hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")):
-            return ["f", self.callback(value), str(name), live.is_async(value), not callable(value)]
+            doc = getattr(value, "__doc__", None)
+            return ["f", self.callback(value), str(name), live.is_async(value), not callable(value),
+                    kind in FUNCTIONS, doc if type(doc) is str else None]  # fmt: skip
         return super().opaque(value)
 
     def callback(self, value):
         """The number of a function or iterator of the tests."""
-        if id(value) not in self.callback_numbers:
-            self.callback_numbers[id(value)] = len(self.callbacks)
+        key = id(value)
+        if type(value) in METHOD:  # Python makes a new one for each look
+            key = id(value.__self__), getattr(value, "__func__", value.__name__)
+        if key not in self.callback_numbers:
+            self.callback_numbers[key] = len(self.callbacks)
             self.callbacks.append(value)
-        return self.callback_numbers[id(value)]
+        return self.callback_numbers[key]
 
     def revive(self, tag, parts):
         if tag == "f":
@@ -118,6 +127,9 @@ class Judge(Codec):
             return self.errors.kind(parts[0])
         if tag == "ex":
             return self.errors.decode(parts)
+        if tag == "ej":
+            number = integer(parts[0])
+            return self.thrown[number] if number < len(self.thrown) else self.revive(parts[1][0], parts[1][1:])
         number = integer(parts[0])
         if tag in LIVE or (tag == "h" and not self.open and "__next__" in self.remote(parts[1:])._record.special):
             if (found := self.iterators.get(number)) is None:
@@ -162,9 +174,9 @@ class Judge(Codec):
             kind = type(item)
             if isinstance(kind, Remote) or kind in (Function, Method, Remote) or kind in live.KINDS:
                 self.refuse(f"the answer put an object of its own into an object of a class of the set-up{HINT}")
-            if kind in (list, tuple, set, frozenset, dict, deque) and id(item) not in seen:
+            if isinstance(item, (list, tuple, set, frozenset, dict, deque)) and id(item) not in seen:
                 seen.add(id(item))
-                found += [*item, *item.values()] if kind is dict else item
+                found += [*item, *item.values()] if isinstance(item, dict) else item
 
     # messages
 
@@ -189,6 +201,7 @@ class Judge(Codec):
                 raise Gone(self.gone)
             if not self.depth:
                 self.settle()
+                self.thrown.clear()
                 if self.closing and op != "close":
                     self.close_generators()
             return self._exchange(is_open, op, args, keywords or {})
@@ -198,9 +211,9 @@ class Judge(Codec):
         if op not in READS:
             self.epoch += 1
         self.depth += 1
-        before = self.open, self.demote
+        before, failed = (self.open, self.demote), None
         try:
-            encoded, nodes = self.encode([*args, *keywords.values()])
+            encoded, nodes = self.encode([*args, *keywords.values()], self.depth > 1)
             message = {"op": op, "a": encoded, "n": nodes, "d": is_open}
             if keywords:
                 message["k"] = list(keywords)
@@ -208,9 +221,13 @@ class Judge(Codec):
             while "op" in (reply := self.channel.receive()):
                 self.show(reply)
                 self.open, self.demote = False, False
-                self.channel.send(self.call_back(reply))
+                answer, error = self.call_back(reply)
+                failed = failed or error
+                self.channel.send(answer)
             self.show(reply)
             self.open, self.demote = is_open, op not in ("eq", "fields", "plain")
+            if failed is not None:  # whatever the code made of it
+                raise failed
             if "exc" in reply:
                 raise self.raised(reply, op)
             return self.decode([reply["ok"]], reply["n"])[0]
@@ -225,6 +242,17 @@ class Judge(Codec):
             self.open, self.demote = before
         raise Gone(self.gone)
 
+    def check_failure(self, tests):
+        """Have the tests unjudged if their failure may come from the boundary."""
+        if self.gone or self.unjudged:
+            return
+        with contextlib.suppress(Exception, Gone, Unjudged):
+            late, modules = self.request(False, "circumstances", ())
+            if late:
+                self.refuse(f"the code calls a function of the tests after its own call has ended{HINT}")
+            if why := doubt(tests, modules):
+                self.refuse(why + HINT)
+
     def close_generators(self):
         """Close the program's generators that the tests have dropped."""
         while self.closing:
@@ -237,20 +265,24 @@ class Judge(Codec):
         """Print what the program has printed, where the tests may have redirected it."""
         for name in ("stdout", "stderr"):
             if name in reply:
-                print(text(reply[name]), end="", file=getattr(sys, name))
+                getattr(sys, name).write(text(reply[name]))
 
     def call_back(self, request):
-        """Do for the program what it asks of the tests, and return the answer to send."""
+        """Do for the program what it asks of the tests; the answer to send, and the assertion that has failed."""
         try:
             args = self.decode(request["a"], request["n"])
             value = self.serve(request, args)
-            encoded, nodes = self.encode([value])
-            return {"ok": encoded[0], "n": nodes}
+            encoded, nodes = self.encode([value], True)
+            return {"ok": encoded[0], "n": nodes}, None
         except Exception as error:
             if isinstance(error, Malformed):
                 raise
-            encoded, nodes = self.encode([error])
-            return {"exc": encoded[0], "n": nodes}
+            if isinstance(error, Unsendable) and not isinstance(error, TooMuch):
+                self.refuse(f"{error} of the tests goes to the code{HINT}")
+            failed = error if isinstance(error, AssertionError) else None  # its text may hold what the tests expect
+            encoded, nodes = self.encode([error if failed is None else AssertionError()], True)
+            self.thrown.append(error)
+            return {"exc": encoded[0], "n": nodes, "j": len(self.thrown) - 1}, failed
 
     def serve(self, request, args):
         """Call a function of the tests, advance one of their iterators, or read from their input."""
@@ -260,6 +292,8 @@ class Judge(Codec):
         if op in ("read", "readline"):
             return getattr(sys.stdin, op)(*args)
         target = self.callbacks[integer(request["f"])]
+        if op == "attribute":
+            self.refuse(f"the code reads .{text(args[0])[:100]} of an object of the tests{HINT}")
         if op == "next":
             return next(target)
         keywords = request.get("k", [])
@@ -331,8 +365,13 @@ def judge(task, hears, asks, report):
         report: writes a line for the verifier.
     """
     program = Judge(judge_channel(hears, asks), task)
+    if lost := unreached(program.roles.nodes):
+        report({"kind": "broken", "detail": f"cannot be judged: `{lost}` does not reach the code{HINT}"})
+        return
     try:
         found = run(task, program, report)
+        if found["kind"] in ("done", "failed") and found.get("failed", True):
+            program.check_failure(task["tests"])
         if program.unjudged and not program.gone:
             found = {"kind": "broken", "detail": f"cannot be judged: {program.unjudged}"}
         report(found)

@@ -5,7 +5,7 @@ This runs inside the judge's sandbox.
 
 import sys
 
-from _errors import encode
+from _errors import encode, lineage
 from _roles import METHODS
 from _wire import text
 
@@ -56,6 +56,7 @@ class Errors:
     def __init__(self, judge, tests):
         self.judge = judge
         self.classes = {}
+        self.sent = {}  # (module, name) -> class of the tests that the program knows
         self.named = {name for name in ENDS if name in tests}  # that end a program or loop, and that the tests expect
         RemoteError.errors = self
 
@@ -67,15 +68,22 @@ class Errors:
         """The JSON of an exception of the tests."""
         if isinstance(type(error), RemoteError) and error.__dict__.get("_wire_number") is not None:
             return ["h", error._wire_number]
-        return encode(error, self.judge, lambda kind: kind.__dict__.get("_number"))
+        self.lineage(type(error))
+        return encode(error, self.judge, number_of)
+
+    def lineage(self, kind):
+        """The JSON of an exception class."""
+        if not isinstance(kind, RemoteError):
+            self.sent[kind.__module__, kind.__name__] = kind
+        return lineage(kind, number_of)
 
     def kind(self, names):
         """The class for a class of the program: a library's, one of the set-up's, or a new class of that name."""
         module, name = text(names[0][0]), text(names[0][1])
         if module == "solution" and name in self.judge.shared_exceptions:
             return self.judge.shared_exceptions[name]
-        found = None
-        if module.split(".")[0] not in NOT_LIBRARIES and library(module):
+        found = self.sent.get((module, name)) if module == "__main__" else None
+        if found is None and module.split(".")[0] not in NOT_LIBRARIES and library(module):
             found = getattr(sys.modules.get(module), name, None)
         if isinstance(found, type) and issubclass(found, BaseException) and not isinstance(found, RemoteError):
             return found
@@ -109,6 +117,11 @@ class Errors:
         return error
 
 
+def number_of(kind):
+    """The program's number of an exception class."""
+    return kind.__dict__.get("_number")
+
+
 def _bare(kind, args, says):
     """An exception of a remote class, made by the builtin class that it derives from."""
     for tried in (args, [says]):
@@ -124,4 +137,6 @@ def _bare(kind, args, says):
 def library(module):
     """Whether a module is of the standard library, or numpy or pandas."""
     top = module.split(".")[0]
-    return top in ("numpy", "pandas") or top in getattr(sys, "stdlib_module_names", sys.modules)
+    if not hasattr(sys, "stdlib_module_names"):  # Python 3.9; the judge's own modules have no __spec__
+        return getattr(sys.modules.get(top), "__spec__", None) is not None
+    return top in ("numpy", "pandas") or top in sys.stdlib_module_names

@@ -24,6 +24,10 @@ METHODS = (
     | frozenset(name for kind in LIBRARY for name in dir(kind) if callable(getattr(kind, name)))
     | frozenset(MORE)
 )
+PREDICATES = {
+    *(name for name in METHODS if name.startswith(("is", "any", "all")) and not name.startswith("iso")),
+    *("startswith", "endswith", "equals", "match", "between", "exists"),
+}
 GENERATOR = {"send", "throw", "close", "asend", "athrow", "aclose"}
 
 

@@ -227,6 +227,15 @@ class Solution(types.ModuleType):
             raise AttributeError(f"the code defines no {name}")
         return found[name]
 
+    def __setattr__(self, name, value):
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+        else:
+            self._judge.request(False, "define", (name, value))
+
+    def __delattr__(self, name):
+        self._judge.request(False, "define", (name,))
+
 
 def _replace(task, judge):
     """Put our modules in place of ``solution`` and pytest; returns the exceptions that skip a unit."""

@@ -15,7 +15,9 @@ from _channel import Malformed, TooMuch, Unsendable
 
 MAX_DEPTH = 100  # of tuples in tuples; lists and dicts are nodes and may nest as they like
 BIG = 1 << 53
-KEPT, LARGE = 64, 1000  # containers that outlive their exchange: how many, and their size
+KEPT, LARGE = 64, 1000  # containers whose changes cross by themselves: how many, and their size
+SWEPT = 1000  # other containers that are kept before the first search for those that nobody refers to
+WATCHED = 256  # with more containers, changes cross with the end of an exchange only, unless a message refers to them
 
 DICTS = {"d": dict, "OD": OrderedDict, "DD": defaultdict}  # and "CT": collections.Counter, once it is there
 TAGS = {kind: tag for tag, kind in DICTS.items()} | {list: "l", set: "s", bytearray: "ba", deque: "q"}
@@ -23,7 +25,7 @@ KINDS = {tag: kind for kind, tag in TAGS.items()}
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 LEAVES, INNER, HASHED = {"ba", "ar", "na", "si", "bi"}, {"l", "q", "o", "sn"}, {"d", "OD", "DD", "CT", "s"}
 STREAMS = {("array", "array"), ("numpy", "ndarray"), ("_io", "StringIO"), ("_io", "BytesIO")}
-OWN = {"h", "k", "u", "m", "f", "y", "w", "ay", "x", "ex", "B"}  # tags of :meth:`Codec.opaque`
+OWN = {"h", "k", "u", "m", "f", "y", "w", "ay", "x", "ex", "ej", "B"}  # tags of :meth:`Codec.opaque`
 KEYS: type = type({}.keys())
 ITEMS: type = type({}.items())
 PAIRS: type = type({}.values())
@@ -41,6 +43,8 @@ class Codec:
     def __init__(self):
         self.shared = {}
         self.known = {}  # number -> [container, its content when both sides last agreed]
+        self.unwatched = {}  # like ``known``; their changes cross only when a message refers to them
+        self.sweep = SWEPT
         self.ids = {}  # id(container) -> number
         self.count = self.parity
         self.current = set()  # numbers that crossed in the exchange under way, so that both sides have them
@@ -60,11 +64,12 @@ class Codec:
 
     # to JSON
 
-    def encode(self, roots):
+    def encode(self, roots, nested=False):
         """Values to JSON.
 
         Args:
             roots: the values.
+            nested: the message is in the midst of an exchange.
 
         Returns:
             the JSON of the roots, and the nodes: those that they reach, and known ones that have changed.
@@ -73,7 +78,7 @@ class Codec:
         before, self._queue = self._queue, (queue, sent)
         try:
             encoded = [self._encode(root, 0) for root in roots]
-            for number, entry in list(self.known.items()):
+            for number, entry in () if nested and len(self.known) > WATCHED else list(self.known.items()):
                 if number not in sent and changed(entry):
                     sent.add(number)
                     queue.append((number, entry[0]))
@@ -95,6 +100,8 @@ class Codec:
             self.count += 2
             number = self.ids[id(value)] = self.count
             self.known[number] = [value, None]
+        elif number in self.unwatched:
+            self.known[number] = self.unwatched.pop(number)
         elif number in self.current and number not in sent and not changed(self.known[number]):
             return number
         if number not in sent:
@@ -211,8 +218,8 @@ class Codec:
         if tag == "CT" and tag not in DICTS:
             know_counter()
         kind = self.shared[node[2]] if tag == "o" else KINDS.get(tag)
-        if number in self.known:
-            value = self.known.pop(number)[0]  # to the end
+        if entry := self.known.pop(number, None) or self.unwatched.pop(number, None):
+            value = entry[0]
             if type(value) is kind if kind else types().fits(value, tag, node[3]):
                 self.known[number] = [value, None]
                 return
@@ -313,18 +320,31 @@ class Codec:
     # containers that outlive an exchange
 
     def settle(self):
-        """Before an exchange: forget containers that nobody else refers to, that are large, or that are too many."""
+        """Before an exchange: forget containers that nobody else refers to, and watch no large and no old ones.
+
+        Containers that have changed cross first.
+        """
         self.current.clear()
         for number in list(self.known):
             entry = self.known[number]
-            if alone(entry) or size(entry[1]) > LARGE:
-                self._forget(number)
-        while len(self.known) > KEPT:
-            self._forget(next(iter(self.known)))
+            if (alone(entry) or size(entry[1]) > LARGE) and not changed(entry):
+                self._drop(number)
+        for number in list(self.known)[: max(0, len(self.known) - KEPT)]:
+            if not changed(self.known[number]):
+                self._drop(number)
+        if len(self.unwatched) > self.sweep:
+            for number in list(self.unwatched):
+                if alone(self.unwatched[number]):
+                    self._drop(number)
+            self.sweep = SWEPT + 2 * len(self.unwatched)
 
-    def _forget(self, number):
-        value = self.known.pop(number)[0]
-        self.ids.pop(id(value), None)
+    def _drop(self, number):
+        """Forget a container, or stop watching it if somebody refers to it."""
+        entry = self.known.pop(number, None) or self.unwatched.pop(number)
+        if alone(entry):
+            del self.ids[id(entry[0])]
+        else:
+            self.unwatched[number] = [entry[0], None]
 
 
 def know_counter():

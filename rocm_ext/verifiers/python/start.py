@@ -22,8 +22,8 @@ JUDGE_MB = 1024  # the tests may need more memory than the code
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
 RUNNER = ("_units", "_standin", "_runner", "_calls", "_tests")
-JUDGE = ("_channel", "_wire", "_types", "_roles", "_errors", "_raised", "_handles", "_special", "_live", *RUNNER,
-         "_judge", "_warm")  # fmt: skip
+JUDGE = ("_channel", "_wire", "_types", "_roles", "_reach", "_errors", "_raised", "_handles", "_special", "_live",
+         *RUNNER, "_judge", "_warm")  # fmt: skip
 PROGRAM = ("_channel", "_wire", "_types", "_errors", "_objects", "_streams", "_candidate")
 BOTH = ("_channel", "_wire", *RUNNER, "_local")
 SCRIPTS = (JUDGE, PROGRAM, BOTH)
