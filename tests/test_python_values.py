@@ -423,7 +423,7 @@ def test_an_object_that_agrees_with_everything_is_never_right(verify, base: str,
 
 
 BESIDE = {  # code that is right, and tests whose other half does not cross
-    "a patch of a library": ("import time\ndef f(): time.sleep(100)", "from unittest.mock import patch\nwith patch('time.sleep') as s: f()\ns.assert_called_once_with(100)"),
+    "a patch of a library": ("import time\ndef f(): time.sleep(1)", "from unittest.mock import patch\nwith patch('time.sleep') as s: f()\ns.assert_called_once_with(1)"),
     "the environment": ("import os\ndef f(): return os.environ.get('Q')", "import os\nos.environ['Q'] = 'yes'\nassert f() == 'yes'"),
     "logs": ("import logging\ndef f(): logging.warning('hey')", "import unittest\nclass TestF(unittest.TestCase):\n    def test_f(self):\n        with self.assertLogs(): f()"),
     "print patched": ("def f(): print('hi')", "from unittest.mock import patch\nwith patch('builtins.print') as p: f()\np.assert_called_once_with('hi')"),

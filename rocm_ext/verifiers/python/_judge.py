@@ -250,6 +250,8 @@ class Judge(Codec):
             late, modules = self.request(False, "circumstances", ())
             if late:
                 self.refuse(f"the code calls a function of the tests after its own call has ended{HINT}")
+            if lost := unreached(self.roles.nodes):
+                self.refuse(f"`{lost}` does not reach the code{HINT}")
             if why := doubt(tests, modules):
                 self.refuse(why + HINT)
 
@@ -365,9 +367,6 @@ def judge(task, hears, asks, report):
         report: writes a line for the verifier.
     """
     program = Judge(judge_channel(hears, asks), task)
-    if lost := unreached(program.roles.nodes):
-        report({"kind": "broken", "detail": f"cannot be judged: `{lost}` does not reach the code{HINT}"})
-        return
     try:
         found = run(task, program, report)
         if found["kind"] in ("done", "failed") and found.get("failed", True):

@@ -20,7 +20,7 @@ def unreached(nodes):
     for node in nodes:
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name.split(".")[-1] in {*RECORDERS, "setenv"} or (_patches(name) and _elsewhere(node.args, modules)):
+            if name.split(".")[-1] in RECORDERS or (_patches(name) and _elsewhere(node.args, modules)):
                 return ast.unparse(node)[:100]
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _is_environment(node.value):
             return ast.unparse(node)[:100]

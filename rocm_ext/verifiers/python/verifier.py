@@ -67,8 +67,8 @@ class PythonTests(Verifier):
     What cannot be judged across the boundary is ERROR, never WRONG: an object of the code's class where the tests take
     data; data compared with an object whose class defines ``__eq__``, except for a subclass of a builtin type, whose
     value is compared; a class of the tests that inherits from one of the code's; objects of the tests' own classes as
-    arguments; a patch of a library, the environment, logs or warnings, which do not reach the code. A failure is ERROR,
-    too, if the tests use files, if they set a seed and the code draws random numbers, or if the code calls a function
+    arguments. A failure is ERROR, too, if the tests patch a library, set the environment, or record logs or warnings,
+    which does not reach the code; if they use files, if they set a seed and the code draws random numbers, or if the code calls a function
     of the tests after its own call has ended. An assert that fails in a function which the code calls fails the test,
     even if the code catches the exception. Threads of the tests call the code one after another.
 
