@@ -68,9 +68,9 @@ class PythonTests(Verifier):
     data; data compared with an object whose class defines ``__eq__``, except for a subclass of a builtin type, whose
     value is compared; a class of the tests that inherits from one of the code's; objects of the tests' own classes as
     arguments. A failure is ERROR, too, if the tests patch a library, set the environment, or record logs or warnings,
-    which does not reach the code; if they use files, if they set a seed and the code draws random numbers, or if the code calls a function
-    of the tests after its own call has ended. An assert that fails in a function which the code calls fails the test,
-    even if the code catches the exception. Threads of the tests call the code one after another.
+    which does not reach the code; if they use files, if they set a seed and the code draws random numbers, or if the
+    code calls a function of the tests after its own call has ended. An assert that fails in a function which the code
+    calls fails the test, even if the code catches the exception. Threads of the tests call the code one after another.
 
     These asserts trust the code: one that compares with a value that the code's own classes or helper functions
     compute; one that computes the expected value from an argument after the call, which may have changed it; and one
