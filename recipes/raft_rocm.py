@@ -406,7 +406,9 @@ class RAFT:
             with replace_folder(self.out / "adapter") as folder:
                 shutil.copytree(Cycle(self.out, number).adapter, folder, dirs_exist_ok=True)
             if not self.cfg.save_adapter_weights_only:
-                adapter_files.merge(self.learner.cfg.checkpointer, self.out / "adapter", self.out / "merged")
+                adapter_files.merge(
+                    self.learner.cfg.checkpointer, self.out / "adapter", self.out / "merged", self.learner.decoder
+                )
             log.info("%s", cycles.table(rows))
             log.info("adapter: %s, of cycle %d", self.out / "adapter", number)
             if self.prompts.held_out:

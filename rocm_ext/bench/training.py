@@ -15,6 +15,7 @@ from rocm_ext.bench.loader import random_rows
 from rocm_ext.errors import UserError
 from rocm_ext.log import log
 from rocm_ext.model.build import Weights
+from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import Tally
 from rocm_ext.plan.memory import readable
@@ -35,7 +36,9 @@ class RandomWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, decoder: torch.nn.Module, device: torch.device) -> None:
-        self._shapes = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
+        self._shapes: dict[str, Tensor] = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
+        if isinstance(decoder, ForeignDecoder):
+            self._shapes |= decoder.buffers_to_load()
         self._device = device
 
     def __getitem__(self, name: str) -> Tensor:

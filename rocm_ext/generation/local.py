@@ -25,6 +25,7 @@ from rocm_ext.generation.base import Completion, Request, Sampling
 from rocm_ext.generation.decoder import MIN_ROWS, Cache, Decoder, check_family, copied_bytes, merged
 from rocm_ext.generation.draw import draw, draw_bytes, uniforms
 from rocm_ext.log import log
+from rocm_ext.model.foreign import ForeignDecoder
 
 # Slots at which a step becomes compute-bound; more slots gain nothing (measured on a CPU; computed for GPUs).
 _MOST_SLOTS = {"cpu": 128, "cuda": 256}
@@ -50,7 +51,7 @@ class LocalEngine:
         free_memory: returns the free bytes on the device.
 
     Raises:
-        UserError: ``slots`` is out of range.
+        UserError: ``slots`` is out of range, or transformers computes the model.
     """
 
     exact_tokens = has_logprobs = True
@@ -67,6 +68,11 @@ class LocalEngine:
     ) -> None:
         if slots is not None and not (type(slots) is int and slots >= MIN_ROWS):
             raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least {MIN_ROWS}, or null")
+        if isinstance(decoder, ForeignDecoder):
+            raise UserError(
+                "engine LocalEngine samples from native decoders only, and transformers computes this model; sample "
+                "on a server (rocm_ext.generation.OpenAIEngine)"
+            )
         self._slots, self._graphs, self._merge = slots, graphs, merge
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
 

@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
@@ -26,6 +26,7 @@ from rocm_ext.hub import hub_name
 from rocm_ext.log import log
 from rocm_ext.model import names
 from rocm_ext.model.checkpointer import HF, read_tensors, weight_files
+from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, rank_and_alpha
 from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.peft_config import ADAPTER_CONFIG, PeftConfig
@@ -52,7 +53,7 @@ def check_checkpointer(cfg: DictConfig, decoder: TransformerDecoder) -> None:
         UserError: the family has no PEFT format, or the checkpointer is not the model's; the message names it.
     """
     model_type = cfg.checkpointer.model_type
-    if (model_type == HF) != isinstance(decoder, NativeDecoder):
+    if (model_type == HF) != isinstance(decoder, NativeDecoder | ForeignDecoder):
         raise UserError(
             f"checkpointer.model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
             "rocm_ext.model.from_checkpoint, torchtune's checkpointers those of torchtune's builders. "
@@ -95,7 +96,7 @@ def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, ba
     save_file({name: t.contiguous() for name, t in peft.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     layer = next(layer for _, layer in adapters(decoder))
     rank, alpha = rank_and_alpha(layer)
-    modules = sorted({name[len(_PREFIX) :].rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for name in peft})
+    adapted = {name[len(_PREFIX) :].rsplit(".lora_", 1)[0] for name in peft}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -103,7 +104,7 @@ def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, ba
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": getattr(layer.dropout, "p", 0.0),
-        "target_modules": modules,
+        "target_modules": _targets(adapted, decoder),
         "use_dora": isinstance(layer, Dora),
         "use_rslora": layer.rslora,
         "bias": "none",
@@ -111,6 +112,16 @@ def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, ba
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _targets(adapted: set[str], decoder: nn.Module) -> list[str]:
+    """Name the layers to PEFT: by the ends of their names, unless other layers have these, too."""
+    ends = {name.rpartition(".")[2] for name in adapted}
+    if isinstance(decoder, ForeignDecoder):
+        linears = {name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
+        if any(name.rpartition(".")[2] in ends for name in linears):
+            return sorted(adapted)
+    return sorted(ends)
 
 
 def config_folder(source: Path) -> Path | None:
@@ -220,6 +231,8 @@ def _converters(decoder: TransformerDecoder, model_type: str) -> tuple[Convert, 
     format, so the converters reorder these rows. Qwen2 uses halves in both. torchtune's own PEFT export
     reorders Qwen2's adapters too, which is wrong; these converters do not. Native decoders use halves, too.
     """
+    if isinstance(decoder, ForeignDecoder):
+        return _same_name, _same_name
     if model_type == HF:
         return (lambda *a: _renamed(names.to_hf, *a)), (lambda *a: _renamed(names.from_hf, *a))
     from torchtune.models import convert_weights
@@ -258,6 +271,10 @@ def _renamed(rename: Callable[[str], str], name: str, tensor: Tensor, has_rows: 
         raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
 
 
+def _same_name(name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+    return name, tensor
+
+
 def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
     rows = heads["num_kv_heads"] if "k_proj" in name else heads["num_heads"]
     return torch.empty(rows * heads["head_dim"], 1)
@@ -276,7 +293,7 @@ def base_model_name(folder: Path) -> str:
         return str(folder.resolve())
 
 
-def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
+def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Module) -> None:
     """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
 
     It merges one tensor at a time, in fp32, and holds at most one file of the base model in memory.
@@ -287,6 +304,7 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
         cfg_checkpointer: the config's ``checkpointer``, which names the base model's folder and files.
         adapter: PEFT folder.
         out: folder to write.
+        decoder: the model that the adapter belongs to.
 
     Raises:
         UserError: the adapter changes a weight that the base model does not have.
@@ -307,7 +325,7 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path) -> None:
         for file in files:
             tensors = {}
             for name, weight in read_tensors(base / file):
-                update = updates.pop(name, None)
+                update = updates.pop(decoder.name_of(name) if isinstance(decoder, ForeignDecoder) else name, None)
                 tensors[name] = merged_weight(weight, update, scale) if update else weight.clone()
                 size += weight.nbytes
             # the name under which transformers looks for a single file

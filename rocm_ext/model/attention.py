@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules import MultiHeadAttention
 
+from rocm_ext.model.foreign import ForeignDecoder
+
 
 class Lengths:
     """Lengths of packed sequences, passed through torchtune's ``mask`` argument.
@@ -154,6 +156,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0
 _PACKED: dict[type, type] = {MultiHeadAttention: PackedAttention, HeadNormAttention: PackedHeadNormAttention}
 
 
+def takes_packed_rows(model: nn.Module) -> bool:
+    """Return whether :func:`use_packed_attention` made ``model`` accept packed rows."""
+    if isinstance(model, ForeignDecoder):
+        return model.packs
+    return isinstance(getattr(model.layers[0], "attn", None), PackedAttention)  # type: ignore[index]
+
+
 def use_packed_attention(model: nn.Module) -> bool:
     """Make every self-attention of ``model`` accept packed rows.
 
@@ -161,6 +170,8 @@ def use_packed_attention(model: nn.Module) -> bool:
         False, with ``model`` unchanged, if a layer has another attention class (Gemma 2's soft-capping).
         Such a model needs padded rows.
     """
+    if isinstance(model, ForeignDecoder):
+        return model.packs
     layers = list(model.layers)  # type: ignore[arg-type]
     if not all(type(getattr(layer, "attn", None)) in _PACKED for layer in layers):
         return False

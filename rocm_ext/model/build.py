@@ -15,6 +15,7 @@ from rocm_ext.data.batches import Batch
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import Profile, check_locked
 from rocm_ext.model.attention import Lengths
+from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
 from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.norm import use_fused_norms
@@ -47,6 +48,8 @@ def hidden_states(decoder: TransformerDecoder, batch: Batch) -> Tensor:
     Returns:
         [b, s, d], the output layer's input.
     """
+    if isinstance(decoder, ForeignDecoder):
+        return decoder.hidden_states(batch)
     h = decoder.tok_embeddings(batch.tokens)
     mask = Lengths(batch.lengths) if batch.lengths else None
     for layer in decoder.layers:
@@ -71,7 +74,7 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
     """
     with torch.device("meta"), set_default_dtype(dtype):
         decoder = config.instantiate(cfg_model, key="model")
-    if not isinstance(decoder, TransformerDecoder):
+    if not isinstance(decoder, TransformerDecoder | ForeignDecoder):
         raise UserError(
             f"model {cfg_model._component_} builds a {type(decoder).__name__}; only text decoders "
             "(torchtune TransformerDecoder) are supported"
@@ -174,12 +177,18 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
             message names the first three.
     """
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
-    of_one_folder = isinstance(decoder, NativeDecoder)
-    _check_fit(frozen, weights.state, _DOWNLOAD_AGAIN if of_one_folder else _OTHER_BUILDER)
+    state = shapes = weights.state
+    buffers: dict[str, Tensor] = {}
+    if isinstance(decoder, ForeignDecoder):
+        state, shapes, buffers = *decoder.converted(state), decoder.buffers_to_load()
+    of_one_folder = isinstance(decoder, NativeDecoder | ForeignDecoder)
+    _check_fit({**frozen, **buffers}, shapes, _DOWNLOAD_AGAIN if of_one_folder else _OTHER_BUILDER)
+    for name, buffer in buffers.items():
+        buffer.copy_(state[_plain(name)])
     sums: dict[str, Tensor] = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
     for name, parameter in frozen.items():
-        full = weights.state[_plain(name)]
+        full = state[_plain(name)]
         if _plain(name) in quantized:
             from torchao.dtypes.nf4tensor import to_nf4
 
@@ -189,7 +198,7 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
             sums[_plain(name)] = _shard_of(placed).sum(dtype=torch.float32)
         owner, _, leaf = name.rpartition(".")
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(placed, requires_grad=False))
-    _check_finite(sums, weights.state)
+    _check_finite(sums, state)
     for _, layer in adapters(decoder):
         if isinstance(layer, Dora):
             layer.initialize_dora_magnitude()

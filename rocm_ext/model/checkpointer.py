@@ -13,7 +13,7 @@ from torchtune.training import MODEL_KEY
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.files import json_object
 from rocm_ext.hub import how_to_download
-from rocm_ext.model.families import read_architecture
+from rocm_ext.model.families import foreign_config, read_architecture
 from rocm_ext.model.names import from_hf
 
 HF = "HF"  # the model_type of weights in Hugging Face's row order
@@ -49,10 +49,13 @@ class HFCheckpointer:
     def load_checkpoint(self) -> dict[str, Any]:
         """Return the weights by torchtune's names, under torchtune's key for a model.
 
+        Those of a model that transformers builds keep the names of its files.
+
         Raises:
             UserError: files are missing or damaged, or hold something else than such a model's weights.
         """
-        tied = read_architecture(self._folder).tied
+        foreign = foreign_config(self._folder, trust_remote_code=True) is not None
+        tied = not foreign and read_architecture(self._folder).tied
         state: dict[str, Tensor] = {}
         for file in weight_files(self._folder):
             for name, tensor in read_tensors(self._folder / file):
@@ -60,7 +63,7 @@ class HFCheckpointer:
                     continue
                 _check_stored(name, tensor, file)
                 try:
-                    state[from_hf(name)] = tensor
+                    state[name if foreign else from_hf(name)] = tensor
                 except KeyError as error:
                     raise UserError(f"{self._folder / file} has {name}, which no layer of this model has") from error
         if tied and _OUTPUT in state and _EMBEDDINGS in state:

@@ -107,6 +107,37 @@ def read_architecture(folder: Path) -> Architecture:
         UserError: the file is missing or damaged, the architecture is unknown, or the native decoders do not compute
             what a key asks for; the message names it.
     """
+    config = _read(folder)
+    try:
+        return _architecture(config)
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+
+
+def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | None:
+    """Read the ``config.json`` of a folder whose architecture has no native decoder.
+
+    Args:
+        folder: the folder.
+        trust_remote_code: accept a model that brings its own code.
+
+    Returns:
+        The file's content; None if the architecture has a native decoder.
+
+    Raises:
+        UserError: the file is missing or damaged, or the model is quantised, takes images or brings its own code.
+    """
+    config = _read(folder)
+    try:
+        if _text_model(config, trust_remote_code) in _FAMILIES:
+            return None
+        _refuse_quantised(config)
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+    return config
+
+
+def _read(folder: Path) -> Config:
     path = folder / CONFIG
     try:
         config = json_object(path.read_bytes())
@@ -119,10 +150,7 @@ def read_architecture(folder: Path) -> Architecture:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if config is None:
         raise UserError(f"{path} is damaged: expected a JSON object; download the file again")
-    try:
-        return _architecture(config)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    return config
 
 
 def _architecture(config: Config) -> Architecture:
@@ -162,19 +190,28 @@ def _architecture(config: Config) -> Architecture:
 
 
 def _known_name(config: Config) -> str:
+    name = _text_model(config)
+    if name not in _FAMILIES:
+        raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
+    return name
+
+
+def _text_model(config: Config, trust_remote_code: bool = False) -> str:
     """Return transformers' class of the model.
 
     Raises:
-        UserError: it is not a text model of a known family.
+        UserError: it takes more than text, or brings its own code.
     """
     named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
     name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
     if any(isinstance(config.get(part), Mapping) for part in ("vision_config", "text_config", "audio_config")):
         raise UserError(f"{name} takes images or sound; only text models are supported")
-    if isinstance(config.get("auto_map"), Mapping) and "AutoModelForCausalLM" in config["auto_map"]:
-        raise UserError(f"{name} brings its own code (auto_map), which this library does not run")
-    if name not in _FAMILIES:
-        raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
+    brings = config.get("auto_map")
+    if not trust_remote_code and isinstance(brings, Mapping) and "AutoModelForCausalLM" in brings:
+        raise UserError(
+            f"{name} brings its own code (auto_map), which runs only with model.trust_remote_code=True: it may do "
+            "on this machine what you may do, so read it first"
+        )
     return name
 
 
@@ -184,16 +221,20 @@ def _refuse_foreign(config: Config) -> None:
     Raises:
         UserError: naming the key and its value.
     """
+    _refuse_quantised(config)
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UserError(f"hidden_act is {activation!r}; supported is silu")
+    if config.get("mlp_bias"):
+        raise UserError("mlp_bias is True; an MLP with biases is not supported")
+
+
+def _refuse_quantised(config: Config) -> None:
     if quantized := config.get("quantization_config") or config.get("compression_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
         raise UserError(
             f"the weights are quantised ({method or 'quantization_config'}); use the model's bf16 or fp16 weights, "
             "with quantize_base: True for a 4-bit base model"
         )
-    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UserError(f"hidden_act is {activation!r}; supported is silu")
-    if config.get("mlp_bias"):
-        raise UserError("mlp_bias is True; an MLP with biases is not supported")
 
 
 def _window(config: Config, family: _Family, layers: int) -> int | None:

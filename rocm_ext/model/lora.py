@@ -147,8 +147,9 @@ def adopt(model: nn.Module, cfg_model) -> None:
     for parameter in adapter_parameters(model).values():
         parameter.requires_grad_(True)
     wanted = set(cfg_model.get("lora_attn_modules") or ())
-    available = sorted(name for name, child in model.layers[0].attn.named_children() if name.endswith("_proj"))  # type: ignore
     if missing := sorted(wanted - found):
+        attention: nn.Module = model.layers[0].attn  # type: ignore[index, union-attr, assignment]
+        available = sorted(name for name, _ in attention.named_children() if name.endswith("_proj"))
         raise UserError(f"model.lora_attn_modules {missing} match no layer; the model has {available}")
     if not found:
         raise UserError(

@@ -3,9 +3,10 @@
 Weights keep Hugging Face's row order in every family, so they and PEFT adapters only change their names.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torchtune.modules import (
@@ -18,10 +19,10 @@ from torchtune.modules import (
 )
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.errors import UserError, nearest
+from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.log import log
 from rocm_ext.model.attention import HeadNormAttention
-from rocm_ext.model.families import Architecture, read_architecture
+from rocm_ext.model.families import Architecture, foreign_config, read_architecture
 from rocm_ext.model.names import LINEAR
 from rocm_ext.model.rope import HalvesRoPE
 
@@ -46,10 +47,12 @@ def from_checkpoint(
     target_modules: Iterable[str] | str | None = None,
     use_dora: bool = False,
     quantize_base: bool = False,
-) -> NativeDecoder:
+    trust_remote_code: bool = False,
+) -> Any:
     """Build the model of a folder with LoRA, for a config's ``model:``.
 
-    Only ``config.json`` is read. The other arguments are those of torchtune's LoRA builders.
+    Only ``config.json`` is read. The other arguments are those of torchtune's LoRA builders. An architecture without a
+    native decoder is built by transformers.
 
     Args:
         checkpoint_dir: folder in Hugging Face's format.
@@ -60,17 +63,49 @@ def from_checkpoint(
             ``all-linear``: all linear layers of attention and MLP.
         use_dora: DoRA instead of LoRA.
         quantize_base: keep adapted layers' weights in 4 bits (NF4).
+        trust_remote_code: run Python code of the folder where the model's architecture is not transformers' own. This
+            code may do all that you may do on this machine; read it first.
 
     Raises:
         UserError: the folder has no such model, or ``target_modules`` names a layer that it does not have.
     """
-    architecture = read_architecture(Path(checkpoint_dir))
+    folder = Path(checkpoint_dir)
+    if (foreign := foreign_config(folder, trust_remote_code)) is not None:
+        return _by_transformers(foreign)(
+            folder,
+            foreign,
+            rank=lora_rank,
+            alpha=lora_alpha,
+            dropout=lora_dropout,
+            targets=target_modules,
+            use_dora=use_dora,
+            quantize_base=quantize_base,
+            trust_remote_code=trust_remote_code,
+        )
+    architecture = read_architecture(folder)
     if architecture.window:
         log.info("%s: at most %s positions, its sliding window", checkpoint_dir, f"{architecture.positions:,}")
     kind = DoRALinear if use_dora else LoRALinear
     adapted = partial(kind, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout)
     targets = _targets(target_modules, architecture.tied)
     return _Builder(architecture, targets, adapted, quantize_base).decoder()
+
+
+def _by_transformers(config: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the builder of transformers' models.
+
+    Raises:
+        UserError: transformers is not installed, or another major version.
+    """
+    try:
+        from rocm_ext.model.hf.decoder import build
+    except ImportError as error:
+        name = (config.get("architectures") or [config.get("model_type")])[0]
+        raise UserError(
+            f"{name} has no decoder of this library's own; transformers' runs with the extra: "
+            f"pip install 'torchtune-rocm[transformers]' ({one_line(error)})"
+        ) from error
+    return build
 
 
 def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:

@@ -181,7 +181,7 @@ def simulate_layer(
     """
     packed = isinstance(getattr(layer, "attn", None), PackedAttention)
     shape = (1, sum(lengths)) if packed else (len(lengths), max(lengths))
-    with _fake(layer, kernels) as (fake, tally):
+    with on_fake_tensors(layer, kernels) as (fake, tally):
         x = torch.empty(*shape, width, dtype=dtype, requires_grad=True)
         entry = tally.now
         positions = torch.zeros(shape, dtype=torch.long)
@@ -218,7 +218,7 @@ def simulate_loss(
         kernels: of the device.
     """
     output = nn.Linear(width, vocabulary, bias=False, device="meta", dtype=dtype).requires_grad_(False)
-    with _fake(nn.ModuleList([norm, output]), kernels) as ((fake_norm, fake_output), tally):
+    with on_fake_tensors(nn.ModuleList([norm, output]), kernels) as ((fake_norm, fake_output), tally):
         x = torch.empty(1, sum(lengths), width, dtype=dtype, requires_grad=True)
         index, labels, sequence = (torch.zeros(targets, dtype=torch.long) for _ in range(3))
         columns = {name: torch.zeros(targets) for name in objective.columns}
@@ -247,7 +247,7 @@ class _OneKernel(torch.autograd.Function):
 
 
 @contextmanager
-def _fake(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, Tally]]:
+def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, Tally]]:
     """Yield a copy of ``module`` on fake CPU tensors, in training mode, and an active tally."""
     fake = copy.deepcopy(module)
     for _, layer in adapters(fake):

@@ -10,9 +10,11 @@ from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
+from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.lora import adapter_parameters, adapters
 from rocm_ext.objectives import Objective
 from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, simulate_layer, simulate_loss
+from rocm_ext.plan.foreign import simulate_foreign
 
 # QLoRA's NF4: 4 bits per value, an 8-bit scale per 64 values, an fp32 scale per 256 of these scales
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -23,14 +25,13 @@ class MemoryPlan:
     """Bytes that training needs on one rank, by part.
 
     Attributes:
-        weights: this rank's shard of the frozen base model, and the position embeddings' tables.
+        weights: this rank's shard of the frozen base model, and tables and masks that all layers share.
         gathered: the parts of the model that FSDP2 gathers at once; 0 on one rank.
         adapter: trainable parameters, fp32.
         gradients: of the trainable parameters.
         optimizer: state of the optimiser.
-        layer: costs of each layer.
+        each: costs of each layer.
         loss: costs of final norm, output layer and loss.
-        layers: number of layers.
     """
 
     weights: int
@@ -38,9 +39,13 @@ class MemoryPlan:
     adapter: int
     gradients: int
     optimizer: int
-    layer: LayerCosts
+    each: Sequence[LayerCosts]
     loss: LossCosts
-    layers: int
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.each)
 
     @property
     def fixed(self) -> int:
@@ -53,16 +58,16 @@ class MemoryPlan:
         Args:
             checkpointed: indices of the checkpointed layers.
         """
-        whole, entry = self.layer.entry + self.layer.kept, self.layer.entry
         before, most = 0, 0
-        for i in range(self.layers):  # layer i's backward pass has its whole activations; later layers' are freed
-            most = max(most, before + whole + self.layer.working)
-            before += entry if i in checkpointed else whole
+        for i, layer in enumerate(self.each):  # its backward pass has its whole activations; later layers' are freed
+            most = max(most, before + layer.entry + layer.kept + layer.working)
+            before += layer.entry + (0 if i in checkpointed else layer.kept)
         return max(most, before)
 
     def at_loss(self, checkpointed: Collection[int]) -> int:
         """Bytes that the layers keep while the loss is computed, with ``checkpointed`` layers."""
-        return (self.layers + 1) * self.layer.entry + (self.layers - len(checkpointed)) * self.layer.kept
+        kept = sum(layer.kept for i, layer in enumerate(self.each) if i not in checkpointed)
+        return sum(layer.entry for layer in self.each) + self.each[-1].entry + kept
 
     def peak(self, checkpointed: Collection[int]) -> int:
         """Peak bytes of a training step with ``checkpointed`` layers."""
@@ -82,7 +87,7 @@ def spread(count: int, layers: int) -> list[int]:
 
 
 def plan_memory(
-    decoder: TransformerDecoder,
+    decoder: TransformerDecoder | ForeignDecoder,
     objective: Objective,
     lengths: Sequence[int],
     dtype: torch.dtype,
@@ -107,18 +112,23 @@ def plan_memory(
         kernels: of ``device``.
     """
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
-    vocabulary, width = decoder.tok_embeddings.weight.shape
     chunked = copy.copy(objective)
     chunked.chunk_tokens = objective.chunk_for(device)
+    if isinstance(decoder, ForeignDecoder):
+        each, loss, shared = simulate_foreign(decoder, chunked, lengths, targets, kernels)
+    else:
+        vocabulary, width = decoder.tok_embeddings.weight.shape
+        layer = simulate_layer(decoder.layers[0], width, lengths, dtype, kernels)  # type: ignore[arg-type]
+        each, shared = [layer] * len(decoder.layers), 0
+        loss = simulate_loss(decoder.norm, width, vocabulary, chunked, lengths, targets, dtype, kernels)
     return MemoryPlan(
-        weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())),
+        weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())) + shared,
         gathered=0 if ranks == 1 else _gathered(decoder),
         adapter=adapter,
         gradients=adapter,
         optimizer=int(adapter * _state_per_byte(optimizer)),
-        layer=simulate_layer(decoder.layers[0], width, lengths, dtype, kernels),  # type: ignore[arg-type]
-        loss=simulate_loss(decoder.norm, width, vocabulary, chunked, lengths, targets, dtype, kernels),
-        layers=len(decoder.layers),
+        each=each,
+        loss=loss,
     )
 
 
@@ -133,7 +143,7 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors}.values())
 
 
-def _gathered(decoder: TransformerDecoder) -> int:
+def _gathered(decoder: TransformerDecoder | ForeignDecoder) -> int:
     # FSDP2 keeps the embeddings and the output layer gathered, and gathers the next layer while one computes.
     layers = [frozen_bytes(layer) for layer in decoder.layers]  # type: ignore[union-attr]
     return frozen_bytes(decoder) - sum(layers) + 2 * max(layers)

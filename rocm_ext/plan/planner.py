@@ -19,7 +19,7 @@ from rocm_ext.generation import Sampling
 from rocm_ext.generation.decoder import MIN_ROWS, Decoder, tensors_of
 from rocm_ext.generation.local import SHARE, most_slots, slot_memory, span_for
 from rocm_ext.hardware.numerics import DTYPES
-from rocm_ext.model.attention import PackedAttention
+from rocm_ext.model.attention import takes_packed_rows
 from rocm_ext.objectives import Objective
 from rocm_ext.plan.costs import Kernels, Operation
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
@@ -132,7 +132,7 @@ class TrainingPlanner:
         """Return the row lengths of the largest micro-batch, and the largest number of labels in any micro-batch."""
         cfg, each = self.cfg, self.rows.each
         steps = Steps(len(each), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
-        packed = isinstance(getattr(self.decoder.layers[0], "attn", None), PackedAttention)  # type: ignore[index]
+        packed = takes_packed_rows(self.decoder)
         largest: list[int] = []
         targets = 1
         for step in range(steps.per_epoch * cfg.epochs):
@@ -172,16 +172,19 @@ class TrainingPlanner:
         """
         memory = self.memory(micro_batch)
         layers = memory.fewest(budget) if checkpointed is None else sorted(checkpointed)
-        return Choice(micro_batch, layers, memory, self._step(micro_batch, len(layers)))
+        return Choice(micro_batch, layers, memory, self._step(micro_batch, layers))
 
-    def _step(self, micro_batch: int, checkpointed: int) -> Step:
+    def _step(self, micro_batch: int, checkpointed: Collection[int]) -> Step:
         tokens = self.rows_per_step * self.rows.mean / self.ranks
         count = max(1, math.ceil(tokens / micro_batch))
         each = max(1, round(tokens / count))
         typical = worst_rows(min(each, max(1, round(self.rows.mean))), each)
         plan = self._plan(typical, max(1, round(self.rows.supervised * each)))
-        layer, layers = plan.layer, plan.layers
-        passes = ((layer.forward, layers + checkpointed), (layer.backward, layers), (plan.loss.operations, 1))
+        passes = [(plan.loss.operations, 1)]
+        for costs in {id(costs): costs for costs in plan.each}.values():
+            alike = [i for i, other in enumerate(plan.each) if other is costs]
+            again = sum(i in checkpointed for i in alike)
+            passes += [(costs.forward, len(alike) + again), (costs.backward, len(alike))]
         return Step(
             tokens=tokens,
             micro_batches=count,

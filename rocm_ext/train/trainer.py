@@ -180,8 +180,11 @@ class Trainer:
         }
 
     def _has_dropout(self) -> bool:
-        modules = self.learner.decoder.modules()
-        return any((isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attn_dropout", 0) > 0 for m in modules)
+        modules = list(self.learner.decoder.modules())
+        attention = [getattr(m, key, 0) or 0 for m in modules for key in ("attn_dropout", "attention_dropout")]
+        return any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules) or any(
+            isinstance(p, float | int) and p > 0 for p in attention
+        )
 
     def _resume(self) -> None:
         """Continue from the folder's checkpoint, if it found one."""
@@ -429,7 +432,7 @@ class Trainer:
                 self.learner.write_adapter(folder)
             log.info("adapter: %s", out / "adapter")
             if not cfg.save_adapter_weights_only:
-                adapter_files.merge(cfg.checkpointer, out / "adapter", out / "merged")
+                adapter_files.merge(cfg.checkpointer, out / "adapter", out / "merged", self.learner.decoder)
             replace_text(out / "summary.json", json.dumps(self._summary(bool(early)), indent=2) + "\n")
         self.ranks.barrier()
 

@@ -1,0 +1,142 @@
+"""Packed rows in transformers' models, through its interfaces for masks and attention.
+
+A model's code asks for a mask once per kind of layer, and hands it to each layer's attention. Here a mask holds the
+lengths of the packed sequences and the model's own rule of who attends to whom, so sliding and chunked windows come
+out as transformers computes them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+PACKED = "rocm_ext_packed"
+_lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths of the packed sequences")
+# Arguments of a layer's call that change nothing here: positions are in q and k already, masks hold the windows.
+_KNOWN = ("position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions")
+
+
+class Mask:
+    """Which token attends to which, in packed rows.
+
+    Args:
+        lengths: tokens per sequence.
+        rule: transformers' mask function, ``(batch, head, query, key) -> bool`` on indices.
+        window: up to this many tokens per sequence the rule is plain causal attention; None: ``rule`` is plain.
+
+    Attributes:
+        lengths: as above.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], rule: Callable[..., Any], window: int | None) -> None:
+        self.lengths, self._rule, self._window = lengths, rule, window
+        self._dense: dict[int, Tensor] = {}
+
+    def of(self, length: int, device: torch.device) -> Tensor | None:
+        """Return the mask within a sequence of ``length`` tokens: [s, s], True where it attends; None: causal."""
+        plain = self._rule is causal_mask_function or (self._window is not None and length <= self._window)
+        if plain:
+            return None
+        if length not in self._dense:
+            index = torch.arange(length, device=device)
+            zero = index.new_zeros(())
+            self._dense[length] = self._rule(zero, zero, index[:, None], index[None, :]).expand(length, length)
+        return self._dense[length]
+
+
+@contextmanager
+def packed(lengths: tuple[int, ...]) -> Iterator[None]:
+    """Give ``lengths`` to the masks that a model makes inside."""
+    token = _lengths.set(lengths)
+    try:
+        yield
+    finally:
+        _lengths.reset(token)
+
+
+def make_mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, local_size=None, **_: Any) -> Mask:
+    """Build a model's mask for the current packed rows; transformers calls it.
+
+    Args:
+        mask_function: the rule, on indices.
+        local_size: size of the sliding window or chunk, if the rule has one.
+    """
+    return Mask(_lengths.get(), mask_function, local_size)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each packed sequence; a layer of a transformers model calls it.
+
+    Args:
+        module: the layer.
+        query: [1, heads, s, head_dim].
+        key, value: [1, kv_heads, s, head_dim].
+        attention_mask: of :func:`make_mask`.
+        dropout: probability on attention weights.
+        scaling: factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: Gemma 2's c in ``c tanh(score / c)``.
+        s_aux: gpt-oss's sinks, [heads]: a score without a value.
+        others: arguments that :data:`_KNOWN` names; any other could change the result.
+
+    Returns:
+        [1, s, heads, head_dim], and None for the weights.
+
+    Raises:
+        TypeError: an argument is unknown.
+    """
+    if unknown := sorted(name for name, value in others.items() if name not in _KNOWN and value is not None):
+        raise TypeError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which packed rows lack")
+    return _attend(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
+
+
+@torch.compiler.disable
+def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    pieces = []
+    for q, k, v in zip(*(t.split(mask.lengths, dim=2) for t in (query, key, value)), strict=True):
+        if groups > 1:  # enable_gqa falls back to the math path on backends without grouped kernels
+            k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+        allowed = mask.of(q.shape[2], q.device)
+        if softcap is None and sinks is None:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=allowed is None, scale=scaling
+            )
+        else:
+            out = _by_scores(q, k, v, allowed, dropout, scaling, softcap, sinks)
+        pieces.append(out.transpose(1, 2))
+    return torch.cat(pieces, dim=1)
+
+
+def _by_scores(q, k, v, allowed, dropout, scaling, softcap, sinks) -> Tensor:
+    """Attention with its scores in memory, for what torch's kernels do not compute."""
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if allowed is None:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
+    return F.dropout(weights, dropout) @ v
+
+
+AttentionInterface.register(PACKED, attention)
+AttentionMaskInterface.register(PACKED, make_mask)

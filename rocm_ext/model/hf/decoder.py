@@ -1,0 +1,323 @@
+"""A model of transformers, behind what the trainer, the plan and the files ask of a decoder."""
+
+import copy
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torchtune.modules.peft import DoRALinear, LoRALinear
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rocm_ext.data.batches import Batch
+from rocm_ext.errors import UserError, one_line
+from rocm_ext.log import log
+from rocm_ext.model.families import CONFIG
+from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.hf.adapt import put_in
+from rocm_ext.model.hf.attention import PACKED, packed
+from rocm_ext.model.hf.experts import SORTED
+from rocm_ext.model.hf.weights import Converted, Names, persistent_buffers
+
+# model_types whose packed rows tests hold against transformers' own. All others get padded rows.
+PACKS = frozenset(
+    """
+    apertus arcee cohere cohere2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text glm glm4
+    glm4_moe gpt_oss granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe llama4_text minimax_m2
+    ministral ministral3 mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3
+    stablelm starcoder2
+    """.split()  # noqa: SIM905
+)
+
+
+class TransformersDecoder(ForeignDecoder):
+    """A causal language model of transformers. Parameters have transformers' names.
+
+    Args:
+        model: transformers' model; parameters are on the meta device.
+        architecture: content of ``config.json``, which decides the model's function.
+
+    Attributes:
+        packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
+        layers: the decoder's layers.
+        output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
+        max_seq_len, num_heads, head_dim: as in torchtune's decoders.
+
+    Raises:
+        UserError: the model is built in a way that this class does not know.
+    """
+
+    def __init__(self, model: Any, architecture: str) -> None:
+        super().__init__()
+        self.architecture = architecture
+        config = model.config.get_text_config()
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        if own := [name for name, _ in model.named_parameters(recurse=False)]:
+            raise UserError(f"{type(model).__name__} has weights outside its layers: {', '.join(own)}")
+        head = _name_of(model, model.get_output_embeddings())
+        lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+        self.layers_name = next((n for n in lists if len(model.get_submodule(n)) == config.num_hidden_layers), "")  # type: ignore
+        self._body: str
+        self._body, nested, _ = self.layers_name.partition(".")
+        if not nested or not head or model.get_input_embeddings() is None:
+            raise UserError(f"{type(model).__name__} is not built as other decoders of transformers are")
+        self.tied: tuple[str, str] | None = None
+        embeddings = model.get_input_embeddings()
+        if model.get_output_embeddings().weight is embeddings.weight:
+            self.tied = (f"{head}.weight", f"{_name_of(model, embeddings)}.weight")
+            setattr(model, head, _Tied(embeddings, model.get_output_embeddings().bias))
+            setattr(self, head, getattr(model, head))
+        self.output_name = head
+        self.max_seq_len = _number(config, "max_position_embeddings") or 2**31
+        self.num_heads = _number(config, "num_attention_heads") or 8
+        self.head_dim = _number(config, "head_dim") or config.hidden_size // self.num_heads
+        self.packs = config._attn_implementation == PACKED
+        # kept out of torch's list of parts: its parameters are this module's
+        object.__setattr__(self, "model_", model)
+        object.__setattr__(self, "output", _Head(model, self._body))
+        _try_head(model, self.output, config.hidden_size)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.get_submodule(self.layers_name)  # type: ignore[return-value]
+
+    @property
+    def tok_embeddings(self) -> nn.Embedding:
+        return self.get_submodule(self._body).get_input_embeddings()  # type: ignore[operator]
+
+    def _run(self, tokens: Tensor, **others: Any) -> Tensor:
+        """Run the model without its output layer: [b, s] -> [b, s, d]."""
+        return self.get_submodule(self._body)(input_ids=tokens, use_cache=False, **others).last_hidden_state
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """Run the model up to its output layer.
+
+        Returns:
+            [b, s, d], the output layer's input.
+        """
+        if batch.lengths is None:
+            return self._run(batch.tokens)
+        with packed(batch.lengths):
+            # with a mask, transformers does not look for sequences itself
+            return self._run(batch.tokens, position_ids=batch.positions, attention_mask=torch.ones_like(batch.tokens))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Compute the logits of whole rows: [b, s] -> [b, s, v]."""
+        if not self.packs:
+            return torch.stack([self.output(row) for row in self._run(tokens)])
+        rows = []
+        for row in tokens:
+            positions = torch.arange(len(row), device=row.device)[None]
+            nothing = row.new_zeros(0)
+            batch = Batch(row[None], positions, (len(row),), nothing, nothing, nothing, 0, len(row))
+            rows.append(self.output(self.hidden_states(batch)[0]))
+        return torch.stack(rows)
+
+    def converted(self, state: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Return a checkpoint's tensors by this model's names, and the same without their values, for a check."""
+        found = Converted(self.model_, state, self.tied)
+        return found, found.on_meta()
+
+    def buffers_to_load(self) -> dict[str, Tensor]:
+        """Return the buffers that a checkpoint holds, by name."""
+        return persistent_buffers(self)
+
+    def name_of(self, name: str) -> str:
+        """Return this model's name of a checkpoint's tensor; of a part of a larger tensor, the checkpoint's."""
+        new, pattern = self._names.of(name)
+        return new if pattern is None else name
+
+    @cached_property
+    def _names(self) -> Names:
+        return Names(self.model_)
+
+
+class _Head(nn.Module):
+    """The output layer with all that the model's code does to logits: its own forward over given hidden states."""
+
+    def __init__(self, model: Any, body: str) -> None:
+        super().__init__()
+        causal = copy.copy(model)
+        causal._modules = {**model._modules, body: _Given(model.get_submodule(body))}
+        self.causal = causal
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[n, d] -> [n, v]."""
+        return self.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+def _try_head(model: Any, head: nn.Module, width: int) -> None:
+    """Refuse a model whose code asks more of its body than hidden states.
+
+    Raises:
+        UserError: its output layer does not compute logits from hidden states alone.
+    """
+    try:
+        logits = head(torch.empty(2, width, device="meta", dtype=model.get_input_embeddings().weight.dtype))
+    except Exception as error:
+        raise UserError(
+            f"{type(model).__name__} does not compute logits from hidden states as others do: {one_line(error)}"
+        ) from error
+    if logits.ndim != 2 or len(logits) != 2:
+        raise UserError(f"{type(model).__name__} computes logits of shape {list(logits.shape)} for 2 hidden states")
+
+
+class _Given(nn.Module):
+    """A model's body whose last hidden states are its input."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self._body = (body,)  # a tuple keeps it out of torch's list of parts
+
+    def __getattr__(self, name: str) -> Any:  # some models keep factors of the logits in their body
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = None if name.startswith("_") else getattr(self._body[0], name, None)
+            if not isinstance(value, int | float):
+                raise
+            return value
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """What a model's code reads of its body's output: the last hidden states, and None for all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Tied(nn.Module):
+    """The embeddings as output layer; they stay one parameter, which FSDP2 and the loading replace in one place."""
+
+    def __init__(self, embeddings: nn.Module, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self._embeddings = (embeddings,)  # a tuple keeps it out of torch's list of parts
+        self.bias = bias
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embeddings[0].weight  # type: ignore[return-value]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+
+def _number(config: Any, key: str) -> int:
+    try:
+        value = getattr(config, key, None)
+    except Exception:  # layers differ in it
+        return 0
+    return value if isinstance(value, int) else 0
+
+
+def _name_of(model: nn.Module, wanted: nn.Module | None) -> str:
+    return next((name for name, module in model.named_modules() if module is wanted), "")
+
+
+def build(
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Iterable[str] | str | None,
+    use_dora: bool,
+    quantize_base: bool,
+    trust_remote_code: bool,
+) -> TransformersDecoder:
+    """Build transformers' model of a folder with LoRA; arguments as of :func:`rocm_ext.model.from_checkpoint`.
+
+    Args:
+        folder: the folder.
+        config: content of its ``config.json``.
+
+    Raises:
+        UserError: transformers does not know the model, or ``targets`` names a layer that it does not have.
+    """
+    try:
+        theirs = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        packs = theirs.get_text_config().model_type in PACKS and "auto_map" not in config
+        model = _on_meta(theirs, PACKED if packs else None, trust_remote_code)
+    except UserError:
+        raise
+    except Exception as error:  # a config's values may raise anything in the model's code
+        version = transformers.__version__
+        file = folder / CONFIG
+        raise UserError(f"{file}: transformers {version} cannot build this model: {one_line(error)}") from error
+    _check_class(model, folder, config)
+    decoder = TransformersDecoder(model.train(), json.dumps(config, sort_keys=True))
+    kind = partial(DoRALinear if use_dora else LoRALinear, rank=rank, alpha=alpha, dropout=dropout)
+    names = put_in(model, decoder.layers_name, decoder.output_name, targets, partial(kind, quantize_base=quantize_base))
+    for name in names:  # an adapted output layer
+        if "." not in name:
+            setattr(decoder, name, getattr(model, name))
+            decoder.output.causal._modules[name] = getattr(model, name)  # type: ignore[union-attr]
+    _say(decoder, type(model).__name__, names)
+    return decoder
+
+
+def _check_class(model: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    """Check that transformers built the class that ``config.json`` names.
+
+    Raises:
+        UserError: it is another, for instance because the named one classifies sequences.
+    """
+    named, built = (config.get("architectures") or [""])[0], type(model).__name__
+    if named and str(named).lower() != built.lower():
+        raise UserError(
+            f"{folder / CONFIG}: it names {named}, but transformers builds {built} for model_type "
+            f"{config.get('model_type')!r}; only causal language models are supported"
+        )
+
+
+def _on_meta(config: Any, attention: str | None, trust_remote_code: bool) -> Any:
+    dtype = torch.get_default_dtype()
+    chosen = {"attn_implementation": attention} if attention else {}
+    with torch.device("cpu"), _meta_parameters():
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code, experts_implementation=SORTED, **chosen
+        )
+
+
+@contextmanager
+def _meta_parameters() -> Iterator[None]:
+    """Put new parameters on the meta device. Buffers get their values, which no checkpoint holds."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
+    kinds = sorted({each.rpartition(".")[2] for each in adapted})
+    log.info("%s: transformers' code, %s rows", name, "packed" if decoder.packs else "padded")
+    whole = [key for key, p in decoder.named_parameters() if p.ndim > 2 and ".experts." in key]
+    if whole:
+        experts = sorted({key.rpartition(".")[2] for key in whole})
+        log.warning("LoRA adapts %s; experts (%s) and the router stay frozen", ", ".join(kinds), ", ".join(experts))

@@ -1,0 +1,139 @@
+"""Measure the costs of a training step of a decoder that this library did not build.
+
+Its code decides what a layer gets beside hidden states, and its layers may differ. So the whole model runs on fake
+tensors, and of each kind of layer the first one is measured in its place; the others pass their input on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rocm_ext.data.batches import Batch
+from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.objectives import Objective
+from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, Tally, on_fake_tensors
+
+
+def simulate_foreign(
+    decoder: ForeignDecoder, objective: Objective, lengths: Sequence[int], targets: int, kernels: Kernels
+) -> tuple[list[LayerCosts], LossCosts, int]:
+    """Run a step of ``decoder`` on fake tensors.
+
+    Args:
+        decoder: model with adapters, without weights.
+        objective: computes the loss from hidden states; ``chunk_tokens`` must be set.
+        lengths: tokens of each sequence in the micro-batch.
+        targets: number of its tokens with a label.
+        kernels: of the device.
+
+    Returns:
+        Costs of each layer, those of all after the layers, and the bytes of what the layers share beside hidden
+        states: tables of positions, and masks.
+    """
+    run = _Run()
+    layers = list(decoder.layers)
+    kinds = [_kind(layer) for layer in layers]
+    last = len(layers) - 1
+    try:
+        for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+            first = kinds.index(kind) == i
+            decoder.layers[i] = _Stand(layer if first else None, layer, run.measure, (kind, i == last))
+        with on_fake_tensors(decoder, kernels) as (fake, tally):
+            run.tally = tally
+            batch = _batch(lengths, targets, objective, decoder.packs)
+            hidden = fake.hidden_states(batch).flatten(0, 1)[batch.index]
+            objective(fake.output, hidden, batch.targets, batch.columns, batch.sequence).backward()
+            loss = LossCosts(tally.peak - run.held, tally.operations)
+    finally:
+        for i, layer in enumerate(layers):
+            decoder.layers[i] = layer
+    return [run.costs[kind] for kind in kinds], loss, run.shared
+
+
+class _Run:
+    """Measurements of one run."""
+
+    def __init__(self) -> None:
+        self.tally: Any = None
+        self.costs: dict[Any, LayerCosts] = {}
+        self.shared = self.held = 0
+        self._tuples: set[Any] = set()
+
+    def measure(self, layer: nn.Module | None, key: Any, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
+        """Measure ``layer`` if there is one; return its output in shape, for the next layer."""
+        kind, last = key
+        tally: Tally = self.tally
+        if not self.costs:
+            self.shared = tally.now - x.nbytes
+        if layer is not None:
+            self.costs[kind] = self._costs(kind, x, call)
+        y = x.detach().requires_grad_()
+        if last:
+            self.held = tally.now
+            tally.restart()
+        return (y,) if kind in self._tuples else y
+
+    def _costs(self, kind: Any, x: Tensor, call: Callable[[Tensor], Any]) -> LayerCosts:
+        tally: Tally = self.tally
+        entry = x.detach().requires_grad_()
+        before = tally.now
+        tally.restart()
+        out = call(entry)
+        if isinstance(out, tuple):
+            self._tuples.add(kind)
+            out = out[0]
+        kept, forward = tally.now - before - out.nbytes, tally.operations
+        grad = torch.empty_like(out)
+        tally.restart()
+        held = tally.now - grad.nbytes
+        out.backward(grad)
+        return LayerCosts(x.nbytes, kept, tally.peak - held, forward, tally.operations)
+
+
+class _Stand(nn.Module):
+    """Takes a layer's place: measures it, or passes the hidden states on."""
+
+    def __init__(self, layer: nn.Module | None, like: nn.Module, measure: Callable[..., Any], key: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        # in functions, because a copy of a model copies neither them nor what they refer to
+        self._measure, self._like = lambda *args: measure(*args), lambda: like
+        self._key = key
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._measure(self.layer, self._key, hidden_states, lambda x: self.layer(x, *args, **kwargs))  # type: ignore
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # models ask layers which mask they need
+            like = self.__dict__.get("_like")
+            if like is None or name.startswith("__"):
+                raise
+            return getattr(like(), name)
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What layers of equal costs have in common."""
+    shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    modules = [layer, *layer.children()]
+    settings = [getattr(m, key, None) for m in modules for key in ("attention_type", "layer_type", "sliding_window")]
+    return (type(layer), shapes, *map(str, settings))
+
+
+def _batch(lengths: Sequence[int], targets: int, objective: Objective, packs: bool) -> Batch:
+    shape = (1, sum(lengths)) if packs else (len(lengths), max(lengths))
+    index, labels, sequence = (torch.zeros(targets, dtype=torch.long) for _ in range(3))
+    return Batch(
+        tokens=torch.zeros(shape, dtype=torch.long),
+        positions=torch.zeros(shape, dtype=torch.long),
+        lengths=tuple(lengths) if packs else None,
+        index=index,
+        targets=labels,
+        sequence=sequence,
+        sequences=len(lengths),
+        real_tokens=sum(lengths),
+        columns={name: torch.zeros(targets) for name in objective.columns},
+    )

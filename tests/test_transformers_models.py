@@ -1,0 +1,330 @@
+"""Models that transformers computes: their training equals transformers' with PEFT, packed or padded."""
+
+import json
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rocm_ext.recipes.lora_finetune_rocm import main
+from rocm_ext.recipes.raft_rocm import main as raft_main
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rocm_ext.errors import UserError
+from rocm_ext.model.attention import takes_packed_rows
+from rocm_ext.model.hf.decoder import PACKS
+from rocm_ext.plan import speeds
+from tests.families import folder_config, write_family
+from tests.forks import forked, forked_ranks, several_ranks
+from tests.hf_models import MODELS, MORE, write_common, write_theirs
+from tests.raft_runs import write_run
+from tests.test_families import (
+    TOKENS,
+    any_torchao,  # noqa: F401 - serves every test here
+    finetune,
+    our_logits,
+    our_model,
+    prepare,
+    run_files,
+    their_logits,
+    their_training,
+)
+from tests.test_parity import pack, random_sequences
+from tests.test_plan import measured_peak
+from tests.tiny import metrics, write_rows, write_yaml
+
+
+def some(*fast: str, but: tuple[str, ...] = ()):
+    """Every model's name; all but ``fast`` are slow."""
+    marks = {False: [pytest.mark.slow], True: []}
+    return [pytest.param(name, marks=marks[name in fast]) for name in MODELS if name not in but]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Return a function from a model's name to its folder, written at the first call."""
+    top, made = tmp_path_factory.mktemp("theirs"), {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = write_theirs(top / name.replace(" ", "_"), name, shards=1 + (name == "qwen3 moe"))
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 80)
+
+
+# ---- the same function
+
+
+def check_logits(folder: Path) -> bool:
+    """Compare logits with transformers' eager attention and experts, packed rows with each sequence alone."""
+    ours = our_model(folder).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    expected = theirs(TOKENS).logits
+    torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.std())))
+    if ours.packs:
+        lengths = [9, 1, 12, 4]  # longer and shorter than windows of 6
+        sequences = random_sequences(lengths, 3)
+        found = ours.output(ours.hidden_states(pack(sequences, 8))[0])[: sum(lengths)]
+        alone = torch.cat([theirs(s[None]).logits[0] for s in sequences])
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.std())))
+    assert takes_packed_rows(ours) == ours.packs
+    return ours.packs
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_logits_equal_transformers_own(folder_of, name):
+    assert check_logits(folder_of(name)) == MODELS[name][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MORE)
+@torch.no_grad()
+def test_logits_of_more_architectures(tmp_path, kind):
+    assert check_logits(write_common(tmp_path / kind, kind))
+
+
+def test_what_is_packed_is_tested():
+    assert {kind for kind, packs, _ in MODELS.values() if packs} | set(MORE) == PACKS
+
+
+OWN = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+    _can_set_attn_implementation_cached_value = True
+"""
+
+
+@torch.no_grad()
+def test_code_of_the_folder_runs_if_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    base = write_family(tmp_path / "base", "llama")
+    expected = their_logits(base)
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    own = edited(base, tmp_path / "own", architectures=["OwnForCausalLM"], model_type="own", auto_map=auto)
+    (own / "own.py").write_text(OWN)
+    with pytest.raises(UserError, match=r"OwnForCausalLM brings its own code.*trust_remote_code=True"):
+        our_model(own)
+    ours = our_model(own, trust_remote_code=True)
+    assert not ours.packs
+    torch.testing.assert_close(ours.eval()(TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(folder_of):
+    """Rows of a hybrid model, padded on the right, give each sequence's own hidden states."""
+    ours = our_model(folder_of("qwen3.5")).eval()
+    sequences = random_sequences([9, 1, 12, 4], 3)
+    rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    found = ours(rows)
+    for row, sequence in zip(found, sequences, strict=True):
+        torch.testing.assert_close(row[: len(sequence)], ours(sequence[None])[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("gemma 3", {}),
+        ("qwen3 moe", {"target_modules": ["q_proj", "self_attn.o_proj", "lm_head"]}),
+        ("qwen3.5", {}),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in MODELS if name not in ("gemma 3", "qwen3.5")),
+        pytest.param("olmo 2", {"use_dora": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, lora):
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", lora, shuffle=False, max_steps_per_epoch=10)
+    recipe = prepare(cfg)
+    start = tmp_path / "start"
+    start.mkdir()
+    recipe.learner.write_adapter(start)
+    given = recipe.trainer.rows
+    recipe.train()
+    recipe.cleanup()
+    expected = their_training(folder_of(name), start, given, 10, lr=1e-3)
+    found = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    moved = load_file(start / "adapter_model.safetensors")
+    assert sum((tensor - moved[key]).abs().max() > 1e-3 for key, tensor in found.items()) > 0.9 * len(found)
+    for key, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+# ---- files and whole runs
+
+
+@pytest.mark.parametrize("name", some("qwen3 moe"))
+def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", max_steps_per_epoch=3)
+    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    ours = finetune(cfg)
+    expected = our_logits(ours)
+    adapter, whole = tmp_path / "run" / "adapter", tmp_path / "run" / "merged"
+    assert (their_logits(folder_of(name)) - expected).abs().max() > 0.1
+    torch.testing.assert_close(their_logits(folder_of(name), adapter), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(their_logits(whole), expected, rtol=0, atol=1e-4)
+    again = prepare(
+        {**cfg, "output_dir": str(tmp_path / "again"), "checkpointer": {"adapter_checkpoint": str(adapter)}}
+    )
+    torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(our_model(whole).eval()(TOKENS), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", some("gpt-oss"))
+def test_killed_and_resumed(folder_of, rows, tmp_path, name):
+    changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
+    cfg = folder_config(folder_of(name), rows, tmp_path / "whole", {"lora_dropout": 0.1}, **changes)
+    finetune(cfg)
+    logger = {"_component_": "tests.test_resume.SendSignal", "step": 3, "signum": int(signal.SIGKILL)}
+    path = write_yaml(tmp_path / "run.yaml", {**cfg, "metric_logger": logger, "output_dir": str(tmp_path / "run")})
+    assert forked(main, path)[0] == -signal.SIGKILL
+    recorded = tmp_path / "run" / "config.yaml"
+    code, said = forked(main, recorded, "resume_from_checkpoint=True", "metric_logger=null")
+    assert code == 0, said
+    assert run_files(tmp_path / "run") == run_files(tmp_path / "whole")
+
+
+@several_ranks
+@pytest.mark.parametrize("name", some("gemma 3"))
+def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
+    cfg = folder_config(folder_of(name), rows, tmp_path / "one", max_steps_per_epoch=4, clip_grad_norm=0.5)
+    finetune(cfg)
+    path = write_yaml(tmp_path / "two.yaml", {**cfg, "output_dir": str(tmp_path / "two")})
+    for code, messages in forked_ranks(main, path):
+        assert code == 0, messages
+    for key in ("loss", "grad_norm"):
+        found, expected = (metrics(tmp_path / out, key) for out in ("two", "one"))
+        assert len(expected) == 4
+        assert found == pytest.approx(expected, rel=1e-5)
+    found, expected = (load_file(tmp_path / out / "adapter" / "adapter_model.safetensors") for out in ("two", "one"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+WIDER = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+TWICE = ("layer_types", "no_rope_layers", "mamba_n_heads")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"enable_activation_checkpointing": True, "dtype": "bf16"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", some("qwen3 moe"))
+def test_planned_peak_is_the_measured_one(tmp_path, name, changes, monkeypatch):
+    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
+    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+    twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
+    base = write_theirs(tmp_path / "base", name, **WIDER, **twice)
+    rows = tmp_path / "rows.jsonl"
+    answer = "She sold half as many clips in May. "
+    rows.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))
+    changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
+    path = write_yaml(tmp_path / "run.yaml", folder_config(base, rows, tmp_path / "run", **changes))
+    peak, recipe = measured_peak(path)
+    assert recipe.learner.planned_peak == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_4_bit_base_model(folder_of, rows, tmp_path):
+    """QLoRA trains over weights near the exact ones, and its adapter opens in PEFT."""
+    base = write_theirs(tmp_path / "base", "olmo 2", hidden_size=128, intermediate_size=256, num_key_value_heads=4)
+    cfg = folder_config(base, rows, tmp_path / "run", {"quantize_base": True}, max_steps_per_epoch=2, dtype="bf16")
+    ours = finetune(cfg)
+    expected = their_logits(base, tmp_path / "run" / "adapter")
+    assert (our_logits(ours).float() - expected).norm() < 0.5 * expected.norm()
+
+
+# ---- bad input
+
+
+def test_without_the_extra_an_error_names_it(folder_of, rows, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rocm_ext.model.hf.decoder", None)
+    with pytest.raises(
+        UserError, match=r"Olmo2ForCausalLM has no decoder.*pip install 'torchtune-rocm\[transformers\]'"
+    ):
+        prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run"))
+
+
+def edited(base: Path, folder: Path, **changes) -> Path:
+    shutil.copytree(base, folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "lora", "message"),
+    [
+        ({"architectures": ["NeverHeardOfForCausalLM"], "model_type": "never"}, {}, "cannot build this model.*never"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, {}, r"quantised \(mxfp4\)"),
+        ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, {}, "own code.*trust_remote_code=True"),
+        ({"hidden_size": 65}, {}, "."),
+        ({}, {"target_modules": ["q_prj"]}, "'q_prj', which is no layer; did you mean q_proj"),
+        ({}, {"target_modules": []}, "target_modules is empty"),
+        ({}, {"target_modules": ["input_layernorm", "self_attn"]}, "no linear layer"),
+    ],
+    ids=str,
+)
+def test_mistakes_end_a_run_before_the_weights(folder_of, rows, tmp_path, changes, lora, message):
+    base = edited(folder_of("gemma 3"), tmp_path / "base", **changes)
+    for file in base.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UserError, match=message):
+        prepare(folder_config(base, rows, tmp_path / "run", lora))
+
+
+@pytest.mark.parametrize(
+    ("drop", "add", "message"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", None, "missing model.layers.0.self_attn.q_proj.weight"),
+        (None, "model.layers.0.self_attn.extra.weight", "unexpected model.layers.0.self_attn.extra.weight"),
+        ("model.layers.1.mlp.experts.3.up_proj.weight", None, "experts"),
+    ],
+)
+def test_weights_that_do_not_fit(tmp_path, drop, add, message):
+    base = write_theirs(tmp_path / "base", "qwen3 moe")
+    state = load_file(base / "model.safetensors")
+    if drop:
+        del state[drop]
+    if add:
+        state[add] = torch.ones(2, 2)
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=message):
+        our_model(base)
+
+
+@pytest.mark.parametrize("engine", ["LocalEngine", "OpenAIEngine"])
+def test_raft_samples_on_servers_alone(folder_of, tmp_path, engine):
+    """RAFT ends before it looks for weights, unless a server samples."""
+    edited(folder_of("smollm 3"), tmp_path / "base")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    for name, count, start in (("prompts", 8, 0), ("heldout", 4, 100)):
+        write_rows(tmp_path / f"{name}.jsonl", count, start)
+    node = {"_component_": f"rocm_ext.generation.{engine}"}
+    if engine == "OpenAIEngine":
+        node |= {"urls": ["http://127.0.0.1:9/v1"]}
+    path = write_run(tmp_path, tmp_path / "run", cycles=1, epochs=1, engine=node)
+    cfg = yaml.safe_load(path.read_text())
+    cfg |= {key: folder_config(tmp_path / "base", path, tmp_path / "run")[key] for key in ("model", "tokenizer")}
+    del cfg["checkpointer"]
+    code, said = forked(raft_main, write_yaml(path, cfg))
+    assert code == 1
+    expected = "samples from native decoders only" if engine == "LocalEngine" else "no weights|127.0.0.1"
+    assert re.search(expected, said), said
