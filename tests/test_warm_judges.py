@@ -57,7 +57,7 @@ assert f(3) == 9
 import builtins, decimal, math, os, sys
 assert math.pi > 3.1 and not hasattr(builtins, "marked") and "MARKED" not in os.environ and "marked" not in sys.modules
 assert decimal.getcontext().prec == 28 and sys.getrecursionlimit() > 500 and "/marked" not in sys.path
-assert os.listdir(os.getcwd()) == [] and os.getcwd() != "/usr" and os.umask(0) != 0o777
+assert not any("marked" in name for name in os.listdir(os.getcwd())) and os.getcwd() != "/usr" and os.umask(0) != 0o777
 assert os.getcwd() != "/tmp" or not os.path.exists("/dev/shm") or os.listdir("/dev/shm") == []
 assert os.getcwd() != "/tmp" or len([p for p in os.listdir("/proc") if p.isdigit()]) == 3
 assert f(3) == 9

@@ -31,9 +31,9 @@ def main(_):
     """
     link = socket.socket(fileno=int(sys.argv[1]))
     boxed = sys.argv[2] == "boxed" and os.getpid() == 2  # bwrap's first process has number 1
-    folders = [os.getcwd()]
+    folders = {os.getcwd(): frozenset(os.listdir())}  # with an interpreter below /tmp, its folder is there
     if boxed and os.path.isdir("/dev/shm"):
-        folders.append("/dev/shm")
+        folders["/dev/shm"] = frozenset(os.listdir("/dev/shm"))
     prctl = ctypes.CDLL(None).prctl
     silence = os.open(os.devnull, os.O_RDWR)
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no child can read or write this process's memory
@@ -92,12 +92,15 @@ def tidy(pid, boxed, folders):
     else:
         if boxed:
             return False
-    for folder in folders:
+    for folder, given in folders.items():
         for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
+            if entry.name in given:
+                if os.access(entry.path, os.W_OK):
+                    return False
+            elif entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
             else:
                 os.unlink(entry.path)
-        if os.listdir(folder):
+        if frozenset(os.listdir(folder)) != given:
             return False
     return True
