@@ -116,7 +116,7 @@ class _Stand(nn.Module):
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What layers of equal costs have in common."""
+    """Return a key that layers share if their costs are equal."""
     shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     modules = [layer, *layer.children()]
     settings = [getattr(m, key, None) for m in modules for key in ("attention_type", "layer_type", "sliding_window")]

@@ -116,7 +116,7 @@ def _result(said: bytes, number: int | None = None) -> Result:
     """The result in a program's answer to the request with this number.
 
     Raises:
-        _Fault: there is none.
+        _Fault: the program gave no valid answer.
     """
     text = said.decode("utf-8", "replace")
     try:
@@ -149,7 +149,7 @@ class _Program:
         """Send a line and return the one that answers.
 
         Raises:
-            _Fault: there is none in time, or more than one.
+            _Fault: the program sent no line in time, or more than one.
         """
         deadline, rest = time.monotonic() + seconds, memoryview(line)
         with selectors.DefaultSelector() as selector:

@@ -79,10 +79,10 @@ class _NoJson(Exception):
 
 
 def _json_in(text: str) -> Any:
-    """The value in a completion.
+    """Return the JSON value in a completion.
 
     Raises:
-        _NoJson: there is none; the message says why.
+        _NoJson: the completion holds no JSON; the message says why.
     """
     block, fenced = fenced_code(text.replace("\r\n", "\n").replace("\r", "\n"), "json")
     source = block if fenced else text
@@ -103,7 +103,7 @@ def _json_in(text: str) -> Any:
 
 
 def _last_value(text: str, decoder: json.JSONDecoder) -> Any:
-    """The last object or array in ``text`` that is in no other one; None if there is none."""
+    """Return the last outermost object or array in ``text``; None if it holds neither."""
     found, start, failures = None, 0, 0
     while failures < TRIES and (bracket := BRACKET.search(text, start)):
         try:

@@ -190,7 +190,7 @@ class Program(Codec):
         return self.request({"op": "input"}, [str(prompt)])
 
     def printed(self):
-        """What the code has printed since the last message."""
+        """Return the text that the code has printed since the last message, by stream."""
         return {name: said for name, stream in (("stdout", self.stdout), ("stderr", self.stderr))
                 if (said := stream.take())}  # fmt: skip
 

@@ -174,7 +174,6 @@ NODES = {
     ("_io", "BytesIO"): "bi",
     ("numpy", "ndarray"): "na",
 }
-NODE_TAGS = set(NODES.values())
 
 
 def content(value):

@@ -58,7 +58,7 @@ def missing() -> str:
 
 @functools.cache
 def program(machine: str | None = None) -> bytes | None:
-    """``struct sock_filter[]`` for ``bwrap --seccomp``; None if there is none.
+    """Return ``struct sock_filter[]`` for ``bwrap --seccomp``; None if this machine has no filter.
 
     Args:
         machine: as ``uname -m`` names it; None: this one.
