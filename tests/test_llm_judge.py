@@ -192,7 +192,7 @@ for count, line in enumerate(sys.stdin):
     if text == "verdict": say(id=number, verdict="MAYBE", reward=1); continue
     if text == "reward": say(id=number, verdict="CORRECT", reward=7); continue
     if text == "error": say(id=number, verdict="ERROR", reward=None, detail="no idea"); continue
-    if text == "twice": sys.stdout.write(json.dumps({"id": number, "verdict": "CORRECT", "reward": 1}) + "\\n")
+    if text == "twice": os.write(1, b"{}\\n{}\\n"); continue
     say(id=number, verdict="CORRECT", reward=1, detail=f"{os.getpid()} {count}")
 """
 
