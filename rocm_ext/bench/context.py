@@ -14,7 +14,7 @@ from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import load_profile
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import build_model
-from rocm_ext.model.download import use_cached
+from rocm_ext.model.download import use_shape
 
 
 class Skipped(Exception):
@@ -33,7 +33,7 @@ class Bench:
         self.machine = detect()
         recipe = config.recipe_of(spec.config, spec.overrides)
         self.cfg = OmegaConf.create(config.trainer_config(config.load(recipe, spec.config, spec.overrides)))
-        use_cached(self.cfg)
+        use_shape(self.cfg)
         self.profile = load_profile(self.cfg.hardware)
         self.device = open_device(self.profile, self.machine, 0, self._fraction(), self.cfg.device)
         self.dtype, _ = numerics.pick_dtype(self.cfg.dtype, self.machine)

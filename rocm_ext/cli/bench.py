@@ -146,9 +146,9 @@ def _finish(
     from rocm_ext.files import replace_text
     from rocm_ext.hardware.bench_file import machine_key
     from rocm_ext.hardware.numerics import pick_dtype
-    from rocm_ext.model.download import use_cached
+    from rocm_ext.model.download import use_shape
 
-    use_cached(cfg)
+    shape = use_shape(cfg)
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     won = summary.winners(measurements, cfg)
     known = summary.figures(measurements, cfg, pick_dtype(cfg.dtype, machine)[0], target)
@@ -166,6 +166,8 @@ def _finish(
         print(json.dumps(content))
     else:
         _print_measurements(measurements)
+        if shape:
+            print(shape)
         _print_winners(won)
     if output is None:
         said = "nothing was written: bench.json holds all probes. To keep these: --output FILE"

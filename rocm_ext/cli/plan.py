@@ -90,6 +90,8 @@ def _print(name: str, plan: "RunPlan") -> None:
     total, trainable = plan.parameters
     out.print(f"[bold]{escape(name)}[/] on {escape(plan.machine)}")
     out.print(f"{total / 1e6:,.1f} million parameters, {trainable / 1e6:,.1f} million of them trained, {plan.dtype}")
+    if plan.shape:
+        out.print(escape(plan.shape))
     out.print(f"{plan.ranks} rank(s); rows of {plan.rows.mean:,.0f} tokens, at most {plan.rows.longest:,} "
               f"({escape(plan.rows.source)})\n")  # fmt: skip
     out.print(_memory_table(plan))
@@ -209,6 +211,7 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
         "ranks": plan.ranks,
         "parameters": plan.parameters[0],
         "trainable_parameters": plan.parameters[1],
+        "shape": plan.shape,
         "budget": plan.budget[0],
         "budget_reason": plan.budget[1],
         "fits": plan.fits,

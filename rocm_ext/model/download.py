@@ -18,6 +18,7 @@ from rocm_ext.hub import hub_name, in_cache, is_hub_name
 from rocm_ext.log import log
 from rocm_ext.model.checkpointer import weight_files
 from rocm_ext.model.families import CONFIG
+from rocm_ext.model.published import published
 from rocm_ext.ranks import Ranks
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*"]
@@ -61,21 +62,32 @@ def _on_one_rank(fetch: Callable[[], Path], ranks: Ranks) -> Path:
     return fetch()  # finds the files; on another machine one rank downloads, because the cache has locks
 
 
-def use_cached(cfg: DictConfig) -> None:
-    """Where the config's model is a name on the hub, put its folder in the hub's cache into ``cfg``.
+def use_shape(cfg: DictConfig) -> str | None:
+    """For a plan: where the config's model is no folder here, put another folder with its ``config.json`` into ``cfg``.
+
+    That is the one in the hub's cache, or else the shape of a published model that this library ships.
+
+    Returns:
+        A line for the user if the shape is the shipped one.
 
     Raises:
-        UserError: the cache has no ``config.json`` of it.
+        UserError: the model is a name on the hub, and neither the cache nor this library has its ``config.json``.
     """
     name = cfg.model.get("checkpoint_dir")
-    if not (isinstance(name, str) and is_hub_name(name)):
-        return
-    if (folder := in_cache(name)) is None:
+    if not isinstance(name, str) or Path(name).exists():
+        return None
+    named = is_hub_name(name)
+    if named and (folder := in_cache(name)) is not None:
+        _put(cfg, name, folder)
+    elif (known := published(name)) is not None:
+        _put(cfg, name, known[1])
+        return f"the model's shape is the published one of {known[0]}, because {name} is not on this machine"
+    elif named:
         raise UserError(
             f"{name} is neither a folder nor in the hub's cache, and this command downloads nothing; its {CONFIG} is "
             f"enough: hf download {name} {CONFIG}"
         )
-    _put(cfg, name, folder)
+    return None
 
 
 def _put(cfg: DictConfig, name: str, folder: Path) -> None:

@@ -20,7 +20,7 @@ from rocm_ext.hardware.profile import Profile, check_locked, load_profile
 from rocm_ext.model import adapter_files
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import build_model, check_quantized
-from rocm_ext.model.download import use_cached
+from rocm_ext.model.download import use_shape
 from rocm_ext.objectives import objective_of
 from rocm_ext.plan.checkpointing import checkpointed_layers
 from rocm_ext.plan.costs import Kernels
@@ -41,6 +41,7 @@ class RunPlan:
         ranks: processes that share the work.
         budget: bytes that a process may use, and the reason.
         parameters: all parameters of the model, and the trained ones.
+        shape: says that the model's shape is one that this library ships; None: it is the model's own.
         rows: the training data; in RAFT those of a cycle.
         now: a training step as configured.
         best: the fastest training step within the budget.
@@ -55,6 +56,7 @@ class RunPlan:
     ranks: int
     budget: tuple[int, str]
     parameters: tuple[int, int]
+    shape: str | None
     rows: Workload
     now: Choice
     best: Choice
@@ -121,7 +123,7 @@ def plan_run(
     budget = memory_budget(profile, machine) if here else nominal_budget(profile, figures.memory or 0)
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     dtype = pick_dtype(cfg.dtype, machine)[0] if here else DTYPES[_nominal_dtype(cfg.dtype, figures)]
-    use_cached(cfg)
+    shape = use_shape(cfg)
     decoder = build_model(cfg.model, dtype, 0, torch.device("meta"))
     _check(cfg, profile, machine, decoder, ranks, here)
     use_packed_attention(decoder)
@@ -150,6 +152,7 @@ def plan_run(
         ranks=ranks,
         budget=budget,
         parameters=_parameters(decoder),
+        shape=shape,
         rows=planner.rows,
         now=now,
         best=planner.better(now, best, budget[0]),
