@@ -613,7 +613,7 @@ def rope(kind: str, **more) -> dict:
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "names Qwen3ForSequenceClassification, but"),
         (
             {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {"depth": 1}},
-            "takes images or sound",
+            "names Qwen2VLForConditionalGeneration, but transformers builds",
         ),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "brings its own code"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),

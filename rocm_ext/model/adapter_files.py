@@ -118,8 +118,8 @@ def _targets(adapted: set[str], decoder: nn.Module) -> list[str]:
     """Name the layers to PEFT: by the ends of their names, unless other layers have these, too."""
     ends = {name.rpartition(".")[2] for name in adapted}
     if isinstance(decoder, ForeignDecoder):
-        linears = {name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
-        if any(name.rpartition(".")[2] in ends for name in linears):
+        others = {name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)} | decoder.left_out
+        if any(name.rpartition(".")[2] in ends for name in others):
             return sorted(adapted)
     return sorted(ends)
 

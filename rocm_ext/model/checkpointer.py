@@ -19,6 +19,7 @@ from rocm_ext.model.names import from_hf
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+_TABLES = ("rotary_emb.inv_freq", ".position_ids")
 _AGAIN = "download the file again"
 
 
@@ -59,7 +60,7 @@ class HFCheckpointer:
         state: dict[str, Tensor] = {}
         for file in weight_files(self._folder):
             for name, tensor in read_tensors(self._folder / file):
-                if name.endswith("rotary_emb.inv_freq"):  # in old files; config.json has what they come from
+                if name.endswith(_TABLES):  # in old files; config.json has what they come from
                     continue
                 _check_stored(name, tensor, file)
                 try:

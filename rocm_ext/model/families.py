@@ -98,6 +98,7 @@ _FAMILIES = {
 }
 _MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _MODEL_TYPES |= {"mistral": "MistralForCausalLM"}
+_PARTS = ("text_config", "vision_config", "audio_config")  # of a multimodal model's config.json
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -125,11 +126,12 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
         The file's content; None if the architecture has a native decoder.
 
     Raises:
-        UserError: the file is missing or damaged, or the model is quantised, takes images or brings its own code.
+        UserError: the file is missing or damaged, or the model is quantised or brings its own code.
     """
     config = _read(folder)
     try:
-        if _text_model(config, trust_remote_code) in _FAMILIES:
+        multimodal = any(isinstance(config.get(part), Mapping) for part in _PARTS)
+        if _class_name(config, trust_remote_code) in _FAMILIES and not multimodal:
             return None
         _refuse_quantised(config)
     except UserError as error:
@@ -190,22 +192,20 @@ def _architecture(config: Config) -> Architecture:
 
 
 def _known_name(config: Config) -> str:
-    name = _text_model(config)
+    name = _class_name(config)
     if name not in _FAMILIES:
         raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
     return name
 
 
-def _text_model(config: Config, trust_remote_code: bool = False) -> str:
+def _class_name(config: Config, trust_remote_code: bool = False) -> str:
     """Return transformers' class of the model.
 
     Raises:
-        UserError: it takes more than text, or brings its own code.
+        UserError: it brings its own code.
     """
     named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
     name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
-    if any(isinstance(config.get(part), Mapping) for part in ("vision_config", "text_config", "audio_config")):
-        raise UserError(f"{name} takes images or sound; only text models are supported")
     brings = config.get("auto_map")
     if not trust_remote_code and isinstance(brings, Mapping) and "AutoModelForCausalLM" in brings:
         raise UserError(
@@ -229,7 +229,10 @@ def _refuse_foreign(config: Config) -> None:
 
 
 def _refuse_quantised(config: Config) -> None:
-    if quantized := config.get("quantization_config") or config.get("compression_config"):
+    text = config.get("text_config")
+    every = [config, text] if isinstance(text, Mapping) else [config]
+    found = [each.get(key) for each in every for key in ("quantization_config", "compression_config")]
+    if quantized := next(filter(None, found), None):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
         raise UserError(
             f"the weights are quantised ({method or 'quantization_config'}); use the model's bf16 or fp16 weights, "

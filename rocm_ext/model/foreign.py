@@ -36,6 +36,11 @@ class ForeignDecoder(nn.Module, ABC):
     def tok_embeddings(self) -> nn.Embedding:
         """The embeddings."""
 
+    @property
+    @abstractmethod
+    def left_out(self) -> frozenset[str]:
+        """Names of the modules that the folder's whole model has beside this decoder's, such as a vision tower's."""
+
     @abstractmethod
     def hidden_states(self, batch: Batch) -> Tensor:
         """Run the model up to its output layer.

@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torchtune.modules.peft import DoRALinear, LoRALinear
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from rocm_ext.data.batches import Batch
 from rocm_ext.errors import UserError, one_line
@@ -23,15 +24,16 @@ from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.hf.adapt import put_in
 from rocm_ext.model.hf.attention import PACKED, packed
 from rocm_ext.model.hf.experts import SORTED
+from rocm_ext.model.hf.multimodal import check_causal, is_multimodal, take_text
 from rocm_ext.model.hf.weights import Converted, Names, persistent_buffers
 
 # model_types whose packed rows tests hold against transformers' own. All others get padded rows.
 PACKS = frozenset(
     """
     apertus arcee cohere cohere2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text glm glm4
-    glm4_moe gpt_oss granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe llama4_text minimax_m2
-    ministral ministral3 mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3
-    stablelm starcoder2
+    glm4_moe gpt_oss granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe llama llama4_text
+    minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe
+    qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
     """.split()  # noqa: SIM905
 )
 
@@ -46,6 +48,7 @@ class TransformersDecoder(ForeignDecoder):
     Attributes:
         packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
         layers: the decoder's layers.
+        text_part: what it keeps of a multimodal model; None: ``model`` is a text model.
         output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
         max_seq_len, num_heads, head_dim: as in torchtune's decoders.
 
@@ -57,6 +60,9 @@ class TransformersDecoder(ForeignDecoder):
         super().__init__()
         self.architecture = architecture
         config = model.config.get_text_config()
+        check_causal(model)
+        self._names = Names(model)
+        self.text_part = take_text(model)
         for name, child in model.named_children():
             self.add_module(name, child)
         if own := [name for name, _ in model.named_parameters(recurse=False)]:
@@ -64,8 +70,8 @@ class TransformersDecoder(ForeignDecoder):
         head = _name_of(model, model.get_output_embeddings())
         lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
         self.layers_name = next((n for n in lists if len(model.get_submodule(n)) == config.num_hidden_layers), "")  # type: ignore
-        self._body: str
-        self._body, nested, _ = self.layers_name.partition(".")
+        top, nested, _ = self.layers_name.partition(".")
+        self._body = self.text_part.body if self.text_part else top
         if not nested or not head or model.get_input_embeddings() is None:
             raise UserError(f"{type(model).__name__} is not built as other decoders of transformers are")
         self.tied: tuple[str, str] | None = None
@@ -81,7 +87,7 @@ class TransformersDecoder(ForeignDecoder):
         self.packs = config._attn_implementation == PACKED
         # kept out of torch's list of parts: its parameters are this module's
         object.__setattr__(self, "model_", model)
-        object.__setattr__(self, "output", _Head(model, self._body))
+        object.__setattr__(self, "output", _Head(model, top))
         _try_head(model, self.output, config.hidden_size)
 
     @property
@@ -122,7 +128,9 @@ class TransformersDecoder(ForeignDecoder):
 
     def converted(self, state: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Return a checkpoint's tensors by this model's names, and the same without their values, for a check."""
-        found = Converted(self.model_, state, self.tied)
+        if (text := self.text_part) is not None:
+            state = {name: state[name] for name in state if not text.lacks(self._names.of(name)[0])}
+        found = Converted(self.model_, self._names, state, self.tied)
         return found, found.on_meta()
 
     def buffers_to_load(self) -> dict[str, Tensor]:
@@ -134,9 +142,10 @@ class TransformersDecoder(ForeignDecoder):
         new, pattern = self._names.of(name)
         return new if pattern is None else name
 
-    @cached_property
-    def _names(self) -> Names:
-        return Names(self.model_)
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Names of the whole model's modules that this decoder leaves out."""
+        return self.text_part.modules if self.text_part else frozenset()
 
 
 class _Head(nn.Module):
@@ -254,6 +263,7 @@ def build(
     """
     try:
         theirs = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        _check_known(theirs, folder)
         packs = theirs.get_text_config().model_type in PACKS and "auto_map" not in config
         model = _on_meta(theirs, PACKED if packs else None, trust_remote_code)
     except UserError:
@@ -274,6 +284,20 @@ def build(
     return decoder
 
 
+def _check_known(config: Any, folder: Path) -> None:
+    """Check that transformers, or code of the folder, has a language model for ``config``.
+
+    Raises:
+        UserError: it has none, for instance for a vision tower.
+    """
+    known = MODEL_FOR_MULTIMODAL_LM_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known and not getattr(config, "auto_map", None):
+        raise UserError(
+            f"{folder / CONFIG}: transformers {transformers.__version__} has no language model for model_type "
+            f"{config.model_type!r}"
+        )
+
+
 def _check_class(model: Any, folder: Path, config: Mapping[str, Any]) -> None:
     """Check that transformers built the class that ``config.json`` names.
 
@@ -292,7 +316,8 @@ def _on_meta(config: Any, attention: str | None, trust_remote_code: bool) -> Any
     dtype = torch.get_default_dtype()
     chosen = {"attn_implementation": attention} if attention else {}
     with torch.device("cpu"), _meta_parameters():
-        return AutoModelForCausalLM.from_config(
+        kind = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
+        return kind.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code, experts_implementation=SORTED, **chosen
         )
 
@@ -317,6 +342,8 @@ def _meta_parameters() -> Iterator[None]:
 def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
     kinds = sorted({each.rpartition(".")[2] for each in adapted})
     log.info("%s: transformers' code, %s rows", name, "packed" if decoder.packs else "padded")
+    if (text := decoder.text_part) is not None:
+        log.info("%s trains on text alone: %s are neither loaded nor changed", name, ", ".join(text.parts))
     whole = [key for key, p in decoder.named_parameters() if p.ndim > 2 and ".experts." in key]
     if whole:
         experts = sorted({key.rpartition(".")[2] for key in whole})

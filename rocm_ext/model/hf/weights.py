@@ -53,6 +53,7 @@ class Converted(Mapping[str, Tensor]):
 
     Args:
         model: transformers' model, without weights.
+        names: where it has each of them.
         state: tensors by the checkpoint's names.
         tied: name of the output layer's weight if the embeddings serve as it; a copy in ``state`` is left out.
 
@@ -60,8 +61,8 @@ class Converted(Mapping[str, Tensor]):
         UserError: two tensors have one place, or a tied weight is stored with other values.
     """
 
-    def __init__(self, model: Any, state: Mapping[str, Tensor], tied: tuple[str, str] | None) -> None:
-        self._model, self._names, self._state = model, Names(model), state
+    def __init__(self, model: Any, names: Names, state: Mapping[str, Tensor], tied: tuple[str, str] | None) -> None:
+        self._model, self._names, self._state = model, names, state
         self._sources: dict[str, list[tuple[str | None, str]]] = {}  # first target -> patterns and tensors
         self._first: dict[str, str] = {}  # any target -> first target
         for name in sorted(state, key=dot_natural_key):
