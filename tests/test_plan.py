@@ -43,6 +43,15 @@ def plan(capsys, *arguments: str, code: int = 0) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.fixture
+def _without_search(monkeypatch):
+    """Plan the config alone: the search for a better one plans a dozen others, which takes most of the time."""
+    monkeypatch.setattr(TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget))
+
+
+as_configured = pytest.mark.usefixtures("_without_search")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Folders with models of several shapes and long rows; most tokens have a label."""
@@ -81,6 +90,7 @@ def measured_peak(path) -> tuple[int, LoRAFinetune]:
 
 
 # --------------------------------------------------------------------------------------------------- memory
+@as_configured
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -107,6 +117,7 @@ def test_planned_peak_is_the_measured_one(name, changes, folders, tmp_path, caps
     assert planned == pytest.approx(peak, rel=0.1)
 
 
+@as_configured
 def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
     path = write_config(folders, "qwen", tmp_path / "run", dtype="bf16")
     wide = ("model.embed_dim=256", "model.intermediate_dim=512")
@@ -123,6 +134,7 @@ def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
     assert math - fused > 4 * 512 * 512 * 2  # heads x scores
 
 
+@as_configured
 def test_ranks_share_weights_and_gather_layers(capsys):
     one, eight = (plan(capsys, "--config", "mi300x_qwen7b", "--ranks", str(n))["configured"] for n in (1, 8))
     assert eight["memory"]["weights"] < one["memory"]["weights"] / 7
@@ -162,6 +174,7 @@ def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt,
 
 
 # ----------------------------------------------------------------------------------------------------- work
+@as_configured
 @pytest.mark.parametrize("name", ["wide", "tied", "llama"])
 def test_work_is_what_a_real_step_does(name, folders, tmp_path, capsys):
     path = write_config(folders, name, tmp_path / "run", batch_size=64, startup_checks=False)
@@ -177,6 +190,7 @@ def test_work_is_what_a_real_step_does(name, folders, tmp_path, capsys):
     assert step["bytes"] == pytest.approx(sum(op.bytes for op in tally.operations), rel=0.2)
 
 
+@as_configured
 def test_work_of_a_7b(capsys):
     """Each token takes 4 N FLOP for forward and activations' gradient; attention and LoRA add the rest."""
     found = plan(capsys, "--config", "strix_halo_qwen7b")
@@ -185,6 +199,7 @@ def test_work_of_a_7b(capsys):
     assert 1.0 < found["configured"]["step"]["flops"] / (4 * parameters * 65_536) < 1.1
 
 
+@as_configured
 def test_checkpointing_costs_a_forward_pass(folders, tmp_path, capsys):
     path = write_config(folders, "qwen", tmp_path / "run")
     free, half, full = (
@@ -273,6 +288,7 @@ def test_auto_micro_batches_train_the_same(folders, tmp_path):
 
 
 # -------------------------------------------------------------------------------- data, machines, output
+@as_configured
 def test_rows_that_are_here_are_counted(folders, tmp_path, capsys):
     path = write_config(folders, "qwen", tmp_path / "run", epochs=3, max_steps_per_epoch=None,
                         sequences_per_step=8)  # fmt: skip
@@ -284,6 +300,7 @@ def test_rows_that_are_here_are_counted(folders, tmp_path, capsys):
     assert (said["rows"]["count"], said["rows"]["mean"], said["steps"]) == (1000, 50, 3 * 125)
 
 
+@as_configured
 def test_nothing_is_downloaded_or_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("tried to load data"))
@@ -295,6 +312,7 @@ def test_nothing_is_downloaded_or_written(tmp_path, monkeypatch, capsys):
     assert os.listdir() == []
 
 
+@as_configured
 @pytest.mark.parametrize("name", ["llama3_2/1B_lora_single_device", "gemma2/2B_lora_single_device"])
 def test_configs_of_torchtune(name, capsys):
     """Gemma 2 has an attention, norms and an output layer of its own."""
@@ -303,11 +321,13 @@ def test_configs_of_torchtune(name, capsys):
     assert found["configured"]["memory"]["peak"] > 2 * found["parameters"]
 
 
+@as_configured
 def test_no_micro_batch_has_more_rows_than_a_step(capsys):
     few = [plan(capsys, "--config", "strix_halo_qwen0_5b", "sequences_per_step=2", f"batch_size={n}") for n in (2, 16)]
     assert few[0]["configured"]["memory"] == few[1]["configured"]["memory"]
 
 
+@as_configured
 def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = plan(capsys, "--config", "strix_halo_qwen7b_raft")
@@ -340,6 +360,7 @@ def test_tables_for_people(capsys):
         assert part in said
 
 
+@as_configured
 @pytest.mark.parametrize("profile", profile_names())
 def test_every_machine_has_figures(profile, capsys):
     found = plan(capsys, "--config", "cpu_pocket", f"hardware={profile}", "dtype=fp32", "num_workers=0")
