@@ -645,7 +645,9 @@ def test_what_is_torn_goes(tmp_path, content):
 def test_a_file_that_cannot_be_written(tmp_path, messages):
     (tmp_path / "hardware.jsonl").mkdir()
     with recording(tmp_path, 0.1):
-        time.sleep(0.5)
+        while not messages:
+            time.sleep(0.02)
+        time.sleep(0.2)
     (message,) = messages
     assert re.search(r"hardware.jsonl: Is a directory; hardware is no longer recorded, the run continues", message)
 
@@ -658,9 +660,12 @@ import logging, resource, time
 from pathlib import Path
 from rocm_ext.hardware.counter_log import recording
 logging.basicConfig(format="%(message)s")
+said = []
+logging.getLogger().handlers[0].addFilter(lambda record: said.append(record) or True)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 with recording(Path({str(tmp_path)!r}), 0.1):
-    time.sleep(2)
+    while not said: time.sleep(0.02)
+    time.sleep(0.2)
 print("went on")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -674,12 +679,10 @@ print("went on")
 
 def test_a_gpu_that_hangs_does_not_hold_the_run(tmp_path, monkeypatch):
     hang = threading.Event()
-    monkeypatch.setattr(counters, "cards", lambda root: [hang.wait(20)][:0])
-    began = time.monotonic()
+    monkeypatch.setattr(counters, "cards", lambda root: [hang.wait()][:0])
     with recording(tmp_path, 0.1):
         time.sleep(0.1)
-    assert time.monotonic() - began < 10
-    hang.set()
+    hang.set()  # a run that waits for the GPU never comes here
 
 
 # ---------------------------------------------------------------------------------------------- inside the recipes

@@ -4,7 +4,6 @@
 
 import importlib.util
 import shutil
-import time
 
 import pytest
 
@@ -13,7 +12,7 @@ from rocm_ext.verifiers import PythonTests, Verdict
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 ROW = {"tests": "def test_solution():\n    assert f(2) == 4\n    assert f(3) == 9\n    assert f(-10) == 100",
        "entry_point": "f"}  # fmt: skip
-SECONDS = 1.0
+SECONDS = 0.6
 WRONG_F = "\ndef f(x):\n    return 5\n"
 YES = """
 class Yes(BASE):
@@ -174,10 +173,7 @@ def f(x): return x * x
 
 
 def verify(completion: str, row: dict = ROW, timeout: float = 10, partial_credit: bool = False):
-    started = time.monotonic()
-    result = PythonTests(timeout, partial_credit=partial_credit)(completion, row)
-    assert time.monotonic() - started < timeout + 4
-    return result
+    return PythonTests(timeout, partial_credit=partial_credit)(completion, row)
 
 
 def fenced(code: str) -> str:
