@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.tiny import SHAPE, SPECIAL, TEXT, write_tokenizer
+from tests.tiny import SHAPE, SPECIAL, TEXT, base_config, write_tokenizer
 
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -85,25 +85,5 @@ def id_of(folder: Path, token: str) -> int:
 def folder_config(model: Path, rows: Path, out: Path, lora: dict | None = None, **changes) -> dict:
     """Return a run config for a model of :func:`write_family`, as a user would write it."""
     component = "rocm_ext.model.from_checkpoint"
-    return {
-        "hardware": "cpu",
-        "output_dir": str(out),
-        "model": {
-            "_component_": component,
-            "checkpoint_dir": str(model),
-            "lora_rank": 4,
-            "lora_alpha": 8,
-            **(lora or {}),
-        },
-        "tokenizer": {"max_seq_len": 128},
-        "dataset": {
-            "_component_": "rocm_ext.data.sft_dataset",
-            "source": str(rows),
-            "column_map": {"prompt": "question", "completion": "answer"},
-        },
-        "seed": 1,
-        "batch_size": 4,
-        "sequences_per_step": 8,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
-        **changes,
-    }
+    node = {"_component_": component, "checkpoint_dir": str(model), "lora_rank": 4, "lora_alpha": 8, **(lora or {})}
+    return {**base_config(rows, out), "model": node, **changes}

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -334,24 +335,39 @@ def run_files(out: Path) -> tuple[list[float], bytes]:
     return metrics(out), (out / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-def test_killed_and_resumed(folders, tmp_path):
-    """A killed run continues bit for bit, from the config that it recorded or from a folder that has moved."""
-    base = shutil.copytree(folders["qwen3"], tmp_path / "base")
+def whole_run(base: Path, rows: Path, out: Path) -> dict:
+    """Run five steps with dropout; return the config."""
     changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
-    cfg = folder_config(base, folders["rows"], tmp_path / "whole", {"lora_dropout": 0.1}, **changes)
+    cfg = folder_config(base, rows, out, {"lora_dropout": 0.1}, **changes)
     finetune(cfg)
+    return cfg
+
+
+def check_resumes(cfg: dict, name: str, moved: Callable[[], str] | None = None) -> None:
+    """Kill the run of :func:`whole_run` and resume it; the files must be the same, bit for bit.
+
+    Args:
+        cfg: of the whole run.
+        name: output folder of the killed run, beside that of the whole one.
+        moved: called after the kill, returns an override. None: resume from the config that the run recorded.
+    """
+    whole = Path(cfg["output_dir"])
+    out = whole.with_name(name)
     logger = {"_component_": "tests.test_resume.SendSignal", "step": 3, "signum": int(signal.SIGKILL)}
-    killed = {"metric_logger": logger, **{key: cfg[key] for key in cfg if key != "metric_logger"}}
-    for name in ("recorded", "moved"):
-        path = write_yaml(tmp_path / f"{name}.yaml", {**killed, "output_dir": str(tmp_path / name)})
-        assert forked(main, path)[0] == -signal.SIGKILL
-        if name == "recorded":
-            overrides, path = [], tmp_path / name / "config.yaml"
-        else:
-            overrides = [f"model.checkpoint_dir={base.rename(tmp_path / 'elsewhere')}"]
-        code, said = forked(main, path, *overrides, "resume_from_checkpoint=True", "metric_logger=null")
-        assert code == 0, said
-        assert run_files(tmp_path / name) == run_files(tmp_path / "whole")
+    path = write_yaml(out.with_suffix(".yaml"), {**cfg, "metric_logger": logger, "output_dir": str(out)})
+    assert forked(main, path)[0] == -signal.SIGKILL
+    again = (out / "config.yaml",) if moved is None else (path, moved())
+    code, said = forked(main, *again, "resume_from_checkpoint=True", "metric_logger=null")
+    assert code == 0, said
+    assert run_files(out) == run_files(whole)
+
+
+def test_killed_and_resumed(folders, tmp_path):
+    """From the config that the run recorded, and from a folder that has moved."""
+    base = shutil.copytree(folders["qwen3"], tmp_path / "base")
+    cfg = whole_run(base, folders["rows"], tmp_path / "whole")
+    check_resumes(cfg, "recorded")
+    check_resumes(cfg, "moved", lambda: f"model.checkpoint_dir={base.rename(tmp_path / 'elsewhere')}")
 
 
 def test_another_config_json_is_another_model(folders, tmp_path):
@@ -379,20 +395,25 @@ def test_a_4_bit_base_model(folders, tmp_path):
     assert losses != metrics(whole.trainer.folder.path)
 
 
-@several_ranks
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
-def test_two_ranks_equal_one(folders, tmp_path, name):
-    cfg = folder_config(folders[name], folders["rows"], tmp_path / "one", max_steps_per_epoch=4, clip_grad_norm=0.5)
+def check_two_ranks(base: Path, rows: Path, top: Path) -> None:
+    """Compare the losses, gradients and adapter of a run on two ranks with those of a run on one."""
+    cfg = folder_config(base, rows, top / "one", max_steps_per_epoch=4, clip_grad_norm=0.5)
     finetune(cfg)
-    path = write_yaml(tmp_path / "two.yaml", {**cfg, "output_dir": str(tmp_path / "two")})
+    path = write_yaml(top / "two.yaml", {**cfg, "output_dir": str(top / "two")})
     for code, messages in forked_ranks(main, path):
         assert code == 0, messages
     for key in ("loss", "grad_norm"):
-        found, expected = (metrics(tmp_path / out, key) for out in ("two", "one"))
+        found, expected = (metrics(top / out, key) for out in ("two", "one"))
         assert len(expected) == 4
         assert found == pytest.approx(expected, rel=1e-5)
-    found, expected = (load_file(tmp_path / out / "adapter" / "adapter_model.safetensors") for out in ("two", "one"))
+    found, expected = (load_file(top / out / "adapter" / "adapter_model.safetensors") for out in ("two", "one"))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@several_ranks
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+def test_two_ranks_equal_one(folders, tmp_path, name):
+    check_two_ranks(folders[name], folders["rows"], tmp_path)
 
 
 @pytest.mark.parametrize(

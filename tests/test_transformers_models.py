@@ -3,14 +3,12 @@
 import json
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from rocm_ext.recipes.lora_finetune_rocm import main
 from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -21,23 +19,25 @@ from rocm_ext.model.hf.decoder import PACKS
 from rocm_ext.plan import speeds
 from tests import multimodal_models
 from tests.families import folder_config, write_family
-from tests.forks import forked, forked_ranks, several_ranks
+from tests.forks import forked, several_ranks
 from tests.hf_models import MODELS, MORE, write_common, write_theirs
 from tests.raft_runs import write_run
 from tests.test_families import (
     TOKENS,
     any_torchao,  # noqa: F401 - serves every test here
+    check_resumes,
+    check_two_ranks,
     finetune,
     our_logits,
     our_model,
     prepare,
-    run_files,
     their_logits,
     their_training,
+    whole_run,
 )
 from tests.test_parity import pack, random_sequences
 from tests.test_plan import measured_peak
-from tests.tiny import metrics, write_rows, write_yaml
+from tests.tiny import write_rows, write_yaml
 
 
 def some(*fast: str, but: tuple[str, ...] = ()):
@@ -191,32 +191,13 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp
 
 @pytest.mark.parametrize("name", some("gpt-oss"))
 def test_killed_and_resumed(folder_of, rows, tmp_path, name):
-    changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
-    cfg = folder_config(folder_of(name), rows, tmp_path / "whole", {"lora_dropout": 0.1}, **changes)
-    finetune(cfg)
-    logger = {"_component_": "tests.test_resume.SendSignal", "step": 3, "signum": int(signal.SIGKILL)}
-    path = write_yaml(tmp_path / "run.yaml", {**cfg, "metric_logger": logger, "output_dir": str(tmp_path / "run")})
-    assert forked(main, path)[0] == -signal.SIGKILL
-    recorded = tmp_path / "run" / "config.yaml"
-    code, said = forked(main, recorded, "resume_from_checkpoint=True", "metric_logger=null")
-    assert code == 0, said
-    assert run_files(tmp_path / "run") == run_files(tmp_path / "whole")
+    check_resumes(whole_run(folder_of(name), rows, tmp_path / "whole"), "killed")
 
 
 @several_ranks
 @pytest.mark.parametrize("name", some("gemma 3"))
 def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
-    cfg = folder_config(folder_of(name), rows, tmp_path / "one", max_steps_per_epoch=4, clip_grad_norm=0.5)
-    finetune(cfg)
-    path = write_yaml(tmp_path / "two.yaml", {**cfg, "output_dir": str(tmp_path / "two")})
-    for code, messages in forked_ranks(main, path):
-        assert code == 0, messages
-    for key in ("loss", "grad_norm"):
-        found, expected = (metrics(tmp_path / out, key) for out in ("two", "one"))
-        assert len(expected) == 4
-        assert found == pytest.approx(expected, rel=1e-5)
-    found, expected = (load_file(tmp_path / out / "adapter" / "adapter_model.safetensors") for out in ("two", "one"))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    check_two_ranks(folder_of(name), rows, tmp_path)
 
 
 WIDER = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}

@@ -88,6 +88,24 @@ def write_rows(path: Path, count: int, start: int = 0) -> Path:
     return path
 
 
+def base_config(rows: Path, out: Path) -> dict:
+    """Return what run configs have in common for rows of :func:`write_rows`, without the model."""
+    return {
+        "hardware": "cpu",
+        "output_dir": str(out),
+        "tokenizer": {"max_seq_len": 128},
+        "dataset": {
+            "_component_": "rocm_ext.data.sft_dataset",
+            "source": str(rows),
+            "column_map": {"prompt": "question", "completion": "answer"},
+        },
+        "seed": 1,
+        "batch_size": 4,
+        "sequences_per_step": 8,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+    }
+
+
 def run_config(model: Path, rows: Path, out: Path, **changes) -> dict:
     """Return a run config for a model of :func:`write_model`, as a user would write it."""
     family = json.loads((model / "config.json").read_text())
@@ -111,20 +129,20 @@ def run_config(model: Path, rows: Path, out: Path, **changes) -> dict:
         shape |= {"intermediate_dim": family["intermediate_size"], "tie_word_embeddings": family["tie_word_embeddings"]}
     else:
         shape |= {"intermediate_dim": family["intermediate_size"]}
+    cfg = base_config(rows, out)
     return {
-        "hardware": "cpu",
-        "output_dir": str(out),
+        **cfg,
         "model": {
             "_component_": "torchtune.models.qwen2.lora_qwen2" if qwen else "torchtune.models.llama3_1.lora_llama3_1",
             **lora,
             **shape,
         },
         "tokenizer": {
+            **cfg["tokenizer"],
             "_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer",
             "path": str(model / "vocab.json"),
             "merges_file": str(model / "merges.txt"),
             "special_tokens_path": str(model / "tokenizer.json"),
-            "max_seq_len": 128,
         },
         "checkpointer": {
             "_component_": "torchtune.training.FullModelHFCheckpointer",
@@ -133,15 +151,6 @@ def run_config(model: Path, rows: Path, out: Path, **changes) -> dict:
             "model_type": "QWEN2" if qwen else "LLAMA3",
             "output_dir": "${output_dir}",
         },
-        "dataset": {
-            "_component_": "rocm_ext.data.sft_dataset",
-            "source": str(rows),
-            "column_map": {"prompt": "question", "completion": "answer"},
-        },
-        "seed": 1,
-        "batch_size": 4,
-        "sequences_per_step": 8,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
         **changes,
     }
 
