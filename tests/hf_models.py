@@ -133,21 +133,42 @@ COMMON = {
 }
 MORE = """
     apertus arcee cohere dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm glm4_moe granitemoeshared helium
-    hunyuan_v1_dense hunyuan_v1_moe llama4_text minimax_m2 ministral3 nemotron olmo olmoe phi phimoe qwen2_moe
+    hunyuan_v1_dense hunyuan_v1_moe minimax_m2 ministral3 nemotron olmo olmoe phi phimoe qwen2_moe
     seed_oss stablelm starcoder2
 """.split()  # noqa: SIM905
 
 
-def write_common(folder: Path, kind: str) -> Path:
-    """Write random weights of the ``model_type`` ``kind`` in the shape :data:`COMMON`."""
+def write_common(folder: Path, kind: str, **values) -> Path:
+    """Write random weights of the ``model_type`` ``kind`` in the shape :data:`COMMON`, but for ``values``."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **deepcopy(COMMON))
+    config = AutoConfig.for_model(kind, **deepcopy({**COMMON, **values}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
     return folder
+
+
+# Architectures whose code needs care: values of their configs
+MAMBA = {"mamba_d_state": 16, "mamba_d_head": 16}
+LONG = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+CARE = {
+    "bamba": {**MAMBA, "mamba_n_heads": 8, "attn_layer_indices": [1]},  # a layer returns more than hidden states
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 1},
+    "gemma4_text": {  # two layers share the keys and values of the first two
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 320,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},  # reads dt_proj's weight
+    # changes outputs in place; scales q by the place in the row, not by the position
+    "llama4_text": {"floor_scale": 4, "attention_chunk_size": 6, "no_rope_layers": [1, 0]},
+    "phi3": {"rope_parameters": {**LONG, "original_max_position_embeddings": 10}},
+}
 
 
 def write_theirs(folder: Path, name: str, shards: int = 1, text: list[str] = TEXT, **shape) -> Path:

@@ -9,20 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from omegaconf import OmegaConf
 from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
 from rocm_ext.errors import UserError
 from rocm_ext.model.attention import takes_packed_rows
+from rocm_ext.model.build import build_model
 from rocm_ext.model.hf.decoder import PACKS
+from rocm_ext.model.lora import adapter_parameters
+from rocm_ext.objectives import CrossEntropy
 from rocm_ext.plan import speeds
+from rocm_ext.plan.costs import Kernels
+from rocm_ext.plan.memory import plan_memory
 from tests import multimodal_models
 from tests.families import folder_config, write_family
 from tests.forks import forked, several_ranks
-from tests.hf_models import MODELS, MORE, write_common, write_theirs
+from tests.hf_models import CARE, MODELS, MORE, write_common, write_theirs
 from tests.raft_runs import write_run
 from tests.test_families import (
+    CPU,
     TOKENS,
     any_torchao,  # noqa: F401 - serves every test here
     check_resumes,
@@ -73,13 +81,13 @@ def check_logits(folder: Path) -> bool:
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    expected = theirs(TOKENS).logits
+    expected = theirs(TOKENS, use_cache=False).logits
     torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.std())))
     if ours.packs:
         lengths = [9, 1, 12, 4]  # longer and shorter than windows of 6
         sequences = random_sequences(lengths, 3)
         found = ours.output(ours.hidden_states(pack(sequences, 8))[0])[: sum(lengths)]
-        alone = torch.cat([theirs(s[None]).logits[0] for s in sequences])
+        alone = torch.cat([theirs(s[None], use_cache=False).logits[0] for s in sequences])
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.std())))
     assert takes_packed_rows(ours) == ours.packs
     return ours.packs
@@ -96,6 +104,56 @@ def test_logits_equal_transformers_own(folder_of, name):
 @torch.no_grad()
 def test_logits_of_more_architectures(tmp_path, kind):
     assert check_logits(write_common(tmp_path / kind, kind))
+
+
+@pytest.mark.parametrize("kind", CARE)
+def test_architectures_that_need_care(tmp_path, kind):
+    """They compute transformers' logits, their steps can be planned, and each adapter gets a gradient."""
+    folder = write_common(tmp_path / kind, kind, **CARE[kind])
+    with torch.no_grad():
+        assert check_logits(folder) == (kind == "phi3")
+    ours = our_model(folder).train()
+    figures = {"optimizer": OmegaConf.create({"_component_": "torch.optim.AdamW"}), "kernels": Kernels(True, True)}
+    plan = plan_memory(ours, CrossEntropy(), [9, 4], torch.float32, CPU, targets=12, **figures)
+    assert all(layer.kept > 0 for layer in plan.each)
+    for layer in range(len(ours.layers)):
+        ours.layers[layer] = checkpoint_wrapper(ours.layers[layer])
+    ours(TOKENS).sum().backward()
+    missing = [name for name, p in adapter_parameters(ours).items() if p.grad is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "jamba"])
+def test_weights_that_the_model_reads_itself_have_no_adapter(tmp_path, kind):
+    target = {"falcon_h1": "out_proj", "jamba": "dt_proj"}[kind]
+    folder = write_common(tmp_path / kind, kind, **CARE[kind])
+    with pytest.raises(UserError, match=rf"target_modules has '{target}', but the model reads the weight of .* past"):
+        our_model(folder, target_modules=[target])
+
+
+def test_dtypes_are_those_of_transformers(folder_of):
+    """A router's correction stays in fp32 in a bf16 model. All buffers are on the model's device."""
+    folder = folder_of("deepseek 3")
+    node = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder)})
+    ours = build_model(node, torch.bfloat16, 0, torch.device("meta"))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = {name: t.dtype for name, t in (*theirs.named_parameters(), *theirs.named_buffers())}
+    assert set(expected.values()) == {torch.bfloat16, torch.float32}
+    found = {name: t.dtype for name, t in (*ours.named_parameters(), *ours.named_buffers()) if ".lora_" not in name}
+    assert found == expected
+    assert all(buffer.is_meta for buffer in ours.buffers())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("rembert", "RemBertForCausalLM attends to later tokens"),
+        ("roformer", "one weight in two places, roformer.embeddings.word_embeddings.weight and cls"),
+    ],
+)
+def test_models_of_another_build_are_refused(tmp_path, kind, message):
+    with pytest.raises(UserError, match=message):
+        our_model(write_common(tmp_path / kind, kind))
 
 
 def test_what_is_packed_is_tested():
@@ -259,6 +317,7 @@ def edited(base: Path, folder: Path, **changes) -> Path:
         ({"quantization_config": {"quant_method": "mxfp4"}}, {}, r"quantised \(mxfp4\)"),
         ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, {}, "own code.*trust_remote_code=True"),
         ({"hidden_size": 65}, {}, "."),
+        ({"use_bidirectional_attention": True}, {}, "Gemma3ForCausalLM attends to later tokens"),
         ({}, {"target_modules": ["q_prj"]}, "'q_prj', which is no layer; did you mean q_proj"),
         ({}, {"target_modules": []}, "target_modules is empty"),
         ({}, {"target_modules": ["input_layernorm", "self_attn"]}, "no linear layer"),

@@ -115,10 +115,10 @@ def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, ba
 
 
 def _targets(adapted: set[str], decoder: nn.Module) -> list[str]:
-    """Name the layers to PEFT: by the ends of their names, unless other layers have these, too."""
+    """Name the layers to PEFT: by the ends of their names, unless other parts have these, too."""
     ends = {name.rpartition(".")[2] for name in adapted}
     if isinstance(decoder, ForeignDecoder):
-        others = {name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)} | decoder.left_out
+        others = ({name for name, _ in decoder.named_modules()} - adapted) | decoder.left_out
         if any(name.rpartition(".")[2] in ends for name in others):
             return sorted(adapted)
     return sorted(ends)

@@ -83,6 +83,8 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
         raise UserError(f"model {cfg_model._component_} builds a model without layers; set num_layers to at least 1")
     adopt(decoder, cfg_model)
     init_adapters(decoder, seed, device)
+    if isinstance(decoder, ForeignDecoder):
+        _place_buffers(decoder, device)
     _share_rope(decoder, torch.device("cpu") if device.type == "meta" else device)  # Llama's table needs real values
     use_fused_norms(decoder)
     return decoder
@@ -108,6 +110,12 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
     if ranks > 1:
         raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or use bf16")
     return check_locked(profile, {"quantize_base": True}, [key for key in overrides if key == "quantize_base"])
+
+
+def _place_buffers(decoder: nn.Module, device: torch.device) -> None:
+    for module in decoder.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _share_rope(decoder: TransformerDecoder, device: torch.device) -> None:

@@ -224,6 +224,8 @@ def _refuse_foreign(config: Config) -> None:
     _refuse_quantised(config)
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UserError(f"hidden_act is {activation!r}; supported is silu")
+    if config.get("is_causal") is False:
+        raise UserError("is_causal is False; only causal language models are supported")
     if config.get("mlp_bias"):
         raise UserError("mlp_bias is True; an MLP with biases is not supported")
 

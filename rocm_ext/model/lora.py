@@ -39,7 +39,8 @@ class Lora(LoRALinear):
         if self._quantize_base or (self.training and isinstance(self.dropout, nn.Dropout)):
             low = F.linear(self.dropout(x), a.to(x.dtype))
             return base_linear(self, x) + F.linear(low, (scale * b).to(x.dtype))
-        return _LoraFunction.apply(x, self.weight, self.bias, a, b, scale)
+        out = _LoraFunction.apply(x, self.weight, self.bias, a, b, scale)
+        return out.view(*x.shape[:-1], -1)  # here, because torch refuses to change a function's own view in place
 
 
 class _LoraFunction(torch.autograd.Function):
@@ -51,18 +52,17 @@ class _LoraFunction(torch.autograd.Function):
         out = F.linear(x2, weight, bias)
         out.addmm_(x2 @ a.to(x.dtype).T, (scale * b).to(x.dtype).T)
         ctx.save_for_backward(x2, weight, a, b)
-        ctx.scale = scale
-        return out.view(*x.shape[:-1], -1)
+        ctx.scale, ctx.shape = scale, x.shape
+        return out
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, g):  # type: ignore[override]
         x2, weight, a, b = ctx.saved_tensors
-        g = grad.reshape(-1, grad.shape[-1])
         a_, b_ = a.to(g.dtype), (ctx.scale * b).to(g.dtype)
         low = g @ b_  # [n, rank]
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (g @ weight).addmm_(low, a_).view(*grad.shape[:-1], -1)
+            grad_x = (g @ weight).addmm_(low, a_).view(ctx.shape)
         grad_a = (low.T @ x2).to(a.dtype)
         grad_b = (g.T @ (x2 @ a_.T)).to(b.dtype).mul_(ctx.scale)
         return grad_x, None, None, grad_a, grad_b, None

@@ -4,13 +4,15 @@ Its code decides what a layer gets beside hidden states, and its layers may diff
 tensors, and of each kind of layer the first one is measured in its place; the others pass their input on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from rocm_ext.data.batches import Batch
+from rocm_ext.errors import UserError
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.objectives import Objective
 from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, Tally, on_fake_tensors
@@ -46,6 +48,8 @@ def simulate_foreign(
             hidden = fake.hidden_states(batch).flatten(0, 1)[batch.index]
             objective(fake.output, hidden, batch.targets, batch.columns, batch.sequence).backward()
             loss = LossCosts(tally.peak - run.held, tally.operations)
+    except DataDependentOutputException as error:
+        raise UserError(f"the model's code depends on values ({error}), so its memory cannot be planned") from error
     finally:
         for i, layer in enumerate(layers):
             decoder.layers[i] = layer
@@ -59,7 +63,7 @@ class _Run:
         self.tally: Any = None
         self.costs: dict[Any, LayerCosts] = {}
         self.shared = self.held = 0
-        self._tuples: set[Any] = set()
+        self._beside: dict[Any, tuple[Any, ...]] = {}  # what layers return beside hidden states, by kind
 
     def measure(self, layer: nn.Module | None, key: Any, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
         """Measure ``layer`` if there is one; return its output in shape, for the next layer."""
@@ -73,7 +77,7 @@ class _Run:
         if last:
             self.held = tally.now
             tally.restart()
-        return (y,) if kind in self._tuples else y
+        return (y, *self._beside[kind]) if kind in self._beside else y
 
     def _costs(self, kind: Any, x: Tensor, call: Callable[[Tensor], Any]) -> LayerCosts:
         tally: Tally = self.tally
@@ -82,8 +86,8 @@ class _Run:
         tally.restart()
         out = call(entry)
         if isinstance(out, tuple):
-            self._tuples.add(kind)
-            out = out[0]
+            out, *beside = out
+            self._beside[kind] = tuple(each.detach() if isinstance(each, Tensor) else each for each in beside)
         kept, forward = tally.now - before - out.nbytes, tally.operations
         grad = torch.empty_like(out)
         tally.restart()
@@ -103,6 +107,7 @@ class _Stand(nn.Module):
         self._key = key
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _cut(args), _cut(kwargs)
         return self._measure(self.layer, self._key, hidden_states, lambda x: self.layer(x, *args, **kwargs))  # type: ignore
 
     def __getattr__(self, name: str) -> Any:
@@ -113,6 +118,17 @@ class _Stand(nn.Module):
             if like is None or name.startswith("__"):
                 raise
             return getattr(like(), name)
+
+
+def _cut(value: Any) -> Any:
+    """Return arguments of a layer without the graphs of earlier layers, which are gone, as where layers share keys."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    if type(value) in (tuple, list):
+        return type(value)(map(_cut, value))
+    if isinstance(value, MutableMapping):
+        value.update({key: _cut(each) for key, each in value.items()})  # layers write into it
+    return value
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:

@@ -1,6 +1,10 @@
 """LoRA layers in place of a transformers model's linear layers, by PEFT's names."""
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -8,8 +12,7 @@ from rocm_ext.errors import UserError, nearest
 
 ALL = "all-linear"
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-# their fused kernels read the weights past the layer
-_PAST_THE_LAYER = frozenset({"out_proj", "conv1d"})
+_READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)")
 
 
 def put_in(
@@ -53,12 +56,17 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 def _left_out(model: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
-    kind = type(model.get_submodule(owner)).__name__.lower()
-    return leaf in _ROUTERS or "router" in kind or _read_past(kind, leaf)
+    kind: Any = type(model.get_submodule(owner))
+    return leaf in _ROUTERS or "router" in kind.__name__.lower() or leaf in _read_past(kind)
 
 
-def _read_past(kind: str, leaf: str) -> bool:
-    return "mamba" in kind and leaf in _PAST_THE_LAYER
+@cache
+def _read_past(kind: type) -> frozenset[str]:
+    """Return the parts whose weights the code of a module reads itself, as fused kernels need; LoRA has no effect."""
+    try:
+        return frozenset(_READ.findall(inspect.getsource(kind)))
+    except (OSError, TypeError):  # a class without a file
+        return frozenset()
 
 
 def _matches(model: nn.Module, found: dict[str, nn.Linear], targets: list[str]) -> list[str]:
@@ -70,8 +78,9 @@ def _matches(model: nn.Module, found: dict[str, nn.Linear], targets: list[str]) 
         matching = [name for name in found if name == target or name.endswith(f".{target}")]
         for name in matching:
             owner, _, leaf = name.rpartition(".")
-            if _read_past(type(model.get_submodule(owner)).__name__.lower(), leaf):
-                raise UserError(f"target_modules has {target!r}, but kernels of {name} read its weight past LoRA")
+            kind: Any = type(model.get_submodule(owner))
+            if leaf in _read_past(kind):
+                raise UserError(f"target_modules has {target!r}, but the model reads the weight of {name} past LoRA")
         if not matching:
             known = sorted({name.rpartition(".")[2] for name in found})
             if any(name == target or name.endswith(f".{target}") for name in every):

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 PACKED = "rocm_ext_packed"
-_lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths of the packed sequences")
+_lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths of the packed sequences", default=())
 # Arguments of a layer's call that change nothing here: positions are in q and k already, masks hold the windows.
 _KNOWN = ("position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions")
 
@@ -58,6 +58,26 @@ def packed(lengths: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         _lengths.reset(token)
+
+
+class _EachSequence(nn.Module):
+    """LongRoPE as of each packed sequence alone; transformers takes the frequencies of the longest row for all."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        limit = self.config.rope_parameters["original_max_position_embeddings"]  # type: ignore[union-attr, index]
+        beyond = [length > limit for length in _lengths.get() for _ in range(length)]
+        if all(beyond) or not any(beyond):
+            return super().forward(x, position_ids)
+        is_long = torch.tensor([beyond]).to(x.device, non_blocking=True)
+        near, far = (super(_EachSequence, self).forward(x, p) for p in (position_ids * ~is_long, position_ids))
+        return tuple(torch.where(is_long[..., None], b, a) for a, b in zip(near, far, strict=True))
+
+
+def scale_each_sequence(model: nn.Module) -> None:
+    """Make LongRoPE's choice between its two sets of frequencies one of each packed sequence."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            module.__class__ = type(type(module).__name__, (_EachSequence, type(module)), {})
 
 
 def make_mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, local_size=None, **_: Any) -> Mask:

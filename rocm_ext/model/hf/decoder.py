@@ -22,16 +22,16 @@ from rocm_ext.log import log
 from rocm_ext.model.families import CONFIG
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.hf.adapt import put_in
-from rocm_ext.model.hf.attention import PACKED, packed
+from rocm_ext.model.hf.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.hf.experts import SORTED
 from rocm_ext.model.hf.multimodal import check_causal, is_multimodal, take_text
-from rocm_ext.model.hf.weights import Converted, Names, persistent_buffers
+from rocm_ext.model.hf.weights import Converted, Names, keep_precision, persistent_buffers
 
 # model_types whose packed rows tests hold against transformers' own. All others get padded rows.
 PACKS = frozenset(
     """
     apertus arcee cohere cohere2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text glm glm4
-    glm4_moe gpt_oss granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe llama llama4_text
+    glm4_moe gpt_oss granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe llama
     minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe
     qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
     """.split()  # noqa: SIM905
@@ -80,6 +80,12 @@ class TransformersDecoder(ForeignDecoder):
             self.tied = (f"{head}.weight", f"{_name_of(model, embeddings)}.weight")
             setattr(model, head, _Tied(embeddings, model.get_output_embeddings().bias))
             setattr(self, head, getattr(model, head))
+        self._check_shared(type(model).__name__)
+        causal = {part.is_causal for part in self.layers.modules() if hasattr(part, "is_causal")}
+        if False in causal or (not causal and getattr(config, "is_decoder", True) is False):
+            raise UserError(
+                f"{type(model).__name__} attends to later tokens, too; only causal language models are supported"
+            )
         self.output_name = head
         self.max_seq_len = _number(config, "max_position_embeddings") or 2**31
         self.num_heads = _number(config, "num_attention_heads") or 8
@@ -89,6 +95,17 @@ class TransformersDecoder(ForeignDecoder):
         object.__setattr__(self, "model_", model)
         object.__setattr__(self, "output", _Head(model, top))
         _try_head(model, self.output, config.hidden_size)
+
+    def _check_shared(self, name: str) -> None:
+        """Refuse weights that several layers share: loading and sharding put each parameter in one place.
+
+        Raises:
+            UserError: naming two places of one weight.
+        """
+        places: dict[nn.Parameter, str] = {}
+        for place, parameter in self.named_parameters(remove_duplicate=False):
+            if (first := places.setdefault(parameter, place)) != place:
+                raise UserError(f"{name} has one weight in two places, {first} and {place}, which is not supported")
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -317,9 +334,13 @@ def _on_meta(config: Any, attention: str | None, trust_remote_code: bool) -> Any
     chosen = {"attn_implementation": attention} if attention else {}
     with torch.device("cpu"), _meta_parameters():
         kind = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
-        return kind.from_config(
+        model = kind.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code, experts_implementation=SORTED, **chosen
         )
+    keep_precision(model, dtype)
+    if attention:
+        scale_each_sequence(model)
+    return model
 
 
 @contextmanager

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from rocm_ext.errors import UserError, one_line
 
@@ -148,3 +154,18 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
+
+
+def keep_precision(model: Any, dtype: torch.dtype) -> None:
+    """Give the weights that transformers always keeps in fp32 this dtype, such as routers' corrections.
+
+    Args:
+        model: transformers' model, without weights.
+        dtype: of the other weights.
+    """
+    if not (kept := model._get_dtype_plan(dtype)):
+        return
+    pattern, _, _ = build_glob_alternation(list(kept))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if pattern.search(name):
+            tensor.data = tensor.data.float()
