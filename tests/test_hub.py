@@ -33,6 +33,7 @@ def model(tmp_path_factory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"large")
     (folder / "LICENSE").write_text("do as you like")
+    (folder / "modeling.py").write_text("")  # with trust_remote_code
     return folder
 
 

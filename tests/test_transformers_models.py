@@ -1,5 +1,6 @@
 """Models that transformers computes: their training equals transformers' with PEFT, packed or padded."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -188,6 +189,17 @@ def test_code_of_the_folder_runs_if_trusted(tmp_path, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("trusted", [False, True])
+def test_transformers_own_class_is_preferred(folder_of, tmp_path, trusted):
+    """Phi-3's folders bring old code of a class that transformers has itself; it is not run."""
+    auto = {"AutoConfig": "missing.Phi3Config", "AutoModelForCausalLM": "missing.Phi3ForCausalLM"}
+    folder = edited(folder_of("phi 3"), tmp_path / "base", auto_map=auto)
+    ours = our_model(folder, trust_remote_code=trusted)
+    assert ours.packs
+    torch.testing.assert_close(ours(TOKENS), our_model(folder_of("phi 3"))(TOKENS), rtol=0, atol=0)
+
+
+@torch.no_grad()
 def test_padding_changes_nothing(folder_of):
     """Rows of a hybrid model, padded on the right, give each sequence's own hidden states."""
     ours = our_model(folder_of("qwen3.5")).eval()
@@ -316,9 +328,19 @@ def edited(base: Path, folder: Path, **changes) -> Path:
         ({"architectures": ["NeverHeardOfForCausalLM"], "model_type": "never"}, {}, "cannot build this model.*never"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, {}, r"quantised \(mxfp4\)"),
         ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, {}, "own code.*trust_remote_code=True"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "m.NewForCausalLM"}, "architectures": ["NewForCausalLM"]},
+            {},
+            "own code",
+        ),
         ({"hidden_size": 65}, {}, "."),
         ({"use_bidirectional_attention": True}, {}, "Gemma3ForCausalLM attends to later tokens"),
         ({}, {"target_modules": ["q_prj"]}, "'q_prj', which is no layer; did you mean q_proj"),
+        (
+            {},
+            {"quantize_base": True},
+            r"layers\.0\.self_attn\.q_proj \[64, 64\] cannot be stored in 4 bits.*leave it out",
+        ),
         ({}, {"target_modules": []}, "target_modules is empty"),
         ({}, {"target_modules": ["input_layernorm", "self_attn"]}, "no linear layer"),
     ],
@@ -350,6 +372,30 @@ def test_weights_that_do_not_fit(tmp_path, drop, add, message):
     save_file(state, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=message):
         our_model(base)
+
+
+@pytest.mark.parametrize(("factor", "message"), [(1.0, ""), (2.0, "the output layer is the embeddings .* differ")])
+def test_a_tied_weight_stored_twice(folder_of, tmp_path, factor, message):
+    base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
+    state = load_file(base / "model.safetensors")
+    state["lm_head.weight"] = factor * state["model.embed_tokens.weight"]
+    save_file(state, base / "model.safetensors")
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        assert torch.equal(our_model(base)(TOKENS), our_model(folder_of("gemma 3"))(TOKENS))
+
+
+def test_masks_in_old_files_are_left_out_but_quantised_weights_are_refused(tmp_path):
+    """Pythia's files hold causal masks as bytes."""
+    folder = write_common(tmp_path / "base", "gpt_neox")
+    state = load_file(folder / "model.safetensors")
+    expected = our_model(folder)(TOKENS)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+    save_file({**state, "gpt_neox.layers.0.attention.bias": mask}, folder / "model.safetensors")
+    torch.testing.assert_close(our_model(folder)(TOKENS), expected, rtol=0, atol=0)
+    name = "gpt_neox.layers.0.attention.dense.weight"
+    save_file({**state, name: state[name].to(torch.int8)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"{name} is stored as int8, a quantised format"):
+        our_model(folder)
 
 
 @pytest.mark.parametrize("engine", ["LocalEngine", "OpenAIEngine"])

@@ -62,7 +62,8 @@ class HFCheckpointer:
             for name, tensor in read_tensors(self._folder / file):
                 if name.endswith(_TABLES):  # in old files; config.json has what they come from
                     continue
-                _check_stored(name, tensor, file)
+                if not foreign:  # others may hold masks and tables of whole numbers
+                    check_stored(name, tensor)
                 try:
                     state[name if foreign else from_hf(name)] = tensor
                 except KeyError as error:
@@ -72,10 +73,15 @@ class HFCheckpointer:
         return {MODEL_KEY: state}
 
 
-def _check_stored(name: str, tensor: Tensor, file: str) -> None:
+def check_stored(name: str, tensor: Tensor) -> None:
+    """Check that a weight is stored in at least 16 bits.
+
+    Raises:
+        UserError: it is quantised.
+    """
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise UserError(
-            f"{file}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, a quantised format; "
+            f"checkpointer: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, a quantised format; "
             "use the model's bf16 or fp16 weights"
         )
 

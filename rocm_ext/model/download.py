@@ -21,7 +21,7 @@ from rocm_ext.model.families import CONFIG
 from rocm_ext.model.published import published
 from rocm_ext.ranks import Ranks
 
-_TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+_TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]  # the weights in other formats
 _OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
 

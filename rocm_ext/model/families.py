@@ -7,7 +7,7 @@ each: it reads the key, or refuses a value that the native decoders do not compu
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rocm_ext.errors import UserError
 from rocm_ext.files import json_object
@@ -206,13 +206,28 @@ def _class_name(config: Config, trust_remote_code: bool = False) -> str:
     """
     named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")))]
     name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
-    brings = config.get("auto_map")
-    if not trust_remote_code and isinstance(brings, Mapping) and "AutoModelForCausalLM" in brings:
-        raise UserError(
-            f"{name} brings its own code (auto_map), which runs only with model.trust_remote_code=True: it may do "
-            "on this machine what you may do, so read it first"
-        )
+    if not trust_remote_code and own_code(config) not in (None, name):  # the same name is that of a class known here
+        refuse_code(name)
     return name
+
+
+def own_code(config: Config) -> str | None:
+    """Return the name of the class of the folder's own code (``auto_map``); None: it has none."""
+    brings = config.get("auto_map")
+    code = brings.get("AutoModelForCausalLM") if isinstance(brings, Mapping) else None
+    return None if code is None else str(code).rpartition(".")[2]
+
+
+def refuse_code(name: str) -> NoReturn:
+    """Refuse a model that only code of the folder computes.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        f"{name} brings its own code (auto_map), which runs only with model.trust_remote_code=True: it may do "
+        "on this machine what you may do, so read it first"
+    )
 
 
 def _refuse_foreign(config: Config) -> None:

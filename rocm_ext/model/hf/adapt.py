@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rocm_ext.errors import UserError, nearest
+from rocm_ext.errors import UserError, nearest, one_line
 
 ALL = "all-linear"
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -32,7 +32,7 @@ def put_in(
         The names of the adapted layers.
 
     Raises:
-        UserError: a target matches no layer, or one that cannot be adapted.
+        UserError: a target matches no layer, or one that cannot be adapted or stored in 4 bits.
     """
     found = dict(_linears(model))
     if targets is None or targets == ALL:
@@ -41,7 +41,14 @@ def put_in(
         names = _matches(model, found, [targets] if isinstance(targets, str) else [str(each) for each in targets])
     for name in names:
         linear = found[name]
-        layer = adapted(linear.in_features, linear.out_features, use_bias=linear.bias is not None)
+        try:
+            layer = adapted(linear.in_features, linear.out_features, use_bias=linear.bias is not None)
+        except (AssertionError, NotImplementedError) as error:
+            shape = f"[{linear.out_features}, {linear.in_features}]"
+            raise UserError(
+                f"quantize_base: {name} {shape} cannot be stored in 4 bits ({one_line(error)}); leave it out of "
+                "target_modules, or set quantize_base: False"
+            ) from error
         layer.weight, layer.bias = linear.weight, linear.bias
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, layer)

@@ -14,12 +14,16 @@ import transformers
 from torch import Tensor, nn
 from torchtune.modules.peft import DoRALinear, LoRALinear
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from rocm_ext.data.batches import Batch
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.log import log
-from rocm_ext.model.families import CONFIG
+from rocm_ext.model.families import CONFIG, own_code, refuse_code
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.hf.adapt import put_in
 from rocm_ext.model.hf.attention import PACKED, packed, scale_each_sequence
@@ -278,11 +282,12 @@ def build(
     Raises:
         UserError: transformers does not know the model, or ``targets`` names a layer that it does not have.
     """
+    trusted = _needs_code(config, trust_remote_code)
     try:
-        theirs = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        theirs = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
         _check_known(theirs, folder)
-        packs = theirs.get_text_config().model_type in PACKS and "auto_map" not in config
-        model = _on_meta(theirs, PACKED if packs else None, trust_remote_code)
+        packs = theirs.get_text_config().model_type in PACKS and not trusted
+        model = _on_meta(theirs, PACKED if packs else None, trusted)
     except UserError:
         raise
     except Exception as error:  # a config's values may raise anything in the model's code
@@ -313,6 +318,20 @@ def _check_known(config: Any, folder: Path) -> None:
             f"{folder / CONFIG}: transformers {transformers.__version__} has no language model for model_type "
             f"{config.model_type!r}"
         )
+
+
+def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
+    """Return whether code of the folder has to run. A class that transformers has itself needs none.
+
+    Raises:
+        UserError: it has to, but is not trusted.
+    """
+    named, own = (config.get("architectures") or [""])[0], own_code(config)
+    if own is None or own == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):
+        return False
+    if not trust_remote_code:
+        refuse_code(str(named))
+    return True
 
 
 def _check_class(model: Any, folder: Path, config: Mapping[str, Any]) -> None:

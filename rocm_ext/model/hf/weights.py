@@ -17,6 +17,7 @@ from transformers.core_model_loading import (
 )
 
 from rocm_ext.errors import UserError, one_line
+from rocm_ext.model.checkpointer import check_stored
 
 _OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json has what they come from
 
@@ -40,6 +41,10 @@ class Names:
     def ignored(self, name: str) -> bool:
         """Whether transformers leaves out the tensor ``name``."""
         return name not in self._known and bool(self._ignored.search(name))
+
+    def is_float(self, name: str) -> bool:
+        """Whether the module's tensor ``name`` has numbers with a fraction; so does one that it does not have."""
+        return name not in self._known or self._known[name].is_floating_point()
 
     def of(self, name: str) -> tuple[str, str | None]:
         """Return the module's name of the tensor ``name``, and the pattern of its converter, if it has one."""
@@ -75,6 +80,8 @@ class Converted(Mapping[str, Tensor]):
             if self._names.ignored(name):
                 continue
             new, pattern = self._names.of(name)
+            if self._names.is_float(new):
+                check_stored(name, state[name])
             sources = self._sources.setdefault(new, [])
             sources.append((pattern, name))
             if pattern is None and len(sources) > 1:
