@@ -336,11 +336,7 @@ def edited(base: Path, folder: Path, **changes) -> Path:
         ({"hidden_size": 65}, {}, "."),
         ({"use_bidirectional_attention": True}, {}, "Gemma3ForCausalLM attends to later tokens"),
         ({}, {"target_modules": ["q_prj"]}, "'q_prj', which is no layer; did you mean q_proj"),
-        (
-            {},
-            {"quantize_base": True},
-            r"layers\.0\.self_attn\.q_proj \[64, 64\] cannot be stored in 4 bits.*leave it out",
-        ),
+        ({}, {"quantize_base": True}, r"0\.self_attn\.q_proj \[64, 64\] cannot be stored in 4 bits.*leave it out"),
         ({}, {"target_modules": []}, "target_modules is empty"),
         ({}, {"target_modules": ["input_layernorm", "self_attn"]}, "no linear layer"),
     ],
