@@ -183,6 +183,9 @@ def test_code_of_the_folder_runs_if_trusted(tmp_path, monkeypatch):
     (own / "own.py").write_text(OWN)
     with pytest.raises(UserError, match=r"OwnForCausalLM brings its own code.*trust_remote_code=True"):
         our_model(own)
+    native = edited(own, tmp_path / "native", architectures=["LlamaForCausalLM"])
+    with pytest.raises(UserError, match="names LlamaForCausalLM, but transformers builds OwnForCausalLM"):
+        our_model(native, trust_remote_code=True)
     ours = our_model(own, trust_remote_code=True)
     assert not ours.packs
     torch.testing.assert_close(ours.eval()(TOKENS), expected, rtol=1e-5, atol=1e-5)

@@ -131,7 +131,8 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
     config = _read(folder)
     try:
         multimodal = any(isinstance(config.get(part), Mapping) for part in _PARTS)
-        if _class_name(config, trust_remote_code) in _FAMILIES and not multimodal:
+        name = _class_name(config, trust_remote_code)
+        if name in _FAMILIES and own_code(config) in (None, name) and not multimodal:
             return None
         _refuse_quantised(config)
     except UserError as error:
