@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from rocm_ext import config
-from rocm_ext.bench import busy, runner, spec, summary
+from rocm_ext.bench import busy, child, runner, spec, summary
 from rocm_ext.bench.busy import OtherPrograms
+from rocm_ext.bench.context import Bench
 from rocm_ext.bench.runner import Measurement
 from rocm_ext.bench.spec import Item, Spec
 from rocm_ext.cli import main
 from rocm_ext.hardware import bench_file
 from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import load_profile
+from rocm_ext.log import log
 from rocm_ext.plan.speeds import figures_for
 
 GIB = 2**30
@@ -27,43 +29,39 @@ def job(budget: int = 4 * GIB) -> Spec:
     return Spec("cpu_pocket", ("hardware=cpu",), budget, quick=True, seconds=0.01)
 
 
-def measure(
-    items: list[Item], timeout: float = 60, budget: int = 4 * GIB
-) -> tuple[list[Measurement], list[Measurement]]:
+# ------------------------------------------------------------------------------------ probes that go wrong
+@pytest.fixture(scope="module")
+def misbehaving() -> tuple[list[Measurement], list[Measurement]]:
+    """What :mod:`tests.probes` measured, and what was told meanwhile; each process takes seconds to import torch."""
+    of_one = ("environment", "segfault", "hang", "noise", "raise", "out of memory", "exit", "fine")
+    one, other = {"PROBED": "5"}, {"PROBED": "7"}
+    items = [Item("tests.probes", {"how": how}, one) for how in of_one]
+    items.insert(2, Item("tests.probes", {"how": "segfault"}, one, skip="locked here: hangs"))
+    items.insert(0, Item("tests.probes", {"how": "environment"}, other))
     told: list[Measurement] = []
     environ = {"PYTHONPATH": str(Path(__file__).parents[1])}  # children import tests.probes
-    return runner.run(job(budget), items, timeout, told.append, environ), told
+    return runner.run(job(), items, 2, told.append, environ), told
 
 
-def misbehave(*hows: str, **more) -> list[Item]:
-    return [Item("tests.probes", {"how": how}, **more) for how in hows]
-
-
-# ------------------------------------------------------------------------------------ probes that go wrong
-def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on():
-    hows = ("fine", "segfault", "noise", "exit", "hang", "raise", "out of memory", "fine")
-    rows, told = measure(misbehave(*hows), timeout=2)
-    ends = ["ok", "crashed", "ok", "crashed", "timeout", "failed", "out of memory", "ok"]
+def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on(misbehaving):
+    rows, told = misbehaving
+    ends = ["ok", "ok", "crashed", "skipped", "timeout", "ok", "failed", "out of memory", "crashed", "ok"]
     assert [row.status for row in rows] == ends
-    assert rows[1].detail.startswith("signal 11")
-    assert rows[3].detail == "exit code 3: the driver is gone"
+    assert rows[2].detail.startswith("signal 11")
     assert rows[4].detail == "no result within 2 s"
-    assert rows[5].detail == "RuntimeError: HIP error: invalid device function Compile with TORCH_USE_HIP_DSA"
+    assert rows[6].detail == "RuntimeError: HIP error: invalid device function Compile with TORCH_USE_HIP_DSA"
+    assert rows[8].detail == "exit code 3: the driver is gone"
     assert sorted(map(str, told)) == sorted(map(str, rows))
 
 
-def test_items_get_their_environment_and_a_reason_skips():
-    items = [
-        *misbehave("environment", environ={"PROBED": "5"}),
-        *misbehave("segfault", skip="locked here: hangs"),
-        *misbehave("environment", environ={"PROBED": "7"}),
-    ]
-    rows, _ = measure(items)
-    assert [row.result.get("value") for row in rows] == [5.0, None, 7.0]
-    assert (rows[1].status, rows[1].detail) == ("skipped", "locked here: hangs")
+def test_items_get_their_environment_and_a_reason_skips(misbehaving):
+    rows, _ = misbehaving
+    assert [row.result["value"] for row in rows[:2]] == [7.0, 5.0]
+    assert rows[3].detail == "locked here: hangs"
 
 
-def test_nothing_is_measured_that_does_not_fit():
+def test_nothing_is_measured_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr(log, "disabled", False)  # a child's logger is silent, and this is no child
     items = [
         Item("gemm", {"direction": "forward", "dtype": "fp32", "library": "default"}),
         Item("bandwidth", {"what": "device copy"}),
@@ -71,9 +69,10 @@ def test_nothing_is_measured_that_does_not_fit():
         Item("training", {"rows": 4, "compile": False, "base": "as configured"}),
         Item("decoding", {"slots": 64}),
     ]
-    rows, _ = measure(items, budget=2**20)
-    assert [row.status for row in rows] == ["skipped"] * 5
-    assert all("budget" in row.detail for row in rows)
+    bench = Bench(job(budget=2**20))
+    rows = [child.measure(bench, item.to_dict()) for item in items]
+    assert [row["status"] for row in rows] == ["skipped"] * 5
+    assert all("budget" in row["detail"] for row in rows)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not report the time of children")
@@ -276,18 +275,36 @@ def test_bad_input_is_one_line(arguments, found, capsys, tmp_path):
     assert "Traceback" not in captured.err
 
 
-def test_an_older_file_survives_a_bench_without_figures(tmp_path, capsys):
+@pytest.fixture
+def loader_alone(monkeypatch) -> list[Item]:
+    """Answer measurements of the loader with a figure; the list gets what was to be measured."""
+    asked: list[Item] = []
+
+    def run(job, items, timeout, tell, environ):
+        asked.extend(items)
+        rows = [row(item.probe, 1000, **item.values) for item in items]
+        for each in rows:
+            tell(each)
+        return rows
+
+    monkeypatch.setattr(runner, "run", run)
+    return asked
+
+
+def test_an_older_file_survives_a_bench_without_figures(tmp_path, loader_alone, capsys):
     path = tmp_path / "bench.json"
     path.write_text("precious")
     assert main(["bench", "--quick", "--only", "loader", "--output", str(path)]) == 0
+    assert {item.probe for item in loader_alone} == {"loader"}
     assert path.read_text() == "precious"
     assert "nothing was written: bench.json needs gemm and bandwidth" in capsys.readouterr().out
 
 
-def test_a_part_replaces_no_whole_file(tmp_path, monkeypatch, capsys):
+def test_a_part_replaces_no_whole_file(tmp_path, loader_alone, monkeypatch, capsys):
     monkeypatch.setenv("ROCM_EXT_BENCH", str(tmp_path / "bench.json"))
     (tmp_path / "bench.json").write_text("precious")
     assert main(["bench", "--quick", "--only", "loader", "epochs=1"]) == 0
+    assert {item.probe for item in loader_alone} == {"loader"}
     assert (tmp_path / "bench.json").read_text() == "precious"
     assert "To keep these: --output FILE" in capsys.readouterr().out
 
