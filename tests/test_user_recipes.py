@@ -392,19 +392,19 @@ def test_other_recipes_of_torchtune_keep_their_messages(tmp_path):
 def test_a_recipe_by_name_starts_with_the_environment_too(tmp_path):
     command = [str(Path(sys.executable).with_name("tune")), "run", "lora_finetune_rocm", "--config", "cpu_pocket"]
     run = subprocess.run([*command, "epochs=1"], cwd=tmp_path, env=bare(), capture_output=True, text=True)
-    assert run.returncode == 1
+    assert run.returncode == 1  # its model is not there yet
     assert run.stderr.count("GOMP_SPINCOUNT=20000 (") == 1
+    assert run.stderr.splitlines()[-1].startswith("error: ")
     assert "demo/pocket" in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stdout + run.stderr
     assert "Skipping import of cpp extensions" not in run.stderr
 
 
-@pytest.mark.parametrize("spin", ["1", None])
-def test_eval_has_the_environment_before_torch_is_imported(tmp_path, spin):
-    environ = bare() | ({"GOMP_SPINCOUNT": spin} if spin else {})
+def test_eval_has_the_environment_before_torch_is_imported(tmp_path):
     command = [str(Path(sys.executable).with_name("rocm-ext")), "eval", "--config", "cpu_pocket_raft"]
-    run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=tmp_path, env=bare(), capture_output=True, text=True)
     assert run.returncode == 1
-    assert ("GOMP_SPINCOUNT=20000 (" in run.stderr) == (spin is None), "the user's own stays"
+    assert "GOMP_SPINCOUNT=20000 (" in run.stderr
     assert "torch was imported before" not in run.stderr
     assert "Skipping import of cpp extensions" not in run.stderr
 
