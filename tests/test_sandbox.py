@@ -4,6 +4,7 @@
 
 import importlib.util
 import shutil
+from functools import cache
 
 import pytest
 
@@ -172,8 +173,14 @@ def f(x): return x * x
 }  # fmt: skip
 
 
+@cache
+def verifier(timeout: float, partial_credit: bool) -> PythonTests:
+    """One for all tests: its judge takes most of the time to start."""
+    return PythonTests(timeout, partial_credit=partial_credit)
+
+
 def verify(completion: str, row: dict = ROW, timeout: float = 10, partial_credit: bool = False):
-    return PythonTests(timeout, partial_credit=partial_credit)(completion, row)
+    return verifier(timeout, partial_credit)(completion, row)
 
 
 def fenced(code: str) -> str:
