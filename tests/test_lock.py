@@ -165,10 +165,8 @@ def test_ranks_other_than_the_main_one_take_no_lock(tmp_path, monkeypatch):
         pass
 
 
-@pytest.mark.parametrize(
-    "who",
-    ["every rank", pytest.param("the main rank", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["every rank", "the main rank"])
 def test_under_torchrun_an_error_is_one_line(make, tmp_path, who):
     path = make() if who == "the main rank" else make(dataset={"_component_": "rocm_ext.data.sft_dataset"})
     with hold(tmp_path / "out") if who == "the main rank" else contextlib.nullcontext():

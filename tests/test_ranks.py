@@ -16,7 +16,8 @@ from tests.tiny import metrics, run_config, tune, write_model, write_rows, write
 @pytest.mark.parametrize(
     ("family", "start", "lora", "changes"),
     [
-        ("qwen2", "torchrun", {}, {"tokens_per_micro_batch": 100}),
+        ("qwen2", "forks", {}, {"tokens_per_micro_batch": 100}),
+        pytest.param("qwen2", "torchrun", {}, {"tokens_per_micro_batch": 100}, marks=pytest.mark.slow),
         (
             "llama",
             "forks",
