@@ -28,6 +28,7 @@ PARAMETERS = {
     "Qwen/Qwen3-14B": 14768,
     "Qwen/Qwen3-32B": 32762,
     "Qwen/Qwen3-30B-A3B": 30532,
+    "google/gemma-3-4b-it": 3880,  # of the text part: 671 in embeddings, 3,209 in layers (arXiv:2503.19786)
     "meta-llama/Llama-3.2-1B-Instruct": 1236,
     "meta-llama/Llama-3.2-3B-Instruct": 3213,
 }
