@@ -16,6 +16,7 @@ from rocm_ext import config, hook, registry
 from rocm_ext.config import layers
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import check_locked, load_profile
+from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.published import published, published_models
 from rocm_ext.nested import flatten
 from tests.test_device import CPU, STRIX
@@ -194,13 +195,16 @@ def test_the_model_is_the_one_that_the_name_and_the_download_say(name):
     repo = re.search(r"tune download (\S+)", head(name))[1]
     assert repo in text(name).split("\nmodel:")[1].split("\n\n")[0], "the comment on the hub's name"
     assert published(node.checkpoint_dir)[0] == repo, "so it can be planned without a download"
-    size = re.search(r"(?:Qwen3|Llama-3\.2)-(.+)", repo)[1]
-    assert name.endswith("_" + size.removesuffix("-Instruct").replace(".", "_").lower())
+    size = re.search(r"(?:Qwen3|Llama-3\.2|gemma-3)-(.+)", repo)[1]
+    assert name.endswith("_" + re.sub("-(Instruct|it)$", "", size).replace(".", "_").lower())
     node.checkpoint_dir = str(published_models()[repo])
     with torch.device("meta"):
         model = config.instantiate(node, key="model")
     adapted = {n.split(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_" in n}
-    assert adapted == {"q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"}
+    by_transformers = "transformers computes this model" in head(name)
+    assert by_transformers == isinstance(model, ForeignDecoder)
+    others = {"o_proj", "gate_proj", "up_proj", "down_proj"} if by_transformers else {"output_proj", "w1", "w2", "w3"}
+    assert adapted == {"q_proj", "k_proj", "v_proj", *others}
 
 
 @pytest.mark.parametrize("names", [[*OF_TORCHTUNE, "cpu_pocket"], FROM_FOLDER], ids=["torchtune", "folder"])
