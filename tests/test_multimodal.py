@@ -3,14 +3,17 @@
 import json
 import shutil
 import warnings
+from datetime import date
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMultimodalLM
+from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
+from rocm_ext.data.messages import Turn
+from rocm_ext.data.template import read_template
 from rocm_ext.errors import UserError
 from tests.families import folder_config
 from tests.multimodal_models import MODELS, write_multimodal
@@ -178,6 +181,57 @@ def test_names_of_earlier_transformers(folder_of, tmp_path):
     assert any(name.startswith("language_model.model.") for name in tensors(base)), "transformers saves these names"
     new = rewritten(base, tmp_path / "new", lambda n: n.replace("language_model.model.", "model.language_model."))
     torch.testing.assert_close(our_model(new)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
+
+
+# ---- chat templates
+
+STRINGS_OR_LISTS = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] | trim }}"
+    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LISTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% for part in m['content'] | "
+    "selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", [STRINGS_OR_LISTS, LISTS], ids=["both", "lists"])
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+def test_rows_are_rendered_as_transformers_renders_them(folder_of, tmp_path, text, file):
+    base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    content = {"bos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if file == "tokenizer_config.json":
+        content["chat_template"] = text
+    (base / "tokenizer_config.json").write_text(json.dumps(content))
+    if file != "tokenizer_config.json":
+        (base / file).write_text(text if file.endswith("jinja") else json.dumps({"chat_template": text}))
+    turns = [Turn("user", " How many? ", False), Turn("assistant", "72", False), Turn("user", "Why?", False)]
+    messages = [turn.message() for turn in turns]
+    if text == LISTS:
+        messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    given = {"chat_template": text} if file == "chat_template.json" else {}  # which processors alone read
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
+    ours = read_template("auto", base, {}, date(2026, 1, 1))
+    assert ours.render(turns, None, prompt=True) == expected
+    assert "How many?" in expected
+    assert ours.origin == str(base / file)
+
+
+def test_a_merged_model_has_one_template(folder_of, rows, tmp_path):
+    """A run's own template takes the place of the processor's file, which transformers' processors prefer."""
+    base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
+    (base / "chat_template.jinja").rename(base / "own.jinja")
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": LISTS}))
+    cfg = folder_config(base, rows, tmp_path / "run", max_steps_per_epoch=1, save_adapter_weights_only=False)
+    finetune({**cfg, "chat_template": str(base / "own.jinja")})
+    merged = tmp_path / "run" / "merged"
+    assert (merged / "chat_template.jinja").read_bytes() == (base / "own.jinja").read_bytes()
+    assert not (merged / "chat_template.json").exists()
 
 
 # ---- bad input

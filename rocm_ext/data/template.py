@@ -18,6 +18,7 @@ from rocm_ext.errors import UserError, one_line
 from rocm_ext.files import json_object
 
 TEMPLATE = "chat_template.jinja"
+OF_PROCESSORS = "chat_template.json"  # in older folders of multimodal models
 _CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # what a generation block has rendered stands between these marks; no text of a user's can contain them
@@ -64,6 +65,15 @@ class ChatTemplate:
             self._template = environment.from_string(text)
         except TemplateError as error:
             raise UserError(f"chat template {origin} is not valid Jinja: {one_line(error)}") from error
+        self._listed = not self._shows_content() and self._shows_content(listed=True)
+
+    def _shows_content(self, listed: bool = False) -> bool:
+        """Whether a message's text appears. Templates of some multimodal models take lists of parts alone."""
+        self._listed = listed
+        try:
+            return _BEGIN in self._render([Turn("user", _BEGIN, False)], None, prompt=False)
+        except UserError:
+            return False
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Mapping] | None, prompt: bool = False) -> str:
         """Render a conversation.
@@ -98,9 +108,11 @@ class ChatTemplate:
 
     def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping] | None, prompt: bool) -> str:
         messages = [turn.message() for turn in turns]
-        template = self._for_tools._template if tools and self._for_tools else self._template
+        chosen = self._for_tools if tools and self._for_tools else self
+        if chosen._listed:
+            messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
         try:
-            return template.render(
+            return chosen._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
             )
         except (TemplateError, TypeError, ValueError, OverflowError) as error:
@@ -137,10 +149,10 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
     Raises:
         UserError: a file cannot be read, or the template is not valid Jinja.
     """
-    config = _tokenizer_config(folder / _CONFIG)
+    config = _json(folder / _CONFIG)
     variables = {**_special_tokens(config), **args}
     named = _named_templates(folder, config)
-    origin = str(folder / (TEMPLATE if (folder / TEMPLATE).is_file() else _CONFIG))
+    origin = str(folder / _file_of(folder, config))
     if setting == "auto":
         if not named:
             return None
@@ -158,7 +170,15 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
     return ChatTemplate(_read(path), variables, today, setting)
 
 
-def _tokenizer_config(path: Path) -> dict[str, Any]:
+def _file_of(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return the name of the file with a folder's template, in transformers' order."""
+    if (folder / TEMPLATE).is_file():
+        return TEMPLATE
+    in_old_file = config.get("chat_template") is None and (folder / OF_PROCESSORS).is_file()
+    return OF_PROCESSORS if in_old_file else _CONFIG
+
+
+def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     if (config := json_object(_read(path).encode())) is None:
@@ -171,7 +191,8 @@ def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (folder / TEMPLATE).is_file():
         more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
         return {"default": _read(folder / TEMPLATE), **{path.stem: _read(path) for path in more}}
-    found = config.get("chat_template")
+    file = _file_of(folder, config)
+    found = (_json(folder / OF_PROCESSORS) if file == OF_PROCESSORS else config).get("chat_template")
     if found is None:
         return {}
     if isinstance(found, str):
@@ -179,7 +200,7 @@ def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     listed = found if isinstance(found, list) else [found]
     named: Any = {each.get("name"): each.get("template") for each in listed if isinstance(each, Mapping)}
     if len(named) != len(listed) or not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise UserError(f"{folder / _CONFIG}: chat_template must be text, or a list of name and template")
+        raise UserError(f"{folder / file}: chat_template must be text, or a list of name and template")
     return named
 
 

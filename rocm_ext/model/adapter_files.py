@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
-from rocm_ext.data.template import TEMPLATE
+from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder
 from rocm_ext.hub import hub_name
@@ -342,6 +342,7 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Mo
                 shutil.copy2(path, folder / path.name)
         if (adapter / TEMPLATE).is_file():  # the run had a chat template of its own
             shutil.copy2(adapter / TEMPLATE, folder / TEMPLATE)
+            (folder / OF_PROCESSORS).unlink(missing_ok=True)  # transformers' processors prefer it
 
 
 def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
