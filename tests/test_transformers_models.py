@@ -310,6 +310,19 @@ def test_a_4_bit_base_model(folder_of, rows, tmp_path):
 # ---- bad input
 
 
+@pytest.mark.slow  # imports the compiler
+def test_layers_that_cannot_be_compiled(folder_of, rows, tmp_path, monkeypatch):
+    """torch.compile fails on some layers with linear attention."""
+
+    def fails(*args, **kwargs):
+        raise TypeError("cannot determine truth value of Relational")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fails)
+    recipe = prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run", compile=True))
+    with pytest.raises(UserError, match=r"cannot compile the model's layers \(.*Relational.*\); set compile: False"):
+        recipe.train()
+
+
 def test_without_the_extra_an_error_names_it(folder_of, rows, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rocm_ext.model.hf.decoder", None)
     with pytest.raises(

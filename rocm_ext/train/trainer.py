@@ -13,7 +13,7 @@ from torch import nn
 
 from rocm_ext.data.batches import Batch, StepLoader, Steps, rows_per_step, width_multiple
 from rocm_ext.data.rows import Rows
-from rocm_ext.errors import UserError
+from rocm_ext.errors import UserError, one_line
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.hardware import numerics
 from rocm_ext.log import Progress, log
@@ -269,14 +269,15 @@ class Trainer:
             The step's measurements over all ranks.
 
         Raises:
-            UserError: the loss or the gradient norm is not finite; the step changes no weight then.
+            UserError: the loss or the gradient norm is not finite, or a layer cannot be compiled; the step changes no
+                weight then.
         """
         learner, device = self.learner, self.runtime.device
         parameters = list(learner.adapter.values())
         # The counts cover all micro-batches and ranks, so the loss is exact and not a mean of means.
         denominator = learner.objective.denominator(*self.loader.count(self.step))
         summed = torch.zeros((), dtype=torch.float32, device=device)
-        with self._first_step_checks():
+        with self._first_step_checks(), self._compiling():
             for batch in batches:
                 with learner.offloading:
                     value = learner.model(batch.to(device))
@@ -316,6 +317,16 @@ class Trainer:
             yield
         if leaks:
             log.warning("modules whose output is not %s: %s", self.runtime.dtype, ", ".join(leaks[:5]))
+
+    @contextlib.contextmanager
+    def _compiling(self):
+        try:
+            yield
+        except RuntimeError as error:
+            if not (self.cfg.compile and isinstance(error, torch._dynamo.exc.TorchDynamoException)):
+                raise
+            why = one_line(error)[:300]
+            raise UserError(f"compile: torch cannot compile the model's layers ({why}); set compile: False") from error
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         scaled = self.scaler.is_enabled()  # fp16 gradients overflow now and then, and the scaler skips such a step
