@@ -310,6 +310,12 @@ def test_a_4_bit_base_model(folder_of, rows, tmp_path):
 # ---- bad input
 
 
+def test_checkpointed_layers_are_not_compiled(folder_of, rows, tmp_path, caplog):
+    changes = {"compile": True, "enable_activation_checkpointing": True}
+    prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run", **changes))
+    assert "compile: torch does not compile the 2 checkpointed layers" in caplog.text
+
+
 @pytest.mark.slow  # imports the compiler
 def test_layers_that_cannot_be_compiled(folder_of, rows, tmp_path, monkeypatch):
     """torch.compile fails on some layers with linear attention."""

@@ -185,6 +185,12 @@ class Learner:
         chosen = checkpointed_layers(self.cfg.enable_activation_checkpointing, plan, budget)
         layers, why = self.runtime.ranks.agree(chosen)  # ranks may see different free host memory
         apply_checkpointing(self.decoder, layers)
+        if self.cfg.compile and layers:
+            log.warning(
+                "compile: torch does not compile the %d checkpointed layers; enable_activation_checkpointing: False "
+                "needs more memory, and compiles them",
+                len(layers),
+            )
         log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
         return plan.peak(layers)
 
