@@ -17,29 +17,36 @@ from rocm_ext.bench.busy import OtherPrograms
 from tests.benchmarks import cycle, sampling, sft, verify
 from tests.benchmarks.protocol import Failed
 from tests.benchmarks.table import table
-from tests.benchmarks.work import SHAPES, Task
+from tests.benchmarks.work import SHAPES, Task, is_qwen3
 
 STOCK, BEST, TRL = "torchtune as shipped", "torchtune compiled", "TRL + PEFT"
+BACKED = sft.BACKED
 GENERATE, CONTINUOUS, TORCHTUNE = list(sampling.PEERS)[:3]
-# 11 and 41 million parameters
+# 11 and 41 million parameters; Qwen3's shape has 48 and 109 million
 SMALL_SET = (
     Task("sft", "small", 32768, "fp32", (STOCK, BEST, TRL)),
     Task("sft", "small", 152064, "fp32", (STOCK,)),
     Task("sft", "small", 32768, "bf16", (STOCK,)),
+    Task("sft", "qwen3-small", 32768, "fp32", (BACKED, TRL)),
     Task("sampling", "small", 32768, "fp32", (GENERATE, CONTINUOUS)),
 )
 SLOW_SET = (  # slow peers
     Task("sft", "small", 152064, "fp32", (TRL,)),
     Task("sft", "small", 32768, "bf16", (TRL,)),
     Task("sft", "small", 152064, "bf16", (STOCK,)),
+    Task("sft", "qwen3-small", 151936, "fp32", (BACKED, TRL)),
+    Task("sft", "qwen3-small", 32768, "bf16", (BACKED, TRL)),
     Task("sampling", "small", 32768, "fp32", (TORCHTUNE,)),
     Task("sampling", "small", 152064, "fp32", (GENERATE, CONTINUOUS)),
     Task("sampling", "small", 32768, "bf16", (GENERATE, CONTINUOUS)),
 )
-GPU_SET = tuple(
-    Task(work, shape, 152064, "bf16", some)
-    for shape in ("0.5b", "7b")
-    for work, some in (("sft", (STOCK, BEST, TRL)), ("sampling", (GENERATE, CONTINUOUS, TORCHTUNE)))
+GPU_SET = (
+    *(
+        Task(work, shape, 152064, "bf16", some)
+        for shape in ("0.5b", "7b")
+        for work, some in (("sft", (STOCK, BEST, TRL)), ("sampling", (GENERATE, CONTINUOUS, TORCHTUNE)))
+    ),
+    Task("sft", "qwen3-0.6b", 151936, "bf16", (BACKED, TRL)),
 )
 PEERS = {"sft": sft.PEERS, "sampling": sampling.PEERS}
 WORK = [*PEERS, "cycle", "verify"]
@@ -115,6 +122,8 @@ def parse() -> argparse.Namespace:
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
     args.gpu = gpu()
+    if args.shape is not None and (unfit := [name for name in args.peers or () if not runs(name, args.shape)]):
+        parser.error(f"--shape {args.shape} does not run with {', '.join(unfit)}")
     if not chosen(args) and not {"cycle", "verify"} & set(args.work):
         parser.error("none of --peers supports the work in --work")
     return args
@@ -125,7 +134,7 @@ def chosen(args: argparse.Namespace) -> list[Task]:
     if args.shape is None:
         tasks = GPU_SET if args.gpu else SMALL_SET + (SLOW_SET if args.all else ())
         return [task for task in tasks if task.work in args.work]
-    names = args.peers or [STOCK, TRL, GENERATE, CONTINUOUS]
+    names = [name for name in args.peers or [STOCK, BACKED, TRL, GENERATE, CONTINUOUS] if runs(name, args.shape)]
     return [
         Task(work, args.shape, vocab, dtype, tuple(name for name in names if name in PEERS[work]))
         for vocab in args.vocab or [32768]
@@ -133,6 +142,11 @@ def chosen(args: argparse.Namespace) -> list[Task]:
         for work in PEERS
         if work in args.work and any(name in PEERS[work] for name in names)
     ]
+
+
+def runs(peer: str, shape: str) -> bool:
+    """Whether ``peer`` runs models of ``shape``; those that sample are written for Qwen2.5's."""
+    return sft.PEERS[peer].runs(shape) if peer in sft.PEERS else not is_qwen3(shape)
 
 
 def gpu() -> bool:

@@ -22,18 +22,24 @@ from typing import Any
 from tests.benchmarks import peers
 from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn
 from tests.benchmarks.work import (
-    LORA,
     SEQUENCES_PER_STEP,
     Task,
     flops,
+    is_qwen3,
+    model_config,
     padded,
     write_adapter,
+    write_foreign_twin,
     write_random_model,
     write_steps,
 )
+from tests.families import folder_config
 from tests.tiny import run_config, write_yaml
 
+OURS = "ours"
+BACKED = "ours on transformers' code"
 GATE, WARM_UP = 20, 2  # steps
+RATE = 3e-4
 TOLERANCES = {"fp32": 1e-5, "bf16": 0.05}  # relative, of a step's loss
 
 
@@ -43,8 +49,8 @@ class Peer:
 
     Attributes:
         module: of the side.
-        environment: of :data:`tests.benchmarks.peers.PINS`.
-        batch: rows of a micro-batch, padded to the longest.
+        environment: of :data:`tests.benchmarks.peers.PINS`, or :data:`OURS`.
+        batch: rows of a micro-batch, padded to the longest; ours packs them.
         changes: to its config.
     """
 
@@ -55,11 +61,15 @@ class Peer:
 
     def all_logits(self, gpu: bool) -> bool:
         """Whether it also computes logits of tokens without a label; without Triton TRL's fused head does so."""
-        return self.environment == "torchtune" or not gpu
+        return self.environment == "torchtune" or (self.environment == "trl" and not gpu)
 
     def padding_free(self, args: argparse.Namespace) -> bool:
         """Whether it packs rows end to end."""
-        return self.environment == "trl" and args.gpu and args.attention != "sdpa"
+        return self.environment == OURS or (self.environment == "trl" and args.gpu and args.attention != "sdpa")
+
+    def runs(self, shape: str) -> bool:
+        """Whether it runs ``shape``: torchtune has no Qwen3, and Qwen3 alone has a twin without a native decoder."""
+        return self.environment == "trl" or is_qwen3(shape) == (self.environment == OURS)
 
 
 PEERS = {
@@ -71,6 +81,7 @@ PEERS = {
     "torchtune batch 8 compiled": Peer("sft_torchtune", "torchtune", 8, {"compile": True}),
     "TRL + PEFT": Peer("sft_trl", "trl", 8),
     "TRL + PEFT batch 2": Peer("sft_trl", "trl", 2),
+    BACKED: Peer("", OURS, 2),
 }
 
 
@@ -88,7 +99,9 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
     """
     write_random_model(base / "model", task.shape, task.vocab)
     steps = write_steps(base / "rows.jsonl", task.vocab, GATE, WARM_UP + args.rounds)
-    write_adapter(base)
+    write_adapter(base, task.shape)
+    if BACKED in task.peers:
+        write_foreign_twin(base / "twin", base / "model")
     if task.dtype != "fp32" and not gated.issuperset(task.peers):
         with ExitStack() as stack:
             gate(stack, base, replace(task, dtype="fp32"), len(steps), args)
@@ -111,46 +124,38 @@ def gate(
         Failed: a difference exceeds the tolerance, in fp32 1e-5.
     """
     sides, losses, until_warm = [], {}, {}
-    for name in ("ours", *task.peers):
-        arguments = command(base, name, PEERS.get(name), task.dtype, steps, args)
+    for name in (OURS, *task.peers):
+        arguments = command(base, name, PEERS.get(name), task, steps, args)
         sides.append(stack.enter_context(Side(name, python(name, args), arguments, base / f"{name}.log")))
         found = sides[-1].ask(steps=GATE)["steps"]
         losses[name] = [loss for _, loss in found]
         step = statistics.median(seconds for seconds, _ in found)
         until_warm[name] = max(0.0, time.perf_counter() - sides[-1].began - GATE * step)
-    apart = {name: difference(found, losses["ours"]) for name, found in losses.items()}
+    apart = {name: difference(found, losses[OURS]) for name, found in losses.items()}
     for name, value in apart.items():
         if not value <= TOLERANCES[task.dtype]:
-            raise Failed(f"losses of {name} differ from ours by {value:.1e}: {losses[name]} against {losses['ours']}")
+            raise Failed(f"losses of {name} differ from ours by {value:.1e}: {losses[name]} against {losses[OURS]}")
     return sides, apart, until_warm
 
 
 def python(name: str, args: argparse.Namespace) -> Path:
     """Return a side's interpreter."""
-    return peers.python(PEERS[name].environment, args.gpu) if name in PEERS else Path(sys.executable)
+    ours = name not in PEERS or PEERS[name].environment == OURS
+    return Path(sys.executable) if ours else peers.python(PEERS[name].environment, args.gpu)
 
 
 def command(
-    base: Path, name: str, peer: Peer | None, dtype: str, steps: int, args: argparse.Namespace
+    base: Path, name: str, peer: Peer | None, task: Task, steps: int, args: argparse.Namespace
 ) -> list[str | Path]:
     """Write the side's config and return the arguments of its interpreter."""
-    rate = 3e-4
     if peer is not None and peer.environment == "trl":
-        work = {"dtype": dtype, "batch_size": peer.batch, "sequences_per_step": SEQUENCES_PER_STEP, "steps": steps,
-                "lr": rate, "attention": args.attention}  # fmt: skip
+        work = {"dtype": task.dtype, "batch_size": peer.batch, "sequences_per_step": SEQUENCES_PER_STEP,
+                "steps": steps, "lr": RATE, "attention": args.attention}  # fmt: skip
         (base / f"{name}.json").write_text(json.dumps(work))
         return ["-m", f"tests.benchmarks.sides.{peer.module}", base / f"{name}.json"]
-    cfg = run_config(base / "model", base / "rows.jsonl", base / "out" / name)
-    cfg["model"].update(LORA)
-    cfg["dataset"] = {"_component_": "tests.benchmarks.sides.rows.TokenRows", "path": str(base / "rows.jsonl")}
-    cfg["tokenizer"]["max_seq_len"] = None
-    cfg |= {
-        "metric_logger": {"_component_": "tests.benchmarks.sides.talk.StepLogger"},
-        "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "weight_decay": 0.01, "lr": rate},
-        "epochs": 1, "max_steps_per_epoch": steps, "shuffle": False, "dtype": dtype, "clip_grad_norm": 1.0,
-    }  # fmt: skip
+    cfg = config(base, name, task, steps)
     path = base / f"{name}.yaml"
-    if peer is None:
+    if peer is None or peer.environment == OURS:
         cfg |= {
             "hardware": "auto" if args.gpu else "cpu",
             "overwrite_output_dir": True,
@@ -158,10 +163,10 @@ def command(
             "num_workers": 0,
         }  # peers also load rows in their process
         cfg |= {"sequences_per_step": SEQUENCES_PER_STEP}
-        cfg["checkpointer"]["adapter_checkpoint"] = str(base / "adapter.pt")
         return ["-m", "rocm_ext.recipes.lora_finetune_rocm", "--config", write_yaml(path, cfg), *args.ours]
     for ours in ("hardware", "sequences_per_step"):
         cfg.pop(ours)
+    cfg["checkpointer"].pop("adapter_checkpoint")
     cfg |= {
         "device": "cuda" if args.gpu else "cpu", "batch_size": peer.batch,
         "gradient_accumulation_steps": SEQUENCES_PER_STEP // peer.batch, "resume_from_checkpoint": False,
@@ -172,6 +177,23 @@ def command(
                          "num_warmup_steps": 0, "num_cycles": 0.0}, **peer.changes,
     }  # fmt: skip
     return ["-m", f"tests.benchmarks.sides.{peer.module}", base / "adapter.pt", "--config", write_yaml(path, cfg)]
+
+
+def config(base: Path, name: str, task: Task, steps: int) -> dict[str, Any]:
+    """Return what ours and torchtune's configs share."""
+    model, rows, out = base / ("twin" if name == BACKED else "model"), base / "rows.jsonl", base / "out" / name
+    cfg = (folder_config if is_qwen3(task.shape) else run_config)(model, rows, out)
+    cfg["model"] = model_config(model, task.shape)
+    # torchtune's names of the layers differ from the files'
+    first = {"adapter_checkpoint": str(base / ("peft" if is_qwen3(task.shape) else "adapter.pt"))}
+    return cfg | {
+        "checkpointer": cfg.get("checkpointer", {}) | first,
+        "dataset": {"_component_": "tests.benchmarks.sides.rows.TokenRows", "path": str(rows)},
+        "tokenizer": cfg["tokenizer"] | {"max_seq_len": None},
+        "metric_logger": {"_component_": "tests.benchmarks.sides.talk.StepLogger"},
+        "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "weight_decay": 0.01, "lr": RATE},
+        "epochs": 1, "max_steps_per_epoch": steps, "shuffle": False, "dtype": task.dtype, "clip_grad_norm": 1.0,
+    }  # fmt: skip
 
 
 def difference(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -195,17 +217,25 @@ def measure(
     timed = steps[GATE + WARM_UP :]
     tokens, trained = (sum(row[i] for rows in timed for row in rows) for i in (0, 1))
     seconds, losses = ({name: [step[i] for step in each] for name, each in runs.items()} for i in (0, 1))
-    ours = flops(task.shape, task.vocab, tokens, trained)
-    rows = []
+    work = {OURS: flops(task.shape, task.vocab, tokens, trained)}
     for name in task.peers:
         computed = tokens if PEERS[name].padding_free(args) else padded(timed, PEERS[name].batch)
-        theirs = flops(task.shape, task.vocab, computed, computed if PEERS[name].all_logits(args.gpu) else trained)
-        ratio = Ratio.of(seconds[name], seconds["ours"])
-        rows.append({
-            **task.describe(name), **ratio.describe(), "bound": theirs / ours,
-            "loss_difference": max(apart[name], difference(losses[name], losses["ours"])),
-            "tokens_per_second": tokens / len(timed) / statistics.median(seconds["ours"]),
-            "until_warm": [until_warm["ours"], until_warm[name]],
-            "peak_memory": [peaks["ours"], peaks[name]],
-        })  # fmt: skip
-    return rows
+        logits = computed if PEERS[name].all_logits(args.gpu) else trained
+        work[name] = flops(task.shape, task.vocab, computed, logits)
+    return [
+        {
+            **task.describe(name), "ours": ours, **Ratio.of(seconds[name], seconds[ours]).describe(),
+            "bound": work[name] / work[ours],
+            "loss_difference": max(apart[name], difference(losses[name], losses[OURS])),
+            "tokens_per_second": tokens / len(timed) / statistics.median(seconds[ours]),
+            "until_warm": [until_warm[ours], until_warm[name]],
+            "peak_memory": [peaks[ours], peaks[name]],
+        }
+        for ours, name in pairs(task.peers)
+    ]  # fmt: skip
+
+
+def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs to compare, one of ours first: ours with each peer, then ours on transformers' code."""
+    first = [OURS, BACKED] if BACKED in names else [OURS]
+    return [(ours, name) for ours in first for name in names if name != ours]

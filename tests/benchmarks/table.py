@@ -40,8 +40,9 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     low, high = row["range"]
     memory = " / ".join(f"{value / GIB:.2f}" for value in row["peak_memory"]) + " GiB"
     warm = " / ".join(f"{value:.0f}" for value in row["until_warm"]) + " s"
+    ours = row.get("ours", "ours").removeprefix("ours")
     return (
-        NAMES[row["work"]],
+        NAMES[row["work"]] + ours,
         f"{row['parameters'] / 1e6:,.0f} M, {row['vocab']:,} tokens, {row['dtype']}",
         row["peer"],
         f"{row['speedup']:.2f} x ({low:.2f}-{high:.2f})",

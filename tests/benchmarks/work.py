@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.families import folder_config, write_family
 from tests.tiny import run_config, write_model
 
-# Qwen2.5's shapes; the small ones have 64 dimensions per head and two heads per KV head
+# Qwen2.5's shapes, and Qwen3's by their names. The small ones have two heads per KV head.
 SHAPES = {
     "tiny": {"hidden_size": 128, "intermediate_size": 704, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1},
@@ -22,9 +23,16 @@ SHAPES = {
              "num_key_value_heads": 2},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
            "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "qwen3-tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2,
+                   "num_key_value_heads": 1, "head_dim": 128},
+    "qwen3-small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+                    "num_key_value_heads": 4, "head_dim": 128},
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+                   "num_key_value_heads": 8, "head_dim": 128},
 }  # fmt: skip
 # torchtune's own config adapts these and the MLP. Its rank 32 at width 896 corresponds to rank 8 at the small width.
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "lora_rank": 8, "lora_alpha": 16}
+LORA_OF_FOLDER = {"lora_rank": 8, "lora_alpha": 16}  # on all linear layers of the decoder's layers
 SEQUENCES_PER_STEP = 32
 IGNORE = -100
 
@@ -52,12 +60,17 @@ def parameters(shape: str, vocab: int) -> int:
     return layer_weights(shape) * c["num_hidden_layers"] + tables * vocab * c["hidden_size"]
 
 
+def is_qwen3(shape: str) -> bool:
+    """Whether ``shape`` is one of Qwen3's."""
+    return shape.startswith("qwen3-")
+
+
 def layer_weights(shape: str) -> int:
     """Count the weights of a layer's seven matrices."""
     c = SHAPES[shape]
-    width = c["hidden_size"]
-    kv = width * c["num_key_value_heads"] // c["num_attention_heads"]
-    return 2 * width * (width + kv) + 3 * width * c["intermediate_size"]
+    width, heads = c["hidden_size"], c["num_attention_heads"]
+    of_heads = (heads + c["num_key_value_heads"]) * c.get("head_dim", width // heads)
+    return 2 * width * of_heads + 3 * width * c["intermediate_size"]
 
 
 def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
@@ -65,9 +78,25 @@ def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return write_model(
-        folder, vocab=vocab, max_position_embeddings=4096, **{"tie_word_embeddings": True, **SHAPES[shape], **config}
-    )
+    config = {"max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape], **config}
+    if is_qwen3(shape):
+        return write_family(folder, "qwen3", vocab_size=vocab, **{"initializer_range": 0.02, **config})
+    return write_model(folder, vocab=vocab, **config)
+
+
+def write_foreign_twin(folder: Path, model: Path) -> None:
+    """Write the Qwen3 model of the folder ``model`` as an architecture without a native decoder.
+
+    It is a Qwen3-MoE model whose layers are all dense: the same weights, the same function and transformers' code.
+    """
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((model / "config.json").read_text())
+    dense = list(range(config["num_hidden_layers"]))
+    config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": dense}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def gsm8k_lengths(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +132,7 @@ def write_steps(path: Path, vocab: int, short: int, full: int) -> list[list[tupl
     return steps
 
 
-def write_adapter(base: Path) -> None:
+def write_adapter(base: Path, shape: str) -> None:
     """Write the initial adapter of all sides: ``adapter.pt`` in torchtune's format, and ``peft/``."""
     import torch
     from omegaconf import OmegaConf
@@ -111,11 +140,18 @@ def write_adapter(base: Path) -> None:
     from rocm_ext.model import adapter_files
     from rocm_ext.model.build import build_model
 
-    cfg = run_config(base / "model", base / "rows.jsonl", base)["model"]
-    decoder = build_model(OmegaConf.create({**cfg, **LORA}), torch.float32, 7, torch.device("cpu"))
+    cfg = model_config(base / "model", shape)
+    decoder = build_model(OmegaConf.create(cfg), torch.float32, 7, torch.device("cpu"))
     torch.save(adapter_files.adapter_state(decoder), base / "adapter.pt")
     (base / "peft").mkdir()
-    adapter_files.write_adapter(base / "peft", decoder, "QWEN2", str(base / "model"))
+    adapter_files.write_adapter(base / "peft", decoder, "HF" if is_qwen3(shape) else "QWEN2", str(base / "model"))
+
+
+def model_config(folder: Path, shape: str) -> dict[str, Any]:
+    """Return the part ``model`` of a run's config."""
+    if is_qwen3(shape):
+        return folder_config(folder, folder, folder, LORA_OF_FOLDER)["model"]
+    return {**run_config(folder, folder, folder)["model"], **LORA}
 
 
 def flops(shape: str, vocab: int, tokens: int, logits: int) -> float:
