@@ -1,6 +1,7 @@
 """Rotary position embeddings that rotate halves, as Hugging Face's models do, with their scalings."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,23 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         self.register_buffer("theta", self._scaled(1.0 / self.base**exponents), persistent=False)
         self.build_rope_cache(self.max_seq_len)
 
+    def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
+        """Rotate heads, bit for bit as torchtune does.
+
+        Args:
+            x: [b, s, heads, head_dim].
+            input_pos: [b, s], each token's position; None: its index.
+
+        Returns:
+            [b, s, heads, head_dim].
+        """
+        if torch.compiler.is_compiling():
+            return super().forward(x, input_pos=input_pos)
+        table = self.cache[: x.shape[1]][None] if input_pos is None else self.cache[input_pos]
+        cos, sin = table[:, :, None].to(x.dtype).chunk(2, dim=-1)  # [b | 1, s, 1, head_dim]
+        half = x.shape[-1] // 2
+        return _Rotation.apply(x, cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
+
     def _scaled(self, theta: Tensor) -> Tensor:
         if self.kind == "default":
             return theta
@@ -41,3 +59,22 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         between = (1 - share) * theta / self.factor + share * theta
         scaled = torch.where(wavelength > self.original / self.low, theta / self.factor, between)
         return torch.where(wavelength < self.original / self.high, theta, scaled)
+
+
+class _Rotation(torch.autograd.Function):
+    """``x cos + swapped(x) sin``, minus in the first half of sin, as one autograd node that keeps the tables alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos, sin)
+        return (x * cos).add_(_swapped(x).mul_(sin))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return (grad * cos).sub_(_swapped(grad).mul_(sin)), None, None  # the rotation back
+
+
+def _swapped(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((second, first), dim=-1)
