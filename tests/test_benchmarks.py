@@ -12,14 +12,16 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
-from rocm_ext.model import lora
+from rocm_ext.model import adapter_files, build, lora
 from rocm_ext.model.build import build_model
+from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.native import NativeDecoder
 from rocm_ext.objectives import CrossEntropy
 from tests.benchmarks import __main__ as command
 from tests.benchmarks import peers, protocol, sampling, sft, startup, work
 from tests.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
 from tests.benchmarks.table import table
-from tests.tiny import run_config
+from tests.test_families import our_model
 
 
 # ------------------------------------------------------------------------------------------------------- sides
@@ -109,17 +111,18 @@ def test_padding_is_counted():
     assert [work.padded(steps, batch) for batch in (1, 2, 4)] == [12, 14, 20]
 
 
-def test_saved_work_is_counted_as_torch_counts_it(tmp_path):
+@pytest.mark.parametrize(("shape", "tokens"), [("tiny", 96), ("qwen3-tiny", 32)])
+def test_saved_work_is_counted_as_torch_counts_it(tmp_path, shape, tokens):
     """Count the matrix products of one of our steps, up to adapters of rank 1 and short attention."""
-    vocab, tokens, trained = 512, 96, 40
-    folder = work.write_random_model(tmp_path / "model", "tiny", vocab)
-    cfg = OmegaConf.create({**run_config(folder, tmp_path, tmp_path)["model"], "lora_rank": 1})
+    vocab, trained = 512, 40 * tokens // 96
+    folder = work.write_random_model(tmp_path / "model", shape, vocab)
+    cfg = OmegaConf.create({**work.model_config(folder, shape), "lora_rank": 1})
     decoder = build_model(cfg, torch.float32, 0, torch.device("cpu"))
     frozen = sum(p.numel() for name, p in decoder.named_parameters() if "lora_" not in name and p.ndim == 2)
-    assert work.parameters("tiny", vocab) == frozen
+    assert work.parameters(shape, vocab) == frozen
     decoder.to_empty(device="cpu")  # the values do not matter
     lora.init_adapters(decoder, 0, torch.device("cpu"))
-    width = work.SHAPES["tiny"]["hidden_size"]
+    width = work.SHAPES[shape]["hidden_size"]
     head = torch.zeros(width, vocab)
     with FlopCounterMode(display=False) as counter:
         hidden = torch.zeros(
@@ -129,7 +132,22 @@ def test_saved_work_is_counted_as_torch_counts_it(tmp_path):
             hidden = layer(hidden)
         targets = torch.zeros(trained, dtype=torch.int64)
         CrossEntropy()(lambda h: h @ head, hidden[0, :trained], targets, {}, torch.zeros_like(targets)).backward()
-    assert counter.get_total_flops() == pytest.approx(work.flops("tiny", vocab, tokens, trained), rel=0.12)
+    assert counter.get_total_flops() == pytest.approx(work.flops(shape, vocab, tokens, trained), rel=0.12)
+
+
+@torch.no_grad()
+def test_the_twin_is_the_same_model_without_a_native_decoder(tmp_path):
+    work.write_random_model(tmp_path / "model", "qwen3-tiny", 512)
+    work.write_foreign_twin(tmp_path / "twin", tmp_path / "model")
+    work.write_adapter(tmp_path, "qwen3-tiny")
+    native, foreign = (our_model(tmp_path / name, **work.LORA_OF_FOLDER) for name in ("model", "twin"))
+    assert isinstance(native, NativeDecoder)
+    assert isinstance(foreign, ForeignDecoder)
+    assert foreign.packs
+    tokens = torch.arange(10, 40)[None]
+    torch.testing.assert_close(foreign(tokens), native(tokens), rtol=1e-5, atol=1e-5)
+    for decoder in (native, foreign):  # both start from the same adapter
+        build.check_adapter(decoder, adapter_files.read_adapter(tmp_path / "peft", decoder, "HF"), "peft")
 
 
 # ------------------------------------------------------------------------------------------------------- gates
@@ -235,6 +253,8 @@ def test_a_choice_replaces_the_set():
         (["--shape", "tiny", "--all"], "drop one of them"),
         (["--rounds", "0"], "must be at least 1"),
         (["--shape", "tiny", "--work", "sft", "--peers", "transformers generate"], "none of --peers"),
+        (["--shape", "qwen3-tiny", "--peers", "TRL + PEFT", "torchtune compiled"], "not run with torchtune compiled"),
+        (["--shape", "tiny", "--peers", sft.BACKED], "does not run with ours on"),
     ],
 )
 def test_no_option_is_ignored(options, told, monkeypatch, capsys):
@@ -245,13 +265,19 @@ def test_no_option_is_ignored(options, told, monkeypatch, capsys):
     assert told in capsys.readouterr().err
 
 
+def test_the_second_way_of_ours_is_compared_with_the_peers_too():
+    assert sft.pairs(["a", "b"]) == [("ours", "a"), ("ours", "b")]
+    assert sft.pairs([sft.BACKED, "a"]) == [("ours", sft.BACKED), ("ours", "a"), (sft.BACKED, "a")]
+
+
 def test_the_table():
     row = {"work": "sft", "vocab": 32768, "dtype": "fp32", "peer": "TRL + PEFT", "parameters": 11e6, "speedup": 2.345,
            "range": [2.0, 3.0], "bound": 1.5, "peak_memory": [2**30, 2**31], "until_warm": [4.2, 100.0]}  # fmt: skip
     cycle = {"work": "cycle", "runs": 5, "outside": 0.0441, "range": [0.04, 0.05]}
-    said = table([row, cycle]).splitlines()
+    said = table([row, {**row, "ours": sft.BACKED}, cycle]).splitlines()
     expected = "LoRA SFT | 11 M, 32,768 tokens, fp32 | TRL + PEFT | 2.35 x (2.00-3.00) | 1.50 x"
     assert said[2] == f"| {expected} | 1.00 / 2.00 GiB | 4 / 100 s |"
+    assert said[3].startswith("| LoRA SFT on transformers' code | 11 M")
     assert "4.4% (4.0%-5.0%, 5 runs)" in said[-1]
 
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from rocm_ext.model.attention import Lengths, PackedAttention
 from rocm_ext.model.lora import adapters
-from rocm_ext.model.norm import FusedRMSNorm
+from rocm_ext.model.norm import HAS_KERNEL, FusedRMSNorm
 from rocm_ext.objectives import Objective
 
 _ATTENTION: dict[str, Any] = {
@@ -149,7 +149,7 @@ class Kernels:
 
     Attributes:
         attention: False: the layer keeps the attention scores.
-        norm: False: RMSNorm keeps fp32 copies.
+        norm: False: RMSNorm is several operations.
     """
 
     attention: bool
@@ -164,7 +164,7 @@ class Kernels:
             bf16: whether it has bf16; GPUs without it (gfx906 and older) have no fused attention.
         """
         cuda = device.type == "cuda"
-        return cls(attention=bf16 or not cuda, norm=cuda and hasattr(torch.ops.aten, "_fused_rms_norm_backward"))
+        return cls(attention=bf16 or not cuda, norm=cuda and HAS_KERNEL)
 
 
 def simulate_layer(
