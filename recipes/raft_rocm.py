@@ -31,6 +31,7 @@ from rocm_ext.generation import Sampling, sample_seed
 from rocm_ext.log import log
 from rocm_ext.model import adapter_files
 from rocm_ext.model.download import use_downloaded
+from rocm_ext.model.merge import merge
 from rocm_ext.raft import cycles, evaluation, selection, training
 from rocm_ext.raft.adapters import Adapters
 from rocm_ext.raft.cycles import Bar, Cycle, RunRecord
@@ -406,9 +407,7 @@ class RAFT:
             with replace_folder(self.out / "adapter") as folder:
                 shutil.copytree(Cycle(self.out, number).adapter, folder, dirs_exist_ok=True)
             if not self.cfg.save_adapter_weights_only:
-                adapter_files.merge(
-                    self.learner.cfg.checkpointer, self.out / "adapter", self.out / "merged", self.learner.decoder
-                )
+                merge(self.learner.cfg.checkpointer, self.out / "adapter", self.out / "merged", self.learner.decoder)
             log.info("%s", cycles.table(rows))
             log.info("adapter: %s, of cycle %d", self.out / "adapter", number)
             if self.prompts.held_out:

@@ -81,6 +81,7 @@ def our_model(folder: Path, **lora):
 def their_model(folder: Path, adapter: Path | None = None, trainable: bool = False):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT warns about weights it did not use
+        warnings.filterwarnings("ignore", "Unsupported layer type .*Experts")  # PEFT 0.18 says so of each it adapts
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         if adapter is not None:
             theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=trainable)

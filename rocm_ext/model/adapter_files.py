@@ -1,10 +1,6 @@
-"""Read and write adapters in PEFT's format; write merged models in Hugging Face's format.
-
-Merging goes from one folder to another, one weight file at a time. The whole base model is never in memory.
-"""
+"""Read and write adapters in PEFT's format, and add one to a weight."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -12,33 +8,28 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
-from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
-from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.errors import UserError
-from rocm_ext.files import replace_folder
 from rocm_ext.hub import hub_name
-from rocm_ext.log import log
-from rocm_ext.model import names
-from rocm_ext.model.checkpointer import HF, read_tensors, weight_files
+from rocm_ext.model import names, peft_experts
+from rocm_ext.model.checkpointer import HF
 from rocm_ext.model.foreign import ForeignDecoder
-from rocm_ext.model.lora import Dora, adapter_parameters, adapters, rank_and_alpha
+from rocm_ext.model.lora import Dora, ExpertLora, adapter_parameters, adapters, rank_and_alpha
 from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.peft_config import ADAPTER_CONFIG, PeftConfig
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _PARTS = {
     ".lora_a.weight": ".lora_A.weight",
     ".lora_b.weight": ".lora_B.weight",
     ".magnitude": ".lora_magnitude_vector",
 }
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
 
 
@@ -96,7 +87,7 @@ def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, ba
     save_file({name: t.contiguous() for name, t in peft.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     layer = next(layer for _, layer in adapters(decoder))
     rank, alpha = rank_and_alpha(layer)
-    adapted = {name[len(_PREFIX) :].rsplit(".lora_", 1)[0] for name in peft}
+    adapted = {name[len(PREFIX) :].rsplit(".lora_", 1)[0] for name in peft} - peft_experts.modules(decoder)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -111,6 +102,8 @@ def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, ba
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if parameters := peft_experts.target_parameters(decoder):
+        config |= {"target_parameters": parameters, "peft_version": peft_experts.layout_version()}
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -165,8 +158,11 @@ def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> 
             f"adapter {source} is a file of torchtune's, whose row order this model does not have; start from a folder "
             f"in PEFT's format ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS})"
         )
+    version = ""
     if (folder := config_folder(source)) is not None:
-        PeftConfig.read(folder).check(folder, decoder)
+        config = PeftConfig.read(folder)
+        config.check(folder, decoder)
+        version = config.version
     try:
         if source.is_file():
             state = torch.load(source, map_location="cpu", weights_only=True)
@@ -182,7 +178,7 @@ def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> 
     if bad := next((name for name, tensor in state.items() if not tensor.float().isfinite().all()), None):
         raise UserError(f"adapter {source} is damaged: {bad} has values that are not finite")
     try:
-        return state if source.is_file() else from_peft(state, decoder, model_type)
+        return state if source.is_file() else from_peft(state, decoder, model_type, version)
     except UserError as error:
         raise UserError(f"adapter {source} does not fit model: {error}") from error
 
@@ -190,21 +186,36 @@ def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> 
 def to_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
     """Convert adapter weights from torchtune's names and row order to PEFT's."""
     to_hf, _ = _converters(decoder, model_type)
-    result = {}
+    experts = peft_experts.to_peft(state, decoder)
+    result = {PREFIX + name: tensor for name, tensor in experts.items()}
     for name, tensor in state.items():
+        if ExpertLora.SUFFIX + "." in name:
+            continue
         ours, theirs = _split_part(name, _PARTS)
         hf = to_hf(_weight_name(name, ours), tensor, ours != ".lora_a.weight")
-        result[_PREFIX + hf[0].removesuffix(".weight") + theirs] = hf[1]
+        result[PREFIX + hf[0].removesuffix(".weight") + theirs] = hf[1]
     return result
 
 
-def from_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
-    """Convert adapter weights from PEFT's names and row order to torchtune's."""
+def from_peft(
+    state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str, peft_version: str
+) -> dict[str, Tensor]:
+    """Convert adapter weights from PEFT's names and row order to torchtune's.
+
+    Args:
+        state: weights by PEFT's names.
+        decoder: model that takes them.
+        model_type: torchtune's ModelType name.
+        peft_version: that wrote the adapter, which decides the layout of experts' weights.
+    """
     _, from_hf = _converters(decoder, model_type)
-    result = {}
-    for name, tensor in state.items():
+    bare = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    result, used = peft_experts.from_peft(bare, decoder, peft_version)
+    for name, tensor in bare.items():
+        if name in used:
+            continue
         theirs, ours = _split_part(name, {v: k for k, v in _PARTS.items()})
-        hf = _weight_name(name, theirs).removeprefix(_PREFIX)
+        hf = _weight_name(name, theirs)
         tune = from_hf(hf, tensor, theirs != ".lora_A.weight")
         result[tune[0].removesuffix(".weight") + ours] = tune[1]
     return result
@@ -293,64 +304,12 @@ def base_model_name(folder: Path) -> str:
         return str(folder.resolve())
 
 
-def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Module) -> None:
-    """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
-
-    It merges one tensor at a time, in fp32, and holds at most one file of the base model in memory.
-    ``out`` appears only once it is complete. For a base model in Meta's format it logs a warning and
-    writes nothing.
-
-    Args:
-        cfg_checkpointer: the config's ``checkpointer``, which names the base model's folder and files.
-        adapter: PEFT folder.
-        out: folder to write.
-        decoder: the model that the adapter belongs to.
-
-    Raises:
-        UserError: the adapter changes a weight that the base model does not have.
-    """
-    checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
-    base, files = Path(checkpointer["checkpoint_dir"]), checkpointer.get("checkpoint_files")
-    if not (base / "config.json").is_file():
-        log.warning("skipping %s: %s is not a Hugging Face folder (it has no config.json)", out, base)
-        return
-    if isinstance(files, dict):
-        files = FormattedCheckpointFiles.from_dict(files).build_checkpoint_filenames()
-    files = files or weight_files(base)
-    updates = updates_by_weight(load_file(adapter / ADAPTER_WEIGHTS))
-    scale = PeftConfig.read(adapter).scale
-    with replace_folder(out) as folder:
-        index: dict[str, str] = {}
-        size = 0
-        for file in files:
-            tensors = {}
-            for name, weight in read_tensors(base / file):
-                update = updates.pop(decoder.name_of(name) if isinstance(decoder, ForeignDecoder) else name, None)
-                tensors[name] = merged_weight(weight, update, scale) if update else weight.clone()
-                size += weight.nbytes
-            # the name under which transformers looks for a single file
-            target = str(Path(file).with_suffix(".safetensors")) if len(files) > 1 else "model.safetensors"
-            index.update(dict.fromkeys(tensors, target))
-            save_file(tensors, folder / target, metadata={"format": "pt"})
-        if updates:
-            raise UserError(f"adapter {adapter} has weights for {next(iter(updates))}, but {base} does not")
-        if len(set(index.values())) > 1:
-            content = {"metadata": {"total_size": size}, "weight_map": index}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
-        for path in base.iterdir():  # everything except weights: config, tokenizer, licence
-            if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
-                shutil.copy2(path, folder / path.name)
-        if (adapter / TEMPLATE).is_file():  # the run had a chat template of its own
-            shutil.copy2(adapter / TEMPLATE, folder / TEMPLATE)
-            (folder / OF_PROCESSORS).unlink(missing_ok=True)  # transformers' processors prefer it
-
-
 def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Group a PEFT adapter's weights by the base weight they change, then by part."""
     updates: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
         part, _ = _split_part(name, {v: k for k, v in _PARTS.items()})
-        updates.setdefault(_weight_name(name, part).removeprefix(_PREFIX), {})[part] = tensor
+        updates.setdefault(_weight_name(name, part).removeprefix(PREFIX), {})[part] = tensor
     return updates
 
 

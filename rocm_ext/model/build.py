@@ -16,7 +16,7 @@ from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import Profile, check_locked
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.foreign import ForeignDecoder
-from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
+from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, plain
 from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.norm import use_fused_norms
 from rocm_ext.objectives import Objective
@@ -188,22 +188,23 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
     state = shapes = weights.state
     buffers: dict[str, Tensor] = {}
     if isinstance(decoder, ForeignDecoder):
-        state, shapes, buffers = *decoder.converted(state), decoder.buffers_to_load()
+        converted = decoder.converted(state)
+        state, shapes, buffers = converted, converted.on_meta(), decoder.buffers_to_load()
     of_one_folder = isinstance(decoder, NativeDecoder | ForeignDecoder)
     _check_fit({**frozen, **buffers}, shapes, _DOWNLOAD_AGAIN if of_one_folder else _OTHER_BUILDER)
     for name, buffer in buffers.items():
-        buffer.copy_(state[_plain(name)])
+        buffer.copy_(state[plain(name)])
     sums: dict[str, Tensor] = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
     for name, parameter in frozen.items():
-        full = state[_plain(name)]
-        if _plain(name) in quantized:
+        full = state[plain(name)]
+        if plain(name) in quantized:
             from torchao.dtypes.nf4tensor import to_nf4
 
             placed = to_nf4(full.to(ranks.device, torch.bfloat16).to(parameter.dtype))
         else:
             placed = ranks.place(full, parameter)
-            sums[_plain(name)] = _shard_of(placed).sum(dtype=torch.float32)
+            sums[plain(name)] = _shard_of(placed).sum(dtype=torch.float32)
         owner, _, leaf = name.rpartition(".")
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(placed, requires_grad=False))
     _check_finite(sums, state)
@@ -234,7 +235,7 @@ def _check_finite(sums: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> No
 
 
 def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor], hint: str) -> None:
-    shapes = {_plain(name): tuple(p.shape) for name, p in frozen.items()}
+    shapes = {plain(name): tuple(p.shape) for name, p in frozen.items()}
     problems = [f"missing {name}" for name in shapes if name not in state]
     problems += [f"unexpected {name}" for name in state if name not in shapes]
     problems += [
@@ -245,10 +246,6 @@ def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor], hint: 
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(f"the checkpoint does not fit model: {'; '.join(problems[:3])}{more}. {hint}")
-
-
-def _plain(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def check_adapter(decoder: TransformerDecoder, state: Mapping[str, Tensor], source: str) -> None:

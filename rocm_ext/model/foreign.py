@@ -9,6 +9,26 @@ from torch import Tensor, nn
 from rocm_ext.data.batches import Batch
 
 
+class ForeignWeights(Mapping[str, Tensor]):
+    """A checkpoint's tensors by the names of a decoder; those made of several are put together at each access."""
+
+    @abstractmethod
+    def on_meta(self) -> dict[str, Tensor]:
+        """Return all tensors without their values, at no cost of memory."""
+
+    @abstractmethod
+    def group(self, name: str) -> tuple[list[str], list[str]]:
+        """Return the weights that are made of the same tensors as ``name``, and the checkpoint's names of these."""
+
+    @abstractmethod
+    def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the checkpoint's tensors that make up a group's ``weights``.
+
+        Raises:
+            UserError: the conversion cannot be undone.
+        """
+
+
 class ForeignDecoder(nn.Module, ABC):
     """A decoder whose parameters have the names of the modelling code that it comes from.
 
@@ -50,13 +70,9 @@ class ForeignDecoder(nn.Module, ABC):
         """
 
     @abstractmethod
-    def converted(self, state: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return a checkpoint's tensors by this model's names, and the same without their values, for a check."""
+    def converted(self, state: Mapping[str, Tensor]) -> ForeignWeights:
+        """Return a checkpoint's tensors by this model's names."""
 
     @abstractmethod
     def buffers_to_load(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint holds, by name."""
-
-    @abstractmethod
-    def name_of(self, name: str) -> str:
-        """Return this model's name of a checkpoint's tensor; of a part of a larger tensor, the checkpoint's."""

@@ -109,7 +109,78 @@ class Dora(DoRALinear):
         self.magnitude.copy_(self.weight_norm())
 
 
-Adapter = Lora | Dora
+class ExpertLora(nn.Module):
+    """LoRA on one weight of all experts of a layer: ``W_e + scale * B_e A_e`` for each expert e.
+
+    It computes nothing itself: :mod:`rocm_ext.model.hf.experts` reads its factors. Parameters are laid out as in PEFT's
+    ``target_parameters`` from version 0.19.1 on: A is [experts * r, in], where an expert's rows are next to each other;
+    B is [out, r * experts], where the experts' columns of one rank are.
+
+    Args:
+        shape: of the weight, [experts, out, in], or [experts, in, out] if ``transposed``.
+        transposed: see ``shape``.
+        rank, alpha: LoRA's r and alpha.
+
+    Attributes:
+        experts, in_dim, out_dim: number of experts, and sizes of one expert's input and output.
+        rslora: as in :class:`Lora`.
+        disabled: whether the experts compute without it.
+    """
+
+    SUFFIX = "_lora"  # gate_up_proj_lora is the LoRA on gate_up_proj
+    rslora = False
+    dropout: nn.Module | None = None
+    _quantize_base = False
+
+    def __init__(self, shape: torch.Size, transposed: bool, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.experts, first, second = shape
+        self.in_dim, self.out_dim = (first, second) if transposed else (second, first)
+        self.transposed, self.rank, self.alpha, self.disabled = transposed, rank, alpha, False
+        self.lora_a = nn.Linear(self.in_dim, self.experts * rank, bias=False)
+        self.lora_b = nn.Linear(rank * self.experts, self.out_dim, bias=False)
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def adapter_params(self) -> list[str]:
+        """Return the names of the trainable parameters."""
+        return ["lora_a.weight", "lora_b.weight"]
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return A, [experts, r, in], and scale * B, [experts, out, r], in ``dtype``."""
+        return expert_factors(self.lora_a.weight.to(dtype), (self.scale * self.lora_b.weight).to(dtype), self.experts)
+
+
+def expert_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Split the parameters of an :class:`ExpertLora` by expert: A is [experts, r, in], B is [experts, out, r]."""
+    return a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1).contiguous()
+
+
+@torch.no_grad()
+def merged_experts(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> Tensor:
+    """Merge LoRA into one weight of all experts: W_e + scale B_e A_e. ``weight`` itself stays as it is.
+
+    Args:
+        weight: [experts, out, in], or [experts, in, out] if ``transposed``.
+        a, b: parameters of an :class:`ExpertLora`.
+        scale: its scale.
+        transposed: see ``weight``.
+
+    Returns:
+        A tensor like ``weight``, computed in fp32, one expert at a time.
+    """
+    by_expert, columns = expert_factors(a.float(), b.float(), len(weight))
+    merged = torch.empty_like(weight)
+    for i, base in enumerate(weight):
+        update = columns[i] @ by_expert[i]
+        merged[i] = base.float() + scale * (update.T if transposed else update)
+    return merged
+
+
+Adapter = Lora | Dora | ExpertLora
 
 
 def base_linear(layer: LoRALinear | DoRALinear, x: Tensor) -> Tensor:
@@ -143,6 +214,7 @@ def adopt(model: nn.Module, cfg_model) -> None:
         if type(module) in (LoRALinear, DoRALinear):
             # keeps parameters, names and hooks; FSDP2 uses the same technique
             module.__class__ = Lora if type(module) is LoRALinear else Dora
+        if isinstance(module, Adapter):
             found.add(name.rsplit(".", 1)[-1])
     for parameter in adapter_parameters(model).values():
         parameter.requires_grad_(True)
@@ -161,8 +233,13 @@ def adopt(model: nn.Module, cfg_model) -> None:
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
     """Yield the adapted layers of ``model`` with their names, without wrappers' prefixes."""
     for name, module in model.named_modules():
-        if isinstance(module, Lora | Dora):
-            yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), module
+        if isinstance(module, Adapter):
+            yield plain(name), module
+
+
+def plain(name: str) -> str:
+    """Return the name of a part of a model without wrappers' prefixes."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -191,6 +268,6 @@ def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
 
 def rank_and_alpha(layer: Adapter) -> tuple[int, float]:
     """Return LoRA's r and alpha of a layer."""
-    rank = layer.lora_a.weight.shape[0]
-    alpha = layer.alpha if isinstance(layer, Lora) else round(layer.scaling * rank, 6)  # DoRALinear stores alpha / r
+    rank = layer.rank if isinstance(layer, ExpertLora) else layer.lora_a.weight.shape[0]
+    alpha = round(layer.scaling * rank, 6) if isinstance(layer, Dora) else layer.alpha  # DoRALinear stores alpha / r
     return rank, alpha

@@ -45,6 +45,7 @@ def from_checkpoint(
     lora_alpha: float = 32,
     lora_dropout: float = 0.0,
     target_modules: Iterable[str] | str | None = None,
+    target_parameters: Iterable[str] | str | None = None,
     use_dora: bool = False,
     quantize_base: bool = False,
     trust_remote_code: bool = False,
@@ -61,13 +62,16 @@ def from_checkpoint(
         lora_dropout: dropout probability on the adapters' input.
         target_modules: layers to adapt, by PEFT's names (``q_proj``, ``down_proj``, …, ``lm_head``); None or
             ``all-linear``: all linear layers of attention and MLP.
+        target_parameters: fused weights of experts to adapt, by PEFT's names (``experts.gate_up_proj``,
+            ``experts.down_proj``); ``all-experts``: all of them; None: none.
         use_dora: DoRA instead of LoRA.
         quantize_base: keep adapted layers' weights in 4 bits (NF4).
         trust_remote_code: run Python code of the folder where the model's architecture is not transformers' own. This
             code may do all that you may do on this machine; read it first.
 
     Raises:
-        UserError: the folder has no such model, or ``target_modules`` names a layer that it does not have.
+        UserError: the folder has no such model, or ``target_modules`` or ``target_parameters`` names what it does not
+            have.
     """
     folder = Path(checkpoint_dir)
     if (foreign := foreign_config(folder, trust_remote_code)) is not None:
@@ -78,11 +82,14 @@ def from_checkpoint(
             alpha=lora_alpha,
             dropout=lora_dropout,
             targets=target_modules,
+            parameters=target_parameters,
             use_dora=use_dora,
             quantize_base=quantize_base,
             trust_remote_code=trust_remote_code,
         )
     architecture = read_architecture(folder)
+    if target_parameters is not None:
+        raise UserError(f"target_parameters is {target_parameters}, but {architecture.name} has no experts")
     if architecture.window:
         log.info("%s: at most %s positions, its sliding window", checkpoint_dir, f"{architecture.positions:,}")
     kind = DoRALinear if use_dora else LoRALinear

@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from rocm_ext.errors import UserError
+from rocm_ext.model import peft_experts
 from rocm_ext.model.lora import Dora, adapters, rank_and_alpha
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -17,6 +18,7 @@ _FREE = frozenset(
     """
     r lora_alpha use_rslora use_dora bias init_lora_weights base_model_name_or_path peft_type task_type auto_mapping
     revision peft_version inference_mode lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
+    target_parameters
     megatron_config megatron_core loftq_config eva_config corda_config qalora_group_size runtime_config
     """.split()  # noqa: SIM905
 )
@@ -33,6 +35,8 @@ class PeftConfig:
         rslora: whether the factor is alpha / sqrt(r) (arXiv:2312.03732) instead of alpha / r.
         dora: whether the adapter has DoRA's magnitudes.
         base_model: name or folder of the base model; empty if the file has none.
+        parameters: PEFT's ``target_parameters``, fused weights of experts.
+        version: of PEFT; empty if the file has none.
     """
 
     rank: int
@@ -40,6 +44,8 @@ class PeftConfig:
     rslora: bool
     dora: bool
     base_model: str
+    parameters: tuple[str, ...] = ()
+    version: str = ""
 
     @property
     def scale(self) -> float:
@@ -80,6 +86,8 @@ class PeftConfig:
             rslora=bool(config.get("use_rslora")),
             dora=bool(config.get("use_dora")),
             base_model=base if isinstance(base, str) else "",
+            parameters=_names(path, config.get("target_parameters")),
+            version=str(config.get("peft_version") or ""),
         )
 
     def check(self, folder: Path, decoder: Any) -> None:
@@ -90,7 +98,8 @@ class PeftConfig:
             decoder: model with adapters.
 
         Raises:
-            UserError: rank, alpha, rsLoRA or DoRA differs; the message says how to set the run's config.
+            UserError: rank, alpha, rsLoRA, DoRA or the adapted experts differ; the message says how to set the run's
+                config.
         """
         _, layer = next(adapters(decoder))
         rank, alpha = rank_and_alpha(layer)
@@ -105,6 +114,12 @@ class PeftConfig:
                 f"adapter {folder} has {', '.join(f'{name}={theirs}' for name, theirs, *_ in wrong)}; "
                 f"the config has {', '.join(f'{key}={ours}' for *_, key, ours in wrong)}. "
                 f"Set {' '.join(f'{key}={theirs}' for _, theirs, key, _ in wrong)}"
+            )
+        if peft_experts.matching(decoder, self.parameters) != peft_experts.expert_loras(decoder).keys():
+            ours = peft_experts.target_parameters(decoder)
+            raise UserError(
+                f"adapter {folder} has target_parameters={list(self.parameters)}; the config has {ours or None}. "
+                f"Set model.target_parameters={list(self.parameters) or None}"
             )
 
     def other_base(self, folder: Path, base: str) -> str | None:
@@ -125,6 +140,12 @@ class PeftConfig:
             f"adapter {folder} was trained on {self.base_model}, this run's base model is {base}; "
             "if these are different models, its answers are wrong"
         )
+
+
+def _names(path: Path, found: Any) -> tuple[str, ...]:
+    if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
+        raise UserError(f"{path} has target_parameters={found!r}; expected a list of names")
+    return tuple(found or ())
 
 
 def _not_computed(config: Mapping[str, Any]) -> list[str]:

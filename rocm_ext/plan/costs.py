@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from rocm_ext.model.attention import Lengths, PackedAttention
-from rocm_ext.model.lora import adapters
+from rocm_ext.model.lora import ExpertLora, adapters
 from rocm_ext.model.norm import HAS_KERNEL, FusedRMSNorm
 from rocm_ext.objectives import Objective
 
@@ -251,7 +251,7 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
     """Yield a copy of ``module`` on fake CPU tensors, in training mode, and an active tally."""
     fake = copy.deepcopy(module)
     for _, layer in adapters(fake):
-        if layer._quantize_base:  # each product dequantises the weight
+        if not isinstance(layer, ExpertLora) and layer._quantize_base:  # each product dequantises the weight
             shape, dtype = layer.weight.shape, layer.weight.dtype
             layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
             layer._quantize_base = False

@@ -32,6 +32,7 @@ from rocm_ext.model.build import (
 )
 from rocm_ext.model.download import use_weights
 from rocm_ext.model.lora import adapter_parameters, adapters
+from rocm_ext.model.merge import check_mergeable
 from rocm_ext.model.peft_config import PeftConfig
 from rocm_ext.objectives import Objective, objective_of
 from rocm_ext.plan.checkpointing import apply_checkpointing, checkpointed_layers
@@ -145,6 +146,8 @@ class Learner:
             for layer in self.decoder.layers:
                 layer.compile(dynamic=True)
         weights = self.read_weights()
+        if not self.cfg.save_adapter_weights_only:
+            check_mergeable(self.decoder, weights.state)
         self.base_fingerprint = weights.fingerprint(str(getattr(self.decoder, "architecture", "")))
         self.runtime.ranks.shard(self.decoder.layers, self.model, set(self.adapter.values()))
         load_weights(self.decoder, weights, self.runtime.ranks)

@@ -17,7 +17,7 @@ from rocm_ext.errors import UserError, one_line
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.hardware import numerics
 from rocm_ext.log import Progress, log
-from rocm_ext.model import adapter_files
+from rocm_ext.model.merge import merge
 from rocm_ext.train import components
 from rocm_ext.train.checkpoint import FREE_KEYS, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.interrupt import Interrupt, Interrupted
@@ -443,7 +443,7 @@ class Trainer:
                 self.learner.write_adapter(folder)
             log.info("adapter: %s", out / "adapter")
             if not cfg.save_adapter_weights_only:
-                adapter_files.merge(cfg.checkpointer, out / "adapter", out / "merged", self.learner.decoder)
+                merge(cfg.checkpointer, out / "adapter", out / "merged", self.learner.decoder)
             replace_text(out / "summary.json", json.dumps(self._summary(bool(early)), indent=2) + "\n")
         self.ranks.barrier()
 

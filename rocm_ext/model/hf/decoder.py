@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +26,7 @@ from rocm_ext.errors import UserError, one_line
 from rocm_ext.log import log
 from rocm_ext.model.families import CONFIG, own_code, refuse_code
 from rocm_ext.model.foreign import ForeignDecoder
-from rocm_ext.model.hf.adapt import put_in
+from rocm_ext.model.hf.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.hf.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.hf.experts import SORTED
 from rocm_ext.model.hf.multimodal import check_causal, is_multimodal, take_text
@@ -147,21 +148,15 @@ class TransformersDecoder(ForeignDecoder):
             rows.append(self.output(self.hidden_states(batch)[0]))
         return torch.stack(rows)
 
-    def converted(self, state: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return a checkpoint's tensors by this model's names, and the same without their values, for a check."""
+    def converted(self, state: Mapping[str, Tensor]) -> Converted:
+        """Return a checkpoint's tensors by this model's names."""
         if (text := self.text_part) is not None:
             state = {name: state[name] for name in state if not text.lacks(self._names.of(name)[0])}
-        found = Converted(self.model_, self._names, state, self.tied)
-        return found, found.on_meta()
+        return Converted(self.model_, self._names, state, self.tied)
 
     def buffers_to_load(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint holds, by name."""
         return persistent_buffers(self)
-
-    def name_of(self, name: str) -> str:
-        """Return this model's name of a checkpoint's tensor; of a part of a larger tensor, the checkpoint's."""
-        new, pattern = self._names.of(name)
-        return new if pattern is None else name
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -269,6 +264,7 @@ def build(
     alpha: float,
     dropout: float,
     targets: Iterable[str] | str | None,
+    parameters: Iterable[str] | str | None,
     use_dora: bool,
     quantize_base: bool,
     trust_remote_code: bool,
@@ -296,8 +292,11 @@ def build(
         raise UserError(f"{file}: transformers {version} cannot build this model: {one_line(error)}") from error
     _check_class(model, folder, config)
     decoder = TransformersDecoder(model.train(), json.dumps(config, sort_keys=True))
+    _check_targets(targets, parameters, use_dora, dropout)
     kind = partial(DoRALinear if use_dora else LoRALinear, rank=rank, alpha=alpha, dropout=dropout)
     names = put_in(model, decoder.layers_name, decoder.output_name, targets, partial(kind, quantize_base=quantize_base))
+    if parameters is not None:
+        names += put_in_experts(model, parameters, rank, alpha)
     for name in names:  # an adapted output layer
         if "." not in name:
             setattr(decoder, name, getattr(model, name))
@@ -379,12 +378,31 @@ def _meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def _check_targets(targets: Any, parameters: Any, use_dora: bool, dropout: float) -> None:
+    """Refuse what PEFT does not compute, either.
+
+    Raises:
+        UserError: nothing is adapted, or experts are with DoRA or dropout.
+    """
+    if parameters is None:
+        if targets is not None and not list(targets):
+            raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
+    elif use_dora:
+        raise UserError("target_parameters works with LoRA, not with DoRA, as in PEFT; set use_dora=False")
+    elif dropout:
+        raise UserError("target_parameters works without dropout alone, as in PEFT; set lora_dropout=0.0")
+
+
 def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
-    kinds = sorted({each.rpartition(".")[2] for each in adapted})
     log.info("%s: transformers' code, %s rows", name, "packed" if decoder.packs else "padded")
     if (text := decoder.text_part) is not None:
         log.info("%s trains on text alone: %s are neither loaded nor changed", name, ", ".join(text.parts))
-    whole = [key for key, p in decoder.named_parameters() if p.ndim > 2 and ".experts." in key]
-    if whole:
-        experts = sorted({key.rpartition(".")[2] for key in whole})
-        log.warning("LoRA adapts %s; experts (%s) and the router stay frozen", ", ".join(kinds), ", ".join(experts))
+    frozen = frozen_kinds(decoder, adapted)
+    experts = fused_experts(decoder)
+    hint = f"; target_parameters={ALL_EXPERTS} adapts fused experts" if experts and not experts.keys() & adapted else ""
+    kinds = Counter(each.rpartition(".")[2] for each in adapted)
+    log.info("LoRA on %s; none on %s%s", _counted(kinds), _counted(frozen), hint)
+
+
+def _counted(kinds: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

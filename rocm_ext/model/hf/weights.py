@@ -11,6 +11,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    apply_renamings,
     build_glob_alternation,
     dot_natural_key,
     rename_source_key,
@@ -18,6 +19,7 @@ from transformers.core_model_loading import (
 
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.model.checkpointer import check_stored
+from rocm_ext.model.foreign import ForeignWeights
 
 _OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json has what they come from
 
@@ -54,12 +56,20 @@ class Names:
             return rename_source_key(name, [], [], prefix, self._known)
         return new, pattern
 
+    def before_conversion(self, name: str) -> str:
+        """Return the name of the tensor ``name`` after transformers' renamings, by which converters know it."""
+        return self.bare(apply_renamings(name, self._renamings))
+
+    def bare(self, name: str) -> str:
+        """Return a name without the prefix that a base model's checkpoint lacks."""
+        return name.removeprefix(f"{self._model.base_model_prefix}.")
+
     def converter(self, pattern: str) -> WeightConverter:
         """Return a copy of the converter with the source ``pattern``."""
         return deepcopy(next(entry for entry in self._converters if pattern in entry.source_patterns))
 
 
-class Converted(Mapping[str, Tensor]):
+class Converted(ForeignWeights):
     """A checkpoint's tensors by transformers' names; those made of several are put together at each access.
 
     Args:
@@ -125,6 +135,40 @@ class Converted(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._first)
+
+    def group(self, name: str) -> tuple[list[str], list[str]]:
+        """Return the weights that are made of the same tensors as ``name``, and the checkpoint's names of these."""
+        first = self._first[name]
+        pattern, _ = self._sources[first][0]
+        return self._targets(first, pattern), [source for _, source in self._sources[first]]
+
+    def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the checkpoint's tensors that make up a group's ``weights``.
+
+        Raises:
+            UserError: transformers' conversion cannot be undone.
+        """
+        name = next(iter(weights))
+        first = self._first[name]
+        pattern, source = self._sources[first][0]
+        if pattern is None:
+            return {source: weights[name]}
+        expected = {self._names.before_conversion(source): source for _, source in self._sources[first]}
+        try:
+            back = self._names.converter(pattern).reverse_transform()
+            for target, weight in weights.items():
+                key, matched = back.rename_source_key(target)
+                back.add_tensor(key, target, str(matched), weight)  # type: ignore[arg-type]
+            made = back.convert(key, model=self._model, config=self._model.config)  # type: ignore[attr-defined]
+        except Exception as error:  # operations raise what the tensors' shapes lead to, or have no reverse
+            raise UserError(f"{name} cannot be taken apart into {source} and others: {one_line(error)}") from error
+        found = {self._names.bare(key): value[0] if isinstance(value, list) else value for key, value in made.items()}
+        if found.keys() != expected.keys():
+            raise UserError(f"{name} is made of {source} and others, but transformers takes it apart into {min(made)}")
+        pieces = {expected[key]: value.to(self._state[expected[key]].dtype) for key, value in found.items()}
+        if other := next((key for key, value in pieces.items() if value.shape != self._state[key].shape), None):
+            raise UserError(f"transformers makes {other} {list(pieces[other].shape)} of {name}, not the checkpoint's")
+        return pieces
 
     def on_meta(self) -> dict[str, Tensor]:
         """Return all tensors without their values, at no cost of memory."""
