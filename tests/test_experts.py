@@ -10,8 +10,8 @@ import pytest
 import torch
 from rocm_ext.recipes.lora_finetune_rocm import main
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import MergeModulelist
+from transformers import AutoModelForCausalLM, conversion_mapping
+from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
 
 from rocm_ext.errors import UserError
 from rocm_ext.model import peft_experts
@@ -73,6 +73,14 @@ def with_update(decoder):
         if hasattr(module, "lora_b"):
             torch.nn.init.normal_(module.lora_b.weight, std=0.1, generator=generator)
     return decoder
+
+
+def shapes(folder: Path) -> dict:
+    """Return the shapes of a folder's tensors by file and name."""
+    return {
+        file.name: {name: tensor.shape for name, tensor in load_file(file).items()}
+        for file in folder.glob("*.safetensors")
+    }
 
 
 # ---- the same function
@@ -148,11 +156,7 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp
     assert (their_logits(folder_of(name)) - expected).abs().max() > 0.1
     torch.testing.assert_close(their_logits(folder_of(name), adapter), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(their_logits(whole), expected, rtol=0, atol=1e-4)
-    layout = [
-        {file.name: {k: t.shape for k, t in load_file(file).items()} for file in folder.glob("*.safetensors")}
-        for folder in (whole, folder_of(name))
-    ]
-    assert layout[0] == layout[1]
+    assert shapes(whole) == shapes(folder_of(name))
     again = prepare(
         {**cfg, "output_dir": str(tmp_path / "again"), "checkpointer": {"adapter_checkpoint": str(adapter)}}
     )
@@ -215,18 +219,24 @@ def test_merging_leaves_the_base_as_it_is(folder_of, tmp_path):
         assert torch.equal(base, before)
 
 
-def test_a_linear_stored_with_others_is_merged(rows, tmp_path, monkeypatch):
-    """hrm_text's files hold q, k, v and a gate in one tensor."""
-    monkeypatch.setitem(MODELS, "hrm text", ("hrm_text", False, {}))
-    base = write_theirs(tmp_path / "base", "hrm text")
-    stored = load_file(base / "model.safetensors")
-    assert any("gqkv_proj" in name for name in stored)
-    cfg = folder_config(base, rows, tmp_path / "run", {"target_modules": ["q_proj", "up_proj"]}, max_steps_per_epoch=2)
+def test_linears_stored_in_pieces_and_together_are_merged(rows, tmp_path, monkeypatch):
+    """A family whose files hold q, k and v in one tensor, and a layer of the MLP in two."""
+    together = WeightConverter("attn.qkv.weight", [f"self_attn.{part}_proj.weight" for part in "qkv"], [Chunk(0)])
+    pieces = WeightConverter(["mlp.a.weight", "mlp.b.weight"], "mlp.gate_proj.weight", [Concatenate(0)])
+    conversion_mapping.get_checkpoint_conversion_mapping("olmo2")  # fills the cache
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "olmo2", [together, pieces])
+    base = write_theirs(tmp_path / "base", "olmo 2", shards=2, num_key_value_heads=4)
+    lora = {"target_modules": ["q_proj", "gate_proj", "o_proj"]}
+    cfg = folder_config(base, rows, tmp_path / "run", lora, max_steps_per_epoch=2)
     cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
     expected = our_logits(finetune(cfg))
     whole = tmp_path / "run" / "merged"
-    assert load_file(whole / "model.safetensors").keys() == stored.keys()
-    assert (their_logits(base) - expected).abs().max() > 0.01
+    assert shapes(whole) == shapes(base)
+    assert {name for file in shapes(base).values() for name in file} >= {
+        "model.layers.0.attn.qkv.weight",
+        "model.layers.1.mlp.b.weight",
+    }
+    assert (their_logits(base) - expected).abs().max() > 0.1
     torch.testing.assert_close(their_logits(whole), expected, rtol=0, atol=1e-4)
 
 
@@ -234,8 +244,8 @@ def test_what_cannot_be_merged_is_refused_at_the_start(folder_of, rows, tmp_path
     def none(_):
         raise NotImplementedError("no way back")
 
-    monkeypatch.setattr(MergeModulelist, "reverse_op", property(none))
     cfg = folder_config(folder_of("qwen3 moe"), rows, tmp_path / "run", BOTH, save_adapter_weights_only=False)
+    monkeypatch.setattr(MergeModulelist, "reverse_op", property(none))
     with pytest.raises(UserError, match=r"cannot be taken apart.*no way back.*set save_adapter_weights_only=True"):
         prepare(cfg)
     prepare(cfg | {"model": {**cfg["model"], "target_parameters": None}})
