@@ -8,17 +8,21 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import main
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
 
+from rocm_ext.config.folder import FROM_CHECKPOINT
 from rocm_ext.errors import UserError
 from rocm_ext.model import peft_experts
 from rocm_ext.model.adapter_files import read_adapter, write_adapter
+from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.lora import merged_experts
 from rocm_ext.model.peft_config import PeftConfig
 from rocm_ext.plan import speeds
+from rocm_ext.ranks import Ranks
 from tests.families import folder_config
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.hf_models import MODELS, write_common, write_theirs
@@ -139,6 +143,24 @@ def test_gradients_are_those_of_autograd(folder_of, name):
         torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5)
     assert not loras[0].lora_a.weight.grad_fn
     assert (found[2].view(4, 3, -1)[1] == 0).all(), "expert 1 has no tokens"
+
+
+@torch.no_grad()
+def test_routers_are_as_precise_as_transformers(folder_of):
+    """In bf16, the router's parameters and buffers have transformers' dtypes; the logits are as near to fp32's."""
+    node = OmegaConf.create({"_component_": FROM_CHECKPOINT, "checkpoint_dir": str(folder_of("deepseek 3"))})
+    ours = build_model(node, torch.bfloat16, 0, torch.device("cpu"))
+    reader = {"_component_": "rocm_ext.model.HFCheckpointer", "checkpoint_dir": node.checkpoint_dir, "model_type": "HF"}
+    load_weights(ours, read_weights(OmegaConf.create(reader)), Ranks(torch.device("cpu")))
+    theirs = AutoModelForCausalLM.from_pretrained(folder_of("deepseek 3"), dtype=torch.bfloat16).eval()
+    name = "model.layers.1.mlp.gate"
+    for key, tensor in theirs.get_submodule(name).state_dict().items():
+        found = ours.get_submodule(name).state_dict()[key]
+        assert found.dtype == tensor.dtype, key
+        assert torch.equal(found, tensor), key
+    exact = their_logits(folder_of("deepseek 3"))
+    near = (theirs(TOKENS).logits - exact).abs().mean()
+    assert (ours.eval()(TOKENS) - exact).abs().mean() < 2 * near < 0.1
 
 
 # ---- files

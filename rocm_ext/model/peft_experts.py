@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from torch import Tensor, nn
 
 from rocm_ext.errors import UserError
+from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.lora import ExpertLora, adapters, expert_factors, plain
 
 NEW_LAYOUT = "0.19.1"  # the first version of PEFT with today's layout
@@ -51,8 +52,11 @@ def target_parameters(decoder: nn.Module) -> list[str]:
     """Name the adapted weights of experts to PEFT: by the ends of their names, unless other weights have these, too."""
     adapted = expert_loras(decoder)
     ends = {".".join(name.split(".")[-2:]) for name in adapted}
-    every = [name for name in _parameters(decoder) if any(name.endswith(f".{end}") for end in ends)]
-    return sorted(ends if len(every) == len(adapted) else adapted)
+    others = matching(decoder, ends) - adapted.keys()
+    modules = {end.partition(".")[0] for end in ends}
+    if isinstance(decoder, ForeignDecoder):
+        others |= {name for name in decoder.left_out if name.rpartition(".")[2] in modules}
+    return sorted(adapted if others else ends)
 
 
 def matching(decoder: nn.Module, targets: Iterable[str]) -> set[str]:
