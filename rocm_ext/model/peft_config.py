@@ -9,6 +9,7 @@ from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.model import peft_experts
+from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.lora import Dora, adapters, rank_and_alpha
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -70,10 +71,7 @@ class PeftConfig:
         if not isinstance(config, dict):
             raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG} must hold a JSON object")
         if foreign := _not_computed(config):
-            raise UserError(
-                f"adapter {folder} has {', '.join(foreign)}, which this library does not compute; merge it into the "
-                "base model with PEFT (merge_and_unload) and start from the merged model"
-            )
+            raise _unknown(folder, foreign)
         rank, alpha = config.get("r"), config.get("lora_alpha")
         whole = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
         number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
@@ -115,7 +113,10 @@ class PeftConfig:
                 f"the config has {', '.join(f'{key}={ours}' for *_, key, ours in wrong)}. "
                 f"Set {' '.join(f'{key}={theirs}' for _, theirs, key, _ in wrong)}"
             )
-        if peft_experts.matching(decoder, self.parameters) != peft_experts.expert_loras(decoder).keys():
+        if self.parameters and not isinstance(decoder, ForeignDecoder):
+            raise _unknown(folder, [f"target_parameters={list(self.parameters)}"])
+        found = peft_experts.matching(decoder, self.parameters)
+        if found != peft_experts.expert_loras(decoder).keys() or (self.parameters and not found):
             ours = peft_experts.target_parameters(decoder)
             raise UserError(
                 f"adapter {folder} has target_parameters={list(self.parameters)}; the config has {ours or None}. "
@@ -146,6 +147,13 @@ def _names(path: Path, found: Any) -> tuple[str, ...]:
     if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
         raise UserError(f"{path} has target_parameters={found!r}; expected a list of names")
     return tuple(found or ())
+
+
+def _unknown(folder: Path, settings: list[str]) -> UserError:
+    return UserError(
+        f"adapter {folder} has {', '.join(settings)}, which this library does not compute; merge it into the "
+        "base model with PEFT (merge_and_unload) and start from the merged model"
+    )
 
 
 def _not_computed(config: Mapping[str, Any]) -> list[str]:
