@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import profile_names
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.objectives import CrossEntropy
-from rocm_ext.plan import memory, speeds
+from rocm_ext.plan import memory, speeds, workload
 from rocm_ext.plan.costs import Kernels, Operation, Tally, simulate_layer
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.speeds import Figures, measure_cpu
@@ -300,6 +301,24 @@ def test_rows_that_are_here_are_counted(folders, tmp_path, capsys):
     assert 0.5 < found["rows"]["supervised"] < 1
     said = plan(capsys, "--config", path, "--rows", "1000", "--row-tokens", "50")
     assert (said["rows"]["count"], said["rows"]["mean"], said["steps"]) == (1000, 50, 3 * 125)
+
+
+@as_configured
+def test_rows_are_read_as_the_run_reads_them(folders, tmp_path, capsys, messages, monkeypatch):
+    """Rows of a chat template that ends turns with a line end, as Qwen's does, keep their end of turn."""
+    base = shutil.copytree(folders / "qwen", tmp_path / "base")
+    turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    (base / "chat_template.jinja").write_text(f"{{% for m in messages %}}{turn}{{% endfor %}}")
+    shutil.copy(folders / "rows.jsonl", tmp_path)
+    path = write_config(tmp_path, "base", tmp_path / "run")
+    monkeypatch.setattr(workload, "_LOOKED_AT", 20)
+    found = plan(capsys, "--config", path)["rows"]
+    assert (found["count"], found["source"]) == (64, "16 of 64 rows read")
+    assert not [message for message in messages if "is masked" in message]
+    with (tmp_path / "rows.jsonl").open("a") as rows:
+        rows.write('{"question": 4, "answer": "four"}\n' * 16)
+    assert main(["plan", "--config", str(path)]) == 1
+    assert "rows.jsonl:65: " in capsys.readouterr().err
 
 
 @as_configured

@@ -148,9 +148,15 @@ def check_vocabulary(largest: int, size: int) -> None:
 
 
 def tokenize(
-    dataset: Any, *, max_seq_len: int | None, too_long: str, progress: bool, positions: int | None = None
+    dataset: Any,
+    *,
+    max_seq_len: int | None,
+    too_long: str,
+    progress: bool,
+    positions: int | None = None,
+    every: int = 1,
 ) -> Rows:
-    """Read all rows of a map-style dataset into memory.
+    """Read the rows of a map-style dataset into memory.
 
     Rows without a label that the loss can use are dropped and counted, including those that lose it when truncated.
 
@@ -161,6 +167,7 @@ def tokenize(
         progress: whether to show a progress bar.
         positions: maximum length of a sequence that the model takes, in tokens; None: unknown. It limits rows as
             ``max_seq_len`` does.
+        every: 1 reads all rows, 2 every second one, and so on.
 
     Raises:
         UserError: the policy is unknown, a row cannot be tokenised or is too long under ``error``, or no rows are
@@ -170,10 +177,11 @@ def tokenize(
         raise UserError(f"too_long {too_long!r} is unknown{nearest(too_long, TOO_LONG)}")
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
-    counts = {"rows": len(dataset), "truncated": 0, "dropped_too_long": 0, "dropped_without_labels": 0}
+    chosen = range(0, len(dataset), every)
+    counts = {"rows": len(chosen), "truncated": 0, "dropped_too_long": 0, "dropped_without_labels": 0}
     rows = Rows([], [], [], counts)
     foreign = not all(isinstance(part, ConversationDataset) for part in getattr(dataset, "datasets", [dataset]))
-    for index in tqdm(range(len(dataset)), desc="tokenize", unit="row", disable=not progress):
+    for index in tqdm(chosen, desc="tokenize", unit="row", disable=not progress):
         try:
             tokens, labels, lengths = _read_item(dataset[index])
         except UserError:  # its message names the row already

@@ -7,7 +7,6 @@ from statistics import fmean
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from torch.utils.data import Subset
 
 from rocm_ext import config
 from rocm_ext.data.batches import count_labels
@@ -91,9 +90,9 @@ def sft_rows(cfg: DictConfig, known: Known) -> Workload:
         tokenizer = open_tokenizer(cfg)
         whole = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
         count = len(whole)  # type: ignore[arg-type]
-        part = Subset(whole, range(0, count, -(-count // _LOOKED_AT)))
-        rows = tokenize(part, max_seq_len=limit, too_long=cfg.too_long, progress=False)
-        found = describe(rows, count, f"{len(part):,} of {count:,} rows read")
+        every = max(1, -(-count // _LOOKED_AT))
+        rows = tokenize(whole, max_seq_len=limit, too_long=cfg.too_long, progress=False, every=every)
+        found = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read")
     else:
         longest = limit or _LONGEST_ROW
         found = Workload(
