@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer
 from torch import nn
+from torchtune.training import DummyProfiler
 from torchtune.training.metric_logging import TensorBoardLogger, WandBLogger
 
 from rocm_ext import config
@@ -134,10 +135,12 @@ def setup_profiler(node: Any) -> Any:
     Raises:
         UserError: ``node`` is no set of arguments, or the profiler refuses them.
     """
-    if node is not None and not isinstance(node, DictConfig):
+    if node is None:
+        return DummyProfiler()
+    if not isinstance(node, DictConfig):
         raise UserError(f"profiler is {node!r}; expected arguments of torchtune's profiler, such as enabled: True")
     whole = OmegaConf.create({config.COMPONENT: "torchtune.training.setup_torch_profiler", "enabled": False})
-    whole.update(node or {})
+    whole.update(node)
     if not isinstance(whole.enabled, bool):
         raise UserError(f"profiler.enabled is {whole.enabled!r}; expected True or False")
     profiler, _ = config.instantiate(whole, key="profiler")
