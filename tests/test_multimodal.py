@@ -15,6 +15,7 @@ from transformers import AutoModelForMultimodalLM, AutoTokenizer
 from rocm_ext.data.messages import Turn
 from rocm_ext.data.template import read_template
 from rocm_ext.errors import UserError
+from rocm_ext.plan import speeds
 from tests.families import folder_config
 from tests.multimodal_models import MODELS, write_multimodal
 from tests.test_families import (
@@ -27,7 +28,8 @@ from tests.test_families import (
     their_training,
 )
 from tests.test_parity import pack, random_sequences
-from tests.tiny import write_rows
+from tests.test_plan import measured_peak
+from tests.tiny import write_rows, write_yaml
 
 FAST = ("gemma 3", "mistral 3", "qwen3.5")
 
@@ -181,6 +183,19 @@ def test_names_of_earlier_transformers(folder_of, tmp_path):
     assert any(name.startswith("language_model.model.") for name in tensors(base)), "transformers saves these names"
     new = rewritten(base, tmp_path / "new", lambda n: n.replace("language_model.model.", "model.language_model."))
     torch.testing.assert_close(our_model(new)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [each for each in some("gemma 3") if each.values != ("qwen3-vl",)])
+def test_planned_peak_is_the_measured_one_of_the_text_part(folder_of, tmp_path, name, monkeypatch):
+    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
+    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+    answer = "She sold half as many clips in May. "
+    long = tmp_path / "rows.jsonl"
+    long.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))
+    changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}}
+    cfg = folder_config(folder_of(name), long, tmp_path / "run", **changes)
+    peak, recipe = measured_peak(write_yaml(tmp_path / "run.yaml", cfg))
+    assert recipe.learner.planned_peak == pytest.approx(peak, rel=0.1)
 
 
 # ---- chat templates
