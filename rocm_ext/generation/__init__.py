@@ -3,9 +3,19 @@
 from typing import Any
 
 from rocm_ext.generation.base import Completion, Engine, Request, Sampling, Session, sample_seed
+from rocm_ext.generation.foreign import TransformersEngine
 from rocm_ext.generation.local import LocalEngine
 
-__all__ = ["Completion", "Engine", "LocalEngine", "Request", "Sampling", "Session", "sample_seed"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "LocalEngine",
+    "Request",
+    "Sampling",
+    "Session",
+    "TransformersEngine",
+    "sample_seed",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -32,6 +32,7 @@ from rocm_ext.model.lora import Dora, Lora, dense
 from rocm_ext.model.rope import HalvesRoPE
 
 _ROPES = (HalvesRoPE, Qwen2RotaryPositionalEmbeddings, Llama3ScaledRoPE, RotaryPositionalEmbeddings)
+_MASK_BYTES = 10  # a step's mask, per position of a slot
 _SUPPORTED = "Llama 3, Mistral, Qwen2.5 and Qwen3"
 
 
@@ -104,6 +105,17 @@ class Cache:
 
     keys: list[Tensor]
     values: list[Tensor]
+
+    def put(self, rows: slice, prefix: "Cache", known: int) -> None:
+        """Copy the first ``known`` positions of ``prefix``, a cache of one slot, into the slots ``rows``."""
+        for mine, theirs in ((self.keys, prefix.keys), (self.values, prefix.values)):
+            for target, source in zip(mine, theirs, strict=True):
+                target[rows, :, :known] = source
+
+    def move(self, to: int, source: int, known: int) -> None:
+        """Copy the first ``known`` positions of slot ``source`` to slot ``to``."""
+        for tensor in (*self.keys, *self.values):
+            tensor[to, :, :known] = tensor[source, :, :known]
 
 
 class Decoder:
@@ -179,6 +191,35 @@ class Decoder:
             return Matrix(merged_weight(weight, update, linear.scale), bias)
         scale = (linear.magnitude / linear.weight_norm()).to(weight.dtype) if isinstance(linear, Dora) else None
         return Matrix(weight, bias, a.to(weight.dtype), (linear.scale * b).to(weight.dtype), scale)
+
+    splits_rows = True  # see MAX_ROWS
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits per row."""
+        return len(self.output.weight)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of the matrix products for one token."""
+        return 2 * self.weight_bytes / self.dtype.itemsize
+
+    def cache_bytes(self, length: float) -> float:
+        """Bytes of a slot of ``length`` positions."""
+        return length * self.bytes_per_position
+
+    def step_bytes(self, length: int) -> int:
+        """Bytes that a step holds per slot of ``length`` positions, without logits."""
+        return length * _MASK_BYTES + self.bytes_per_row
+
+    def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
+        """Bytes that hold the caches of prompts of these lengths and compute them.
+
+        Args:
+            prompts: tokens of each prompt.
+            most: tokens of prompts that are computed at once.
+        """
+        return max(min(most, sum(prompts)), max(prompts)) * (self.bytes_per_position + self.bytes_per_row)
 
     @property
     def bytes_per_position(self) -> int:

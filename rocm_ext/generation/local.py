@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +22,7 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext.data.render import to_text
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.generation.base import Completion, Request, Sampling
-from rocm_ext.generation.decoder import MIN_ROWS, Cache, Decoder, check_family, copied_bytes, merged
+from rocm_ext.generation.decoder import MAX_ROWS, MIN_ROWS, Cache, Decoder, check_family, copied_bytes, merged
 from rocm_ext.generation.draw import draw, draw_bytes, uniforms
 from rocm_ext.log import log
 from rocm_ext.model.foreign import ForeignDecoder
@@ -34,7 +34,6 @@ _MOST_SLOTS = {"cpu": 128, "cuda": 256}
 _SPAN = {"cpu": 16, "cuda": 256}
 _PREFILL_TOKENS = 2048  # enough to make a GPU compute-bound
 SHARE = 0.9  # share of the free memory for slots; the rest is for the libraries' own use
-_MASK_BYTES = 10  # a step's mask, per position of a slot
 
 
 class LocalEngine:
@@ -68,11 +67,7 @@ class LocalEngine:
     ) -> None:
         if slots is not None and not (type(slots) is int and slots >= MIN_ROWS):
             raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least {MIN_ROWS}, or null")
-        if isinstance(decoder, ForeignDecoder):
-            raise UserError(
-                "engine LocalEngine samples from native decoders only, and transformers computes this model; sample "
-                "on a server (rocm_ext.generation.OpenAIEngine)"
-            )
+        self._check_kind(decoder)
         self._slots, self._graphs, self._merge = slots, graphs, merge
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
 
@@ -82,7 +77,7 @@ class LocalEngine:
         Raises:
             UserError: something is unsupported or missing; the message names it.
         """
-        check_family(self._decoder)
+        self._check_family()
         if not getattr(self._tokenizer, "stop_tokens", None):
             raise UserError(
                 f"tokenizer {type(self._tokenizer).__name__} has no stop_tokens, so no answer would end; "
@@ -99,16 +94,32 @@ class LocalEngine:
         Raises:
             UserError: the family is not supported, or the copy of the weights does not fit into memory.
         """
-        check_family(self._decoder)
-        free, needed = self._free_memory(), copied_bytes(self._decoder)
+        self._check_family()
+        free, needed = self._free_memory(), self._copied_bytes()
         if needed > free:
             raise UserError(
                 f"sampling needs up to {needed / 2**30:.1f} GiB for its own layout of the weights, but "
                 f"{free / 2**30:.1f} GiB are free; sample on a server (rocm_ext.generation.OpenAIEngine) or use a "
                 "smaller model"
             )
-        with merged(self._decoder, self._merge) as decoder:
+        with self._copied() as decoder:
             yield LocalSession(decoder, self._tokenizer, self._free_memory, self._slots, self._graphs)
+
+    def _check_kind(self, decoder: Any) -> None:
+        if isinstance(decoder, ForeignDecoder):
+            raise UserError(
+                "engine LocalEngine samples from native decoders only, and transformers computes this model; use "
+                "rocm_ext.generation.TransformersEngine"
+            )
+
+    def _check_family(self) -> None:
+        check_family(self._decoder)
+
+    def _copied_bytes(self) -> int:
+        return copied_bytes(self._decoder)
+
+    def _copied(self) -> AbstractContextManager[Any]:
+        return merged(self._decoder, self._merge)
 
 
 @dataclass
@@ -239,7 +250,7 @@ class LocalSession:
             return max(MIN_ROWS, min(self._slots, len(requests)))
         prompts = {request.tokens for request in requests}
         memory = slot_memory(self._decoder, list(map(len, prompts)), length, sampling, self._graphs)
-        most = most_slots(len(requests), self._decoder.device)
+        most = most_slots(len(requests), self._decoder.device, self._decoder.splits_rows)
         free = int(SHARE * self._free_memory())
         fit = memory.fit(free)
         if fit < MIN_ROWS:
@@ -301,18 +312,24 @@ def slot_memory(decoder: Decoder, prompts: Sequence[int], length: int, sampling:
         sampling: decides what :func:`draw` holds.
         graphs: whether steps run as graphs, which keep logits.
     """
-    prefilled = max(min(_PREFILL_TOKENS, sum(prompts)), max(prompts))
-    vocabulary, itemsize = len(decoder.output.weight), decoder.dtype.itemsize
+    vocabulary, itemsize = decoder.vocabulary, decoder.dtype.itemsize
     return SlotMemory(
-        cache=length * decoder.bytes_per_position + graphs * vocabulary * itemsize,
-        step=length * _MASK_BYTES + decoder.bytes_per_row + vocabulary * draw_bytes(sampling, itemsize, vocabulary),
-        prefill=prefilled * (decoder.bytes_per_position + decoder.bytes_per_row),
+        cache=int(decoder.cache_bytes(length)) + graphs * vocabulary * itemsize,
+        step=decoder.step_bytes(length) + vocabulary * draw_bytes(sampling, itemsize, vocabulary),
+        prefill=decoder.prefill_bytes(prompts, _PREFILL_TOKENS),
     )
 
 
-def most_slots(samples: int, device: torch.device) -> int:
-    """Number of slots for ``samples`` samples if memory sets no limit."""
-    return max(MIN_ROWS, min(samples, _MOST_SLOTS.get(device.type, 128)))
+def most_slots(samples: int, device: torch.device, splits_rows: bool = True) -> int:
+    """Number of slots for ``samples`` samples if memory sets no limit.
+
+    Args:
+        samples: number of samples.
+        device: the sampler's.
+        splits_rows: of the decoder; others take no more rows than one matrix product may have on a CPU.
+    """
+    most = _MOST_SLOTS.get(device.type, 128)
+    return max(MIN_ROWS, min(samples, most if splits_rows or device.type != "cpu" else MAX_ROWS))
 
 
 def span_for(on: torch.device, positions: int) -> int:
@@ -336,7 +353,7 @@ class _Batch:
         )
         self.running: list[_Running] = []
         self._graphs: dict[tuple[int, int], Any] | None = {} if graphs else None
-        shape = (slots if graphs else 0, len(decoder.output.weight))
+        shape = (slots if graphs else 0, decoder.vocabulary)
         self._logits = torch.empty(shape, dtype=decoder.dtype, device=device)  # shared: one graph runs at a time
 
     @property
@@ -355,9 +372,7 @@ class _Batch:
         first, count = len(self.running), len(requests)
         known = len(requests[0].tokens) - 1
         rows = slice(first, first + count)
-        for mine, theirs in ((self._cache.keys, prefix.keys), (self._cache.values, prefix.values)):
-            for target, source in zip(mine, theirs, strict=True):
-                target[rows, :, :known] = source
+        self._cache.put(rows, prefix, known)
         self._tokens[rows] = requests[0].tokens[-1]
         self._positions[rows] = known
         self._drawn[rows] = 0
@@ -386,7 +401,7 @@ class _Batch:
                 raise UserError(f"the model's logits are not finite in {self._decoder.dtype}; set dtype=bf16 or fp32")
             running.tokens.append(token)
             running.logprobs.append(logprob)
-        return self._decoder.weight_bytes + rows * span * self._decoder.bytes_per_position, n
+        return self._decoder.weight_bytes + int(rows * self._decoder.cache_bytes(span)), n
 
     def _decode(self, rows: int, span: int) -> Tensor:
         """Return logits [rows, v] of the next tokens."""
@@ -421,9 +436,7 @@ class _Batch:
             moved = self.running.pop()
             if slot != last:
                 self.running[slot] = moved
-                known = moved.position
-                for tensor in (*self._cache.keys, *self._cache.values):
-                    tensor[slot, :, :known] = tensor[last, :, :known]
+                self._cache.move(slot, last, moved.position)
                 for tensor in (self._tokens, self._positions, self._seeds, self._drawn):
                     tensor[slot] = tensor[last]
             self._positions[last] = 0

@@ -1,7 +1,7 @@
 """What this library asks of a decoder that it did not build, such as one of transformers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,3 +76,28 @@ class ForeignDecoder(nn.Module, ABC):
     @abstractmethod
     def buffers_to_load(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint holds, by name."""
+
+    @abstractmethod
+    def check_sampling(self) -> None:
+        """Check that the model can be sampled from in this process.
+
+        Raises:
+            UserError: it cannot; the message names the reason.
+        """
+
+    @abstractmethod
+    def copied_bytes(self, merge: bool | None) -> int:
+        """Upper bound on the bytes that :meth:`sampler` adds to the model's; arguments as there."""
+
+    @abstractmethod
+    def sampler(self, merge: bool | None, rounded: Callable[[int], int], together: bool) -> Any:
+        """Return a copy of the model for sampling, which shares the weights that no adapter changes.
+
+        Args:
+            merge: add the adapters' updates to the weights; None: only to fp32 weights.
+            rounded: returns the number of cache positions that a sliding window takes.
+            together: compute prompts together where the model allows it, up to rounding.
+
+        Raises:
+            UserError: the model cannot be sampled from in this process.
+        """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -17,9 +18,11 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext.data.batches import Steps, cut, rows_per_step, width_multiple
 from rocm_ext.generation import Sampling
 from rocm_ext.generation.decoder import MIN_ROWS, Decoder, tensors_of
+from rocm_ext.generation.foreign import sampler_of
 from rocm_ext.generation.local import SHARE, most_slots, slot_memory, span_for
 from rocm_ext.hardware.numerics import DTYPES
 from rocm_ext.model.attention import takes_packed_rows
+from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.objectives import Objective
 from rocm_ext.plan.costs import Kernels, Operation
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
@@ -251,7 +254,7 @@ class SamplingPlan:
 
 
 class SamplingPlanner:
-    """Plans sampling with :class:`rocm_ext.generation.LocalEngine`.
+    """Plans sampling with :class:`rocm_ext.generation.LocalEngine` or ``TransformersEngine``.
 
     Args:
         cfg: config of ``raft_rocm``.
@@ -272,20 +275,27 @@ class SamplingPlanner:
         ranks: int,
         figures: Figures,
     ) -> None:
+        merge = cfg.engine.get("merge")
+        self._decoder: Any
         with torch.no_grad():
-            self._decoder = Decoder(decoder, cfg.engine.get("merge"))
-        self._layout = _layout_bytes(self._decoder, decoder, ranks)
+            if isinstance(decoder, ForeignDecoder):
+                self._decoder, own = sampler_of(decoder, merge, device), decoder.copied_bytes(merge)
+            else:
+                self._decoder = Decoder(decoder, merge)
+                own = _layout_bytes(self._decoder, decoder)
+        # of several ranks, every one gathers a copy
+        self._layout = own if ranks == 1 else sum(p.nbytes for p in decoder.parameters() if not p.requires_grad)
         self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
 
     def plan(self, free: int) -> SamplingPlan:
         """Plan sampling with the config's slots, or with as many as fit into ``free`` bytes."""
         cfg, decoder, asked = self._cfg, self._decoder, self._asked
         length = asked.longest + cfg.max_new_tokens
-        graphs = self._device.type == "cuda" and cfg.engine.get("graphs") is not False
+        graphs = self._device.type == "cuda" and isinstance(decoder, Decoder) and cfg.engine.get("graphs") is not False
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
         prompts = [asked.longest] * min(asked.prompts or 2**10, 2**10)
         memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, graphs)
-        most = most_slots((asked.prompts or 2**20) * cfg.samples_per_prompt, self._device)
+        most = most_slots((asked.prompts or 2**20) * cfg.samples_per_prompt, self._device, decoder.splits_rows)
         fit = memory.fit(int(SHARE * (free - self._layout)))
         slots = cfg.engine.get("slots") or max(MIN_ROWS, min(most, fit))
         cache = slots * memory.cache
@@ -306,14 +316,12 @@ class SamplingPlanner:
         """
         asked = self._asked
         steps = max(prompts * samples * asked.answer / slots, self._cfg.max_new_tokens)
-        prefill = prompts * asked.mean * _flops_per_token(self._decoder) / _rate(self._decoder, self._figures)
+        prefill = prompts * asked.mean * self._decoder.flops_per_token / _rate(self._decoder, self._figures)
         return steps * self.step_seconds(slots) + prefill
 
 
-def _layout_bytes(made: Decoder, decoder: TransformerDecoder, ranks: int) -> int:
+def _layout_bytes(made: Decoder, decoder: TransformerDecoder) -> int:
     """Bytes of the sampler's weights that it does not share with the model."""
-    if ranks > 1:  # every rank gathers a copy
-        return sum(p.nbytes for p in decoder.parameters() if not p.requires_grad)
     own = {p.untyped_storage()._cdata for p in decoder.parameters()}
     parts = [tensor for layer in made.layers for matrix in vars(layer).values() for tensor in tensors_of(matrix)]
     new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in parts}
@@ -329,13 +337,9 @@ def decode_seconds(decoder: Decoder, slots: int, context: float, figures: Figure
         context: mean tokens that an answer attends to.
         figures: the machine's speeds.
     """
-    read = decoder.weight_bytes + slots * context * decoder.bytes_per_position
-    computing = slots * _flops_per_token(decoder) / _rate(decoder, figures)
+    read = decoder.weight_bytes + slots * decoder.cache_bytes(context)
+    computing = slots * decoder.flops_per_token / _rate(decoder, figures)
     return (read / figures.bandwidth + computing) / figures.decode_efficiency
-
-
-def _flops_per_token(decoder: Decoder) -> float:
-    return 2 * decoder.weight_bytes / decoder.dtype.itemsize
 
 
 def _rate(decoder: Decoder, figures: Figures) -> float:

@@ -13,6 +13,7 @@ from rocm_ext import config
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.errors import UserError
+from rocm_ext.generation.foreign import use_fitting_engine
 from rocm_ext.hardware.budget import memory_budget, nominal_budget
 from rocm_ext.hardware.machine import Machine
 from rocm_ext.hardware.numerics import DTYPES, pick_dtype
@@ -128,6 +129,8 @@ def plan_run(
     _check(cfg, profile, machine, decoder, ranks, here)
     use_packed_attention(decoder)
     asked = questions(cfg, known) if samples else None
+    if asked:
+        use_fitting_engine(cfg, decoder)
     if asked and _samples_here(cfg):
         _check_sampling(cfg, decoder, asked)  # before the plan of rows that long, which takes minutes
     planner = TrainingPlanner(
@@ -204,7 +207,7 @@ def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget:
 
 
 def _samples_here(cfg: DictConfig) -> bool:
-    return str(cfg.engine[config.COMPONENT]).endswith("LocalEngine")
+    return str(cfg.engine[config.COMPONENT]).endswith(("LocalEngine", "TransformersEngine"))
 
 
 def _check_sampling(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> None:

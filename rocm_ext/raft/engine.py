@@ -16,9 +16,11 @@ from omegaconf import DictConfig
 from rocm_ext import config
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors
-from rocm_ext.generation import Engine, LocalEngine, Request, Sampling, Session
+from rocm_ext.generation import Engine, LocalEngine, Request, Sampling, Session, TransformersEngine
+from rocm_ext.generation.foreign import use_fitting_engine
 from rocm_ext.hardware.machine import host_memory
 from rocm_ext.log import log
+from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.raft.swap import Swap
 from rocm_ext.ranks import local_world_size
 from rocm_ext.train.learner import Learner
@@ -82,6 +84,7 @@ def open_engines(cfg: DictConfig, learner: Learner, stopped: Callable[[], bool])
         "ranks": learner.runtime.ranks,
         "stopped": stopped,
     }
+    use_fitting_engine(cfg, learner.decoder)
     wanted = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
     engine = config.instantiate(cfg.engine, key="engine", **wanted)
     engine.check()
@@ -97,14 +100,15 @@ def open_engines(cfg: DictConfig, learner: Learner, stopped: Callable[[], bool])
     try:
         _check_adapters(cfg, learner, engine)
     except UserError as error:
+        kind = TransformersEngine if isinstance(learner.decoder, ForeignDecoder) else LocalEngine
         first, training = cfg.checkpointer.get("adapter_checkpoint"), cfg.prompts is not None
         if training and (first or cfg.cycles > 1):
             without = "start without an adapter_checkpoint and with cycles=1" if first else "set cycles=1"
             raise UserError(
                 f"{error}. Without such a server, {without}, or sample in this process with "
-                "engine._component_=rocm_ext.generation.LocalEngine"
+                f"engine._component_=rocm_ext.generation.{kind.__name__}"
             ) from error
-        local = LocalEngine(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=offered["free_memory"])
+        local = kind(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=offered["free_memory"])
         try:
             local.check()
         except UserError as other:

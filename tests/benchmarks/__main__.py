@@ -21,14 +21,14 @@ from tests.benchmarks.work import SHAPES, Task, is_qwen3
 
 STOCK, BEST, TRL = "torchtune as shipped", "torchtune compiled", "TRL + PEFT"
 BACKED = sft.BACKED
-GENERATE, CONTINUOUS, TORCHTUNE = list(sampling.PEERS)[:3]
+ENGINE, GENERATE, CONTINUOUS, TORCHTUNE = list(sampling.PEERS)[:4]
 # 11 and 41 million parameters; Qwen3's shape has 48 and 109 million
 SMALL_SET = (
     Task("sft", "small", 32768, "fp32", (STOCK, BEST, TRL)),
     Task("sft", "small", 152064, "fp32", (STOCK,)),
     Task("sft", "small", 32768, "bf16", (STOCK,)),
     Task("sft", "qwen3-small", 32768, "fp32", (BACKED, TRL)),
-    Task("sampling", "small", 32768, "fp32", (GENERATE, CONTINUOUS)),
+    Task("sampling", "small", 32768, "fp32", (ENGINE, GENERATE, CONTINUOUS)),
 )
 SLOW_SET = (  # slow peers
     Task("sft", "small", 152064, "fp32", (TRL,)),
@@ -44,7 +44,7 @@ GPU_SET = (
     *(
         Task(work, shape, 152064, "bf16", some)
         for shape in ("0.5b", "7b")
-        for work, some in (("sft", (STOCK, BEST, TRL)), ("sampling", (GENERATE, CONTINUOUS, TORCHTUNE)))
+        for work, some in (("sft", (STOCK, BEST, TRL)), ("sampling", (ENGINE, GENERATE, CONTINUOUS, TORCHTUNE)))
     ),
     Task("sft", "qwen3-0.6b", 151936, "bf16", (BACKED, TRL)),
 )

@@ -35,7 +35,7 @@ class Peer:
 
     Attributes:
         module: of the side.
-        environment: of :data:`tests.benchmarks.peers.PINS`.
+        environment: of :data:`tests.benchmarks.peers.PINS`; empty: this one.
         option: argument of the side.
         prefill: how it computes, see :func:`computed`.
     """
@@ -46,7 +46,9 @@ class Peer:
     prefill: str
 
 
+ENGINE = "TransformersEngine"  # ours, for models without a native decoder
 PEERS = {
+    ENGINE: Peer("sample_ours", "", "transformers", "ours"),
     "transformers generate": Peer("sample_transformers", "trl", "generate", "each row"),
     "transformers continuous batching": Peer("sample_transformers", "trl", "continuous", "ours"),
     "torchtune generate": Peer("sample_torchtune", "torchtune", "lean", "all logits"),
@@ -116,18 +118,21 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
             check_sampled(name, answer, knows.ask(prompts=prompts, answers=answer["answers"]), task.dtype)
     walls = {name: [wall for wall, _ in each] for name, each in runs.items()}
     processor = {name: [seconds for _, seconds in each] for name, each in runs.items()}
+    pairs = [("ours", name) for name in task.peers]
+    pairs += [(ENGINE, name) for name in task.peers if ENGINE in task.peers and name != ENGINE]
     ours = computed(task, prompts, trace, "ours")
     return [
         {
-            **task.describe(name), **Ratio.of(walls[name], walls["ours"]).describe(),
+            **task.describe(name if side == "ours" else f"{name}, by {side}"),
+            **Ratio.of(walls[name], walls[side]).describe(),
             "bound": computed(task, prompts, trace, PEERS[name].prefill) / ours,
-            "in_processor_time": Ratio.of(processor[name], processor["ours"]).median,
-            "tokens_per_second": sum(trace) / statistics.median(walls["ours"]),
-            "until_warm": [until_warm["ours"], until_warm[name]],
-            "peak_memory": [last["ours"]["peak_memory"], last[name]["peak_memory"]],
+            "in_processor_time": Ratio.of(processor[name], processor[side]).median,
+            "tokens_per_second": sum(trace) / statistics.median(walls[side]),
+            "until_warm": [until_warm[side], until_warm[name]],
+            "peak_memory": [last[side]["peak_memory"], last[name]["peak_memory"]],
         }
-        for name in task.peers
-    ]  # fmt: skip
+        for side, name in pairs
+    ]
 
 
 def computed(task: Task, prompts: Prompts, trace: Sequence[int], way: str) -> float:
@@ -164,7 +169,7 @@ def gate(
 def start(base: Path, model: Path, name: str, dtype: str, work: Trace, args: argparse.Namespace) -> Side:
     """Start a side's process, which waits for orders."""
     peer = PEERS.get(name)
-    python = Path(sys.executable) if peer is None else peers.python(peer.environment, args.gpu)
+    python = peers.python(peer.environment, args.gpu) if peer and peer.environment else Path(sys.executable)
     module = "sample_ours" if peer is None else peer.module
     options = [peer.option, args.attention] if peer else []
     arguments = ["-m", f"tests.benchmarks.sides.{module}", model, dtype, work.most, *options]
@@ -205,7 +210,7 @@ def check_sampled(name: str, answer: dict, judged: dict, dtype: str) -> None:
     mean, error = statistics.fmean(surprise), statistics.stdev(surprise) / len(surprise) ** 0.5
     if abs(mean) > 4 * error:
         raise Failed(f"log-probabilities of tokens sampled by {name} are off by {mean:.3f} +- {error:.3f}")
-    if name == "ours":
+    if name in ("ours", ENGINE):
         said, found = statistics.fmean(answer["logprobs"]), statistics.fmean(judged["logprobs"])
         if abs(said - found) > (1e-4 if dtype == "fp32" else 0.02):
             raise Failed(f"our log-probabilities have mean {said:.4f}, the model's {found:.4f}")

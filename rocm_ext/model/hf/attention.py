@@ -5,7 +5,7 @@ lengths of the packed sequences and the model's own rule of who attends to whom,
 out as transformers computes them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -121,9 +121,18 @@ def attention(
     Raises:
         TypeError: an argument is unknown.
     """
-    if unknown := sorted(name for name, value in others.items() if name not in _KNOWN and value is not None):
-        raise TypeError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which packed rows lack")
+    check_arguments(module, others)
     return _attend(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
+
+
+def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Check what a layer asks of attention beside the arguments of :func:`attention`.
+
+    Raises:
+        TypeError: an argument is unknown, so it could change the result.
+    """
+    if unknown := sorted(name for name, value in others.items() if name not in _KNOWN and value is not None):
+        raise TypeError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not known here")
 
 
 @torch.compiler.disable
@@ -139,21 +148,39 @@ def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> 
                 q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=allowed is None, scale=scaling
             )
         else:
-            out = _by_scores(q, k, v, allowed, dropout, scaling, softcap, sinks)
+            if allowed is None:
+                allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+            score = None if sinks is None else sinks.view(1, -1, 1, 1)
+            out = by_scores(q, k, v, allowed, dropout, scaling, softcap, score)
         pieces.append(out.transpose(1, 2))
     return torch.cat(pieces, dim=1)
 
 
-def _by_scores(q, k, v, allowed, dropout, scaling, softcap, sinks) -> Tensor:
-    """Attention with its scores in memory, for what torch's kernels do not compute."""
+def by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with its scores in memory, for what torch's kernels do not compute.
+
+    Args:
+        q: [n, heads, queries, head_dim].
+        k, v: [n, heads, keys, head_dim].
+        allowed: True where a query attends; it broadcasts to [n, heads, queries, keys].
+        dropout, scaling, softcap: see :func:`attention`.
+        sinks: scores without values; they broadcast to [n, heads, queries, 1].
+    """
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if allowed is None:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:3], 1)], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
     return F.dropout(weights, dropout) @ v
 

@@ -3,9 +3,9 @@
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,14 @@ class TransformersDecoder(ForeignDecoder):
     def tok_embeddings(self) -> nn.Embedding:
         return self.get_submodule(self._body).get_input_embeddings()  # type: ignore[operator]
 
+    @property
+    def body(self) -> nn.Module:
+        """The model without its output layer."""
+        return self.get_submodule(self._body)
+
     def _run(self, tokens: Tensor, **others: Any) -> Tensor:
         """Run the model without its output layer: [b, s] -> [b, s, d]."""
-        return self.get_submodule(self._body)(input_ids=tokens, use_cache=False, **others).last_hidden_state
+        return self.body(input_ids=tokens, use_cache=False, **others).last_hidden_state
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Run the model up to its output layer.
@@ -157,6 +162,37 @@ class TransformersDecoder(ForeignDecoder):
     def buffers_to_load(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint holds, by name."""
         return persistent_buffers(self)
+
+    @cached_property
+    def needs(self) -> Any:
+        """What the model keeps of a sequence that it decodes, see :class:`rocm_ext.model.hf.sampling.Needs`.
+
+        Raises:
+            UserError: the model cannot be sampled from in this process.
+        """
+        from rocm_ext.model.hf.sampling import needs_of  # it builds decoders
+
+        return needs_of(self)
+
+    def check_sampling(self) -> None:
+        """Check that the model can be sampled from in this process.
+
+        Raises:
+            UserError: it cannot; the message names the reason.
+        """
+        _ = self.needs
+
+    def copied_bytes(self, merge: bool | None) -> int:
+        """Upper bound on the bytes that :meth:`sampler` adds to the model's."""
+        from rocm_ext.model.hf.sampling import copied_bytes
+
+        return copied_bytes(self, merge)
+
+    def sampler(self, merge: bool | None, rounded: Callable[[int], int], together: bool) -> Any:
+        """Return a copy for sampling, see :class:`rocm_ext.model.hf.sampling.Sampler`."""
+        from rocm_ext.model.hf.sampling import Sampler
+
+        return Sampler(self, merge, rounded, together)
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -359,6 +395,16 @@ def _on_meta(config: Any, attention: str | None, trust_remote_code: bool) -> Any
     if attention:
         scale_each_sequence(model)
     return model
+
+
+def empty_model(like: TransformersDecoder, attention: str) -> Any:
+    """Build the model behind ``like`` once more, with another attention and without weights and adapters."""
+    model: Any = like.model_
+    dtype = like.tok_embeddings.weight.dtype
+    with torch.device("cpu"), _meta_parameters():
+        return type(model)._from_config(
+            copy.deepcopy(model.config), dtype=dtype, attn_implementation=attention, experts_implementation=SORTED
+        )
 
 
 @contextmanager

@@ -1,19 +1,53 @@
-"""Our sampler: ``… sample_ours MODEL DTYPE MOST``.
+"""Our samplers: ``… sample_ours MODEL DTYPE MOST [transformers]``, with a native decoder or transformers' forward.
 
 Each sample ends at the trace's limit instead of ``max_new_tokens``. Slots have room for the longest allowed answer.
 """
 
+import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from rocm_ext.generation import Request, Sampling, sample_seed
 from rocm_ext.generation.decoder import merged
+from rocm_ext.generation.foreign import sampler_of
 from rocm_ext.generation.local import LocalSession
-from tests.benchmarks.sides.sample import DTYPES, Answers, serve, torchtune_decoder
+from tests.benchmarks.sides.sample import DEVICE, DTYPES, Answers, serve, torchtune_decoder
 
-DECODER = torchtune_decoder(Path(sys.argv[1]), DTYPES[sys.argv[2]])
+FOREIGN = sys.argv[4:5] == ["transformers"]
 MOST = int(sys.argv[3])
 LOGPROBS: list[float] = []
+
+
+def foreign_decoder(folder: Path, dtype: torch.dtype) -> Any:
+    """Load a Hugging Face folder as transformers' model."""
+    from safetensors.torch import load_file
+    from torchtune.training import set_default_dtype
+
+    from rocm_ext.model.build import Weights, load_weights
+    from rocm_ext.model.hf.decoder import build
+    from rocm_ext.model.lora import adopt, init_adapters
+    from rocm_ext.ranks import Ranks
+
+    lora = {"rank": 1, "alpha": 1, "dropout": 0.0, "targets": ["q_proj"], "use_dora": False, "quantize_base": False}
+    with set_default_dtype(dtype):
+        made: Any = build(folder, json.loads((folder / "config.json").read_text()), **lora, trust_remote_code=False)
+    adopt(made, {})
+    init_adapters(made, 0, DEVICE)
+    state = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    load_weights(made, Weights(state, "HF"), Ranks(DEVICE))
+    return made
+
+
+DECODER = (foreign_decoder if FOREIGN else torchtune_decoder)(Path(sys.argv[1]), DTYPES[sys.argv[2]])
+
+
+def opened() -> AbstractContextManager[Any]:
+    """Return the sampler's context; the adapter, which is zero, is merged."""
+    return nullcontext(sampler_of(DECODER, True, DEVICE)) if FOREIGN else merged(DECODER)
 
 
 class NoText:
@@ -43,8 +77,8 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
         for i, prompt in enumerate(prompts)
         for k in range(samples)
     ]
-    with merged(DECODER) as decoder:
-        session = Traced(decoder, NoText(), free_memory)
+    with opened() as decoder:
+        session = Traced(decoder, NoText(), free_memory, graphs=False if FOREIGN else None)
         session.limits = {
             (request.prompt_id, request.sample): Sampling(length, temperature)
             for request, length in zip(requests, trace, strict=True)
@@ -58,7 +92,6 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
 def free_memory() -> int:
     """Half of the device's free memory."""
     import psutil
-    import torch
 
     return (torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available) // 2
 
