@@ -34,6 +34,7 @@ from rocm_ext.model import adapter_files
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import hidden_states
 from rocm_ext.model.lora import Dora, Lora
+from rocm_ext.model.merge import merge
 from rocm_ext.objectives import CrossEntropy
 from tests.tiny import metrics, run_config, write_model, write_rows, write_yaml
 
@@ -608,6 +609,28 @@ def test_merged_model_is_laid_out_like_its_base(folders, tmp_path):
             assert torch.equal(tensor, before[name]) != ("q_proj" in name)
     expected = our_logits(ours)
     assert (their_logits(merged) - expected).norm() < 0.02 * expected.norm()
+
+
+def test_small_changes_survive_in_a_merged_model(folders, tmp_path):
+    """Changes below half a step of bf16 are lost one by one, but not in the mean; files repeat bit for bit."""
+    base, merged = folders["llama bf16"], tmp_path / "run" / "merged"
+    cfg = export_config(folders, "llama bf16", tmp_path / "run", {})
+    ours = finetune(cfg | {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5}})
+    updates = adapter_files.updates_by_weight(load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors"))
+    found = changed = total = 0.0
+    for shard in base.glob("*.safetensors"):
+        before, after = load_file(shard), load_file(merged / shard.name)
+        for name in before.keys() & updates.keys():
+            update = updates[name][".lora_B.weight"] @ updates[name][".lora_A.weight"]
+            found += torch.sum((after[name].float() - before[name].float()) * update).item()
+            total += update.square().sum().item() * 2  # alpha / rank
+            changed += ((before[name].float() + 2 * update).bfloat16() != before[name]).float().mean().item()
+    assert changed / len(updates) < 0.2, "the nearest values of most weights are those of the base model"
+    assert found / total == pytest.approx(1, abs=0.1)
+    state = {shard.name: shard.read_bytes() for shard in merged.glob("*.safetensors")}
+    checkpointer = OmegaConf.create(cfg).checkpointer
+    merge(checkpointer, tmp_path / "run" / "adapter", tmp_path / "again", ours.learner.decoder)
+    assert state == {shard.name: shard.read_bytes() for shard in (tmp_path / "again").glob("*.safetensors")}
 
 
 def test_adapter_of_another_shape_is_refused(folders, tmp_path):

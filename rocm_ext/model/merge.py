@@ -8,7 +8,10 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -31,9 +34,9 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Module) -> None:
     """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
 
-    It merges one weight at a time, in fp32, and holds at most one file of the base model in memory, with the rest of a
-    weight that two files hold. ``out`` appears only once it is complete. For a base model in Meta's format it logs a
-    warning and writes nothing.
+    It merges one weight at a time, in fp32, and rounds those of linear layers by :func:`_round_by_chance`. It holds at
+    most one file of the base model in memory, with the rest of a weight that two files hold. ``out`` appears only once
+    it is complete. For a base model in Meta's format it logs a warning and writes nothing.
 
     Args:
         cfg_checkpointer: the config's ``checkpointer``, which names the base model's folder and files.
@@ -120,8 +123,31 @@ class _Merged:
             a, b, transposed = self._experts[name]
             return merged_experts(weight, a, b, self._scale, transposed)
         if name in self._linear:
-            return merged_weight(weight, self._linear[name], self._scale)
+            exact = merged_weight(weight.float(), self._linear[name], self._scale)
+            return _round_by_chance(exact, weight.dtype, crc32(name.encode()))
         return weight.clone()
+
+
+def _round_by_chance(exact: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """Round to 16 bits, up or down with the chance that keeps the mean: stochastic rounding (arXiv:1502.02551).
+
+    The base weights lie on the 16-bit grid, so the nearest value of a small change is the base weight itself, and
+    rounding to it would lose small changes everywhere.
+
+    Args:
+        exact: values in fp32.
+        dtype: bf16 or fp16; other dtypes are cast to.
+        seed: the same seed gives the same result.
+
+    Returns:
+        ``exact`` in ``dtype``; values that ``dtype`` has stay as they are.
+    """
+    dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that fp32 has in addition
+    if dropped is None:
+        return exact.to(dtype)
+    chance = np.random.default_rng(seed).integers(0, 1 << dropped, tuple(exact.shape), np.uint16)
+    bits = exact.contiguous().view(torch.int32) + torch.from_numpy(chance.astype(np.int32))
+    return (bits & -(1 << dropped)).view(torch.float32).to(dtype)
 
 
 def _groups(converted: ForeignWeights, changed: Iterable[str]) -> dict[str, list[str]]:
