@@ -255,7 +255,9 @@ def check_same_run(
     if problems:
         older = "chat_template" not in state["config"] and cfg.get("chat_template") != "torchtune"
         hint = ". It began before chat templates were used; chat_template=torchtune renders as it did" * older
+        own = Path(str(cfg.output_dir)) / "config.yaml"
+        how = f", as --config {own} does" if own.is_file() else ""
         raise UserError(
             f"{path} belongs to another run: {'; '.join(problems)}{hint}. "
-            "Undo these changes, or start a new run in another output_dir"
+            f"Undo these changes{how}, or start a new run in another output_dir"
         )
