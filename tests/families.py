@@ -32,6 +32,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,  # so that some frequencies of this small head are low
     "rope_theta": 500.0,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 500.0}
 MODELS = {
     "llama": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama biased": (
@@ -39,7 +40,7 @@ MODELS = {
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}, "attention_bias": True},
     ),
     "qwen2": ("qwen2", {}),
-    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2 tied": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", {"head_dim": 24}),
     "qwen3 tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "mistral": ("mistral", {"head_dim": 24, "sliding_window": 256}),

@@ -8,6 +8,7 @@ replaces the lower one whole; single arguments change on the command line (``opt
 torchtune is imported by :func:`load` alone: the start of a run reads configs before anything heavy is imported.
 """
 
+import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rocm_ext import registry
@@ -31,6 +32,8 @@ from rocm_ext.importing import with_new_names
 from rocm_ext.log import log
 from rocm_ext.nested import flatten
 
+# Keys of files and folders, in which ~ is the home folder
+_PATHS = {"adapter_checkpoint", "checkpoint_dir", "log_dir", "merges_file", "output_dir", "path", "special_tokens_path"}
 # Two ways to say the same: the higher layer's wins, and unsets the other.
 _RIVALS = {
     "gradient_accumulation_steps": "sequences_per_step",
@@ -78,6 +81,7 @@ def load(recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = ()
         cfg.recipe, cfg.hardware = recipe.name, hardware
         _check_complete(cfg, known, name)
         OmegaConf.resolve(cfg)
+        _expand_home(cfg)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {_first_line(error)}") from error
     check_components(cfg)
@@ -270,6 +274,14 @@ def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[st
             raise UserError(f"unknown key {key}: {root} is {merged[root]!r} and has no keys of its own")
         rest.append(item)
     return rest
+
+
+def _expand_home(node: Any) -> None:
+    for key, value in node.items() if isinstance(node, DictConfig) else enumerate(node):
+        if isinstance(value, DictConfig | ListConfig):
+            _expand_home(value)
+        elif key in _PATHS and isinstance(value, str):
+            node[key] = os.path.expanduser(value)
 
 
 def _check_known(given: Mapping[str, Any], defaults: Mapping[str, Any], run: Mapping[str, Any]) -> None:

@@ -4,8 +4,9 @@ Only what transformers' own code for a family reads changes what a model compute
 each: it reads the key, or refuses a value that the native decoders do not compute.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,16 +18,45 @@ CONFIG = "config.json"
 Config = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Rope:
+_LATER = {"later": True}  # metadata of a field that came later: runs that began before must keep their fingerprint
+
+
+class _Described:
+    """A dataclass whose text is part of a run's fingerprint: it leaves out later fields that have their default."""
+
+    def __repr__(self) -> str:
+        shown = (f for f in fields(self) if not (f.metadata == _LATER and getattr(self, f.name) == f.default))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Yarn(_Described):
+    """YaRN's scaling of RoPE (arXiv:2309.00071).
+
+    Attributes:
+        fast, slow: rotations over the original positions: dimensions with more than ``fast`` keep their frequency,
+            those with fewer than ``slow`` have it divided.
+        rounded: whether the bounds between these dimensions are whole numbers.
+        attention: factor of cosines and sines.
+    """
+
+    fast: float
+    slow: float
+    rounded: bool
+    attention: float
+
+
+@dataclass(frozen=True, repr=False)
+class Rope(_Described):
     """Rotary position embeddings.
 
     Attributes:
         base: theta.
-        kind: ``default``, ``linear`` or ``llama3``.
-        factor: divides the frequencies; of ``llama3`` only the low ones.
+        kind: ``default``, ``linear``, ``llama3`` or ``yarn``.
+        factor: divides the frequencies; of ``llama3`` and ``yarn`` only the low ones.
         low, high: ``llama3``'s low_freq_factor and high_freq_factor.
-        original: ``llama3``'s original_max_position_embeddings.
+        original: original_max_position_embeddings of ``llama3`` and ``yarn``.
+        yarn: what ``yarn`` needs besides.
     """
 
     base: float
@@ -35,11 +65,12 @@ class Rope:
     low: float = 1.0
     high: float = 4.0
     original: int = 8192
+    yarn: Yarn | None = field(default=None, metadata=_LATER)
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """What a decoder computes, but for its weights.
+@dataclass(frozen=True, repr=False)
+class Architecture(_Described):
+    """What a decoder computes, but for its weights. A new field has a default and ``metadata=_LATER``.
 
     Attributes:
         name: transformers' class, such as ``Qwen3ForCausalLM``.
@@ -171,6 +202,9 @@ def _architecture(config: Config) -> Architecture:
         )
     biased = _switch(config, "attention_bias") and family.reads_attention_bias
     window = _window(config, family, layers)
+    rope = _rope(config, positions)
+    if rope.yarn:  # some files keep the original length here
+        positions = max(positions, int(rope.factor * rope.original))
     return Architecture(
         name=name,
         vocabulary=_whole(config, "vocab_size"),
@@ -188,7 +222,7 @@ def _architecture(config: Config) -> Architecture:
         out_bias=biased,
         head_norms=family.head_norms,
         attention_dropout=_number(config, "attention_dropout", 0.0),
-        rope=_rope(config, positions),
+        rope=rope,
     )
 
 
@@ -293,13 +327,33 @@ def _rope(config: Config, positions: int) -> Rope:
         return Rope(base)
     if kind == "linear":
         return Rope(base, kind, _number(found, "factor"))
-    if kind == "llama3":
-        low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
-        if low == high:
-            raise UserError(f"{key}: low_freq_factor and high_freq_factor are both {low}; expected two numbers")
-        original = _whole(found, "original_max_position_embeddings", positions)
-        return Rope(base, kind, _number(found, "factor"), low, high, original)
-    raise UserError(f"{key}: rope_type {kind!r} is not supported; supported are default, linear, llama3")
+    if kind not in ("llama3", "yarn"):
+        raise UserError(f"{key}: rope_type {kind!r} is not supported; supported are default, linear, llama3, yarn")
+    factor = _number(found, "factor")
+    original = _whole(
+        config, "original_max_position_embeddings", found.get("original_max_position_embeddings") or positions
+    )
+    if kind == "yarn":
+        return Rope(base, kind, factor, original=original, yarn=_yarn(found, key, factor))
+    low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
+    if low == high:
+        raise UserError(f"{key}: low_freq_factor and high_freq_factor are both {low}; expected two numbers")
+    return Rope(base, kind, factor, low, high, original)
+
+
+def _yarn(found: Config, key: str, factor: float) -> Yarn:
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    numerator, denominator = _number(found, "mscale", 0.0), _number(found, "mscale_all_dim", 0.0)
+    inferred = scale(numerator) / scale(denominator) if numerator and denominator else scale(1.0)
+    fast, slow = _number(found, "beta_fast", 0.0) or 32.0, _number(found, "beta_slow", 0.0) or 1.0
+    if not (factor and fast > slow):
+        raise UserError(
+            f"{key}: factor {factor}, beta_fast {fast}, beta_slow {slow}; expected beta_fast over beta_slow"
+        )
+    rounded = found.get("truncate") is None or _switch(found, "truncate")
+    return Yarn(fast, slow, rounded, _number(found, "attention_factor", inferred))
 
 
 def _whole(config: Config, key: str, default: int | None = None) -> int:

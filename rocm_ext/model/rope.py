@@ -1,6 +1,7 @@
 """Rotary position embeddings that rotate halves, as Hugging Face's models do, with their scalings."""
 
 import math
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from rocm_ext.model.families import Rope
 
 
 class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
-    """torchtune's position embeddings of Qwen2 with linear or Llama 3 scaling of the frequencies.
+    """torchtune's position embeddings of Qwen2 with linear, Llama 3 or YaRN scaling of the frequencies.
 
     Args:
         dim: of a head.
@@ -23,6 +24,7 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         # plain attributes: layers with equal ones share a table
         self.kind, self.factor = rope.kind, rope.factor
         self.low, self.high, self.original = rope.low, rope.high, rope.original
+        self.fast, self.slow, self.rounded, self.attention = astuple(rope.yarn) if rope.yarn else (0.0, 0.0, True, 1.0)
         super().__init__(dim, max_seq_len, rope.base)
 
     def rope_init(self) -> None:
@@ -30,6 +32,8 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         exponents = torch.arange(0, self.dim, 2).float() / self.dim
         self.register_buffer("theta", self._scaled(1.0 / self.base**exponents), persistent=False)
         self.build_rope_cache(self.max_seq_len)
+        if self.attention != 1:
+            self.cache *= self.attention
 
     def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
         """Rotate heads, bit for bit as torchtune does.
@@ -53,6 +57,8 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
             return theta
         if self.kind == "linear":
             return theta / self.factor
+        if self.kind == "yarn":
+            return self._between(theta / self.factor, theta)
         # Llama 3.1: low frequencies are divided, high ones stay, those between are interpolated
         wavelength = 2 * math.pi / theta
         share = (self.original / wavelength - self.low) / (self.high - self.low)
@@ -60,6 +66,20 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         scaled = torch.where(wavelength > self.original / self.low, theta / self.factor, between)
         return torch.where(wavelength < self.original / self.high, theta, scaled)
 
+    def _between(self, divided: Tensor, whole: Tensor) -> Tensor:
+        """Return YaRN's frequencies: whole in the first dimensions, divided in the last, interpolated between."""
+        last = self.dim - 1  # of the head, although there are half as many frequencies; transformers does the same
+        first, end = (self._dimension(rotations) for rotations in (self.fast, self.slow))
+        if self.rounded:
+            first, end = math.floor(first), math.ceil(end)
+        first, end = max(first, 0), min(end, last)
+        end += 0.001 * (first == end)
+        share = ((torch.arange(len(whole), dtype=torch.float32) - first) / (end - first)).clamp(0, 1)
+        return divided * share + whole * (1 - share)
+
+    def _dimension(self, rotations: float) -> float:
+        """Return the dimension that makes so many rotations over the original positions."""
+        return self.dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
 class _Rotation(torch.autograd.Function):
     """``x cos + swapped(x) sin``, minus in the first half of sin, as one autograd node that keeps the tables alone."""
