@@ -651,14 +651,15 @@ def rope(kind: str, **more) -> dict:
         ({"vocab_size": None}, "vocab_size is None"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
-        (rope("yarn"), "rope_type 'yarn' is not supported"),
+        (rope("longrope"), "rope_type 'longrope' is not supported"),
+        (rope("yarn", factor=4.0, beta_fast=1), "beta_fast 1.0, beta_slow 1.0; expected beta_fast over"),
         (rope("dynamic"), "rope_type 'dynamic' is not supported"),
         (rope("default", partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
         (rope("llama3", low_freq_factor=4.0, high_freq_factor=4.0), "are both 4.0"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one set of parameters for all layers"),
         ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "rope_scaling: rope_type 'longrope'"),
         ({"rope_parameters": None, "rope_scaling": "x2"}, "rope_scaling is 'x2'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type 'yarn'"),  # added by hand
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling: rope_type 'dynamic'"),  # by hand
     ],
     ids=lambda value: str(value)[:50],
 )
