@@ -198,7 +198,7 @@ def test_the_model_is_the_one_that_the_name_and_the_download_say(name):
         model = config.instantiate(node, key="model")
     adapted = {n.split(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_" in n}
     moe = repo.endswith("A3B")
-    by_transformers = "transformers computes this model" in head(name) or moe
+    by_transformers = "transformers computes this model" in head(name)
     assert by_transformers == isinstance(model, ForeignDecoder)
     others = {"output_proj", "w1", "w2", "w3"}
     if by_transformers:

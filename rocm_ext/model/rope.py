@@ -81,6 +81,7 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         """Return the dimension that makes so many rotations over the original positions."""
         return self.dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
+
 class _Rotation(torch.autograd.Function):
     """``x cos + swapped(x) sin``, minus in the first half of sin, as one autograd node that keeps the tables alone."""
 
