@@ -40,9 +40,12 @@ MODELS = {
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}, "attention_bias": True},
     ),
     "qwen2": ("qwen2", {}),
-    "qwen2 tied": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", {"head_dim": 24}),
-    "qwen3 tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen3 tied": (
+        "qwen3",
+        {"rope_parameters": YARN, "head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
     "mistral": ("mistral", {"head_dim": 24, "sliding_window": 256}),
 }
 CHATML = (
