@@ -9,7 +9,7 @@ with LoRA, with soft-capping.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,14 @@ _CHUNK = {"cuda": 1024, "cpu": 256}
 class Objective(ABC):
     """A function of the labels' negative log-likelihoods (NLL).
 
-    A subclass defines :meth:`terms` and declares its needs in two class attributes:
+    A subclass defines :meth:`terms` and declares its needs in attributes of the class or the instance:
 
     - ``columns``: names of the per-token columns (``old_logprobs``, ``advantages``, …) that the rows must have.
     - ``whole_sequences``: :meth:`terms` gets all labels of a micro-batch at once instead of a chunk, so that it can
       sum over sequences. A micro-batch always holds whole sequences, so these sums are complete. This costs a second
       pass through the output layer: the first pass computes only the NLLs.
+    - ``temperature``: the logits are divided by it before anything else.
+    - ``entropy_coef``: this times the entropy of each label's distribution, in nats, is subtracted from its value.
 
     Args:
         normalize: divisor of a step's sum. ``tokens`` divides by the number of the step's labels. ``sequences``
@@ -45,8 +47,10 @@ class Objective(ABC):
         UserError: an argument is out of range.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ()
-    whole_sequences: ClassVar[bool] = False
+    columns: tuple[str, ...] = ()
+    whole_sequences: bool = False
+    temperature: float = 1.0
+    entropy_coef: float = 0.0
 
     def __init__(self, normalize: str | float = "tokens", chunk_tokens: int | None = None) -> None:
         if chunk_tokens is not None and not (type(chunk_tokens) is int and chunk_tokens >= 1):
@@ -68,7 +72,7 @@ class Objective(ABC):
 
         Args:
             nll: [n] fp32, NLL of each label under the current model.
-            columns: [n] fp32 each, by name: at least those that the class attribute ``columns`` names.
+            columns: [n] fp32 each, by name: at least those that the attribute ``columns`` names.
             sequence: [n] int64, number of each label's sequence; each micro-batch numbers its sequences from 0 without
                 gaps.
 
@@ -143,26 +147,49 @@ class _Labels:
         size = self.objective.chunk_for(self.targets.device)
         return (slice(start, start + size) for start in range(0, len(self.targets), size))
 
+    def logits(self, head: Head, hidden: Tensor) -> Tensor:
+        """Return the logits [n, v] of one chunk, divided by the temperature."""
+        logits, temperature = head(hidden), self.objective.temperature
+        return logits if temperature == 1 else logits / temperature
+
     def look_ahead(self, head: Head, hidden: Tensor) -> None:
         """Do the first pass for an objective with ``whole_sequences``: compute NLLs and terms of all labels."""
         if not len(self.targets):
             return
         # the second pass draws the same dropout in the head
         with torch.no_grad(), torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
-            nll = [_nll(head(hidden[rows]), self.targets[rows], gradient=False)[0] for rows in self.chunks()]
+            nll = [
+                _nll(self.logits(head, hidden[rows]), self.targets[rows], gradient=False)[0] for rows in self.chunks()
+            ]
         self._whole = self.objective.terms(torch.cat(nll), self.columns, self.sequence)
 
     def terms(self, nll: Tensor, rows: slice) -> Terms:
-        """Return the weighted value and derivative of one chunk."""
+        """Return the weighted value and derivative of one chunk, without its entropy."""
         if self._whole is None:
             columns = {name: column[rows] for name, column in self.columns.items()}
             value, derivative = self.objective.terms(nll, columns, self.sequence[rows])
         else:
             value, derivative = (None if part is None else part[rows] for part in self._whole)  # type: ignore[assignment]
-        if self._weights is None:
+        weights = self.weights(rows)
+        if weights is None:
             return value, derivative
-        weights = self._weights[rows]
         return value * weights, weights if derivative is None else derivative * weights
+
+    def weights(self, rows: slice) -> Tensor | None:
+        """Return the weights of one chunk; None means 1 everywhere."""
+        return None if self._weights is None else self._weights[rows]
+
+    def add_negative_entropy(self, logits: Tensor, rows: slice, gradient: Tensor | None) -> Tensor:
+        """Return ``-entropy_coef`` times the weighted entropies of one chunk; add its derivative to ``gradient``.
+
+        This takes two more fp32 buffers of the logits' size.
+        """
+        log_probabilities = logits.log_softmax(dim=-1, dtype=torch.float32)
+        negative = (log_probabilities.exp() * log_probabilities).sum(dim=-1, keepdim=True)
+        scale = self.objective.entropy_coef * (1 if (weights := self.weights(rows)) is None else weights[:, None])
+        if gradient is not None:  # d sum(p log p) / d logits = p (log p - sum(p log p))
+            gradient += scale * log_probabilities.exp() * (log_probabilities - negative)
+        return (scale * negative).sum()
 
 
 class _Summed(torch.autograd.Function):
@@ -176,14 +203,16 @@ class _Summed(torch.autograd.Function):
         for rows in labels.chunks():
             with torch.set_grad_enabled(train):
                 h = hidden[rows].detach().requires_grad_(train)
-                logits = head(h)
+                logits = labels.logits(head, h)
             nll, grad_logits = _nll(logits.detach(), labels.targets[rows], gradient=train)
             value, derivative = labels.terms(nll, rows)
             total += value.sum()
+            if train and derivative is not None:
+                grad_logits *= derivative[:, None]
+            if labels.objective.entropy_coef:
+                total += labels.add_negative_entropy(logits.detach(), rows, grad_logits)
             if not train:
                 continue
-            if derivative is not None:
-                grad_logits *= derivative[:, None]
             first, *rest = torch.autograd.grad(logits, (h, *parameters), grad_logits.to(logits.dtype))
             grad_hidden[rows] = first
             for sum_, grad in zip(grads, rest, strict=True):

@@ -1,0 +1,199 @@
+"""Policy-gradient losses equal autograd on whole logits, and TRL's."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rocm_ext.errors import UserError
+from rocm_ext.objectives import PolicyGradient
+from rocm_ext.objectives.policy_gradient import LOSSES
+
+WORDS, WIDTH, LENGTHS = 40, 12, (3, 1, 17, 9, 10)
+LABELS = sum(LENGTHS)
+SEQUENCE = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+RATIOS = [name for name, kind in LOSSES.items() if kind.ratio != "none"]
+
+
+def problem(spread: float = 0.3):
+    """Return an output layer, hidden states, targets and the columns of five answers."""
+    torch.manual_seed(1)
+    head, hidden = torch.nn.Linear(WIDTH, WORDS), torch.randn(LABELS, WIDTH, requires_grad=True)
+    targets = torch.randint(0, WORDS, (LABELS,))
+    with torch.no_grad():
+        now = logprobs(head, hidden, targets)
+    old = now + spread * torch.randn(LABELS)
+    columns = {
+        "advantages": torch.tensor([1.5, -1.0, 0.7, -0.2, 0.0])[SEQUENCE],
+        "old_logprobs": old,
+        "sampler_logprobs": old + spread * torch.randn(LABELS),
+        "reference_logprobs": old + spread * torch.randn(LABELS),
+    }
+    return head, hidden, targets, columns
+
+
+def logprobs(head, hidden, targets, temperature: float = 1.0):
+    return (head(hidden) / temperature).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def by_autograd(
+    loss: str, now, columns, *, on_policy=False, low=0.2, high=0.28, kl=0.0, mismatch="none", level="token"
+):
+    """Return each label's loss [n] by the papers' formulas."""
+    advantages = columns["advantages"]
+    old = now.detach() if on_policy else columns["old_logprobs"]
+    log_ratio = now - old
+    if loss == "gspo":
+        log_ratio = torch.stack([log_ratio[s == SEQUENCE].mean() for s in range(len(LENGTHS))])[SEQUENCE]
+    ratio = log_ratio.exp()
+    if loss in ("rloo", "reinforce"):
+        each = -advantages * now
+    elif loss == "cispo":
+        each = -ratio.detach().clamp(max=1 + high) * advantages * now
+    else:
+        each = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if mismatch != "none":
+        weight = old - columns["sampler_logprobs"]
+        if level == "sequence":
+            weight = torch.stack([weight[s == SEQUENCE].sum() for s in range(len(LENGTHS))])[SEQUENCE]
+        weight = weight.exp().detach()
+        each = each * (
+            weight.clamp(max=1.5) if mismatch == "truncate" else weight * ((weight - 1 / 1.5) * (1.5 - weight) >= 0)
+        )
+    if kl:
+        distance = columns["reference_logprobs"] - now
+        each = each + kl * (distance.exp() - distance - 1)
+    return each
+
+
+def whole(each, normalize):
+    if normalize == "tokens":
+        return each.mean()
+    if normalize == "sequences":
+        return torch.stack([each[s == SEQUENCE].mean() for s in range(len(LENGTHS))]).mean()
+    return each.sum() / normalize / len(LENGTHS)
+
+
+def found(objective, head, hidden, targets, columns):
+    """Return the normalised loss and its gradients for hidden states and output layer."""
+    value = objective(head, hidden, targets, columns, SEQUENCE) / objective.denominator(LABELS, len(LENGTHS))
+    return value, torch.autograd.grad(value, [hidden, *head.parameters()])
+
+
+def assert_equal(ours, value, parameters):
+    torch.testing.assert_close(ours[0], value, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(ours[1], torch.autograd.grad(value, parameters), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def given(loss: str) -> dict:
+    return {"normalize": 64} if loss == "dr_grpo" else {}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_equal_autograd(loss, on_policy, chunk):
+    if not on_policy and loss not in RATIOS:
+        return
+    head, hidden, targets, columns = problem()
+    objective = PolicyGradient(loss, clip_high=0.28, on_policy=on_policy, chunk_tokens=chunk, **given(loss))
+    each = by_autograd(loss, logprobs(head, hidden, targets), columns, on_policy=on_policy)
+    ours = found(objective, head, hidden, targets, {name: columns[name] for name in objective.columns})
+    assert_equal(ours, whole(each, objective.normalize), [hidden, *head.parameters()])
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mismatch", ["truncate", "mask"])
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
+def test_mismatch_and_kl_equal_autograd(loss, mismatch, level, on_policy):
+    head, hidden, targets, columns = problem()
+    objective = PolicyGradient(
+        loss, clip_high=0.28, kl_coef=0.1, mismatch=mismatch, mismatch_level=level, mismatch_limit=1.5,
+        on_policy=on_policy, chunk_tokens=7,
+    )  # fmt: skip
+    now = logprobs(head, hidden, targets)
+    each = by_autograd(loss, now, columns, kl=0.1, mismatch=mismatch, level=level, on_policy=on_policy)
+    ours = found(objective, head, hidden, targets, {name: columns[name] for name in objective.columns})
+    assert_equal(ours, whole(each, objective.normalize), [hidden, *head.parameters()])
+
+
+@pytest.mark.parametrize("loss", ["grpo", "reinforce", "gspo"])
+def test_temperature_and_entropy_equal_autograd(loss):
+    head, hidden, targets, columns = problem()
+    on_policy = loss not in RATIOS
+    objective = PolicyGradient(
+        loss, clip_high=0.28, on_policy=on_policy, temperature=0.7, entropy_coef=0.01, chunk_tokens=7
+    )
+    each = by_autograd(loss, logprobs(head, hidden, targets, 0.7), columns, on_policy=on_policy)
+    distribution = (head(hidden) / 0.7).log_softmax(-1)
+    each = each + 0.01 * (distribution.exp() * distribution).sum(-1)
+    ours = found(objective, head, hidden, targets, {name: columns[name] for name in objective.columns})
+    assert_equal(ours, whole(each, objective.normalize), [hidden, *head.parameters()])
+    with torch.no_grad():
+        assert objective(head, hidden, targets, columns, SEQUENCE).item() == pytest.approx(
+            ours[0].item() * objective.denominator(LABELS, len(LENGTHS)), rel=1e-6
+        )
+
+
+@pytest.mark.parametrize("mismatch", ["truncate", "mask"])
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+def test_losses_equal_trl(loss, mismatch):
+    """TRL's own method computes the loss from the same logits. Its CISPO names the limit, and not its distance to 1."""
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer")
+    head, hidden, targets, columns = problem()
+    rows = [torch.nonzero(s == SEQUENCE)[:, 0] for s in range(len(LENGTHS))]
+
+    def padded(values):
+        return torch.nn.utils.rnn.pad_sequence([values[row] for row in rows], batch_first=True)
+
+    mask = padded(torch.ones(LABELS))
+    now = padded(logprobs(head, hidden, targets))
+    weight = (columns["old_logprobs"] - columns["sampler_logprobs"]).exp()
+    weight = weight.clamp(max=1.5) if mismatch == "truncate" else weight * ((weight >= 1 / 1.5) & (weight <= 1.5))
+    itself = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (now, torch.zeros_like(now), None),
+        _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1), aux_loss_enabled=False,
+        beta=0.1, current_gradient_accumulation_steps=1, epsilon_low=0.2,
+        epsilon_high=1.28 if loss == "cispo" else 0.28,
+        importance_sampling_level="sequence" if loss == "gspo" else "token",
+        loss_type="grpo" if loss == "gspo" else loss, max_completion_length=64, model=torch.nn.Linear(1, 1).train(),
+        off_policy_mask_threshold=None, top_entropy_quantile=1.0, use_vllm=True,
+        vllm_importance_sampling_correction=True,
+    )  # fmt: skip
+    ids = torch.zeros_like(mask, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1], "prompt_mask": mask[:, :1], "completion_ids": ids, "completion_mask": mask,
+        "advantages": torch.stack([columns["advantages"][row[0]] for row in rows]),
+        "old_per_token_logps": padded(columns["old_logprobs"]),
+        "ref_per_token_logps": padded(columns["reference_logprobs"]),
+        "importance_sampling_ratio": padded(weight), "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    theirs = trainer.GRPOTrainer._compute_loss(itself, None, inputs)
+    objective = PolicyGradient(
+        loss, clip_high=0.28, kl_coef=0.1, mismatch=mismatch, mismatch_limit=1.5, on_policy=False, **given(loss)
+    )
+    assert_equal(found(objective, head, hidden, targets, columns), theirs, [hidden, *head.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"loss": "ppo"}, "loss.loss is 'ppo'; expected one of grpo, dr_grpo"),
+        ({"loss": "dr_grpo"}, "set normalize to the maximum length"),
+        ({"loss": "rloo", "on_policy": False}, "rloo has no ratio"),
+        ({"loss": "grpo", "clip_low": 0}, "clip_low is 0; expected a number above 0"),
+        ({"loss": "grpo", "kl_coef": -1}, "kl_coef is -1; expected a number of at least 0"),
+        ({"loss": "grpo", "temperature": float("nan")}, "temperature is nan"),
+        ({"loss": "grpo", "mismatch": "clip"}, "expected one of truncate, mask, none"),
+        ({"loss": "grpo", "mismatch_limit": 1}, "mismatch_limit is 1; expected a number above 1"),
+        ({"loss": "grpo", "entropy_coef": True}, "entropy_coef is True"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, says):
+    with pytest.raises(UserError, match=says):
+        PolicyGradient(**arguments)
