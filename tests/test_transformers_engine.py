@@ -256,7 +256,7 @@ def test_memory_decides_on_the_slots(folder_of, caplog):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", some("gemma 3"))
+@pytest.mark.parametrize("name", some("gemma 3", but=("granite hybrid",)))  # see docs/limits.md
 def test_planned_peak_of_sampling_covers_the_measured_one(tmp_path, name, dtype):
     twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
     base = write_theirs(tmp_path / "base", name, **WIDER, **twice, vocab_size=2048)

@@ -25,6 +25,7 @@ from rocm_ext.model.peft_experts import expert_loras
 
 _CHOSEN = ("num_experts_per_tok", "moe_k")
 _MASK_BYTES = 40  # a step's positions and masks, per position of a slot
+_CHUNK_BYTES = 8 * 64 * 4  # linear attention over chunks of 64 tokens: fp32 matrices, per token and head
 _TOGETHER = 2048  # tokens of prompts that run together, with padding
 _PROBE = 2  # tokens of the prefill that shows the cache's shapes
 _SERVER = "sample on a server: engine._component_=rocm_ext.generation.OpenAIEngine"
@@ -134,7 +135,8 @@ class Sampler:
         per_position = sum(size for size, _ in self._needs.keys)  # prompts keep more than the window
         states = self._needs.states * (1 + held * len(prompts) // sum(prompts))
         scores = max(prompts) ** 2 * (8 + self._score_bytes) * max(1, at_once // max(prompts))
-        return held * per_position + states + at_once * (per_position + self.bytes_per_row) + scores
+        chunks = self._heads * _CHUNK_BYTES if self._needs.states else 0
+        return held * per_position + states + at_once * (per_position + self.bytes_per_row + chunks) + scores
 
     def new_cache(self, slots: int, length: int) -> SlotCache:
         """Return a cache of ``slots`` sequences of ``length`` positions; its memory is allocated at first use."""
