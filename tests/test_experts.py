@@ -20,6 +20,7 @@ from rocm_ext.model import peft_experts
 from rocm_ext.model.adapter_files import read_adapter, write_adapter
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.lora import merged_experts
+from rocm_ext.model.merge import merge
 from rocm_ext.model.peft_config import PeftConfig
 from rocm_ext.plan import speeds
 from rocm_ext.ranks import Ranks
@@ -239,9 +240,33 @@ def test_merging_leaves_the_base_as_it_is(folder_of, tmp_path):
     for name, layer in peft_experts.expert_loras(ours).items():
         base = ours.get_parameter(name)
         before = base.clone()
-        args = layer.lora_a.weight, layer.lora_b.weight, layer.scale, layer.transposed
+        args = layer.lora_a.weight, layer.lora_b.weight, layer.scale, layer.transposed, lambda exact, _: exact
         torch.testing.assert_close(merged_experts(base, *args), merged.get_parameter(name), rtol=0, atol=1e-6)
         assert torch.equal(base, before)
+
+
+@torch.no_grad()
+def test_small_changes_of_experts_survive_in_16_bits(tmp_path):
+    """Each is below half a step of bf16, so the nearest value of most weights is that of the base model."""
+    base, adapter, out = (tmp_path / name for name in ("base", "adapter", "merged"))
+    AutoModelForCausalLM.from_pretrained(
+        write_theirs(tmp_path / "fp32", "gpt-oss"), dtype=torch.bfloat16
+    ).save_pretrained(base)
+    ours = our_model(base, lora_rank=3, lora_alpha=3, **BOTH)
+    generator = torch.Generator().manual_seed(1)
+    for layer in peft_experts.expert_loras(ours).values():
+        torch.nn.init.normal_(layer.lora_b.weight, std=3e-4, generator=generator)
+    adapter.mkdir()
+    write_adapter(adapter, ours, "HF", str(base))
+    merge(OmegaConf.create({"checkpoint_dir": str(base)}), adapter, out, ours)
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, out))
+    for name, layer in peft_experts.expert_loras(ours).items():
+        exact = torch.zeros_like(before[name], dtype=torch.float32)
+        args = layer.lora_a.weight, layer.lora_b.weight, layer.scale, layer.transposed, lambda change, _: change
+        update = merged_experts(exact, *args)
+        assert ((before[name] + update).bfloat16() != before[name]).float().mean() < 0.2
+        kept = ((after[name].float() - before[name].float()) * update).sum() / update.square().sum()
+        assert kept == pytest.approx(1, abs=0.1)
 
 
 def test_linears_stored_in_pieces_and_together_are_merged(rows, tmp_path, monkeypatch):

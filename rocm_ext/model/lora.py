@@ -6,7 +6,7 @@ and checkpoints work unchanged.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -160,7 +160,9 @@ def expert_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def merged_experts(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> Tensor:
+def merged_experts(
+    weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool, rounded: Callable[[Tensor, int], Tensor]
+) -> Tensor:
     """Merge LoRA into one weight of all experts: W_e + scale B_e A_e. ``weight`` itself stays as it is.
 
     Args:
@@ -168,6 +170,8 @@ def merged_experts(weight: Tensor, a: Tensor, b: Tensor, scale: float, transpose
         a, b: parameters of an :class:`ExpertLora`.
         scale: its scale.
         transposed: see ``weight``.
+        rounded: converts the merged weight of an expert, in fp32, to the dtype of ``weight``; it also gets the expert's
+            number.
 
     Returns:
         A tensor like ``weight``, computed in fp32, one expert at a time.
@@ -176,7 +180,7 @@ def merged_experts(weight: Tensor, a: Tensor, b: Tensor, scale: float, transpose
     merged = torch.empty_like(weight)
     for i, base in enumerate(weight):
         update = columns[i] @ by_expert[i]
-        merged[i] = base.float() + scale * (update.T if transposed else update)
+        merged[i] = rounded(base.float() + scale * (update.T if transposed else update), i)
     return merged
 
 

@@ -34,9 +34,9 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Module) -> None:
     """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
 
-    It merges one weight at a time, in fp32, and rounds those of linear layers by :func:`_round_by_chance`. It holds at
-    most one file of the base model in memory, with the rest of a weight that two files hold. ``out`` appears only once
-    it is complete. For a base model in Meta's format it logs a warning and writes nothing.
+    It merges one weight at a time, in fp32, and rounds it by :func:`_round_by_chance`. It holds at most one file of the
+    base model in memory, with the rest of a weight that two files hold. ``out`` appears only once it is complete. For a
+    base model in Meta's format it logs a warning and writes nothing.
 
     Args:
         cfg_checkpointer: the config's ``checkpointer``, which names the base model's folder and files.
@@ -121,7 +121,11 @@ class _Merged:
     def _merged(self, name: str, weight: Tensor) -> Tensor:
         if name in self._experts:
             a, b, transposed = self._experts[name]
-            return merged_experts(weight, a, b, self._scale, transposed)
+
+            def rounded(exact: Tensor, expert: int) -> Tensor:
+                return _round_by_chance(exact, weight.dtype, crc32(f"{name}.{expert}".encode()))
+
+            return merged_experts(weight, a, b, self._scale, transposed, rounded)
         if name in self._linear:
             exact = merged_weight(weight.float(), self._linear[name], self._scale)
             return _round_by_chance(exact, weight.dtype, crc32(name.encode()))
