@@ -20,7 +20,7 @@ from rocm_ext.model.adapter_files import merged_weight
 from rocm_ext.model.hf.decoder import TransformersDecoder, empty_model
 from rocm_ext.model.hf.slots import SLOTS, Asked, SlotCache, at, layers_of, row_of
 from rocm_ext.model.hf.weights import persistent_buffers
-from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense
+from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
 from rocm_ext.model.peft_experts import expert_loras
 
 _CHOSEN = ("num_experts_per_tok", "moe_k")
@@ -28,6 +28,7 @@ _MASK_BYTES = 40  # a step's positions and masks, per position of a slot
 _CHUNK_BYTES = 8 * 64 * 4  # linear attention over chunks of 64 tokens: fp32 matrices, per token and head
 _TOGETHER = 2048  # tokens of prompts that run together, with padding
 _PROBE = 2  # tokens of the prefill that shows the cache's shapes
+_ATTENTION = "its attention is not that of transformers' interface"
 _SERVER = "sample on a server: engine._component_=rocm_ext.generation.OpenAIEngine"
 
 
@@ -265,7 +266,8 @@ def needs_of(source: TransformersDecoder) -> Needs:
                 torch.zeros(1, _PROBE, dtype=torch.long),
             )
     except Exception as error:  # the model's code may raise anything
-        raise UserError(f"{name} cannot be sampled from in this process: {one_line(error)}; {_SERVER}") from error
+        cause = _ATTENTION if SLOTS in str(error) else one_line(error)  # its code does not know this attention
+        raise UserError(f"{name} cannot be sampled from in this process: {cause}; {_SERVER}") from error
     keys, states, used = [], 0, 0
     for layer in layers:
         used += getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
@@ -277,7 +279,7 @@ def needs_of(source: TransformersDecoder) -> Needs:
             states += sum(t.nbytes for t in every if t is not None)
     problems = {
         "its cache is not that of transformers' interface": used < len(layers),
-        "its attention is not that of transformers' interface": len(keys) > asked.layers,
+        _ATTENTION: len(keys) > asked.layers,
     }
     if bad := [what for what, found in problems.items() if found]:
         raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
@@ -291,7 +293,7 @@ def copied_bytes(source: TransformersDecoder, merge: bool | None) -> int:
     return sum(
         p.numel() * itemsize
         for name, p in source.named_parameters()
-        if _plain(name) in merged or hasattr(p, "full_tensor") or hasattr(p, "get_original_weight")
+        if plain(name) in merged or hasattr(p, "full_tensor") or hasattr(p, "get_original_weight")
     )
 
 
@@ -310,7 +312,7 @@ def _weights(source: TransformersDecoder, merge: bool) -> tuple[dict[str, Tensor
     replaced: dict[str, nn.Module] = {} if merge else {name: _Adapted(layer) for name, layer in adapted.items()}
     state = {f"{name}.{key}": p.detach() for name, layer in replaced.items() for key, p in layer.named_parameters()}
     for key, parameter in source.named_parameters():
-        name = _plain(key)
+        name = plain(key)
         owner, _, leaf = name.rpartition(".")
         if owner in replaced or leaf == "magnitude" or owner.rpartition(".")[2] in ("lora_a", "lora_b"):
             continue
@@ -321,7 +323,7 @@ def _weights(source: TransformersDecoder, merge: bool) -> tuple[dict[str, Tensor
             if isinstance(layer, Dora):
                 update[".lora_magnitude_vector"] = layer.magnitude.detach()
             state[name] = merged_weight(state[name], update, layer.scale)
-    state.update({_plain(name): buffer for name, buffer in persistent_buffers(source).items()})
+    state.update({plain(name): buffer for name, buffer in persistent_buffers(source).items()})
     return state, replaced
 
 
@@ -338,7 +340,3 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
-
-
-def _plain(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
