@@ -142,8 +142,8 @@ def attention(
         UserError: the layer's code does not use the mask.
     """
     check_arguments(module, others)
-    shape = None if attention_mask is None else attention_mask.shape
-    if shape is None or shape[1:2] != (1,) or shape[2:] != (query.shape[2], key.shape[2]):
+    wanted = (1, query.shape[2], key.shape[2])
+    if attention_mask is None or attention_mask.shape[1:] != wanted:
         raise UserError(f"{type(module).__name__} makes masks of its own")
     asked = _pass.get().asked
     asked.layers += 1
