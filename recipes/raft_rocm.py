@@ -108,6 +108,7 @@ class RAFT:
         self.prompts.check_model(self.learner.decoder)
         self._trainer.check(self.learner.cfg, self.learner, rows=1)  # how many rows a cycle keeps is not known yet
         self.engines = open_engines(cfg, self.learner, lambda: self.interrupt.signum is not None)
+        self.prompts.check_length(self.engines.max_seq_len)
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
         self.learner.setup(self.prompts.expected_work())
         self.adapters = Adapters(cfg, self.learner, self.out)

@@ -407,6 +407,19 @@ def test_an_answer_that_does_not_fit(folder_of):
         sampled(engine(our_model(folder_of("gemma 3"))), ask(prompts(9)), Sampling(510))
 
 
+def test_longrope_s_limit_is_known_before_the_weights(tmp_path, capsys):
+    shape = {"rope_parameters": CARE["phi3"]["rope_parameters"], "original_max_position_embeddings": 10}
+    path = raft_config(write_theirs(tmp_path / "base", "phi 3", **shape), tmp_path, tmp_path / "run")
+    for file in tmp_path.glob("base/*.safetensors"):
+        file.unlink()
+    code, said = forked(raft_main, path)
+    assert code == 1
+    assert "prompts.jsonl:1: " in said
+    assert "are more than the 10 that the model takes; lower max_new_tokens" in said
+    assert cli.main(["plan", "--config", str(path)]) == 1
+    assert "the model takes at most 10" in capsys.readouterr().err
+
+
 def test_graphs_are_no_option(raft, tmp_path):
     code, said = forked(raft_main, raft("gemma 3", "run"), "engine.graphs=False")
     assert code == 1

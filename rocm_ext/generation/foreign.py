@@ -52,6 +52,11 @@ class TransformersEngine(LocalEngine):
                 "decoder; use rocm_ext.generation.LocalEngine"
             )
 
+    @property
+    def max_seq_len(self) -> int:
+        """Positions of the longest prompt with its answer; with LongRoPE, those of short rows."""
+        return self._decoder.check_sampling()
+
     def _check_family(self) -> None:
         self._decoder.check_sampling()
 

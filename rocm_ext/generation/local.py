@@ -71,6 +71,11 @@ class LocalEngine:
         self._slots, self._graphs, self._merge = slots, graphs, merge
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
 
+    @property
+    def max_seq_len(self) -> int:
+        """Positions of the longest prompt with its answer."""
+        return self._decoder.max_seq_len
+
     def check(self) -> None:
         """Check that the model's family is supported and the tokenizer has stop tokens.
 

@@ -78,8 +78,11 @@ class ForeignDecoder(nn.Module, ABC):
         """Return the buffers that a checkpoint holds, by name."""
 
     @abstractmethod
-    def check_sampling(self) -> None:
+    def check_sampling(self) -> int:
         """Check that the model can be sampled from in this process.
+
+        Returns:
+            The positions of the longest prompt with its answer.
 
         Raises:
             UserError: it cannot; the message names the reason.

@@ -211,8 +211,8 @@ def _samples_here(cfg: DictConfig) -> bool:
 
 
 def _check_sampling(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> None:
-    config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
-    if (longest := asked.longest + cfg.max_new_tokens) > (context := decoder.max_seq_len):
+    engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
+    if (longest := asked.longest + cfg.max_new_tokens) > (context := engine.max_seq_len):
         raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ class Engines:
 
     sample: Engine
     eval: Engine
+
+    @property
+    def max_seq_len(self) -> float:
+        """Positions that every engine in this process takes."""
+        return min(getattr(engine, "max_seq_len", inf) for engine in (self.sample, self.eval))
 
     @contextmanager
     def session(

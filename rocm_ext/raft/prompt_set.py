@@ -93,14 +93,22 @@ class PromptSet:
         Raises:
             UserError: prompt and answer exceed the model's context, or the tokenizer belongs to another model.
         """
-        new, context = self._cfg.max_new_tokens, decoder.max_seq_len
+        self.check_length(decoder.max_seq_len)
+        check_vocabulary(max(map(max, self.tokens.values())), decoder.tok_embeddings.num_embeddings)
+
+    def check_length(self, context: float) -> None:
+        """Check that every prompt and its answer have at most ``context`` tokens.
+
+        Raises:
+            UserError: naming a prompt that is too long.
+        """
+        new = self._cfg.max_new_tokens
         for prompt in self:
             if (length := len(self.tokens[prompt.id])) + new > context:
                 raise UserError(
                     f"{prompt.origin}: {length} tokens and max_new_tokens {new} are more than the {context} that the "
                     "model takes; lower max_new_tokens or remove the prompt"
                 )
-        check_vocabulary(max(map(max, self.tokens.values())), decoder.tok_embeddings.num_embeddings)
 
     def expected_work(self) -> workload.Workload:
         """Estimate the rows that the cycles will train on, before any sampling."""

@@ -174,13 +174,16 @@ class TransformersDecoder(ForeignDecoder):
 
         return needs_of(self)
 
-    def check_sampling(self) -> None:
+    def check_sampling(self) -> int:
         """Check that the model can be sampled from in this process.
+
+        Returns:
+            The positions of the longest prompt with its answer.
 
         Raises:
             UserError: it cannot; the message names the reason.
         """
-        _ = self.needs
+        return self.needs.positions
 
     def copied_bytes(self, merge: bool | None) -> int:
         """Upper bound on the bytes that :meth:`sampler` adds to the model's."""

@@ -77,7 +77,7 @@ class Sampler:
         self.device, self.dtype = embeddings.device, embeddings.dtype
         if self.device.type != "meta":
             _move_buffers(self._decoder, self.device)
-        self.max_seq_len, self.vocabulary = min(source.max_seq_len, _short(self._decoder)), len(embeddings)
+        self.max_seq_len, self.vocabulary = self._needs.positions, len(embeddings)
         self._config, self._rounded, self._heads = model.config, rounded, source.num_heads
         parameters = {name: p for name, p in self._decoder.named_parameters() if p.ndim > 1}
         if not self._decoder.tied:
@@ -238,12 +238,14 @@ class Needs:
         states: bytes of all recurrent states.
         windows: whether any layer has a window.
         scores: whether attention holds its scores in memory.
+        positions: of the longest sequence.
     """
 
     keys: list[tuple[int, int | None]]
     states: int
     windows: bool
     scores: bool
+    positions: int
 
 
 @torch.no_grad()
@@ -283,7 +285,7 @@ def needs_of(source: TransformersDecoder) -> Needs:
     }
     if bad := [what for what, found in problems.items() if found]:
         raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
-    return Needs(keys, states, asked.windows, asked.scores)
+    return Needs(keys, states, asked.windows, asked.scores, min(source.max_seq_len, _short(body)))
 
 
 def copied_bytes(source: TransformersDecoder, merge: bool | None) -> int:
