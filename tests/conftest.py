@@ -38,6 +38,14 @@ def _empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
+def _no_handler_stays() -> Iterator[None]:
+    """A run's handler writes to the stderr of its own test, which is closed afterwards."""
+    before = logging.getLogger("rocm_ext").handlers[:]
+    yield
+    logging.getLogger("rocm_ext").handlers[:] = before
+
+
+@pytest.fixture(autouse=True)
 def _in_an_empty_folder(_empty_folder: Path) -> Iterator[None]:
     """No test reads the folder that pytest was started in, or leaves files in the working directory."""
     assert Path.cwd() == _empty_folder

@@ -40,7 +40,9 @@ def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
     """
     name = cfg.model.get("checkpoint_dir")
     if isinstance(name, str) and is_hub_name(name):
-        _put(cfg, name, _on_one_rank(lambda: fetch_texts(name), ranks))
+        folder = _on_one_rank(lambda: fetch_texts(name), ranks)
+        log.info("model %s: %s", name, folder)
+        _put(cfg, name, folder)
 
 
 def use_weights(folder: Path, ranks: Ranks) -> None:
@@ -91,7 +93,6 @@ def use_shape(cfg: DictConfig) -> str | None:
 
 
 def _put(cfg: DictConfig, name: str, folder: Path) -> None:
-    log.info("model %s: %s", name, folder)
     for block, key in ((cfg.model, "checkpoint_dir"), (cfg.checkpointer, "checkpoint_dir"), (cfg.tokenizer, "path")):
         value = block.get(key)
         if isinstance(value, str) and (value == name or value.startswith(f"{name}/")):
