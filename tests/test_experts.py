@@ -194,14 +194,14 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp
 @pytest.mark.parametrize("name", some("qwen3 moe", "gpt-oss"))
 def test_an_adapter_of_pefts_opens_here(folder_of, tmp_path, name, targets):
     theirs = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=targets)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["o_proj"], target_parameters=targets)
     torch.manual_seed(0)
     theirs = peft.get_peft_model(theirs, config)
     for key, parameter in theirs.named_parameters():
         if "lora_B" in key:
             torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained(tmp_path)
-    lora = {"lora_rank": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": targets}
+    lora = {"lora_rank": 3, "lora_alpha": 6, "target_modules": ["o_proj"], "target_parameters": targets}
     ours = our_model(folder_of(name), **lora)
     ours.load_state_dict(read_adapter(tmp_path, ours, "HF"), strict=False)
     expected = theirs.eval()(TOKENS).logits

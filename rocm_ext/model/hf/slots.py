@@ -41,11 +41,13 @@ class Asked:
         windows: whether for a mask with a window.
         layers: how many layers ask for attention.
         scores: whether attention holds its scores in memory.
+        read: numbers per position in the keys and values of the largest layer.
     """
 
     windows: bool = False
     layers: int = 0
     scores: bool = False
+    read: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def attention(
         raise UserError(f"{type(module).__name__} makes masks of its own")
     asked = _pass.get().asked
     asked.layers += 1
+    asked.read = max(asked.read, key.shape[1] * (key.shape[-1] + value.shape[-1]))
     asked.scores |= softcap is not None or s_aux is not None
     n, heads, s, _ = query.shape
     groups = heads // key.shape[1]
