@@ -34,7 +34,9 @@ def foreign_decoder(folder: Path, dtype: torch.dtype) -> Any:
 
     lora = {"rank": 1, "alpha": 1, "dropout": 0.0, "targets": ["q_proj"], "use_dora": False, "quantize_base": False}
     with set_default_dtype(dtype):
-        made: Any = build(folder, json.loads((folder / "config.json").read_text()), **lora, trust_remote_code=False)
+        made: Any = build(
+            folder, json.loads((folder / "config.json").read_text()), **lora, parameters=None, trust_remote_code=False
+        )
     adopt(made, {})
     init_adapters(made, 0, DEVICE)
     state = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
