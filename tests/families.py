@@ -1,6 +1,8 @@
 """Small models with random weights of every native family, written by transformers, and configs for them."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -52,6 +54,19 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def on_demand(top: Path, write: Callable[..., Path], sharded: str) -> Callable[[str], Path]:
+    """Return a function from a model's name to its folder in ``top``, which ``write`` writes at the first call.
+
+    The weights of the model ``sharded`` are in two files.
+    """
+
+    @functools.cache
+    def folder(name: str) -> Path:
+        return write(top / name.replace(" ", "_"), name, shards=1 + (name == sharded))
+
+    return folder
 
 
 def write_family(folder: Path, name: str, shards: int = 1, text: list[str] = TEXT, **shape) -> Path:

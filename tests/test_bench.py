@@ -32,7 +32,7 @@ def job(budget: int = 4 * GIB) -> Spec:
 # ------------------------------------------------------------------------------------ probes that go wrong
 @pytest.fixture(scope="module")
 def misbehaving() -> tuple[list[Measurement], list[Measurement]]:
-    """What :mod:`tests.probes` measured, and what was told meanwhile; each process takes seconds to import torch."""
+    """Return the measurements of :mod:`tests.probes`, at the end and as they came; the processes take seconds."""
     of_one = ("environment", "segfault", "hang", "noise", "raise", "out of memory", "exit", "fine")
     one, other = {"PROBED": "5"}, {"PROBED": "7"}
     items = [Item("tests.probes", {"how": how}, one) for how in of_one]

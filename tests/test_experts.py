@@ -24,7 +24,7 @@ from rocm_ext.model.merge import merge
 from rocm_ext.model.peft_config import PeftConfig
 from rocm_ext.plan import speeds
 from rocm_ext.ranks import Ranks
-from tests.families import folder_config
+from tests.families import folder_config, on_demand
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.hf_models import MODELS, write_common, write_theirs
 from tests.test_families import (
@@ -55,15 +55,7 @@ def some(*fast: str):
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Return a function from a model's name to its folder, written at the first call."""
-    top, made = tmp_path_factory.mktemp("experts"), {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = write_theirs(top / name.replace(" ", "_"), name, shards=1 + (name == "qwen3 moe"))
-        return made[name]
-
-    return folder
+    return on_demand(tmp_path_factory.mktemp("experts"), write_theirs, sharded="qwen3 moe")
 
 
 @pytest.fixture(scope="module")

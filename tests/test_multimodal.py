@@ -16,7 +16,7 @@ from rocm_ext.data.messages import Turn
 from rocm_ext.data.template import read_template
 from rocm_ext.errors import UserError
 from rocm_ext.plan import speeds
-from tests.families import folder_config
+from tests.families import folder_config, on_demand
 from tests.multimodal_models import MODELS, write_multimodal
 from tests.test_families import (
     TOKENS,
@@ -41,15 +41,7 @@ def some(*fast: str):
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Return a function from a model's name to its folder, written at the first call."""
-    top, made = tmp_path_factory.mktemp("multimodal"), {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = write_multimodal(top / name.replace(" ", "_"), name, shards=1 + (name == "gemma 3"))
-        return made[name]
-
-    return folder
+    return on_demand(tmp_path_factory.mktemp("multimodal"), write_multimodal, sharded="gemma 3")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from rocm_ext.plan import speeds
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import plan_memory
 from tests import multimodal_models
-from tests.families import folder_config, write_family
+from tests.families import folder_config, on_demand, write_family
 from tests.forks import forked, several_ranks
 from tests.hf_models import CARE, MODELS, MORE, write_common, write_theirs
 from tests.raft_runs import write_run
@@ -57,15 +57,7 @@ def some(*fast: str, but: tuple[str, ...] = ()):
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Return a function from a model's name to its folder, written at the first call."""
-    top, made = tmp_path_factory.mktemp("theirs"), {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = write_theirs(top / name.replace(" ", "_"), name, shards=1 + (name == "qwen3 moe"))
-        return made[name]
-
-    return folder
+    return on_demand(tmp_path_factory.mktemp("theirs"), write_theirs, sharded="qwen3 moe")
 
 
 @pytest.fixture(scope="module")
