@@ -11,50 +11,45 @@ skipped.
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.config.checks import check_raft_values, check_values
 from rocm_ext.data.batches import rows_per_step
 from rocm_ext.data.prompts import Prompt
-from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder, replace_text
-from rocm_ext.generation import Sampling, sample_seed
+from rocm_ext.generation import Session, sample_seed
 from rocm_ext.log import log
 from rocm_ext.model import adapter_files
-from rocm_ext.model.download import use_downloaded
 from rocm_ext.model.merge import merge
-from rocm_ext.raft import cycles, evaluation, selection, training
+from rocm_ext.raft import cycles, selection, training
 from rocm_ext.raft.adapters import Adapters
-from rocm_ext.raft.cycles import Bar, Cycle, RunRecord
-from rocm_ext.raft.engine import open_engines, verify_workers
+from rocm_ext.raft.cycles import Bar, Cycle
 from rocm_ext.raft.history import History
-from rocm_ext.raft.prompt_set import PromptSet
 from rocm_ext.raft.reopen import discard_after, reopen
-from rocm_ext.raft.rollouts import Phase, Rollouts, Sample, SampleKey, read_samples, sampling_requests
-from rocm_ext.raft.swap import Swap
+from rocm_ext.rollouts import evaluation
+from rocm_ext.rollouts.journal import journals_in
+from rocm_ext.rollouts.phases import Phase
+from rocm_ext.rollouts.recipe import RolloutRecipe
+from rocm_ext.rollouts.rows import ROW_COLUMNS, to_rows
+from rocm_ext.rollouts.run_record import RunRecord
+from rocm_ext.rollouts.samples import Sample, SampleKey, read_results, read_samples, sampling_requests
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import check_same_run
-from rocm_ext.train.components import check_tokenizer, log_config, setup_metric_logger
-from rocm_ext.train.interrupt import Interrupt, Interrupted
+from rocm_ext.train.components import log_config
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.lock import hold
-from rocm_ext.train.output_dir import OutputDir, pick_seed
+from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.run import run
-from rocm_ext.train.runtime import Runtime
 from rocm_ext.train.trainer import Trainer
-from rocm_ext.verifiers import Pool, Result
+from rocm_ext.verifiers import Result
 
 
-class RAFT:
+class RAFT(RolloutRecipe):
     """Trains an adapter on the model's own verified answers.
 
     Args:
@@ -69,21 +64,36 @@ class RAFT:
     def __init__(self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[Trainer] = Trainer) -> None:
         check_raft_values(cfg)
         check_values(training.training_config(cfg))
-        self.cfg, self._learner, self._trainer = cfg, learner, trainer
-        self.sampling = Sampling(
-            max_new_tokens=cfg.max_new_tokens,
-            temperature=cfg.temperature,
-            top_k=cfg.top_k,
-            top_p=cfg.top_p,
-            min_p=cfg.min_p,
-            stop_strings=tuple(cfg.stop_strings),
-        )
-        self.out = Path(cfg.output_dir)
-        self.interrupt = Interrupt()  # all phases share it
-        self.metric_logger: Any = None
-        self.rollouts: Rollouts | None = None  # set while the verification processes run
+        super().__init__(cfg, learner)
+        self._trainer = trainer
 
     # ---- set-up
+
+    def training_config(self) -> DictConfig:
+        """Return the config of the learner."""
+        return training.training_config(self.cfg)
+
+    def recorded_seed(self) -> int | None:
+        """Read the record of the run that this one resumes, and return its seed."""
+        self._begun = RunRecord(self.out).begun(self.cfg.resume_from_checkpoint, self.cfg.overwrite_output_dir)
+        return self._begun["identity"]["seed"] if self._begun else None
+
+    @property
+    def own_adapters(self) -> bool:
+        """Whether the run samples answers to train on with adapters that it has written."""
+        return self.cfg.cycles > 1
+
+    def logprobs_for(self) -> list[str]:
+        """Return the settings that need the token ids and log-probs of sampling."""
+        loss = self.learner.objective
+        needs = [f"loss {type(loss).__name__}"] * ("old_logprobs" in loss.columns)
+        return needs + ["min_entropy"] * (self.cfg.min_entropy is not None)
+
+    def check_training(self) -> None:
+        """Check what training needs of the learner, before the weights are read."""
+        self.learner.check_columns(ROW_COLUMNS)
+        training.warn_of_old_logprobs(self.cfg, self.learner.objective.columns)
+        self._trainer.check(self.learner.cfg, self.learner, rows=1)  # how many rows a cycle keeps is not known yet
 
     def setup(self) -> None:
         """Prepare the run, cheap steps first, so that a user's mistake ends the run early.
@@ -91,30 +101,10 @@ class RAFT:
         Raises:
             UserError: the config, the prompts, the weights or the machine do not allow this run.
         """
-        cfg = self.cfg
-        self.prompts = PromptSet(cfg)
-        self.verifier_node = self.prompts.check_verifier()
-        self.runtime = Runtime.open(training.training_config(cfg))
-        self.ranks = self.runtime.ranks
-        use_downloaded(cfg, self.ranks)
-        begun = RunRecord(self.out).begun(cfg.resume_from_checkpoint, cfg.overwrite_output_dir)
-        cfg.seed = pick_seed(cfg.seed, begun["identity"]["seed"] if begun else None, self.ranks)
-        tokenizer = open_tokenizer(cfg)
-        check_tokenizer(tokenizer, cfg)
-        self.prompts.render(tokenizer)
-        self.learner = self._learner(training.training_config(cfg), self.runtime, tokenizer)
-        self.learner.check_columns(selection.ROW_COLUMNS)
-        training.warn_of_old_logprobs(cfg, self.learner.objective.columns)
-        self.prompts.check_model(self.learner.decoder)
-        self._trainer.check(self.learner.cfg, self.learner, rows=1)  # how many rows a cycle keeps is not known yet
-        self.engines = open_engines(cfg, self.learner, lambda: self.interrupt.signum is not None)
-        self.prompts.check_length(self.engines.max_seq_len)
-        self.metric_logger = setup_metric_logger(cfg, self.runtime)
-        self.learner.setup(self.prompts.expected_work())
-        self.adapters = Adapters(cfg, self.learner, self.out)
-        self.swap = Swap(self.learner, self.adapters)
-        self.history = self._setup_folder(begun)
-        log_config(self.metric_logger, cfg)
+        self.open()
+        self.adapters = Adapters(self.cfg, self.learner, self.out)
+        self.history = self._setup_folder(self._begun)
+        log_config(self.metric_logger, self.cfg)
 
     def _setup_folder(self, begun: dict[str, Any] | None) -> History:
         """Claim the output folder for this run; called once all other set-up has succeeded.
@@ -172,14 +162,6 @@ class RAFT:
             self._evaluate_last(done)
         self.write_outputs(done)
 
-    @contextmanager
-    def verification(self) -> Iterator[None]:
-        """Run the worker processes that verify while the model samples; phases can be made inside."""
-        with Pool(self.verifier_node, verify_workers(self.cfg), self.cfg.verify_timeout) as pool:
-            self.rollouts = Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share)
-            yield
-        self.rollouts = None
-
     def cycle(self, cycle: int) -> str | None:
         """Sample, verify, filter, train, evaluate; skip stages whose files are complete.
 
@@ -236,22 +218,20 @@ class RAFT:
 
     def _phase(self, cycle: int, what: str, adapter_of: int, requests: Sequence, prompts: Sequence[Prompt]) -> Phase:
         """Complete ``requests`` with the adapter of cycle ``adapter_of``, and verify the completions."""
-        assert self.rollouts is not None, "phases are made inside verification()"
-        if signum := self.interrupt.agree(self.ranks):  # a signal may arrive after the previous phase's last check
-            raise Interrupted(f"in cycle {cycle}", signum)
         self.adapters.load(adapter_of)
         folder = self.adapters.folder(adapter_of)
-        with self.interrupt:
-            phase = self.rollouts.make(
-                Cycle(self.out, cycle).phase(what),
-                cycle,
-                what,
-                requests,
-                {prompt.id: prompt.row for prompt in prompts},
-                lambda: self.engines.session(what, self.swap, folder, adapter_of, requests),
-            )
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # frees the key-value cache's memory for training
+        adapter = folder if folder.exists() else None
+
+        def check(session: Session) -> None:
+            self.swap.check(session, requests, folder, self.adapters.before(adapter_of))
+
+        phase = self.phase(
+            f"cycle {cycle} {what}",
+            journals_in(Cycle(self.out, cycle).phase(what), self.ranks),
+            requests,
+            prompts,
+            lambda: self.engines.session(what, adapter, check),
+        )
         if not self.history.logged(cycle, what):
             self._record(cycle, what, phase.stats)
         return phase
@@ -316,7 +296,7 @@ class RAFT:
         cfg = training.cycle_config(self.cfg, cycle, len(earlier), folder)
         trainer = self._trainer(
             self.learner,
-            selection.to_rows(samples, self.prompts.tokens, columns),
+            to_rows(samples, self.prompts.tokens, columns),
             cfg,
             OutputDir.open(cfg, self.ranks),
             metric_logger=self.metric_logger,
@@ -352,10 +332,8 @@ class RAFT:
         path = Cycle(self.out, cycle).eval
         if path.exists():
             return
-        cfg, prompts = self.cfg, self.prompts
-        requests = evaluation.eval_requests(prompts.held_out, prompts.tokens, self.sampling, cfg.eval_samples, cfg.seed)
-        phase = self._phase(cycle, "eval", cycle, requests, prompts.held_out)
-        scores = evaluation.score(phase, cfg.eval_samples)
+        phase = self._phase(cycle, "eval", cycle, self.evaluation_requests(), self.prompts.held_out)
+        scores = evaluation.score(phase, self.cfg.eval_samples)
         if self.ranks.is_main:
             replace_text(path, json.dumps(scores, indent=2) + "\n")
         self.ranks.barrier()
@@ -412,46 +390,13 @@ class RAFT:
             log.info("%s", cycles.table(rows))
             log.info("adapter: %s, of cycle %d", self.out / "adapter", number)
             if self.prompts.held_out:
-                evaluation.report_gain(self.out, rows, number)
+                before, after = (
+                    evaluation.greedy(read_results(Cycle(self.out, each).phase("eval") / "verdicts.jsonl"))
+                    for each in (0, number)
+                )
+                looks = sum(bool(row["cycle"]) and "held_out" in row for row in rows)
+                evaluation.report_gain(before, after, f"cycle {number}", looks)
         self.ranks.barrier()
-
-    def cleanup(self) -> None:
-        """Close files and leave the process group."""
-        if self.metric_logger is not None:
-            self.metric_logger.close()
-        self.ranks.close()
-
-
-def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
-    """Score an adapter on a config's ``eval_prompts``, without training.
-
-    Args:
-        cfg: config of ``raft_rocm``; its ``output_dir`` receives the records, so it needs one of its own.
-        adapter: PEFT folder; None evaluates the model that the config starts from.
-
-    Returns:
-        The content of ``eval.json``, see :func:`rocm_ext.raft.evaluation.score`.
-
-    Raises:
-        UserError: ``eval_prompts`` is not set, or the evaluation cannot run.
-        SystemExit: 128 + the signal's number, after Ctrl-C or SIGTERM.
-    """
-    if cfg.eval_prompts is None:
-        raise UserError("eval_prompts is not set; set it to the prompts to evaluate on")
-    if adapter is not None:
-        cfg.checkpointer.adapter_checkpoint = str(adapter)
-    cfg.prompts = cfg.metric_logger = None  # the evaluation neither reads training prompts nor logs
-    raft = RAFT(cfg)
-    with hold(raft.out):
-        raft.setup()
-        try:
-            with raft.verification():
-                raft.evaluate(0)
-        except Interrupted as stop:
-            raise SystemExit(128 + stop.signum) from None
-        finally:
-            raft.cleanup()
-    return Cycle(raft.out, 0).scores() or {}
 
 
 @config.recipe_main("raft_rocm")

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from rocm_ext import cli, log
 from rocm_ext.raft.cycles import Cycle
-from rocm_ext.raft.pace import Pace
-from rocm_ext.raft.rollouts import Journal, Sample, read_records
 from rocm_ext.raft.training import replay
+from rocm_ext.rollouts.journal import Journal
+from rocm_ext.rollouts.pace import Pace
+from rocm_ext.rollouts.samples import Sample, read_records
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.progress import progress
 from rocm_ext.runs.reader import RunFolder

@@ -14,16 +14,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from rocm_ext.recipes.raft_rocm import RAFT, evaluate_adapter, main
+from rocm_ext.recipes.raft_rocm import RAFT, main
 from safetensors.torch import load_file
 
 from rocm_ext import cli, config
 from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.errors import UserError
 from rocm_ext.objectives import ClippedRatio, CrossEntropy
-from rocm_ext.raft import rollouts
-from rocm_ext.raft.rollouts import Journal, read_records
 from rocm_ext.ranks import Ranks
+from rocm_ext.rollouts.evaluate import evaluate_adapter
+from rocm_ext.rollouts.journal import Journal
+from rocm_ext.rollouts.samples import read_records
 from rocm_ext.train.trainer import Trainer
 from tests.forks import forked, forked_ranks, kill_before, several_ranks
 from tests.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, write_run, write_world
@@ -278,7 +279,7 @@ def kill_at_record(name: str, count: int):
             original(self, record)
 
         prepare.count = 0  # type: ignore[attr-defined]
-        rollouts.Journal.append = append  # type: ignore[method-assign]
+        Journal.append = append  # type: ignore[method-assign]
 
     return prepare
 
@@ -382,12 +383,12 @@ def test_ctrl_c_while_sampling(make, reference, tmp_path):
             if self._own.name == "samples.jsonl" and len(self.records) == 9:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        rollouts.Journal.append = append  # type: ignore[method-assign]
+        Journal.append = append  # type: ignore[method-assign]
 
     out = tmp_path / "out"
     code, messages = forked(main, make(out, eval_prompts=None), prepare=prepare)
     assert code == 130, messages
-    assert "stopped in cycle 1, all saved; continue with resume_from_checkpoint=True" in messages
+    assert "stopped in cycle 1 sample, all saved; continue with resume_from_checkpoint=True" in messages
     assert "Traceback" not in messages
     recorded = read_records(out / "cycle_1" / "samples.jsonl")
     assert 9 <= len(recorded) < 48

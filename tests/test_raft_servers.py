@@ -5,13 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-from rocm_ext.recipes.raft_rocm import RAFT, evaluate_adapter, main
+from rocm_ext.recipes.raft_rocm import RAFT, main
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import config
 from rocm_ext.errors import UserError
-from rocm_ext.raft.rollouts import read_records
-from rocm_ext.raft.swap import _share
+from rocm_ext.rollouts.evaluate import evaluate_adapter
+from rocm_ext.rollouts.samples import read_records
+from rocm_ext.rollouts.swap import _share
 from tests.forks import forked_ranks
 from tests.servers import Fake, Sampler, Vllm, error, is_check
 from tests.tiny import run_config, write_model, write_rows, write_yaml

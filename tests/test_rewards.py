@@ -9,7 +9,7 @@ import pytest
 from rocm_ext.recipes.raft_rocm import main
 
 from rocm_ext.errors import UserError
-from rocm_ext.raft.rollouts import read_records
+from rocm_ext.rollouts.samples import read_records
 from rocm_ext.verifiers import ExactMatch, JsonSchema, Pool, PythonTests, Regex, Verdict, extract_code
 from rocm_ext.verifiers.cases import same_output
 from tests.forks import forked

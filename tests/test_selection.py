@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocm_ext.raft.cycles import Bar, best, stop_reason
-from rocm_ext.raft.rollouts import Sample
 from rocm_ext.raft.selection import choose_prompts, filter_samples
+from rocm_ext.rollouts.samples import Sample
 from rocm_ext.runs.scores import pass_at_k, wilson
 from rocm_ext.verifiers import Result, Verdict
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         )
     for line in startup.prepare(args.config, args.overrides):  # may restart this program
         print(line, file=sys.stderr)
-    from rocm_ext.recipes.raft_rocm import evaluate_adapter
+    from rocm_ext.rollouts.evaluate import evaluate_adapter
 
     cfg = config.load(recipe, args.config, [*args.overrides, "output_dir=eval"])
     setup_logging()

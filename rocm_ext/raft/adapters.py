@@ -39,6 +39,12 @@ class Adapters:
         """Load the adapter that a cycle wrote into the learner; cycle 0 is the initial adapter."""
         self._learner.load_adapter(self._state(cycle), str(self.folder(cycle)))
 
+    def before(self, cycle: int) -> tuple[str, Mapping[str, torch.Tensor]] | None:
+        """Return the folder's name and the weights of the last adapter before that of ``cycle``; None without one."""
+        folders = (self.folder(earlier) for earlier in range(cycle - 1, -1, -1))
+        folder = next((folder for folder in folders if folder.exists()), None)
+        return None if folder is None else (str(folder), self._learner.read_adapter(folder))
+
     def exists(self, cycle: int) -> bool:
         """Return whether the adapter of a cycle is there; ``keep_last_n_adapters`` removes adapters."""
         return not cycle or self.folder(cycle).exists()

@@ -18,8 +18,8 @@ from rocm_ext.files import disk_errors
 from rocm_ext.importing import with_new_names
 from rocm_ext.log import log
 from rocm_ext.raft.cycles import CHANGEABLE, Cycle
-from rocm_ext.raft.rollouts import Journal
 from rocm_ext.ranks import Ranks
+from rocm_ext.rollouts.journal import Journal
 
 
 def reopen(out: Path, begun: Mapping[str, Any], cfg: DictConfig, ranks: Ranks) -> None:

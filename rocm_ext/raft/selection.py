@@ -7,18 +7,14 @@ ties.
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from rocm_ext.data.render import IGNORE
-from rocm_ext.data.rows import Rows
 from rocm_ext.files import replace_text
 from rocm_ext.generation import sample_seed
 from rocm_ext.raft.cycles import Bar
-from rocm_ext.raft.rollouts import Sample, SampleKey
+from rocm_ext.rollouts.samples import Sample, SampleKey
 from rocm_ext.verifiers import Result
 
 
@@ -80,34 +76,6 @@ def filter_samples(
         kept += left
     kept.sort(key=lambda sample: sample.key)
     return kept, {**{rule: count for rule, count in dropped.items() if count}, "kept": len(kept)}
-
-
-ROW_COLUMNS = ("old_logprobs",)  # what :func:`to_rows` can give an objective
-
-
-def to_rows(kept: Sequence[Sample], prompts: Mapping[str, Sequence[int]], columns: Collection[str]) -> Rows:
-    """Convert samples to training rows: the tokens of prompt and answer as sampled, with labels on the answer only.
-
-    Args:
-        kept: samples to train on.
-        prompts: token ids of each prompt, by id.
-        columns: columns that the objective needs; the rows get ``old_logprobs``, the log-probs of sampling, if this
-            names it.
-    """
-    old_logprobs: list[np.ndarray] = []
-    wanted = {"old_logprobs": old_logprobs} if "old_logprobs" in columns else {}
-    rows = Rows([], [], [], {"rows": len(kept)}, wanted)
-    for sample in kept:
-        prompt = prompts[sample.prompt_id]
-        tokens = np.array([*prompt, *sample.tokens], dtype=np.int32)
-        labels = tokens.copy()
-        labels[: len(prompt)] = IGNORE
-        rows.tokens.append(tokens)
-        rows.labels.append(labels)
-        rows.lengths.append((len(tokens),))
-        if wanted:
-            old_logprobs.append(np.array([*[0.0] * len(prompt), *sample.logprobs], dtype=np.float32))
-    return rows
 
 
 def write_kept(

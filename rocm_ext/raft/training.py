@@ -14,8 +14,8 @@ from rocm_ext.files import replace_folder
 from rocm_ext.generation import sample_seed
 from rocm_ext.log import log
 from rocm_ext.raft.cycles import Cycle
-from rocm_ext.raft.rollouts import Sample, read_samples
 from rocm_ext.ranks import Ranks
+from rocm_ext.rollouts.samples import Sample, read_samples
 from rocm_ext.train.checkpoint import STATE, Checkpoints, read_state, write_checksums
 from rocm_ext.train.trainer import Trainer
 

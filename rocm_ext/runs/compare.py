@@ -380,6 +380,6 @@ def _scores(a: CycleFolder, b: CycleFolder, judges: Sequence[str]) -> Scores:
 
 
 def _greedy(cycle: CycleFolder) -> dict[str, bool]:
-    """Whether each held-out prompt's greedy answer is right, as rocm_ext.raft.evaluation counts it."""
+    """Whether each held-out prompt's greedy answer is right, as rocm_ext.rollouts.evaluation counts it."""
     judged = cycle.judged_held_out.items()
     return {prompt: each.verdict == "CORRECT" for (prompt, sample), each in judged if sample == GREEDY}

@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.generation import Request, Sampling, sample_seed
 from rocm_ext.log import log
-from rocm_ext.raft.rollouts import Phase, read_results
+from rocm_ext.rollouts.phases import Phase
 from rocm_ext.runs.intervals import mcnemar
-from rocm_ext.runs.reader import GREEDY
+from rocm_ext.runs.reader import GREEDY, SampleKey
 from rocm_ext.runs.scores import pass_at_k, wilson
-from rocm_ext.verifiers import Verdict
+from rocm_ext.verifiers import Result, Verdict
 
 
 def eval_requests(
@@ -74,24 +73,24 @@ def score(phase: Phase, samples: int) -> dict[str, Any]:
     }
 
 
-def report_gain(out: Path, rows: Sequence[Mapping[str, Any]], chosen: int) -> None:
-    """Log how the chosen cycle's adapter does on the held-out prompts against the initial model, with a paired test.
+def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: str, looks: int) -> None:
+    """Log how the chosen adapter does on the held-out prompts against the initial model, with a paired test.
 
     The best of several evaluations on the same prompts scores too high, so the p-value is multiplied by their number
     (Bonferroni).
 
     Args:
-        out: the run's output folder.
-        rows: entries of ``summary.json``.
-        chosen: number of the cycle.
+        before: whether the initial model's greedy answer is right, by prompt id; empty: it was not evaluated.
+        after: the same for the chosen adapter.
+        chosen: name of the chosen adapter, such as ``cycle 3``.
+        looks: number of evaluations that the adapter was chosen from.
     """
-    before, after = (_greedy(out / f"cycle_{number}" / "eval") for number in (0, chosen))
     if not before or before.keys() != after.keys():
         return
     gained = sum(right and not before[prompt] for prompt, right in after.items())
     lost = sum(right and not after[prompt] for prompt, right in before.items())
-    looks, p = sum(bool(row["cycle"]) and "held_out" in row for row in rows), mcnemar(lost, gained)
-    told = f"cycle {chosen} against the initial model: {gained} of {len(after)} held-out prompts gained, {lost} lost"
+    p = mcnemar(lost, gained)
+    told = f"{chosen} against the initial model: {gained} of {len(after)} held-out prompts gained, {lost} lost"
     told += f"; McNemar p = {p:.2g}"
     if looks > 1:
         told += (
@@ -100,9 +99,11 @@ def report_gain(out: Path, rows: Sequence[Mapping[str, Any]], chosen: int) -> No
         )
     log.info("%s", told)
     if gained <= lost:
-        log.warning("no cycle scores higher on the held-out prompts than the initial model")
+        log.warning("no adapter scores higher on the held-out prompts than the initial model")
 
 
-def _greedy(folder: Path) -> dict[str, bool]:
-    results = read_results(folder / "verdicts.jsonl").items()
-    return {prompt: result.verdict is Verdict.CORRECT for (prompt, sample), result in results if sample == GREEDY}
+def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:
+    """Return whether the greedy answer to each prompt is right, by prompt id."""
+    return {
+        prompt: result.verdict is Verdict.CORRECT for (prompt, sample), result in results.items() if sample == GREEDY
+    }

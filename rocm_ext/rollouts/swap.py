@@ -8,7 +8,7 @@ prompt, because servers compute these without the output layer's adapter (vLLM i
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,8 @@ from rocm_ext.log import log
 from rocm_ext.model.lora import adapters as adapted_layers
 from rocm_ext.objectives import Objective
 from rocm_ext.objectives.objective import Terms
-from rocm_ext.raft.adapters import Adapters
-from rocm_ext.raft.rollouts import Sample
-from rocm_ext.raft.selection import to_rows
+from rocm_ext.rollouts.rows import to_rows
+from rocm_ext.rollouts.samples import Sample
 from rocm_ext.train.learner import Learner
 
 _ANSWERS, _TOKENS = 6, 32  # about 200 log-probs tell adapters apart whose log-probs differ by a hundredth
@@ -38,25 +37,31 @@ class Swap:
 
     Args:
         learner: the model, set up.
-        adapters: the run's adapters.
     """
 
-    def __init__(self, learner: Learner, adapters: Adapters) -> None:
-        self._learner, self._adapters = learner, adapters
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
         self._told: set[tuple[str, str]] = set()
 
-    def check(self, session: Any, cycle: int, requests: Sequence[tuple[Request, Sampling]]) -> None:
-        """Check that each server of ``session`` samples with the adapter of ``cycle``.
+    def check(
+        self,
+        session: Any,
+        requests: Sequence[tuple[Request, Sampling]],
+        adapter: Path,
+        earlier: tuple[str, Mapping[str, Tensor]] | None,
+    ) -> None:
+        """Check that each server of ``session`` samples with ``adapter``.
 
         Every rank calls this, because sharded weights are gathered from all. The main rank asks the servers.
 
         Args:
             session: a session whose ``ask_each`` asks each of its servers.
-            cycle: number of the cycle whose adapter the session and the learner have loaded.
             requests: requests to choose prompts from, the same on all ranks.
+            adapter: folder of the adapter that the session has loaded; the learner has the same one.
+            earlier: name and weights of the adapter before it, which a server may still have; None: there is none.
 
         Raises:
-            UserError: a server samples with the adapter before, or without an adapter.
+            UserError: a server samples with the earlier adapter, or without an adapter.
         """
         ranks = self._learner.runtime.ranks
         asked = list({request.tokens: request for request, _ in requests}.values())[:_ANSWERS]
@@ -66,11 +71,12 @@ class Swap:
         if not answers:
             return
         ours = self._logprobs(answers)
-        others = {}
-        for name, loaded in self._others(cycle):
-            with loaded:
-                others[name] = self._logprobs(answers)
-        ranks.on_main(lambda: self._compare(given, cycle, ours, others))
+        with self._disabled():
+            others = {"without an adapter": self._logprobs(answers)}
+        if earlier is not None:
+            with self._loaded(*earlier):
+                others[f"with {earlier[0]}"] = self._logprobs(answers)
+        ranks.on_main(lambda: self._compare(given, adapter, ours, others))
 
     def _usable(self, given: Mapping[str, Sequence[Completion]]) -> dict[str, list[Completion]]:
         usable = {}
@@ -79,15 +85,6 @@ class Swap:
             if answers and not usable[url]:
                 self._tell(url, "returns no log-probs with token ids, so nothing checks that it uses new adapters")
         return usable
-
-    def _others(self, cycle: int) -> Iterator[tuple[str, AbstractContextManager]]:
-        """Yield what a server may have instead of the adapter of ``cycle``, and a context that loads it."""
-        yield "without an adapter", self._disabled()
-        for earlier in range(cycle - 1, -1, -1):
-            folder = self._adapters.folder(earlier)
-            if folder.exists():
-                yield f"with {folder}", self._loaded(folder, cycle)
-                return
 
     @contextmanager
     def _disabled(self) -> Iterator[None]:
@@ -101,12 +98,13 @@ class Swap:
                 layer.disabled = False
 
     @contextmanager
-    def _loaded(self, folder: Path, cycle: int) -> Iterator[None]:
-        self._learner.load_adapter(self._learner.read_adapter(folder), str(folder))
+    def _loaded(self, name: str, state: Mapping[str, Tensor]) -> Iterator[None]:
+        now = self._learner.adapter_state()
+        self._learner.load_adapter(state, name)
         try:
             yield
         finally:
-            self._adapters.load(cycle)
+            self._learner.load_adapter(now, "the adapter before the check")
 
     @torch.no_grad()
     def _logprobs(self, answers: Sequence[Completion]) -> Tensor:
@@ -127,7 +125,7 @@ class Swap:
         return -torch.cat(recorder.nll).double().cpu()
 
     def _compare(
-        self, given: Mapping[str, Sequence[Completion]], cycle: int, ours: Tensor, others: Mapping[str, Tensor]
+        self, given: Mapping[str, Sequence[Completion]], adapter: Path, ours: Tensor, others: Mapping[str, Tensor]
     ) -> None:
         start = 0
         for url, answers in given.items():
@@ -136,7 +134,7 @@ class Swap:
             start += len(served)
             if len(served) >= _FEWEST:
                 before = {name: values[rows] for name, values in others.items()}
-                self._judge(url, self._adapters.folder(cycle), served, ours[rows], before)
+                self._judge(url, adapter, served, ours[rows], before)
 
     def _judge(self, url: str, adapter: Path, served: Tensor, ours: Tensor, others: Mapping[str, Tensor]) -> None:
         """Compare a server's log-probs with ours with ``adapter`` and with each of ``others``."""

@@ -17,12 +17,11 @@ from omegaconf import DictConfig
 from rocm_ext import config
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors
-from rocm_ext.generation import Engine, LocalEngine, Request, Sampling, Session, TransformersEngine
+from rocm_ext.generation import Engine, LocalEngine, Session, TransformersEngine
 from rocm_ext.generation.foreign import use_fitting_engine
 from rocm_ext.hardware.machine import host_memory
 from rocm_ext.log import log
 from rocm_ext.model.foreign import ForeignDecoder
-from rocm_ext.raft.swap import Swap
 from rocm_ext.ranks import local_world_size
 from rocm_ext.train.learner import Learner
 
@@ -46,38 +45,39 @@ class Engines:
 
     @contextmanager
     def session(
-        self, what: str, swap: Swap, folder: Path, cycle: int, requests: Sequence[tuple[Request, Sampling]]
+        self, what: str, adapter: Path | None, check: Callable[[Session], None] | None = None
     ) -> Iterator[Session]:
         """Open a session, and check that servers sample with the adapter.
 
         Args:
             what: the phase, ``sample`` or ``eval``.
-            swap: checks the adapter of a session on servers.
-            folder: the adapter that the learner has loaded; none there: the base model.
-            cycle: number of the cycle that wrote the adapter.
-            requests: requests of the phase.
+            adapter: folder of the adapter that the learner has loaded; None: the initial weights.
+            check: checks the session of an engine that loads adapters from their folders; None: no check.
 
         Raises:
             UserError: the engine cannot sample with this adapter, or a server samples with another.
         """
         engine = self.eval if what == "eval" else self.sample
-        adapter = folder if folder.exists() else None
         with engine.session(adapter) as session:
-            if adapter is not None and hasattr(session, "ask_each"):
-                swap.check(session, cycle, requests)
+            if check is not None and adapter is not None and hasattr(session, "ask_each"):
+                check(session)
             yield session
 
 
-def open_engines(cfg: DictConfig, learner: Learner, stopped: Callable[[], bool]) -> Engines:
+def open_engines(
+    cfg: DictConfig, learner: Learner, stopped: Callable[[], bool], logprobs_for: Sequence[str], own_adapters: bool
+) -> Engines:
     """Build and check the config's engine, and find out whether it can do all that the run needs.
 
     The engine gets those of ``decoder``, ``tokenizer``, ``free_memory``, ``ranks`` and ``stopped`` that its
     constructor takes. If it cannot load adapters and only evaluations need this, they sample in this process.
 
     Args:
-        cfg: config of ``raft_rocm``.
+        cfg: config of ``raft_rocm`` or ``grpo_rocm``.
         learner: the model to sample from; its weights may be missing.
         stopped: returns whether the user asked to stop.
+        logprobs_for: settings that need the token ids and log-probs of sampling.
+        own_adapters: whether the run samples answers to train on with adapters that it has written.
 
     Raises:
         UserError: the engine cannot run or cannot load adapters, or lacks the token ids and log-probs that the config
@@ -94,24 +94,23 @@ def open_engines(cfg: DictConfig, learner: Learner, stopped: Callable[[], bool])
     wanted = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
     engine = config.instantiate(cfg.engine, key="engine", **wanted)
     engine.check()
-    loss = learner.objective
-    needs = [f"loss {type(loss).__name__}"] * ("old_logprobs" in loss.columns)
-    needs += ["min_entropy"] * (cfg.min_entropy is not None)
-    if needs and not (engine.exact_tokens and engine.has_logprobs):
+    if logprobs_for and not (engine.exact_tokens and engine.has_logprobs):
         raise UserError(
-            f"{' and '.join(needs)}: the engine returns no token ids and log-probs of sampling, which this needs"
+            f"{' and '.join(logprobs_for)}: the engine returns no token ids and log-probs of sampling, which this needs"
         )
     if not hasattr(engine, "check_adapter"):
         return Engines(engine, engine)
     try:
-        _check_adapters(cfg, learner, engine)
+        _check_adapters(cfg, learner, engine, own_adapters)
     except UserError as error:
         kind = TransformersEngine if isinstance(learner.decoder, ForeignDecoder) else LocalEngine
         first, training = cfg.checkpointer.get("adapter_checkpoint"), cfg.prompts is not None
-        if training and (first or cfg.cycles > 1):
-            without = "start without an adapter_checkpoint and with cycles=1" if first else "set cycles=1"
+        if training and (first or own_adapters):
+            without = ""
+            if "cycles" in cfg:
+                without = "start without an adapter_checkpoint and with cycles=1, or " if first else "set cycles=1, or "
             raise UserError(
-                f"{error}. Without such a server, {without}, or sample in this process with "
+                f"{error}. Without such a server, {without}sample in this process with "
                 f"engine._component_=rocm_ext.generation.{kind.__name__}"
             ) from error
         local = kind(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=offered["free_memory"])
@@ -124,11 +123,11 @@ def open_engines(cfg: DictConfig, learner: Learner, stopped: Callable[[], bool])
     return Engines(engine, engine)
 
 
-def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any) -> None:
+def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, own_adapters: bool) -> None:
     """Check that the engine can load the adapters that the run will need."""
     if first := cfg.checkpointer.get("adapter_checkpoint"):
         engine.check_adapter(Path(first))
-    if cfg.prompts is None or (cfg.cycles == 1 and cfg.eval_prompts is None):
+    if cfg.prompts is None or not (own_adapters or cfg.eval_prompts):
         return  # the run writes no adapter that it samples with
     # in the run's folder, because the server must see this path
     folder = Path(cfg.output_dir) / ".adapter-check"

@@ -1,0 +1,1 @@
+"""The parts of GRPO: advantages, choice of prompts, steps and their records."""

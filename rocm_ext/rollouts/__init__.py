@@ -1,0 +1,1 @@
+"""Sampling, verification and evaluation: what RAFT and GRPO share."""

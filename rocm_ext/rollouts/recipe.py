@@ -1,0 +1,158 @@
+"""What recipes that learn from sampled answers share: prompts, verifier, model, engines, phases and evaluations."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext import config
+from rocm_ext.data.prompts import Prompt
+from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.generation import Request, Sampling, Session
+from rocm_ext.model.download import use_downloaded
+from rocm_ext.plan.workload import Workload
+from rocm_ext.rollouts import evaluation
+from rocm_ext.rollouts.engine import open_engines, verify_workers
+from rocm_ext.rollouts.journal import Journal
+from rocm_ext.rollouts.phases import Phase, Rollouts
+from rocm_ext.rollouts.prompt_set import PromptSet
+from rocm_ext.rollouts.swap import Swap
+from rocm_ext.train.components import check_tokenizer, setup_metric_logger
+from rocm_ext.train.interrupt import Interrupt, Interrupted
+from rocm_ext.train.learner import Learner
+from rocm_ext.train.output_dir import pick_seed
+from rocm_ext.train.runtime import Runtime
+from rocm_ext.verifiers import Pool
+
+
+class RolloutRecipe:
+    """A recipe whose model answers prompts; a subclass says what it learns from the answers.
+
+    A subclass overrides :meth:`training_config`, :meth:`recorded_seed`, :meth:`check_training` and
+    :meth:`expected_work` where its own differ. As it is, it only evaluates.
+
+    Args:
+        cfg: config of ``raft_rocm``, ``grpo_rocm`` or a recipe that extends one of them.
+        learner: class that builds the model.
+
+    Raises:
+        UserError: a sampling setting is out of range.
+    """
+
+    def __init__(self, cfg: DictConfig, learner: type[Learner] = Learner) -> None:
+        self.cfg, self._learner = cfg, learner
+        self.sampling = Sampling(
+            max_new_tokens=cfg.max_new_tokens,
+            temperature=cfg.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+            min_p=cfg.min_p,
+            stop_strings=tuple(cfg.stop_strings),
+        )
+        self.out = Path(cfg.output_dir)
+        self.interrupt = Interrupt()  # all phases share it
+        self.metric_logger: Any = None
+        self.rollouts: Rollouts | None = None  # set while the verification processes run
+
+    def training_config(self) -> DictConfig:
+        """Return the config of the learner, with all keys of the SFT recipe."""
+        plain = {config.COMPONENT: "rocm_ext.objectives.CrossEntropy"}
+        return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": plain})
+
+    def recorded_seed(self) -> int | None:
+        """Return the seed of the run that this one resumes; None for a fresh run. Ranks and config are ready."""
+        return None
+
+    @property
+    def own_adapters(self) -> bool:
+        """Whether the run samples answers to train on with adapters that it has written."""
+        return False
+
+    def logprobs_for(self) -> list[str]:
+        """Return the settings that need the token ids and log-probs of sampling; the learner is built."""
+        return []
+
+    def check_training(self) -> None:
+        """Check what training needs of the learner, before the weights are read."""
+
+    def expected_work(self) -> Workload:
+        """Estimate the rows of a training step, before any sampling."""
+        return self.prompts.expected_work()
+
+    def open(self) -> None:
+        """Prepare prompts, model and engines, cheap steps first, so that a user's mistake ends the run early.
+
+        Raises:
+            UserError: the config, the prompts, the weights or the machine do not allow this run.
+        """
+        cfg = self.cfg
+        self.prompts = PromptSet(cfg)
+        self.verifier_node = self.prompts.check_verifier()
+        self.runtime = Runtime.open(self.training_config())
+        self.ranks = self.runtime.ranks
+        use_downloaded(cfg, self.ranks)
+        cfg.seed = pick_seed(cfg.seed, self.recorded_seed(), self.ranks)
+        tokenizer = open_tokenizer(cfg)
+        check_tokenizer(tokenizer, cfg)
+        self.prompts.render(tokenizer)
+        self.learner = self._learner(self.training_config(), self.runtime, tokenizer)
+        self.prompts.check_model(self.learner.decoder)
+        self.check_training()
+        stopped = lambda: self.interrupt.signum is not None  # noqa: E731
+        self.engines = open_engines(cfg, self.learner, stopped, self.logprobs_for(), self.own_adapters)
+        self.prompts.check_length(self.engines.max_seq_len)
+        self.metric_logger = setup_metric_logger(cfg, self.runtime)
+        self.learner.setup(self.expected_work())
+        self.swap = Swap(self.learner)
+
+    @contextmanager
+    def verification(self) -> Iterator[None]:
+        """Run the worker processes that verify while the model samples; phases can be made inside."""
+        with Pool(self.verifier_node, verify_workers(self.cfg), self.cfg.verify_timeout) as pool:
+            self.rollouts = Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share)
+            yield
+        self.rollouts = None
+
+    def phase(
+        self,
+        name: str,
+        journals: tuple[Journal, Journal],
+        requests: Sequence[tuple[Request, Sampling]],
+        prompts: Sequence[Prompt],
+        session: Callable[[], AbstractContextManager[Session]],
+    ) -> Phase:
+        """Complete ``requests`` and verify the completions, inside :meth:`verification`.
+
+        Args:
+            name: where the run is, such as ``cycle 3 sample``.
+            journals: records of samples and of verdicts.
+            requests: requests with their sampling settings, the same on every rank.
+            prompts: prompts of the requests.
+            session: opens a session of the engine.
+
+        Raises:
+            UserError: too many verdicts are ERROR, or the disk is full.
+            Interrupted: the user asked to stop.
+        """
+        assert self.rollouts is not None, "phases are made inside verification()"
+        if signum := self.interrupt.agree(self.ranks):  # a signal may arrive after the previous phase's last check
+            raise Interrupted(f"in {name}", signum)
+        with self.interrupt:
+            phase = self.rollouts.make(name, journals, requests, {p.id: p.row for p in prompts}, session)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # frees the key-value cache's memory for training
+        return phase
+
+    def evaluation_requests(self) -> list[tuple[Request, Sampling]]:
+        """Return the requests of an evaluation on the held-out prompts; every evaluation of a run has the same."""
+        cfg, prompts = self.cfg, self.prompts
+        return evaluation.eval_requests(prompts.held_out, prompts.tokens, self.sampling, cfg.eval_samples, cfg.seed)
+
+    def cleanup(self) -> None:
+        """Close files and leave the process group."""
+        if self.metric_logger is not None:
+            self.metric_logger.close()
+        self.ranks.close()
