@@ -27,6 +27,7 @@ from rocm_ext.generation import Session, sample_seed
 from rocm_ext.log import log
 from rocm_ext.model import adapter_files
 from rocm_ext.model.merge import merge
+from rocm_ext.plan import workload
 from rocm_ext.raft import cycles, selection, training
 from rocm_ext.raft.adapters import Adapters
 from rocm_ext.raft.cycles import Bar, Cycle
@@ -36,7 +37,7 @@ from rocm_ext.rollouts import evaluation
 from rocm_ext.rollouts.journal import journals_in
 from rocm_ext.rollouts.phases import Phase
 from rocm_ext.rollouts.recipe import RolloutRecipe
-from rocm_ext.rollouts.rows import ROW_COLUMNS, to_rows
+from rocm_ext.rollouts.rows import to_rows
 from rocm_ext.rollouts.run_record import RunRecord
 from rocm_ext.rollouts.samples import Sample, SampleKey, read_results, read_samples, sampling_requests
 from rocm_ext.runs.scores import Score
@@ -91,9 +92,13 @@ class RAFT(RolloutRecipe):
 
     def check_training(self) -> None:
         """Check what training needs of the learner, before the weights are read."""
-        self.learner.check_columns(ROW_COLUMNS)
+        self.learner.check_columns(("old_logprobs",))
         training.warn_of_old_logprobs(self.cfg, self.learner.objective.columns)
         self._trainer.check(self.learner.cfg, self.learner, rows=1)  # how many rows a cycle keeps is not known yet
+
+    def expected_work(self) -> workload.Workload:
+        """Estimate the rows that the cycles will train on, before any sampling."""
+        return workload.kept_rows(self.cfg, self.prompts.questions())
 
     def setup(self) -> None:
         """Prepare the run, cheap steps first, so that a user's mistake ends the run early.
@@ -289,6 +294,7 @@ class RAFT(RolloutRecipe):
         if "old_logprobs" in columns and any(len(sample.logprobs) != len(sample.tokens) for sample in samples):
             loss = type(self.learner.objective).__name__
             raise UserError(f"loss {loss} needs the log-probs of sampling, and this engine returned none")
+        old = {"old_logprobs": [sample.logprobs for sample in samples]} if "old_logprobs" in columns else {}
         if self.ranks.is_main:
             discard_after(self.out, cycle)
             shutil.rmtree(Cycle(self.out, cycle).optimizer, ignore_errors=True)  # of a training that is done again
@@ -296,7 +302,7 @@ class RAFT(RolloutRecipe):
         cfg = training.cycle_config(self.cfg, cycle, len(earlier), folder)
         trainer = self._trainer(
             self.learner,
-            to_rows(samples, self.prompts.tokens, columns),
+            to_rows(samples, self.prompts.tokens, old),
             cfg,
             OutputDir.open(cfg, self.ranks),
             metric_logger=self.metric_logger,

@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,25 @@ def replace_text(path: Path, text: str) -> None:
     try:
         with disk_errors(path):
             aside.write_text(text)
+            _sync(aside)
+            aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def rewrite_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file of JSON lines without the lines that ``keep`` rejects; the old file stays until the new one is
+    complete.
+
+    Raises:
+        UserError: the disk is full or read-only, or a line is damaged.
+    """
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        with disk_errors(path):
+            with aside.open("w") as file:
+                file.writelines(json.dumps(line) + "\n" for line in read_lines(path) if keep(line))
             _sync(aside)
             aside.replace(path)
     except BaseException:

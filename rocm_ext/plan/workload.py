@@ -149,6 +149,19 @@ def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
     )
 
 
+def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
+    """Estimate the rows of a GRPO step: every answer to its prompts."""
+    mean = asked.mean + asked.answer
+    prompts = cfg.get("prompts_per_step") or asked.prompts
+    return Workload(
+        longest=asked.longest + cfg.max_new_tokens,
+        mean=mean,
+        supervised=asked.answer / mean,
+        count=None if prompts is None else prompts * cfg.samples_per_prompt,
+        source=f"{asked.source}; every answer trained on",
+    )
+
+
 def _is_local(node: Any) -> bool:
     """Whether the rows of a component are files on this machine."""
     if OmegaConf.is_list(node):

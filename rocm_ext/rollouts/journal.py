@@ -5,12 +5,31 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rocm_ext.files import disk_errors, replace_text
 from rocm_ext.ranks import Ranks
 from rocm_ext.rollouts.samples import read_records
 from rocm_ext.runs.reader import SampleKey
+
+
+class Records(Protocol):
+    """The records of a phase, one per prompt and sample.
+
+    Attributes:
+        records: the records by prompt id and sample index: all that were there on opening, and this rank's own.
+    """
+
+    records: dict[SampleKey, dict[str, Any]]
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append one record and write it at once; raises UserError if the disk is full."""
+
+    def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Remove the ``unwanted`` records; call it on every rank, on opening or after :meth:`collect`."""
+
+    def collect(self) -> None:
+        """Give every rank the records of all."""
 
 
 class Journal:

@@ -18,7 +18,7 @@ from rocm_ext.errors import UserError
 from rocm_ext.generation import Completion, Request, Sampling, Session
 from rocm_ext.log import Progress
 from rocm_ext.ranks import Ranks
-from rocm_ext.rollouts.journal import Journal
+from rocm_ext.rollouts.journal import Records
 from rocm_ext.rollouts.pace import Pace
 from rocm_ext.rollouts.samples import Sample, to_result, to_sample
 from rocm_ext.runs.reader import SampleKey
@@ -64,7 +64,7 @@ class Rollouts:
     def make(
         self,
         name: str,
-        journals: tuple[Journal, Journal],
+        journals: tuple[Records, Records],
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, Mapping[str, Any]],
         session: Callable[[], AbstractContextManager[Session]],
@@ -94,7 +94,7 @@ class Rollouts:
     def begin(
         self,
         name: str,
-        journals: tuple[Journal, Journal],
+        journals: tuple[Records, Records],
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, Mapping[str, Any]],
     ) -> "Begun":
@@ -120,7 +120,7 @@ class Begun:
         interrupt: Interrupt,
         max_error_share: float,
         name: str,
-        journals: tuple[Journal, Journal],
+        journals: tuple[Records, Records],
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, Mapping[str, Any]],
     ) -> None:
@@ -220,7 +220,7 @@ class _Clock:
         earlier: seconds of the processes that were stopped.
     """
 
-    def __init__(self, *journals: Journal) -> None:
+    def __init__(self, *journals: Records) -> None:
         records = (record for journal in journals for record in journal.records.values())
         self.earlier = max((record.get("seconds", 0.0) for record in records), default=0.0)
         self._began = time.perf_counter()
@@ -232,7 +232,7 @@ class _Clock:
 class _Judge:
     """Submits samples to the pool and records the verdicts in the journal."""
 
-    def __init__(self, pool: Pool, journal: Journal, interrupt: Interrupt, clock: _Clock) -> None:
+    def __init__(self, pool: Pool, journal: Records, interrupt: Interrupt, clock: _Clock) -> None:
         self._pool, self._journal, self._interrupt, self._clock = pool, journal, interrupt, clock
         self._pending: dict[Future, SampleKey] = {}
         self._done: SimpleQueue[Future] = SimpleQueue()

@@ -110,10 +110,10 @@ class PromptSet:
                     "model takes; lower max_new_tokens or remove the prompt"
                 )
 
-    def expected_work(self) -> workload.Workload:
-        """Estimate the rows that the cycles will train on, before any sampling."""
+    def questions(self) -> workload.Questions:
+        """Describe the prompts and the answers that are expected, before any sampling."""
         lengths = [len(tokens) for tokens in self.tokens.values()]
-        asked = workload.Questions(
+        return workload.Questions(
             prompts=len(self.training),
             held_out=len(self.held_out),
             longest=max(lengths),
@@ -121,7 +121,6 @@ class PromptSet:
             answer=workload.expected_answer(self._cfg),
             source="the run's prompts",
         )
-        return workload.kept_rows(self._cfg, asked)
 
     def fingerprint(self, prompts: Sequence[Prompt]) -> str:
         """Hash the ids, tokens and rows of ``prompts`` with SHA-256, in hex; their order does not matter."""

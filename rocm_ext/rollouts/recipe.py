@@ -13,10 +13,10 @@ from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.generation import Request, Sampling, Session
 from rocm_ext.model.download import use_downloaded
-from rocm_ext.plan.workload import Workload
+from rocm_ext.plan import workload
 from rocm_ext.rollouts import evaluation
 from rocm_ext.rollouts.engine import open_engines, verify_workers
-from rocm_ext.rollouts.journal import Journal
+from rocm_ext.rollouts.journal import Records
 from rocm_ext.rollouts.phases import Phase, Rollouts
 from rocm_ext.rollouts.prompt_set import PromptSet
 from rocm_ext.rollouts.swap import Swap
@@ -78,9 +78,9 @@ class RolloutRecipe:
     def check_training(self) -> None:
         """Check what training needs of the learner, before the weights are read."""
 
-    def expected_work(self) -> Workload:
+    def expected_work(self) -> workload.Workload:
         """Estimate the rows of a training step, before any sampling."""
-        return self.prompts.expected_work()
+        return workload.sampled_rows(self.cfg, self.prompts.questions())
 
     def open(self) -> None:
         """Prepare prompts, model and engines, cheap steps first, so that a user's mistake ends the run early.
@@ -119,7 +119,7 @@ class RolloutRecipe:
     def phase(
         self,
         name: str,
-        journals: tuple[Journal, Journal],
+        journals: tuple[Records, Records],
         requests: Sequence[tuple[Request, Sampling]],
         prompts: Sequence[Prompt],
         session: Callable[[], AbstractContextManager[Session]],

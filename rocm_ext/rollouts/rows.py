@@ -1,6 +1,6 @@
 """Training rows of sampled answers."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -8,22 +8,21 @@ from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
 from rocm_ext.rollouts.samples import Sample
 
-ROW_COLUMNS = ("old_logprobs",)  # what :func:`to_rows` can give an objective
 
-
-def to_rows(kept: Sequence[Sample], prompts: Mapping[str, Sequence[int]], columns: Collection[str]) -> Rows:
+def to_rows(
+    samples: Sequence[Sample],
+    prompts: Mapping[str, Sequence[int]],
+    columns: Mapping[str, Sequence[Sequence[float] | np.ndarray]] | None = None,
+) -> Rows:
     """Convert samples to training rows: the tokens of prompt and answer as sampled, with labels on the answer only.
 
     Args:
-        kept: samples to train on.
+        samples: samples to train on.
         prompts: token ids of each prompt, by id.
-        columns: columns that the objective needs; the rows get ``old_logprobs``, the log-probs of sampling, if this
-            names it.
+        columns: further columns by name: for each sample a value per token of its answer.
     """
-    old_logprobs: list[np.ndarray] = []
-    wanted = {"old_logprobs": old_logprobs} if "old_logprobs" in columns else {}
-    rows = Rows([], [], [], {"rows": len(kept)}, wanted)
-    for sample in kept:
+    rows = Rows([], [], [], {"rows": len(samples)}, {name: [] for name in columns or {}})
+    for sample in samples:
         prompt = prompts[sample.prompt_id]
         tokens = np.array([*prompt, *sample.tokens], dtype=np.int32)
         labels = tokens.copy()
@@ -31,6 +30,21 @@ def to_rows(kept: Sequence[Sample], prompts: Mapping[str, Sequence[int]], column
         rows.tokens.append(tokens)
         rows.labels.append(labels)
         rows.lengths.append((len(tokens),))
-        if wanted:
-            old_logprobs.append(np.array([*[0.0] * len(prompt), *sample.logprobs], dtype=np.float32))
+    for name, values in (columns or {}).items():
+        add_column(rows, name, values)
     return rows
+
+
+def add_column(rows: Rows, name: str, values: Sequence[Sequence[float] | np.ndarray]) -> None:
+    """Add a column to rows of sampled answers.
+
+    Args:
+        rows: rows of :func:`to_rows`.
+        name: the column's name.
+        values: for each row a value per token of its answer.
+    """
+    rows.columns[name] = []
+    for tokens, answer in zip(rows.tokens, values, strict=True):
+        column = np.zeros(len(tokens), dtype=np.float32)
+        column[len(tokens) - len(answer) :] = answer
+        rows.columns[name].append(column)

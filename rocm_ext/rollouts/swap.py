@@ -111,7 +111,7 @@ class Swap:
         """Return the log-prob of each token of ``answers``, end to end, on the CPU."""
         learner, device, dtype = self._learner, self._learner.runtime.device, self._learner.runtime.dtype
         prompts = {answer.request.prompt_id: answer.request.tokens for answer in answers}
-        rows = to_rows([Sample.of(answer) for answer in answers], prompts, ())
+        rows = to_rows([Sample.of(answer) for answer in answers], prompts)
         pad, multiple = getattr(learner.tokenizer, "pad_id", 0) or 0, width_multiple(learner.cfg.compile, device, dtype)
         training, objective, recorder = learner.model.training, learner.model.objective, _Recorder()
         learner.model.eval()

@@ -24,7 +24,8 @@ class Interrupted(Exception):
 class Interrupt:
     """Context in which Ctrl-C, SIGTERM and SIGHUP only set ``signum``; a second Ctrl-C stops at once.
 
-    A process that ignores SIGHUP, as under ``nohup``, goes on ignoring it.
+    The context may be entered again inside itself. A process that ignores SIGHUP, as under ``nohup``, goes on
+    ignoring it.
 
     Attributes:
         signum: number of the last signal, or None.
@@ -32,14 +33,19 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._depth = 0
 
     def __enter__(self) -> "Interrupt":
-        self._earlier = {s: signal.signal(s, self._note) for s in (signal.SIGINT, *stop_signals())}
+        self._depth += 1
+        if self._depth == 1:
+            self._earlier = {s: signal.signal(s, self._note) for s in (signal.SIGINT, *stop_signals())}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for signum, handler in self._earlier.items():
-            signal.signal(signum, handler)
+        self._depth -= 1
+        if not self._depth:
+            for signum, handler in self._earlier.items():
+                signal.signal(signum, handler)
 
     def agree(self, ranks: Ranks) -> int:
         """Return the highest signal number that any rank received, the same on all ranks; 0 without one."""
