@@ -1,7 +1,7 @@
 """Nodes of a config that name a component: a function or class, with its arguments."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -54,19 +54,24 @@ def without(node: DictConfig, *keys: str) -> DictConfig:
     return OmegaConf.create({k: v for k, v in node.items() if k not in keys})
 
 
-def check_components(cfg: DictConfig) -> None:
+def check_components(cfg: DictConfig, defaults: Mapping[str, Any]) -> None:
     """Refuse keys without the component that they need, and arguments that a component does not take.
+
+    Args:
+        cfg: the whole config.
+        defaults: those of its recipe. A key whose default is a name, such as ``loss: dapo``, may hold a name.
 
     Raises:
         UserError: naming the key.
     """
+    names = {key for key, default in defaults.items() if isinstance(default, str) and default != "???"}
     for key, node in cfg.items():
         if isinstance(node, ListConfig) and key in _COMPONENTS - _LISTS:
             raise UserError(f"{key} is {node!r}; expected one _component_ and its arguments")
         for part in node if isinstance(node, ListConfig) else [node]:
             if isinstance(part, DictConfig) and COMPONENT in part:
                 _check_arguments(str(key), part)
-            elif key in _COMPONENTS and part is not None:
+            elif key in _COMPONENTS and part is not None and not (key in names and isinstance(part, str)):
                 raise UserError(f"{key} must name a _component_ and its arguments, found {part!r}")
 
 

@@ -84,7 +84,7 @@ def load(recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = ()
         _expand_home(cfg)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {_first_line(error)}") from error
-    check_components(cfg)
+    check_components(cfg, known)
     return cfg
 
 
