@@ -1,0 +1,389 @@
+"""Advantages, the choice of prompts and the reasons to stop equal their definitions."""
+
+import ast
+import importlib.util
+import itertools
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rocm_ext.errors import UserError
+from rocm_ext.grpo.advantages import EPSILON, advantages, flat, groups, length_share, rewards
+from rocm_ext.grpo.curriculum import choose, pass_rate
+from rocm_ext.grpo.stopping import flat_reason, stop_reason
+from rocm_ext.verifiers import Result, Verdict
+
+CENTERS, SCALES = ("mean", "leave_one_out"), ("std", "batch", "none")
+
+values = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(-1, 1, allow_subnormal=False))
+one_group = st.lists(values, min_size=1, max_size=6)
+of_step = st.dictionaries(st.sampled_from("abcdef"), one_group, max_size=5).map(
+    lambda drawn: {(prompt, i): value for prompt, group in drawn.items() for i, value in enumerate(group)}
+)
+kinds = st.tuples(st.sampled_from(CENTERS), st.sampled_from(SCALES))
+
+
+# ---- rewards
+
+
+def answer(tokens, cut=False):
+    return SimpleNamespace(tokens=[0] * tokens, finish_reason="length" if cut else "stop")
+
+
+def rewarded(samples, given_rewards, **settings):
+    results = {
+        key: Result(Verdict.ERROR if reward is None else Verdict.WRONG, reward) for key, reward in given_rewards.items()
+    }
+    return rewards(samples, results, **{"penalty": 1.0, "margin": 0, "max_new_tokens": 100, **settings})
+
+
+def test_an_answer_without_a_reward_has_none():
+    samples = {("a", i): answer(5) for i in range(3)}
+    given_rewards = {("a", 0): 0.25, ("a", 1): None, ("a", 2): 0.0}
+    for truncated in ("mask", "keep", "penalize"):
+        assert rewarded(samples, given_rewards, truncated=truncated) == {("a", 0): 0.25, ("a", 2): 0.0}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cut", "margin", "share"),
+    [
+        (100, True, 0, 1), (100, False, 0, 0), (99, False, 0, 0),  # without a margin, cut answers alone
+        (80, False, 20, 0), (81, False, 20, 0.05), (90, False, 20, 0.5), (100, False, 20, 1), (100, True, 20, 1),
+        (60, True, 20, 1),  # a server's context limit
+        (30, False, 200, 0.65),  # a margin longer than the answer
+    ],
+)  # fmt: skip
+def test_long_answers_are_penalized_as_in_dapo(tokens, cut, margin, share):
+    samples = {("a", 0): answer(tokens, cut)}
+    found = rewarded(samples, {("a", 0): 0.5}, truncated="penalize", penalty=0.4, margin=margin)
+    assert found == {("a", 0): pytest.approx(0.5 - 0.4 * share)}
+    assert rewarded(samples, {("a", 0): 0.5}, truncated="keep", penalty=0.4, margin=margin) == {("a", 0): 0.5}
+
+
+# ---- advantages
+
+
+@given(of_step, kinds)
+def test_advantages_of_a_group_add_up_to_zero(drawn, kind):
+    found = advantages(drawn, *kind)
+    assert found.keys() == drawn.keys()
+    for group in groups(found).values():
+        largest = max(map(abs, group.values()))
+        assert abs(math.fsum(group.values())) <= 1e-9 * max(1.0, largest / EPSILON)
+
+
+@given(of_step, kinds, st.randoms(use_true_random=False))
+def test_neither_the_order_of_answers_nor_that_of_groups_matters(drawn, kind, rng):
+    keys = list(drawn)
+    rng.shuffle(keys)
+    shuffled = {key: drawn[key] for key in keys}
+    assert advantages(shuffled, *kind) == advantages(drawn, *kind)
+    assert length_share(shuffled, {key: key[1] for key in keys}) == pytest.approx(
+        length_share(drawn, {key: key[1] for key in drawn})
+    )
+
+
+@given(of_step, kinds)
+def test_a_flat_group_has_no_advantage(drawn, kind):
+    found, level = advantages(drawn, *kind), flat(drawn)
+    for prompt, group in groups(drawn).items():
+        assert (prompt in level) == (max(group.values()) - min(group.values()) <= 1e-8)
+        if prompt in level:
+            assert {found[key] for key in group} == {0.0}
+        else:  # the best answer gains, the worst loses
+            assert found[max(group, key=group.get)] > 0 > found[min(group, key=group.get)]
+
+
+def test_rewards_that_differ_by_rounding_alone_are_equal():
+    assert flat({("a", 0): 0.1 + 0.2, ("a", 1): 0.3, ("b", 0): 0.3, ("b", 1): 0.3001, ("c", 0): 1.0}) == {"a", "c"}
+
+
+@given(st.lists(values, min_size=2, max_size=8))
+def test_leave_one_out_compares_with_the_mean_of_the_others(drawn):
+    assume(max(drawn) - min(drawn) > 1e-8)
+    found = advantages({("a", i): value for i, value in enumerate(drawn)}, "leave_one_out", "none")
+    for i, value in enumerate(drawn):
+        assert found["a", i] == pytest.approx(value - fmean(drawn[:i] + drawn[i + 1 :]), abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def trl_advantages():
+    """TRL's own statements, run without its trainer."""
+    torch = pytest.importorskip("torch")
+    spec = importlib.util.find_spec("trl")
+    if spec is None:
+        pytest.skip("needs trl")
+    folder = Path(spec.origin).parent / "trainer"
+    utils, trainer = (ast.parse((folder / name).read_text()) for name in ("utils.py", "grpo_trainer.py"))
+    nanstd = next(node for node in utils.body if isinstance(node, ast.FunctionDef) and node.name == "nanstd")
+    branch = next(
+        node
+        for node in ast.walk(trainer)
+        if isinstance(node, ast.If) and "aggregation == 'sum_then_normalize'" in ast.unparse(node.test)
+    )
+    code = compile(ast.Module([nanstd, *branch.body], []), "trl", "exec")
+
+    def run(table, scale):
+        rewards = torch.tensor(table, dtype=torch.float64).reshape(-1, 1)
+        settings = {"scale_rewards": scale, "reward_weights": torch.ones(1, dtype=torch.float64)}
+        names = {
+            "torch": torch, "self": SimpleNamespace(**settings), "device": "cpu", "rewards_per_func": rewards,
+            "unscorable_mask": rewards.isnan().all(dim=1), "num_generations": len(table[0]),
+        }  # fmt: skip
+        exec(code, names)
+        return names["advantages"].reshape(len(table), -1).tolist()
+
+    return run
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("std", "group"), ("batch", "batch"), ("none", "none")])
+def test_advantages_equal_those_of_trl(trl_advantages, ours, theirs):
+    rng = np.random.default_rng(0)
+    for most in (1, 4, 10**6):  # right or wrong, partial rewards, almost continuous ones
+        table = rng.integers(0, most + 1, (16, 8)) / most
+        table[0, :] = 1.0
+        table[rng.random(table.shape) < 0.1] = math.nan  # ERROR; TRL: no reward function applies
+        given_rewards = {(f"p{i}", j): float(table[i, j]) for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True)}
+        found = advantages(given_rewards, "mean", ours)
+        expected = trl_advantages(table.tolist(), theirs)
+        assert len(found) > 100
+        for (prompt, j), value in found.items():
+            assert value == pytest.approx(expected[int(prompt[1:])][j], rel=1e-6, abs=1e-9)  # TRL: a factor in fp32
+
+
+@pytest.mark.parametrize("kind", [("median", "std"), ("mean", "group")])
+def test_an_unknown_kind_of_advantage_is_named(kind):
+    with pytest.raises(UserError, match=r"found '(median|group)'"):
+        advantages({}, *kind)
+
+
+# ---- share of the rewards that length explains
+
+
+def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_group():
+    rng = np.random.default_rng(1)
+    for noise in (0.0, 0.2, 3.0):
+        length = rng.integers(1, 100, (6, 8))
+        reward = rng.normal(size=(6, 1)) - 0.01 * length + noise * rng.normal(size=(6, 8))
+        keys = list(itertools.product("abcdef", range(8)))
+        found = length_share(
+            dict(zip(keys, reward.ravel().tolist(), strict=True)), dict(zip(keys, length.ravel().tolist(), strict=True))
+        )
+        intercepts = np.kron(np.eye(6), np.ones((8, 1)))
+        design = np.hstack([intercepts, length.reshape(-1, 1)])
+        residual = [
+            ((reward.ravel() - each @ np.linalg.lstsq(each, reward.ravel(), rcond=None)[0]) ** 2).sum()
+            for each in (design, intercepts)
+        ]
+        assert found == pytest.approx(1 - residual[0] / residual[1], abs=1e-9)
+
+
+@given(of_step, st.integers(-3, 3))
+def test_length_share_is_a_share_or_undefined(drawn, slope):
+    lengths = {key: 10 + slope * key[1] for key in drawn}
+    found = length_share(drawn, lengths)
+    assert (found is None) == (flat(drawn) == {prompt for prompt, _ in drawn})
+    assert found is None or 0 <= found <= 1
+    if found is not None and slope == 0:
+        assert found == 0
+
+
+def test_length_alone_explains_a_reward_that_is_the_length():
+    lengths = {("a", 0): 3, ("a", 1): 9, ("b", 0): 5, ("b", 1): 4, ("c", 0): 7, ("c", 1): 1}
+    given_rewards = {key: -0.01 * length for key, length in lengths.items()} | {("c", 0): 0.5, ("c", 1): 0.5}
+    assert length_share(given_rewards, lengths) == pytest.approx(1)  # c is flat and has no say
+
+
+# ---- choice of prompts
+
+IDS = [f"p{i}" for i in range(40)]
+curricula = st.sampled_from(["none", "informative", "easy_to_hard"])
+rates = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+history = st.lists(rates, min_size=1, max_size=4).map(lambda found: list(enumerate(found, 1)))
+histories = st.dictionaries(st.sampled_from(IDS), history, max_size=40)
+
+
+def chosen(asked, step=5, steps=10, count=8, curriculum="none", seed=0, prompts=IDS, exclude=()):
+    return choose(prompts, asked, step, steps, count=count, curriculum=curriculum, seed=seed, exclude=exclude)
+
+
+@given(histories, st.integers(1, 10), st.integers(0, 50), curricula, st.sets(st.sampled_from(IDS)))
+def test_a_step_asks_different_prompts_as_many_as_there_are(asked, step, count, curriculum, exclude):
+    found = chosen(asked, step, count=count, curriculum=curriculum, exclude=exclude)
+    assert len(found) == len(set(found)) == min(count, len(IDS) - len(exclude))
+    assert not exclude & set(found)
+
+
+@given(histories, st.integers(1, 10), curricula, st.integers(0, 3), st.randoms(use_true_random=False))
+def test_the_order_of_prompts_and_of_records_does_not_matter(asked, step, curriculum, seed, rng):
+    prompts, items = list(IDS), list(asked.items())
+    rng.shuffle(prompts)
+    rng.shuffle(items)
+    again = chosen(dict(items), step, curriculum=curriculum, seed=seed, prompts=prompts)
+    assert again == chosen(asked, step, curriculum=curriculum, seed=seed)
+
+
+@given(histories, st.integers(1, 10), curricula)
+def test_a_refill_goes_on_with_the_draw_of_its_step(asked, step, curriculum):
+    first = chosen(asked, step, curriculum=curriculum)
+    more = chosen(asked, step, curriculum=curriculum, exclude=first)
+    assert not set(first) & set(more)
+    if curriculum != "easy_to_hard":  # whose share grows with the count
+        assert first + more == chosen(asked, step, count=16, curriculum=curriculum)
+
+
+def test_every_prompt_is_asked_once_in_each_pass_and_every_pass_is_another_shuffle():
+    asked, passes = {}, []
+    for step in range(1, 16):
+        now = chosen(asked, step)
+        passes.append(now)
+        for prompt in now:
+            asked.setdefault(prompt, []).append((step, 0.0))
+    orders = [[*itertools.chain(*passes[i : i + 5])] for i in (0, 5, 10)]
+    assert all(sorted(order) == sorted(IDS) for order in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert chosen({}, seed=1) != chosen({}, seed=0)
+
+
+@given(st.lists(rates, max_size=6))
+def test_the_estimated_pass_rate_is_never_certain_and_newer_groups_weigh_more(measured):
+    history = [(step, rate) for step, rate in enumerate(measured, 1)]
+    found = pass_rate(history)
+    known = [rate for rate in measured if rate is not None]
+    assert (found is None) == (not known)
+    if known:
+        weights = [0.5**age for age in range(len(known))]
+        total = sum(w * rate for w, rate in zip(weights, reversed(known), strict=True))
+        assert found == pytest.approx((total + 0.125) / (sum(weights) + 0.25))
+        assert 0 < found < 1
+
+
+def test_one_group_of_eight_is_estimated_as_with_a_uniform_prior():
+    for right in range(9):
+        assert pass_rate([(1, right / 8)]) == pytest.approx((right + 1) / 10)
+
+
+def test_informative_prefers_pass_rates_near_a_half():
+    asked = {prompt: [(1, (0.0, 0.5, 1.0, None)[i % 4])] for i, prompt in enumerate(IDS)}
+    drawn = Counter(
+        (0.0, 0.5, 1.0, None)[IDS.index(prompt) % 4]
+        for seed in range(2000)
+        for prompt in chosen(asked, count=1, curriculum="informative", seed=seed)
+    )
+    weights = {0.0: 0.09, 0.5: 0.25, 1.0: 0.09, None: 0.25}  # p (1 - p); unknown: as at a half
+    for rate, weight in weights.items():
+        assert drawn[rate] / 2000 == pytest.approx(weight / sum(weights.values()), abs=0.04)
+
+
+def test_easy_to_hard_begins_with_the_easiest_and_ends_with_all():
+    asked = {prompt: [(1, i / 39)] for i, prompt in enumerate(IDS)}  # p39 is the easiest
+    pool = lambda step: {p for seed in range(60) for p in chosen(asked, step, 11, 4, "easy_to_hard", seed)}  # noqa: E731
+    assert pool(1) == set(IDS[-8:])
+    assert pool(6) == set(IDS[-24:])
+    assert pool(11) == set(IDS)
+
+
+def test_easy_to_hard_asks_unmeasured_prompts_before_hard_ones():
+    asked = {prompt: [(1, 0.9)] for prompt in IDS[:3]} | {prompt: [(1, 0.0)] for prompt in IDS[3:30]}
+    first = chosen(asked, 1, 100, 13, "easy_to_hard")
+    assert set(first) == {*IDS[30:], *IDS[:3]}
+    assert set(first[:10]) == set(IDS[30:])  # of these, the least often asked
+
+
+def test_an_unknown_curriculum_is_named():
+    with pytest.raises(UserError, match="'hard_first'"):
+        chosen({}, curriculum="hard_first")
+
+
+# ---- reasons to stop
+
+
+def step(number, **more):
+    line = {"step": number, "updates": 1, "reward": 0.5, "reward_std": 0.5, "flat": 0.2, "truncated": 0.0}
+    return line | {"entropy": 0.5, "length_share": 0.1} | more
+
+
+def evaluated(number, correct):
+    return {"step": number, "eval": {"correct": correct, "prompts": 100}, "seconds": 1.0}
+
+
+def reason(rows, **limits):
+    return stop_reason(rows, **{"min_entropy": None, "stop_after_no_gain": None, "max_length_share": None, **limits})
+
+
+def test_a_run_without_limits_goes_on():
+    rows = [evaluated(0, 50), *[step(i, entropy=0.0, length_share=1.0) for i in range(1, 20)], evaluated(19, 0)]
+    assert reason(rows) is None
+    assert reason([], min_entropy=1.0, stop_after_no_gain=1, max_length_share=0.1) is None
+
+
+@pytest.mark.parametrize(
+    ("entropies", "stops"),
+    [
+        ([0.1, 0.1], False),  # too few
+        ([0.9, 0.1, 0.1, 0.1], True),
+        ([0.1, 0.1, 0.6], False),  # the mean is above
+        ([0.1, 0.1, None, 0.1], True),  # a step without log-probs does not count
+    ],
+)
+def test_collapsed_entropy_stops(entropies, stops):
+    rows = [step(i, entropy=value) for i, value in enumerate(entropies, 1)]
+    found = reason([*rows, evaluated(len(rows), 3)], min_entropy=0.2)
+    assert (found is not None) == stops
+    if found:
+        assert re.fullmatch(".* 0.1 nats .*, below min_entropy 0.2: .*", found)
+
+
+@pytest.mark.parametrize(
+    ("scores", "since"), [([50], 0), ([50, 50], 1), ([50, 49, 50], 2), ([50, 49, 51], 0), ([50, 52, 51, 52, 40], 3)]
+)
+def test_no_gain_counts_evaluations_since_the_best(scores, since):
+    rows = [line for i, score in enumerate(scores) for line in (step(10 * i), evaluated(10 * i, score))]
+    assert reason(rows, stop_after_no_gain=since + 1) is None
+    if since:
+        assert f"in {since} evaluation" in reason(rows, stop_after_no_gain=since)
+
+
+def test_rewards_that_length_explains_stop():
+    rows = [step(i, length_share=0.5 + 0.1 * (i % 2)) for i in range(1, 11)]
+    assert reason(rows, max_length_share=0.56) is None
+    assert reason(rows[1:], max_length_share=0.2) is None  # nine steps
+    assert "55%" in reason(rows, max_length_share=0.5)
+    assert reason([*rows, step(11, length_share=None)], max_length_share=0.5)  # flat steps do not count
+
+
+NO_UPDATE = {"updates": 0, "flat": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("more", "found", "cure"),
+    [
+        ({"reward": 0.0, "reward_std": 0.0}, "all rewards are 0", "easier prompts"),
+        ({"reward": 0.0, "reward_std": 0.0, "truncated": 0.9}, "all rewards are 0", "raise max_new_tokens"),
+        ({"reward": 1.0, "reward_std": 0.0}, "all rewards are 1", "harder prompts"),
+        ({"reward": 0.25, "reward_std": 0.0}, "all rewards are 0.25", "medium difficulty"),
+        ({"reward": 0.5, "reward_std": 0.5}, "equal inside each group", "temperature"),
+        ({"reward": None, "reward_std": None}, "all verdicts are ERROR", "verdicts.jsonl"),
+        ({"flat": 0.5, "truncated": 1.0}, "cut (100%)", "truncated: keep"),
+    ],
+)
+def test_steps_without_an_update_stop_with_the_way_their_rewards_were(more, found, cure):
+    rows = [step(1), *[step(i, **{**NO_UPDATE, **more}) for i in (2, 3, 4)], evaluated(4, 1)]
+    assert flat_reason(rows, max_flat_steps=4) is None
+    said = flat_reason(rows, max_flat_steps=3)
+    pattern = rf"no update in the last 3 steps \(max_flat_steps 3\): .*{re.escape(found)}.*; .*{re.escape(cure)}.*"
+    assert re.fullmatch(pattern, said)
+    assert flat_reason([*rows, step(5)], max_flat_steps=1) is None
+
+
+def test_flat_steps_with_different_rewards_are_not_told_as_one_reward():
+    rows = [step(i, **NO_UPDATE, reward=float(i % 2), reward_std=0.0) for i in (1, 2)]
+    assert "equal inside each group" in flat_reason(rows, max_flat_steps=2)
