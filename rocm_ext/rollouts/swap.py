@@ -7,24 +7,21 @@ prompt, because servers compute these without the output layer's adapter (vLLM i
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_ext.data.batches import collate, width_multiple
 from rocm_ext.errors import UserError
 from rocm_ext.generation import Completion, Request, Sampling
 from rocm_ext.log import log
-from rocm_ext.model.lora import adapters as adapted_layers
-from rocm_ext.objectives import Objective
-from rocm_ext.objectives.objective import Terms
 from rocm_ext.rollouts.rows import to_rows
 from rocm_ext.rollouts.samples import Sample
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.scoring import reference, score
 
 _ANSWERS, _TOKENS = 6, 32  # about 200 log-probs tell adapters apart whose log-probs differ by a hundredth
 _FAR = 0.1  # nats per token; rounding to bf16 on both sides gives about 0.01
@@ -71,11 +68,12 @@ class Swap:
         if not answers:
             return
         ours = self._logprobs(answers)
-        with self._disabled():
+        with reference(self._learner):
             others = {"without an adapter": self._logprobs(answers)}
         if earlier is not None:
-            with self._loaded(*earlier):
-                others[f"with {earlier[0]}"] = self._logprobs(answers)
+            name, state = earlier
+            with reference(self._learner, state, name):
+                others[f"with {name}"] = self._logprobs(answers)
         ranks.on_main(lambda: self._compare(given, adapter, ours, others))
 
     def _usable(self, given: Mapping[str, Sequence[Completion]]) -> dict[str, list[Completion]]:
@@ -86,43 +84,11 @@ class Swap:
                 self._tell(url, "returns no log-probs with token ids, so nothing checks that it uses new adapters")
         return usable
 
-    @contextmanager
-    def _disabled(self) -> Iterator[None]:
-        layers = [layer for _, layer in adapted_layers(self._learner.decoder)]
-        for layer in layers:
-            layer.disabled = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.disabled = False
-
-    @contextmanager
-    def _loaded(self, name: str, state: Mapping[str, Tensor]) -> Iterator[None]:
-        now = self._learner.adapter_state()
-        self._learner.load_adapter(state, name)
-        try:
-            yield
-        finally:
-            self._learner.load_adapter(now, "the adapter before the check")
-
-    @torch.no_grad()
     def _logprobs(self, answers: Sequence[Completion]) -> Tensor:
         """Return the log-prob of each token of ``answers``, end to end, on the CPU."""
-        learner, device, dtype = self._learner, self._learner.runtime.device, self._learner.runtime.dtype
         prompts = {answer.request.prompt_id: answer.request.tokens for answer in answers}
         rows = to_rows([Sample.of(answer) for answer in answers], prompts)
-        pad, multiple = getattr(learner.tokenizer, "pad_id", 0) or 0, width_multiple(learner.cfg.compile, device, dtype)
-        training, objective, recorder = learner.model.training, learner.model.objective, _Recorder()
-        learner.model.eval()
-        learner.model.objective = recorder
-        try:
-            for row in range(len(answers)):  # one at a time: the memory plan covers the longest row
-                learner.model(collate(rows, [row], learner.packed, pad, multiple).to(device))
-        finally:
-            learner.model.objective = objective
-            learner.model.train(training)
-        return -torch.cat(recorder.nll).double().cpu()
+        return torch.from_numpy(np.concatenate(score(self._learner, rows))).double()
 
     def _compare(
         self, given: Mapping[str, Sequence[Completion]], adapter: Path, ours: Tensor, others: Mapping[str, Tensor]
@@ -165,18 +131,6 @@ class Swap:
         if kind not in self._told:
             self._told.add(kind)
             log.warning("%s %s", url, what)
-
-
-class _Recorder(Objective):
-    """Records the NLL of each label."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nll: list[Tensor] = []
-
-    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        self.nll.append(nll)
-        return nll, None
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
