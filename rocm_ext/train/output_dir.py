@@ -87,15 +87,15 @@ class OutputDir:
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    def take(self, config: str, step: int) -> Metrics:
+    def take(self, config: str, step: int | None) -> Metrics:
         """Claim the folder for this run; called once all other set-up has succeeded.
 
         This removes leftovers of killed processes and, if the run overwrites an earlier one, that run's files.
 
         Args:
             config: text of ``config.yaml``.
-            step: optimiser steps done. ``metrics.jsonl`` loses the lines of later steps; at 0 this also removes
-                ``hardware.jsonl``.
+            step: steps of the resumed run; ``metrics.jsonl`` loses the lines of later steps. None: a fresh run, which
+                loses all lines and ``hardware.jsonl``.
 
         Returns:
             The open ``metrics.jsonl``.
@@ -108,12 +108,12 @@ class OutputDir:
             for name in ("adapter", "merged"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "summary.json").unlink(missing_ok=True)
-        self.checkpoints.sweep(step)
-        if not step:
+        self.checkpoints.sweep(step or 0)
+        if step is None:
             with disk_errors(self.path / HARDWARE_LOG):
                 (self.path / HARDWARE_LOG).unlink(missing_ok=True)
         replace_text(self.path / "config.yaml", config)
-        return Metrics(self.path / "metrics.jsonl", lambda line: line["step"] <= step)
+        return Metrics(self.path / "metrics.jsonl", lambda line: step is not None and line["step"] <= step)
 
 
 def pick_seed(requested: int | None, recorded: int | None, ranks: Ranks) -> int:

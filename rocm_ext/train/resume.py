@@ -45,6 +45,22 @@ def check_length(path: Path, step: int, steps: Steps, cfg: DictConfig, begun: Ma
     return total == was
 
 
+def check_updates(path: Path, updates: int, total: int, was: int) -> bool:
+    """Check that a run of ``total`` updates continues the ``updates`` that a checkpoint at ``path`` has done.
+
+    Returns:
+        Whether the run has as many updates as when it began, ``was``.
+
+    Raises:
+        UserError: the checkpoint is past this run's end.
+    """
+    if updates > total:
+        raise UserError(f"{path} has {updates} updates, but the run ends after {total}; raise its number of steps")
+    if total != was:
+        log.info("the run had %d updates in all; it now has %d", was, total)
+    return total == was
+
+
 def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], step: int) -> None:
     """Load an optimiser's state, and bring the schedule of the new length to ``step``.
 
@@ -57,10 +73,7 @@ def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state:
     if scheduler is None:
         optimizer.load_state_dict(dict(state))
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch expects an optimiser step before each of these
-        for _ in range(step):
-            scheduler.step()
+    advance(scheduler, step)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -70,3 +83,11 @@ def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def advance(scheduler: Any, steps: int) -> None:
+    """Step a schedule ``steps`` times without its optimiser."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch expects an optimiser step before each of these
+        for _ in range(steps):
+            scheduler.step()
