@@ -666,16 +666,21 @@ def test_slots_are_nearly_always_busy_and_answers_come_as_they_end(small, caches
 
 
 @pytest.mark.parametrize("end", ["whole", "early"])
-def test_caches_go_with_the_generator(small, caches, end):
-    with merged(small) as decoder:
-        completions = LocalSession(decoder, Words(), lambda: GIB).generate(ask(TEXTS, 4), Sampling(12))
+def test_caches_go_when_they_are_released_or_an_answer_is_cut(small, caches, end):
+    with LocalEngine(decoder=small, tokenizer=Words(), free_memory=lambda: GIB).session() as session:
+        completions = session.generate(ask(TEXTS, 4), Sampling(12))
         next(completions)
         assert caches.alive(caches.slots) == 2 * SHAPE["num_layers"]
         if end == "early":
             completions.close()
         else:
             list(completions)
+            assert caches.alive(caches.slots) == 2 * SHAPE["num_layers"]
+            session.release()
         assert caches.alive(caches.slots) == caches.alive(caches.prefixes) == 0
+        list(session.generate(ask(TEXTS), Sampling(12)))
+        assert caches.alive(caches.slots) == 2 * SHAPE["num_layers"]
+    assert caches.alive(caches.slots) == 0
 
 
 def tensors(thing) -> list[torch.Tensor]:
@@ -724,6 +729,7 @@ def test_slots_fit_into_memory(shape, lengths, sampling, memory, caches):
         session = LocalSession(decoder, Words([]), lambda: int(memory))
         with Live(tensors(decoder)) as live:
             list(session.generate(requests, sampling))
+        session.release()
         gc.collect()
         assert live.now == 0
         assert 0.5 * memory < live.peak <= memory
@@ -745,3 +751,96 @@ def test_graphs_change_no_sample(small):
     on_gpu = copy.deepcopy(small).cuda()
     eager, replayed = (sample(on_gpu, ask(TEXTS, 8), WARM, graphs=graphs) for graphs in (False, True))
     assert_same(replayed, eager)
+
+
+# ---- a session stays open while the model is trained
+
+
+@torch.no_grad()
+def train(decoder, seed: int) -> None:
+    """Change every adapter value, as a step of training does."""
+    torch.manual_seed(seed)
+    for _, layer in adapters(decoder):
+        for key in layer.adapter_params():
+            parameter = layer.get_parameter(key)
+            parameter.mul_(1 + 0.5 * torch.randn_like(parameter))
+
+
+def of(session, requests, sampling) -> dict:
+    return {(c.request.prompt_id, c.request.sample): c for c in session.generate(requests, sampling)}
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize(
+    ("family", "lora", "changes"),
+    [
+        ("qwen2", "lora", {"tie_word_embeddings": True}),
+        ("llama", "dora", {}),
+        ("qwen2", "dora", {"adapted": ["k_proj", "output_proj"]}),
+        ("llama", "rslora", {"adapted": ["q_proj", "v_proj"]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_refreshed_layout_equals_a_new_one_in_place(family, lora, changes, merge, dtype):
+    decoder = model(family, lora, **changes)
+    for name, parameter in decoder.named_parameters():
+        if ".lora_" not in name and "magnitude" not in name:
+            parameter.data = parameter.data.to(dtype)
+    with merged(decoder, merge) as kept:
+        parts = tensors(kept.layers)
+        before, places = [part.clone() for part in parts], [part.data_ptr() for part in parts]
+        train(decoder, 1)
+        assert all(map(torch.equal, parts, before))  # the layout follows training only when it is refreshed
+        kept.refresh()
+        assert [part.data_ptr() for part in tensors(kept.layers)] == places
+        with merged(decoder, merge) as new:
+            assert len(parts) == len(tensors(new.layers))
+            assert all(map(torch.equal, parts, tensors(new.layers)))
+        assert not all(map(torch.equal, parts, before))
+
+
+def test_a_session_that_stays_open_samples_like_new_ones(caches):
+    """Longer and shorter prompts, more and fewer samples, other settings, and an early end between them."""
+    decoder = model("qwen2", "dora")
+    engine = LocalEngine(decoder=decoder, tokenizer=Words(), free_memory=lambda: GIB)
+    greedy = Sampling(40, temperature=0)
+    with engine.session() as session:
+        for step, (texts, samples, sampling) in enumerate(
+            [(TEXTS, 8, WARM), (TEXTS[:3], 2, WARM), (TEXTS[5:], 1, greedy), (TEXTS, 10, WARM), (TEXTS[3:], 8, WARM)]
+        ):
+            train(decoder, step)
+            session.refresh()
+            requests = ask(texts, samples, cycle=step)
+            with engine.session() as other:
+                expected = of(other, requests, sampling)
+            made = len(caches.shapes)
+            if step == 2:
+                next(session.generate(requests, sampling))
+            found = of(session, requests, sampling)
+            assert len(found) == len(requests)
+            assert_same(found, expected)
+            assert session.stats()["tokens"] >= sum(len(c.tokens) for c in found.values())
+            assert len(caches.shapes) - made == (1, 0, 1, 1, 0)[step]
+
+
+def test_a_session_that_stays_open_may_be_trained_beside():
+    """An open session leaves autograd as it was."""
+    decoder = model("qwen2", "lora")
+    with LocalEngine(decoder=decoder, tokenizer=Words(), free_memory=lambda: GIB).session() as session:
+        of(session, ask(TEXTS[:2]), WARM)
+        decoder(torch.tensor([TEXTS[0]])).sum().backward()
+    assert all(layer.lora_b.weight.grad.any() for _, layer in adapters(decoder))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_of_a_session_that_stays_open_stay_valid():
+    on_gpu = model("qwen2", "dora").cuda()
+    engine = LocalEngine(decoder=on_gpu, tokenizer=Words(), free_memory=lambda: GIB)
+    with engine.session() as session:
+        for step in range(3):
+            train(on_gpu, step)
+            session.refresh()
+            with engine.session() as other:
+                expected = of(other, ask(TEXTS, 8), WARM)
+            assert_same(of(session, ask(TEXTS, 8), WARM), expected)

@@ -424,3 +424,46 @@ def test_graphs_are_no_option(raft, tmp_path):
     code, said = forked(raft_main, raft("gemma 3", "run"), "engine.graphs=False")
     assert code == 1
     assert "graphs" in said
+
+
+# ---- a session stays open while the model is trained
+
+
+@torch.no_grad()
+def train(decoder, seed: int) -> None:
+    """Change every adapter value, as a step of training does."""
+    torch.manual_seed(seed)
+    for _, layer in adapters(decoder):
+        for key in layer.adapter_params():
+            parameter = layer.get_parameter(key)
+            parameter.mul_(1 + 0.5 * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "merge"),
+    [
+        ("gemma 3", {"use_dora": True}, None),
+        ("gemma 3", {"use_dora": True}, False),
+        ("qwen3.5", {}, None),
+        ("gpt-oss", {"target_modules": ["o_proj", "lm_head"]}, None),
+        ("gpt-oss", {"target_parameters": "all-experts"}, False),
+    ],
+    ids=str,
+)
+def test_a_session_that_stays_open_samples_like_new_ones(folder_of, name, lora, merge):
+    decoder = trained(folder_of(name), **lora)
+    made = engine(decoder, Words(), merge=merge)
+    places = None
+    with made.session(None) as session:
+        for step, (texts, samples) in enumerate([(prompts(*LENGTHS), 4), (prompts(9, 2), 2), (prompts(33, 40), 9)]):
+            train(decoder, step)
+            session.refresh()
+            found = {(c.request.prompt_id, c.request.sample): c for c in session.generate(ask(texts, samples), TWELVE)}
+            assert found == sampled(made, ask(texts, samples), TWELVE)
+            assert len(found) == len(texts) * samples
+            now = [p.data_ptr() for p in session._decoder._decoder.parameters()]
+            assert places in (None, now)
+            places = now
+
+
+TWELVE = Sampling(12, temperature=0.8)

@@ -94,6 +94,11 @@ class Engine(Protocol):
     An engine that loads adapters from their folders, as :class:`rocm_ext.generation.OpenAIEngine` does, has two more
     methods: ``check_adapter(adapter)``, which raises UserError if it cannot, and its sessions' ``ask_each``.
 
+    An engine that samples from the model under training may set ``refreshes`` to True. Its sessions then may stay open
+    while the model is trained, and have two more methods: ``refresh()`` takes the adapter's present values and restarts
+    the counts of ``stats``, and ``release()`` frees the memory that the session can do without until the next
+    ``generate``.
+
     Attributes:
         exact_tokens: whether completions hold the sampled ids; False: ids re-encoded from the text.
         has_logprobs: whether completions have log-probabilities.

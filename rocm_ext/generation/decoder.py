@@ -2,12 +2,13 @@
 
 The layout is a copy. Sampling never writes to the weights under training, so they stay the same bit for
 bit. The copy shares the tensors that are neither adapted nor fused (embeddings, norms, most output
-layers). It is freed when the context ends.
+layers). Its adapter values are those of the moment it was made; :meth:`Decoder.refresh` copies newer ones.
+It is freed when the context ends.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,53 +27,14 @@ from torchtune.modules import (
 )
 
 from rocm_ext.errors import UserError
-from rocm_ext.model.adapter_files import merged_weight
+from rocm_ext.generation.matrix import MIN_ROWS, Matrix, Order, Source, as_it_is, joined, refresh
 from rocm_ext.model.attention import HeadNormAttention
-from rocm_ext.model.lora import Dora, Lora, dense
+from rocm_ext.model.lora import dense
 from rocm_ext.model.rope import HalvesRoPE
 
 _ROPES = (HalvesRoPE, Qwen2RotaryPositionalEmbeddings, Llama3ScaledRoPE, RotaryPositionalEmbeddings)
 _MASK_BYTES = 10  # a step's mask, per position of a slot
 _SUPPORTED = "Llama 3, Mistral, Qwen2.5 and Qwen3"
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A linear layer with an optional adapter: ``(x Wᵀ + x Aᵀ Bᵀ) * scale + bias``.
-
-    ``a``, ``b`` and ``scale`` are None without an adapter, or when the adapter is merged into W.
-
-    Attributes:
-        weight: W, [out, in].
-        bias: [out].
-        a, b: [r, in] and [out, r]; b includes the adapter's scale.
-        scale: [out], DoRA's magnitude over its norm.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    a: Tensor | None = None
-    b: Tensor | None = None
-    scale: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[n, in] -> [n, out]."""
-        if self.a is None or self.b is None:
-            return _linear(x, self.weight, self.bias)
-        out = _linear(x, self.weight) + _linear(_linear(x, self.a), self.b)
-        if self.scale is not None:
-            out *= self.scale
-        return out if self.bias is None else out + self.bias
-
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> "Matrix":
-        """Return a copy with ``change`` applied to the output rows of every part."""
-        parts = {key: change(value) for key, value in vars(self).items() if value is not None and key != "a"}
-        return replace(self, **parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(tensor.nbytes for tensor in tensors_of(self))
 
 
 @dataclass(frozen=True)
@@ -90,13 +52,6 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Matrix
     down: Matrix
-
-
-def tensors_of(part: "Matrix | Tensor | None") -> list[Tensor]:
-    """List the tensors of a matrix; a norm is its own only tensor."""
-    if part is None or isinstance(part, Tensor):
-        return [] if part is None else [part]
-    return [value for value in vars(part).values() if value is not None]
 
 
 @dataclass(frozen=True)
@@ -149,48 +104,49 @@ class Decoder:
         self.max_seq_len = decoder.max_seq_len
         self.embedding = dense(decoder.tok_embeddings.weight.detach())
         self.cos, self.sin = _rope_tables(attention.pos_embeddings, self.head_dim)
+        self._sources: list[tuple[Matrix, list[Source]]] = []
         self.layers = [self._layer(_bare(layer)) for layer in decoder.layers]
         self.norm, self.eps = dense(decoder.norm.scale.detach()), decoder.norm.eps
         tied = isinstance(decoder.output, TiedLinear)
-        self.output = Matrix(self.embedding) if tied else self._matrix(decoder.output)
+        self.output = Matrix(self.embedding) if tied else self._matrix((decoder.output, as_it_is))
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         matrices = [m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, self.output))
 
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.attn, layer.mlp
-        q, k, v = (self._matrix(linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
-        if not isinstance(attention.pos_embeddings, Qwen2RotaryPositionalEmbeddings):
-            # Rotate halves in every family: q·k does not depend on the order of a head's dimensions.
-            q, k = q.map_rows(self._pairs_to_halves), k.map_rows(self._pairs_to_halves)
+        # Rotate halves in every family: q·k does not depend on the order of a head's dimensions.
+        halves = isinstance(attention.pos_embeddings, Qwen2RotaryPositionalEmbeddings)
+        order = as_it_is if halves else self._pairs_to_halves
         return Layer(
             attention_norm=dense(layer.sa_norm.scale.detach()),
-            qkv=_fuse([q, k, v]),
+            qkv=self._matrix((attention.q_proj, order), (attention.k_proj, order), (attention.v_proj, as_it_is)),
             q_norm=None if attention.q_norm is None else dense(attention.q_norm.scale.detach()),
             k_norm=None if attention.k_norm is None else dense(attention.k_norm.scale.detach()),
-            out=self._matrix(attention.output_proj),
+            out=self._matrix((attention.output_proj, as_it_is)),
             mlp_norm=dense(layer.mlp_norm.scale.detach()),
-            gate_up=_fuse([self._matrix(mlp.w1), self._matrix(mlp.w3)]),
-            down=self._matrix(mlp.w2),
+            gate_up=self._matrix((mlp.w1, as_it_is), (mlp.w3, as_it_is)),
+            down=self._matrix((mlp.w2, as_it_is)),
         )
 
     def _pairs_to_halves(self, rows: Tensor) -> Tensor:
         split = rows.view(-1, self.head_dim // 2, 2, *rows.shape[1:])
         return split.transpose(1, 2).reshape(rows.shape)
 
-    def _matrix(self, linear: Any) -> Matrix:
-        weight, bias = dense(linear.weight.detach()), linear.bias
-        bias = None if bias is None else dense(bias.detach())
-        if not isinstance(linear, Lora | Dora):
-            return Matrix(weight, bias)
-        a, b = linear.lora_a.weight.detach(), linear.lora_b.weight.detach()
-        if self._merge:
-            update = {".lora_A.weight": a, ".lora_B.weight": b}
-            if isinstance(linear, Dora):
-                update[".lora_magnitude_vector"] = linear.magnitude
-            return Matrix(merged_weight(weight, update, linear.scale), bias)
-        scale = (linear.magnitude / linear.weight_norm()).to(weight.dtype) if isinstance(linear, Dora) else None
-        return Matrix(weight, bias, a.to(weight.dtype), (linear.scale * b).to(weight.dtype), scale)
+    def _matrix(self, *parts: tuple[Any, Order]) -> Matrix:
+        matrix, sources = joined(parts, self._merge)
+        self._sources.append((matrix, sources))
+        return matrix
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the adapter's present values into the layout, in place.
+
+        The layout then equals, bit for bit, one that is made now. Its tensors stay where they are, so that graphs that
+        read them stay valid. With sharded weights every rank calls this.
+        """
+        for matrix, sources in self._sources:
+            refresh(matrix, sources)
 
     splits_rows = True  # see MAX_ROWS
 
@@ -345,36 +301,6 @@ class Decoder:
         return F.rms_norm(x, scale.shape, scale.to(x.dtype), self.eps)
 
 
-# On CPUs, matrix products with fewer or more rows use other kernels, which round differently (measured with MKL on
-# several threads). Without these bounds a sample would depend on the number of samples in its batch.
-MIN_ROWS, MAX_ROWS = 16, 96
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.is_cuda or len(x) <= MAX_ROWS:
-        return F.linear(x, weight, bias)
-    parts = x.tensor_split(-(-len(x) // MAX_ROWS))  # nearly equal lengths, so every part has at least MIN_ROWS
-    return torch.cat([F.linear(part, weight, bias) for part in parts])
-
-
-def _fuse(parts: list[Matrix]) -> Matrix:
-    """Join the rows of all ``parts`` into one matrix; stack the adapters' A and put their B on a block diagonal."""
-
-    def joined(values: list[Tensor | None], default: Callable[[Matrix], Tensor]) -> Tensor | None:
-        if all(value is None for value in values):
-            return None
-        return torch.cat([default(p) if v is None else v for p, v in zip(parts, values, strict=True)])
-
-    b = [p.weight.new_zeros(len(p.weight), 0) if p.b is None else p.b for p in parts]
-    return Matrix(
-        torch.cat([p.weight for p in parts]),
-        joined([p.bias for p in parts], lambda p: p.weight.new_zeros(len(p.weight))),
-        a := joined([p.a for p in parts], lambda p: p.weight.new_zeros(0, p.weight.shape[1])),
-        None if a is None else torch.block_diag(*b),
-        joined([p.scale for p in parts], lambda p: p.weight.new_ones(len(p.weight))),
-    )
-
-
 def copied_bytes(decoder: TransformerDecoder) -> int:
     """Upper bound on the bytes that a :class:`Decoder` adds to ``decoder``'s; it includes sharded embeddings."""
     layers = sum(p.numel() for layer in decoder.layers for p in layer.parameters() if not p.requires_grad)
@@ -385,6 +311,8 @@ def copied_bytes(decoder: TransformerDecoder) -> int:
 @contextmanager
 def merged(decoder: TransformerDecoder, merge: bool | None = None) -> Iterator[Decoder]:
     """Copy ``decoder`` and its adapters into a :class:`Decoder`; ``decoder`` itself does not change.
+
+    The context may stay open while the adapters are trained.
 
     Updates are merged into fp32 weights. 16-bit weights would round much of a small update away (rank 16, entries
     of B at 3e-4: 59 % is left). For 16-bit weights the adapter therefore stays separate, as in training, unless
@@ -399,10 +327,10 @@ def merged(decoder: TransformerDecoder, merge: bool | None = None) -> Iterator[D
     """
     with torch.no_grad():
         made = Decoder(decoder, merge)
-        try:
-            yield made
-        finally:
-            vars(made).clear()  # frees the weights even if a caller keeps the Decoder
+    try:
+        yield made
+    finally:
+        vars(made).clear()  # frees the weights even if a caller keeps the Decoder
 
 
 def check_family(decoder: nn.Module) -> None:

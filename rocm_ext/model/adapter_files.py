@@ -19,7 +19,7 @@ from rocm_ext.hub import hub_name
 from rocm_ext.model import names, peft_experts
 from rocm_ext.model.checkpointer import HF
 from rocm_ext.model.foreign import ForeignDecoder
-from rocm_ext.model.lora import Dora, ExpertLora, adapter_parameters, adapters, rank_and_alpha
+from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapter_parameters, adapters, rank_and_alpha
 from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.peft_config import ADAPTER_CONFIG, PeftConfig
 
@@ -328,3 +328,11 @@ def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) ->
     if (magnitude := update.get(".lora_magnitude_vector")) is not None:
         full *= (magnitude.float() / torch.linalg.vector_norm(full, dim=1))[:, None]
     return full.to(weight.dtype)
+
+
+def merged_layer(layer: Lora | Dora, weight: Tensor) -> Tensor:
+    """Return ``weight``, the layer's W as an ordinary tensor, with the layer's present update merged into it."""
+    update = {".lora_A.weight": layer.lora_a.weight.detach(), ".lora_B.weight": layer.lora_b.weight.detach()}
+    if isinstance(layer, Dora):
+        update[".lora_magnitude_vector"] = layer.magnitude.detach()
+    return merged_weight(weight, update, layer.scale)

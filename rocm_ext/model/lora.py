@@ -187,6 +187,12 @@ def merged_experts(
 Adapter = Lora | Dora | ExpertLora
 
 
+def factors(layer: Lora | Dora) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the present A, s B and, for DoRA, m / ||W + s B A||, in fp32: ``y = (x Wᵀ + x Aᵀ (s B)ᵀ) * ratio + b``."""
+    ratio = layer.magnitude.detach() / layer.weight_norm() if isinstance(layer, Dora) else None
+    return layer.lora_a.weight.detach(), layer.scale * layer.lora_b.weight.detach(), ratio
+
+
 def base_linear(layer: LoRALinear | DoRALinear, x: Tensor) -> Tensor:
     """Apply the frozen layer without its adapter: [..., in_dim] -> [..., out_dim]."""
     if not layer._quantize_base:

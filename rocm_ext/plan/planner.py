@@ -17,9 +17,10 @@ from torchtune.modules import TransformerDecoder
 
 from rocm_ext.data.batches import Steps, cut, rows_per_step, width_multiple
 from rocm_ext.generation import Sampling
-from rocm_ext.generation.decoder import MIN_ROWS, Decoder, tensors_of
+from rocm_ext.generation.decoder import Decoder
 from rocm_ext.generation.foreign import sampler_of
 from rocm_ext.generation.local import SHARE, most_slots, slot_memory, span_for
+from rocm_ext.generation.matrix import MIN_ROWS, tensors_of
 from rocm_ext.hardware.numerics import DTYPES
 from rocm_ext.model.attention import takes_packed_rows
 from rocm_ext.model.foreign import ForeignDecoder

@@ -3,8 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -22,21 +21,25 @@ from rocm_ext.generation.foreign import use_fitting_engine
 from rocm_ext.hardware.machine import host_memory
 from rocm_ext.log import log
 from rocm_ext.model.foreign import ForeignDecoder
-from rocm_ext.ranks import local_world_size
+from rocm_ext.ranks import Ranks, local_world_size
 from rocm_ext.train.learner import Learner
 
 
-@dataclass(frozen=True)
 class Engines:
     """The engines of a run.
 
-    Attributes:
+    Args:
         sample: samples the answers to train on.
-        eval: samples the answers of evaluations.
+        eval: samples the answers of evaluations; it may be the same engine.
+        ranks: all processes of the run.
+
+    Attributes:
+        sample, eval: see above.
     """
 
-    sample: Engine
-    eval: Engine
+    def __init__(self, sample: Engine, eval: Engine, ranks: Ranks) -> None:
+        self.sample, self.eval, self._ranks = sample, eval, ranks
+        self._kept: dict[int, Session] | None = None  # by the engine's id, inside keep_open
 
     @property
     def max_seq_len(self) -> float:
@@ -44,10 +47,25 @@ class Engines:
         return min(getattr(engine, "max_seq_len", inf) for engine in (self.sample, self.eval))
 
     @contextmanager
+    def keep_open(self) -> Iterator[None]:
+        """Keep sessions open between phases, where the engine can follow the model's training.
+
+        The first :meth:`session` of such an engine opens it. Each later one copies the adapter's present values, and
+        finds the layout of the weights, the key-value cache and the graphs as they were. All other engines open a
+        session for each phase.
+        """
+        with ExitStack() as self._stack:
+            self._kept = {}
+            try:
+                yield
+            finally:
+                self._kept = None
+
+    @contextmanager
     def session(
         self, what: str, adapter: Path | None, check: Callable[[Session], None] | None = None
     ) -> Iterator[Session]:
-        """Open a session, and check that servers sample with the adapter.
+        """Open a session, or continue one inside :meth:`keep_open`; check that servers sample with the adapter.
 
         Args:
             what: the phase, ``sample`` or ``eval``.
@@ -57,11 +75,23 @@ class Engines:
         Raises:
             UserError: the engine cannot sample with this adapter, or a server samples with another.
         """
-        engine = self.eval if what == "eval" else self.sample
+        engine: Any = self.eval if what == "eval" else self.sample
+        if self._kept is not None and getattr(engine, "refreshes", False):
+            yield self._continued(engine, adapter)
+            return
         with engine.session(adapter) as session:
             if check is not None and adapter is not None and hasattr(session, "ask_each"):
                 check(session)
             yield session
+
+    def _continued(self, engine: Any, adapter: Path | None) -> Any:
+        assert self._kept is not None
+        session: Any = self._kept.get(id(engine))
+        if session is None:
+            session = self._kept[id(engine)] = self._stack.enter_context(engine.session(adapter))
+        else:
+            session.refresh()
+        return session
 
 
 def open_engines(
@@ -99,7 +129,7 @@ def open_engines(
             f"{' and '.join(logprobs_for)}: the engine returns no token ids and log-probs of sampling, which this needs"
         )
     if not hasattr(engine, "check_adapter"):
-        return Engines(engine, engine)
+        return Engines(engine, engine, learner.runtime.ranks)
     try:
         _check_adapters(cfg, learner, engine, own_adapters)
     except UserError as error:
@@ -119,8 +149,8 @@ def open_engines(
         except UserError as other:
             raise UserError(f"{error}. Evaluations cannot sample in this process either: {other}") from error
         log.warning("%s. Evaluations sample in this process instead", error)
-        return Engines(engine, local)
-    return Engines(engine, engine)
+        return Engines(engine, local, learner.runtime.ranks)
+    return Engines(engine, engine, learner.runtime.ranks)
 
 
 def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, own_adapters: bool) -> None:

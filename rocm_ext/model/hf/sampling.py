@@ -16,11 +16,11 @@ from torch.func import functional_call
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from rocm_ext.errors import UserError, one_line
-from rocm_ext.model.adapter_files import merged_weight
+from rocm_ext.model.adapter_files import merged_layer
 from rocm_ext.model.hf.decoder import TransformersDecoder, empty_model
 from rocm_ext.model.hf.slots import SLOTS, Asked, SlotCache, at, layers_of, row_of
 from rocm_ext.model.hf.weights import persistent_buffers
-from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
+from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, factors, plain
 from rocm_ext.model.peft_experts import expert_loras
 
 _CHOSEN = ("num_experts_per_tok", "moe_k")
@@ -66,6 +66,7 @@ class Sampler:
         self._needs = source.needs
         self.together = together and not self._needs.states
         merge = _merges(source, merge)
+        self._adapted = _adapted(source)
         model = empty_model(source, SLOTS)
         state, replaced = _weights(source, merge)
         for name, layer in replaced.items():
@@ -118,6 +119,19 @@ class Sampler:
     def free(self) -> None:
         """Free the weights, even if a caller keeps this object."""
         vars(self).clear()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the adapter's present values into the copy, in place; see :meth:`rocm_ext.generation.decoder.Decoder`.
+
+        Experts need no copy: they share the adapter under training.
+        """
+        for name, layer in self._adapted.items():
+            mine: Any = self._decoder.get_submodule(name)
+            if isinstance(mine, _Adapted):
+                mine.refresh(layer)
+            else:
+                mine.weight.copy_(merged_layer(layer, dense(layer.weight.detach())))
 
     def step_bytes(self, length: int) -> int:
         """Bytes that a step holds per slot of ``length`` positions, without logits; an estimate."""
@@ -203,13 +217,18 @@ class _Adapted(nn.Module):
 
     def __init__(self, layer: Lora | Dora) -> None:
         super().__init__()
-        a, b = layer.lora_a.weight.detach(), layer.lora_b.weight.detach()
         self.weight = _frozen(dense(layer.weight.detach()))
-        dtype = self.weight.dtype
         self.bias = None if layer.bias is None else _frozen(dense(layer.bias.detach()))
-        self.a, self.b = _frozen(a.to(dtype)), _frozen((layer.scale * b).to(dtype))
-        factor = (layer.magnitude / layer.weight_norm()).to(dtype) if isinstance(layer, Dora) else None
-        self.factor = None if factor is None else _frozen(factor.detach())
+        dtype = self.weight.dtype
+        a, b, factor = factors(layer)
+        self.a, self.b = _frozen(a.to(dtype, copy=True)), _frozen(b.to(dtype))
+        self.factor = None if factor is None else _frozen(factor.to(dtype))
+
+    def refresh(self, layer: Lora | Dora) -> None:
+        """Copy the present values of the layer under training."""
+        for mine, value in zip((self.a, self.b, self.factor), factors(layer), strict=True):
+            if mine is not None and value is not None:
+                mine.copy_(value)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -328,11 +347,7 @@ def _weights(source: TransformersDecoder, merge: bool) -> tuple[dict[str, Tensor
             continue
         state[name] = dense(parameter.detach())
         if owner in adapted and leaf == "weight":
-            layer = adapted[owner]
-            update = {".lora_A.weight": layer.lora_a.weight.detach(), ".lora_B.weight": layer.lora_b.weight.detach()}
-            if isinstance(layer, Dora):
-                update[".lora_magnitude_vector"] = layer.magnitude.detach()
-            state[name] = merged_weight(state[name], update, layer.scale)
+            state[name] = merged_layer(adapted[owner], state[name])
     state.update({plain(name): buffer for name, buffer in persistent_buffers(source).items()})
     return state, replaced
 
