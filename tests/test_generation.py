@@ -33,7 +33,9 @@ from rocm_ext.generation.decoder import Decoder, merged
 from rocm_ext.generation.draw import draw, uniforms
 from rocm_ext.generation.local import LocalSession
 from rocm_ext.model import adapter_files
-from rocm_ext.model.lora import Dora, adapters, adopt, init_adapters
+from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
+from rocm_ext.ranks import Ranks
+from tests.forks import forked_ranks, several_ranks
 
 SHAPE = {"vocab_size": 331, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64,
          "intermediate_dim": 96, "max_seq_len": 1024, "norm_eps": 1e-6}  # fmt: skip
@@ -831,6 +833,27 @@ def test_a_session_that_stays_open_may_be_trained_beside():
         of(session, ask(TEXTS[:2]), WARM)
         decoder(torch.tensor([TEXTS[0]])).sum().backward()
     assert all(layer.lora_b.weight.grad.any() for _, layer in adapters(decoder))
+
+
+@several_ranks
+@pytest.mark.parametrize("merge", [True, False])
+def test_two_ranks_refresh_the_layout_of_sharded_weights(tmp_path, merge):
+    def compare() -> None:
+        whole, sharded = model("qwen2", "dora"), model("qwen2", "dora")
+        ranks = Ranks.from_env(CPU)
+        ranks.shard(sharded.layers, sharded, set(adapter_parameters(sharded).values()))
+        assert hasattr(sharded.layers[0].attn.q_proj.weight, "full_tensor")
+        with merged(sharded, merge) as kept:
+            for decoder in (whole, sharded):
+                train(decoder, 1)
+            kept.refresh()
+            with merged(whole, merge) as expected:
+                assert all(map(torch.equal, tensors(kept.layers), tensors(expected.layers)))
+        ranks.close()
+        raise SystemExit(0)
+
+    for code, messages in forked_ranks(compare, tmp_path):
+        assert code == 0, messages
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
