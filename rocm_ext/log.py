@@ -39,15 +39,23 @@ class Progress:
         unit: the name of what is counted.
         left: estimates the seconds that the rest takes, or returns None while they are unknown; by default all units
             take equally long.
+        brief: without a terminal, print no line for the first unit and the last.
     """
 
     def __init__(
-        self, total: int, start: int, enabled: bool, unit: str = "step", left: Callable[[], float | None] | None = None
+        self,
+        total: int,
+        start: int,
+        enabled: bool,
+        unit: str = "step",
+        left: Callable[[], float | None] | None = None,
+        brief: bool = False,
     ) -> None:
         self.total, self.done, self._unit = total, start, unit
         self._bar = None
         self._enabled, self._own_left = enabled, left
-        self._began, self._start, self._spoke = time.monotonic(), start, 0.0
+        self._began, self._start, self._spoke = time.monotonic(), start, time.monotonic() if brief else 0.0
+        self._ends = () if brief else (start + 1, total)
         if enabled and sys.stderr.isatty():
             form = None if left is None else "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
             self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True, bar_format=form)
@@ -64,7 +72,7 @@ class Progress:
                 survive_terminal()
             return
         now = time.monotonic()
-        if self._enabled and (now - self._spoke >= 30 or self.done in (self._start + 1, self.total)):
+        if self._enabled and (now - self._spoke >= 30 or self.done in self._ends):
             self._spoke = now
             log.info("%s %d/%d  %s%s", self._unit, self.done, self.total, text, self._left())
 

@@ -55,11 +55,14 @@ class Rollouts:
         ranks: all processes of the run; each samples its share of the prompts.
         interrupt: the user's signals to stop, checked after each sample.
         max_error_share: share of a phase's samples with the verdict ERROR above which the run stops.
+        brief: log the progress of long phases only.
     """
 
-    def __init__(self, pool: Pool, ranks: Ranks, interrupt: Interrupt, max_error_share: float) -> None:
+    def __init__(
+        self, pool: Pool, ranks: Ranks, interrupt: Interrupt, max_error_share: float, brief: bool = False
+    ) -> None:
         self._pool, self._ranks, self._interrupt = pool, ranks, interrupt
-        self._max_error_share = max_error_share
+        self._max_error_share, self._brief = max_error_share, brief
 
     def make(
         self,
@@ -99,7 +102,9 @@ class Rollouts:
         rows: Mapping[str, Mapping[str, Any]],
     ) -> "Begun":
         """Prepare a phase, and submit the samples that have no verdict yet; arguments as in :meth:`make`."""
-        return Begun(self._pool, self._ranks, self._interrupt, self._max_error_share, name, journals, requests, rows)
+        begun = Begun(self._pool, self._ranks, self._interrupt, self._max_error_share, name, journals, requests, rows)
+        begun.brief = self._brief
+        return begun
 
 
 class Begun:
@@ -109,6 +114,7 @@ class Begun:
     and call :meth:`finish` together.
 
     Attributes:
+        brief: log the progress of a long phase only.
         wanted_by_any: whether a rank has something to sample. Every rank opens a session if one does, because
             gathering sharded weights may need every rank.
     """
@@ -140,6 +146,7 @@ class Begun:
         self._wanted = [(r, s) for r, s in self._mine if (r.prompt_id, r.sample) not in known]
         self._stats: dict[str, float] = {}
         self._sampled: float | None = None
+        self._stopped, self.brief = False, False
         self.wanted_by_any = any(ranks.gather(bool(self._wanted)))
 
     def _share(self, requests: Sequence[tuple[Request, Sampling]]) -> list[tuple[Request, Sampling]]:
@@ -155,7 +162,7 @@ class Begun:
         pace = Pace(len(wanted), lengths, max((s.max_new_tokens for _, s in wanted), default=0))
         progress = Progress(
             len(self._mine), len(lengths), self._ranks.is_main, self._name,
-            lambda: pace.seconds_left(int(stats["tokens"]), clock() - clock.earlier),
+            lambda: pace.seconds_left(int(stats["tokens"]), clock() - clock.earlier), self.brief,
         )  # fmt: skip
         with contextlib.closing(progress):
             for completion in _generate(wanted, engine):
@@ -166,9 +173,13 @@ class Begun:
                 stats |= engine.stats()
                 pace.finish(len(sample.tokens))
                 progress.update(_describe(stats, self._judge.counts))
-                if self._interrupt.signum is not None:
+                if self._interrupt.signum is not None or self._stopped:
                     break
         self._sampled = clock()
+
+    def stop(self) -> None:
+        """End :meth:`sample`, which another thread runs, after its next sample."""
+        self._stopped = True
 
     def finish(self) -> Phase:
         """Wait for the verdicts, and collect the records of all ranks.

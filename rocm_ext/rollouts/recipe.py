@@ -57,6 +57,8 @@ class RolloutRecipe:
         self.metric_logger: Any = None
         self.rollouts: Rollouts | None = None  # set while the verification processes run
 
+    brief = False  # whether only long phases log their progress
+
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with all keys of the SFT recipe."""
         plain = {config.COMPONENT: "rocm_ext.objectives.CrossEntropy"}
@@ -112,7 +114,7 @@ class RolloutRecipe:
     def verification(self) -> Iterator[None]:
         """Run the worker processes that verify while the model samples; phases can be made inside."""
         with Pool(self.verifier_node, verify_workers(self.cfg), self.cfg.verify_timeout) as pool:
-            self.rollouts = Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share)
+            self.rollouts = Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share, self.brief)
             yield
         self.rollouts = None
 

@@ -1,0 +1,240 @@
+"""Updates of the policy on the answers of each step, through a whole run."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rocm_ext.data.rows import Rows
+from rocm_ext.generation import sample_seed
+from rocm_ext.grpo.objective import updates_of_step
+from rocm_ext.log import Progress
+from rocm_ext.train.checkpoint import FREE_KEYS
+from rocm_ext.train.interrupt import Interrupt
+from rocm_ext.train.learner import Learner
+from rocm_ext.train.metrics import Metrics, peak_memory, read_metrics
+from rocm_ext.train.output_dir import OutputDir
+from rocm_ext.train.training import StepStats, Training
+
+# Keys that a resumed GRPO run may change, in addition to those that a resumed SFT run may change
+GRPO_FREE_KEYS = FREE_KEYS | frozenset(
+    """
+    steps prompts eval_prompts verify_workers verify_timeout max_error_share max_flat_steps stop_after_no_gain
+    min_entropy max_length_share eval_every_n_steps keep_samples max_staleness
+    engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
+    """.split()  # noqa: SIM905
+)
+_WORST = ("_max",)  # ends of measurements whose maximum over updates counts, not their mean
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The rows of each update of a step; stands in for :class:`rocm_ext.data.batches.Steps`.
+
+    Attributes:
+        parts: indices of rows, one list for each update.
+    """
+
+    parts: Sequence[list[int]]
+
+    @property
+    def per_epoch(self) -> int:
+        """Number of updates."""
+        return len(self.parts)
+
+    def __getitem__(self, update: int) -> list[int]:
+        return self.parts[update]
+
+
+class PolicyTrainer(Training):
+    """Updates the adapter on the rows of each step; optimiser and schedule run through the whole run.
+
+    Args:
+        learner: the model, after its :meth:`Learner.setup`.
+        cfg: config of ``grpo_rocm`` or of a recipe that extends it.
+        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder found.
+        inputs: hashes of what a run must share with the one it resumes, such as its prompts.
+        metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
+        interrupt: receives the user's signals to stop.
+
+    Attributes:
+        lines: the lines of ``metrics.jsonl``, the same on all ranks.
+        evaluated: step of the last evaluation; -1 before the first.
+        saved: step of the last checkpoint.
+        fresh: whether the run began here, without a checkpoint.
+    """
+
+    free_keys = GRPO_FREE_KEYS
+
+    def __init__(
+        self,
+        learner: Learner,
+        cfg: DictConfig,
+        folder: OutputDir,
+        *,
+        inputs: Mapping[str, str],
+        metric_logger: Any = None,
+        interrupt: Interrupt | None = None,
+    ) -> None:
+        super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
+        self._inputs, self._each, self._update = inputs, updates_of_step(cfg), 0
+        self.evaluated, self.fresh = -1, folder.resumed is None
+        self.begin(cfg.steps * self._each)
+        self.saved = self.step
+        if self.ranks.is_main:
+            self._claim(folder.path)
+        self.lines: list[dict[str, Any]] = self.ranks.agree(read_metrics(folder.path / "metrics.jsonl"))
+        self._progress = Progress(cfg.steps, self.step, self.ranks.is_main)
+
+    def _claim(self, out: Path) -> None:
+        path = out / "metrics.jsonl"
+        if self.fresh:  # of another run, or of one that was killed before its first checkpoint
+            for name in ("samples.jsonl", "verdicts.jsonl"):
+                (out / name).unlink(missing_ok=True)
+        # an evaluation after the last checkpoint is done again, from its records
+        self.metrics = Metrics(path, lambda line: "eval" not in line or line["step"] <= self.evaluated)
+
+    @property
+    def place(self) -> int:
+        """The next update's place in ``loader``."""
+        return self._update
+
+    @property
+    def updates(self) -> int:
+        """Optimiser updates that the steps done take in the schedule."""
+        return self.step * self._each
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run must share with the one it resumes, beside the config."""
+        return {**super().identity(), **self._inputs}
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the state of every training."""
+        return {"evaluated": self.evaluated}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over the step of the last evaluation from a checkpoint's ``state``."""
+        self.evaluated = state["evaluated"]
+
+    # ---- a step
+
+    def update(self, rows: Rows | None, groups: Sequence[str]) -> dict[str, Any]:
+        """Do the updates of a step.
+
+        Args:
+            rows: rows to train on; None: there are none, and the schedule alone advances.
+            groups: for each row the group that it belongs to. Minibatches get whole groups.
+
+        Returns:
+            Means over the updates, for ``metrics.jsonl``; maxima of measurements that end in ``_max``.
+
+        Raises:
+            UserError: a loss is not finite.
+        """
+        done: list[StepStats] = []
+        began = time.perf_counter()
+        if rows is not None:
+            self.learner.model.train()
+            for number in range(self.cfg.updates_per_step):
+                self.loader = self.make_loader(rows, Parts(self._deal(groups, number)))  # type: ignore[arg-type]
+                for place, batches in enumerate(self.loader.range(0, self.loader.steps.per_epoch)):
+                    self._update = place
+                    done.append(self.train_step(batches))
+            self._update = 0
+        self.skip_updates(self._each - len(done))
+        if not done:
+            return {"updates": 0}
+        tokens, computed = sum(s.tokens for s in done), sum(s.tokens / (1 - s.padding) for s in done)
+        return {
+            "loss": fmean(s.loss for s in done),
+            "lr": done[-1].lr,
+            "grad_norm": fmean(s.grad_norm for s in done),
+            "tokens": tokens,
+            "tokens_per_second": tokens / (time.perf_counter() - began),
+            "padding": 1 - tokens / computed,
+            "updates": len(done),
+            **_combined([getattr(s, "measurements", {}) for s in done]),
+        }
+
+    def _deal(self, groups: Sequence[str], number: int) -> list[list[int]]:
+        """Deal the rows of pass ``number`` out to minibatches, whole groups at a time."""
+        names = sorted(set(groups), key=lambda name: sample_seed(self.cfg.seed, self.step, name, number))
+        count = min(self.cfg.minibatches, len(names))
+        places = {name: i % count for i, name in enumerate(names)}
+        return [[row for row, name in enumerate(groups) if places[name] == part] for part in range(count)]
+
+    def finish_step(self, values: dict[str, Any]) -> None:
+        """Count a step, and log its ``values``."""
+        self.step += 1
+        if self.cfg.log_peak_memory_stats:
+            values["peak_memory"] = peak_memory(self.runtime.device)
+        self._log(values, self.step % self.cfg.log_every_n_steps == 0)
+        right = f"reward {values['reward']:.3f}  " if values["reward"] is not None else ""
+        flat = f"{values['flat']:.0%} of {values['groups']} groups flat  {values['mean_tokens']:.0f} tokens  "
+        self._progress.update(f"{right}{flat}{values['seconds']:.1f} s")
+
+    def finish_evaluation(self, scores: dict[str, Any], seconds: float) -> None:
+        """Log an evaluation of the present adapter, and remember the adapter if it is the best so far."""
+        self.evaluated = self.step
+        if self.step and (self.best is None or scores["correct"] > self.best["score"]):
+            self.best = {"score": scores["correct"], "step": self.step, "adapter": self.learner.adapter_state()}
+        self._log({"eval": scores, "seconds": seconds}, False)
+        if self.metric_logger is not None:
+            self.metric_logger.log_dict({"eval_correct": scores["pass_at_1"]}, step=self.step)
+
+    def _log(self, values: dict[str, Any], to_logger: bool) -> None:
+        self.write_metrics(False, **values)
+        self.lines.append(self.ranks.agree({"step": self.step, **values}))
+        if to_logger and self.metric_logger is not None:
+            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+            self.metric_logger.log_dict(numbers, step=self.step)
+
+    # ---- checkpoints
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint; see :meth:`Training.save_checkpoint`."""
+        super().save_checkpoint()
+        self.saved = self.step
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint every ``save_every_n_steps`` steps and after the last."""
+        every = self.cfg.save_every_n_steps
+        if (every and self.step % every == 0) or self.step == self.cfg.steps:
+            self.save_checkpoint()
+
+    def save_if_new(self) -> None:
+        """Write a checkpoint unless the last one is of the present step."""
+        if self.saved != self.step:
+            self.save_checkpoint()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of ``summary.json``, without why the run ended."""
+        steps = [line for line in self.lines if "eval" not in line]
+        keys = ("correct", "prompts", "pass_at_1", "interval")
+        evaluations = [line for line in self.lines if "eval" in line]
+        return {
+            "steps": self.step,
+            "first_reward": steps[0]["reward"] if steps else None,
+            "last_reward": steps[-1]["reward"] if steps else None,
+            "evaluations": [{"step": e["step"]} | {key: e["eval"][key] for key in keys} for e in evaluations],
+            "best_step": None if self.best is None else self.best["step"],
+            "adapter_is": "last" if self.best is None else "best by held-out score",
+            "samples": sum(line["answers"] for line in steps),
+            "tokens": sum(line.get("tokens", 0) for line in steps),
+            "seconds": sum(line["seconds"] for line in self.lines),
+            **super().summary(),
+        }
+
+
+def _combined(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the measurements of several updates."""
+    names = dict.fromkeys(name for each in measured for name in each)
+    found = {}
+    for name in names:
+        values = [each[name] for each in measured if name in each]
+        found[name] = max(values) if name.endswith(_WORST) else fmean(values)
+    return found

@@ -1,0 +1,226 @@
+"""``samples.jsonl`` and ``verdicts.jsonl`` of a whole run, each line with its step.
+
+Both files only grow, however many steps a run has, and a step reads none of them. A run reads them once, when it
+resumes: finished steps give the pass rates of prompts, and unfinished ones go on with the records that are there.
+"""
+
+import errno
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rocm_ext.files import disk_errors, read_lines, rewrite_lines
+from rocm_ext.ranks import Ranks
+from rocm_ext.rollouts.samples import to_result
+from rocm_ext.runs.reader import SampleKey
+from rocm_ext.verifiers import Result, Verdict
+
+Scope = tuple[int, str, int]  # step, "sample" or "eval", round of a step's sampling
+
+
+class Records:
+    """The samples and verdicts of a run.
+
+    Args:
+        out: the run's output folder.
+        ranks: all processes of the run.
+        step: steps done; later ones are unfinished.
+        evaluated: step of the last evaluation; later ones are unfinished.
+
+    Attributes:
+        asked: for each prompt, the steps that asked it and the share of its answers with the verdict CORRECT; None
+            where no answer has a verdict other than ERROR.
+    """
+
+    def __init__(self, out: Path, ranks: Ranks, step: int, evaluated: int) -> None:
+        self._files = [_File(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts")]
+        self.asked: dict[str, list[tuple[int, float | None]]] = {}
+        self._read(step, evaluated)
+
+    def _read(self, step: int, evaluated: int) -> None:
+        samples, verdicts = self._files
+
+        def unfinished(line: Mapping[str, Any]) -> bool:
+            return line["step"] > (evaluated if line["phase"] == "eval" else step)
+
+        samples.hold(filter(unfinished, samples.lines()))
+        finished: dict[tuple[int, str], dict[SampleKey, Result]] = defaultdict(dict)
+        held = []
+        for line in verdicts.lines():
+            if unfinished(line):
+                held.append(line)
+            elif line["phase"] == "sample":
+                of_prompt = finished[line["step"], line["prompt_id"]]
+                of_prompt[line["prompt_id"], line["sample"]] = to_result(line)
+        verdicts.hold(held)
+        for (number, _), results in sorted(finished.items(), key=lambda item: item[0]):
+            self.finish(number, results)
+
+    def finish(self, step: int, results: Mapping[SampleKey, Result]) -> None:
+        """Add the verdicts of a finished step to ``asked``."""
+        by_prompt: dict[str, list[bool]] = {}
+        for (prompt, _), result in results.items():
+            right = by_prompt.setdefault(prompt, [])
+            if result.reward is not None:
+                right.append(result.verdict is Verdict.CORRECT)
+        for prompt, right in by_prompt.items():
+            self.asked.setdefault(prompt, []).append((step, fmean(right) if right else None))
+
+    def journals(self, step: int, phase: str, round_: int = 0) -> tuple["RunJournal", "RunJournal"]:
+        """Open the records of one phase.
+
+        Args:
+            step: number of the step; an evaluation has that of the step before it.
+            phase: ``sample`` or ``eval``.
+            round_: number of the round of a step's sampling, from 0.
+        """
+        samples, verdicts = (RunJournal(file, (step, phase, round_)) for file in self._files)
+        return samples, verdicts
+
+    def verdicts(self, step: int, phase: str) -> dict[SampleKey, Result]:
+        """Read the verdicts of a finished phase from the file."""
+        lines = (line for line in self._files[1].lines() if line["step"] == step and line["phase"] == phase)
+        return {(line["prompt_id"], line["sample"]): to_result(line) for line in lines}
+
+    def keep_samples_from(self, step: int) -> None:
+        """Remove the samples of all steps before ``step`` from the file; verdicts and evaluations stay."""
+        self._files[0].rewrite(lambda line: line["step"] >= step or line["phase"] == "eval")
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+
+
+class RunJournal:
+    """The records of one phase, with the interface of :class:`rocm_ext.rollouts.journal.Journal`."""
+
+    def __init__(self, file: "_File", scope: Scope) -> None:
+        self._file, self._scope = file, scope
+        self.records: dict[SampleKey, dict[str, Any]] = file.take(scope)
+        self._new: list[dict[str, Any]] = []
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append one record and write it at once.
+
+        Raises:
+            UserError: the disk is full, or the file cannot be written.
+        """
+        self._file.write([_line(self._scope, record)])
+        self._new.append(record)
+        self.records[record["prompt_id"], record["sample"]] = record
+
+    def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Remove the ``unwanted`` records; call it on every rank, on opening or after :meth:`collect`."""
+        dropped = {key for key, record in self.records.items() if unwanted(record)}
+        if dropped:
+            self.records = {key: record for key, record in self.records.items() if key not in dropped}
+            self._file.rewrite(
+                lambda line: _scope(line) != self._scope or (line["prompt_id"], line["sample"]) not in dropped
+            )
+
+    def collect(self) -> None:
+        """Give every rank the records of all, and move them to the main rank's file."""
+        self._file.collect(self._scope, self._new, self.records)
+        self._new = []
+
+
+class _File:
+    """One of the files. Every rank appends to its own until :meth:`collect` moves the lines to the main rank's."""
+
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        self._path, self._ranks = path, ranks
+        self._own = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
+        self._handle: Any = None
+        self._held: dict[Scope, dict[SampleKey, dict[str, Any]]] = defaultdict(dict)
+        ranks.barrier()
+        if ranks.is_main:
+            self._merge()
+        ranks.barrier()
+
+    def _merge(self) -> None:
+        """Cut a line that a kill left incomplete, and move the lines of other ranks here."""
+        with disk_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                file.truncate(_whole(self._path))
+            for part in sorted(self._path.parent.glob(f"{self._path.stem}.rank*.jsonl")):
+                with part.open("rb") as source, self._path.open("ab") as file:
+                    file.write(source.read(_whole(part)))
+                part.unlink()
+
+    def lines(self) -> Iterable[dict[str, Any]]:
+        """Read the file line by line.
+
+        Raises:
+            UserError: a line is damaged; the message names it.
+        """
+        return read_lines(self._path, keys=("step", "phase", "prompt_id", "sample"))
+
+    def hold(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the records of unfinished phases until :meth:`take`."""
+        for line in lines:
+            record = {key: value for key, value in line.items() if key not in ("step", "phase", "round")}
+            self._held[_scope(line)][record["prompt_id"], record["sample"]] = record
+
+    def take(self, scope: Scope) -> dict[SampleKey, dict[str, Any]]:
+        """Return the records of a phase that an earlier process left."""
+        return self._held.pop(scope, {})
+
+    def write(self, lines: Iterable[str]) -> None:
+        with disk_errors(self._own):
+            self._handle = self._handle or self._own.open("ab", buffering=0)  # a kill damages at most one line
+            content = "".join(lines).encode()
+            if self._handle.write(content) != len(content):  # on a full disk it may write a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def collect(self, scope: Scope, new: list[dict[str, Any]], records: dict[SampleKey, dict[str, Any]]) -> None:
+        if self._ranks.world == 1:
+            return
+        parts = self._ranks.gather(new)
+        for record in (record for part in parts for record in part):
+            records[record["prompt_id"], record["sample"]] = record
+        if self._ranks.is_main:
+            self.write(_line(scope, record) for part in parts[1:] for record in part)
+        self._ranks.barrier()
+        if not self._ranks.is_main:  # a kill before this leaves lines twice, which count once
+            self.close()
+            self._own.unlink(missing_ok=True)
+
+    def rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Remove lines; call it on every rank when no rank has lines of its own."""
+        self.close()
+        if self._ranks.is_main:
+            rewrite_lines(self._path, keep)
+        self._ranks.barrier()
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+
+def _line(scope: Scope, record: Mapping[str, Any]) -> str:
+    step, phase, round_ = scope
+    return json.dumps({"step": step, "phase": phase, **({"round": round_} if round_ else {}), **record}) + "\n"
+
+
+def _scope(line: Mapping[str, Any]) -> Scope:
+    return line["step"], line["phase"], line.get("round", 0)
+
+
+def _whole(path: Path) -> int:
+    """Return the length of a file without an incomplete last line."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65536)
+            file.seek(start)
+            if (at := file.read(end - start).rfind(b"\n")) >= 0:
+                return start + at + 1
+            end = start
+    return 0

@@ -1,0 +1,123 @@
+"""What a step learns from: the answers of groups with unequal rewards, and their advantages."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rocm_ext.grpo import advantages
+from rocm_ext.rollouts.phases import Phase
+from rocm_ext.rollouts.samples import Sample, entropy
+from rocm_ext.runs.reader import SampleKey
+from rocm_ext.verifiers import Result, Verdict
+
+
+@dataclass
+class Selected:
+    """The answers of a step.
+
+    Attributes:
+        samples: all answers, by prompt id and sample index, in this order.
+        results: their verdicts.
+        advantages: of the answers to train on.
+        flat: prompts whose answers had equal rewards; nothing is learned from them.
+        asked: prompts in the order in which they were asked.
+        surplus: prompts with unequal rewards beyond those that the step needs.
+        stats: costs of sampling; see :class:`rocm_ext.rollouts.phases.Phase`.
+        length_share: see :func:`rocm_ext.grpo.advantages.length_share`.
+    """
+
+    samples: Mapping[SampleKey, Sample]
+    results: Mapping[SampleKey, Result]
+    advantages: Mapping[SampleKey, float]
+    flat: set[str]
+    asked: Sequence[str]
+    surplus: set[str] = field(default_factory=set)
+    stats: Mapping[str, float] = field(default_factory=dict)
+    length_share: float | None = None
+
+    @property
+    def groups(self) -> int:
+        """Number of groups with unequal rewards, up to as many as a step needs."""
+        return len(self.asked) - len(self.flat) - len(self.surplus)
+
+    @property
+    def trained(self) -> list[Sample]:
+        """The answers to train on."""
+        return [self.samples[key] for key in self.advantages]
+
+    def measurements(self) -> dict[str, Any]:
+        """Compute the step's entry in ``metrics.jsonl``, without what training measures."""
+        rewards = [result.reward for result in self.results.values() if result.reward is not None]
+        verdicts = Counter(result.verdict for result in self.results.values())
+        lengths = [len(sample.tokens) for sample in self.samples.values()]
+        groups = len(self.asked)
+        return {
+            "answers": len(self.samples),
+            "sampled_tokens": sum(lengths),
+            "sample_seconds": self.stats.get("seconds", 0.0),
+            "wait_seconds": self.stats.get("waiting", 0.0),
+            "reward": fmean(rewards) if rewards else None,
+            "reward_std": pstdev(rewards) if rewards else None,
+            "right": verdicts[Verdict.CORRECT] / max(1, len(self.results)),
+            "errors": verdicts[Verdict.ERROR],
+            "flat": len(self.flat) / max(1, groups),
+            "groups": groups,
+            "trained_groups": len({prompt for prompt, _ in self.advantages}),
+            "mean_tokens": fmean(lengths) if lengths else None,
+            "truncated": fmean(sample.finish_reason == "length" for sample in self.samples.values()),
+            "entropy": entropy(self.samples.values()),
+            "length_share": self.length_share,
+        }
+
+
+def select(phases: Sequence[Phase], asked: Sequence[str], cfg: DictConfig) -> Selected:
+    """Compare the rewards of each group, and choose the answers to train on.
+
+    An answer with the verdict ERROR has no reward: it is neither compared nor trained on. Truncated answers count in
+    their group's mean; ``truncated: mask`` does not train on them.
+
+    Args:
+        phases: the rounds of the step's sampling.
+        asked: ids of their prompts, in order.
+        cfg: config of ``grpo_rocm``.
+    """
+    samples = {key: sample for phase in phases for key, sample in phase.samples.items()}
+    samples = {key: samples[key] for key in sorted(samples)}  # ranks have them in different orders
+    results = {key: result for phase in phases for key, result in phase.results.items()}
+    results = {key: results[key] for key in samples}
+    rewards = advantages.rewards(
+        samples,
+        results,
+        truncated=cfg.truncated,
+        penalty=cfg.truncation_penalty,
+        margin=cfg.truncation_margin,
+        max_new_tokens=cfg.max_new_tokens,
+    )
+    compared = {prompt for prompt, _ in rewards}
+    flat = advantages.flat(rewards) | {prompt for prompt in asked if prompt not in compared}
+    useful = [prompt for prompt in asked if prompt not in flat]
+    wanted = set(useful[: cfg.prompts_per_step])
+    values = advantages.advantages(rewards, center=cfg.center, scale=cfg.scale)
+    masked = cfg.truncated == "mask"
+    return Selected(
+        samples,
+        results,
+        {
+            key: values[key]
+            for key, sample in samples.items()
+            if key in values and key[0] in wanted and not (masked and sample.finish_reason == "length")
+        },
+        flat,
+        asked,
+        set(useful) - wanted,
+        _summed([phase.stats for phase in phases]),
+        advantages.length_share(rewards, {key: len(sample.tokens) for key, sample in samples.items()}),
+    )
+
+
+def _summed(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(each.get(name, 0.0) for each in stats) for name in ("tokens", "seconds", "waiting")}

@@ -1,0 +1,279 @@
+"""GRPO end to end: its files, its recovery from kills, and the same results on any number of ranks."""
+
+import json
+import os
+import random
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rocm_ext.recipes.grpo_rocm import GRPO, main
+
+from rocm_ext import config
+from rocm_ext.grpo.policy_trainer import PolicyTrainer
+from rocm_ext.grpo.records import RunJournal
+from tests.forks import forked, forked_ranks, several_ranks
+from tests.grpo_runs import assert_equal, lines, outcome, write_run
+from tests.raft_runs import WEIGHTS, write_world
+
+resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("grpo"))
+
+
+@pytest.fixture(scope="module")
+def make(folder):
+    """Write the YAML of a run: 4 steps of 4 prompts with 4 answers each."""
+    return partial(write_run, folder)
+
+
+@pytest.fixture(scope="module")
+def reference(make, folder) -> Path:
+    """An undisturbed run."""
+    out = folder / "reference"
+    code, messages = forked(main, make(out))
+    assert code == 0, messages
+    return out
+
+
+def succeed(path: Path, *overrides: str) -> str:
+    code, messages = forked(main, path, *overrides)
+    assert code == 0, messages
+    return messages
+
+
+def fail(path: Path, *overrides: str) -> str:
+    code, messages = forked(main, path, *overrides)
+    assert code == 1, messages
+    assert "Traceback" not in messages
+    return messages.strip().splitlines()[-1]
+
+
+# ---- what a run writes
+
+
+def test_every_step_is_in_the_records(reference):
+    samples, verdicts, metrics = (lines(reference / f"{name}.jsonl") for name in ("samples", "verdicts", "metrics"))
+    steps, evaluations = [m for m in metrics if "eval" not in m], [m for m in metrics if "eval" in m]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["step"] for line in evaluations] == [0, 2, 4]
+    for step in steps:
+        mine = [v for v in verdicts if v["step"] == step["step"] and v["phase"] == "sample"]
+        assert len(mine) == step["answers"] == 16
+        assert step["reward"] == sum(v["reward"] for v in mine) / 16
+        assert step["right"] == sum(v["verdict"] == "CORRECT" for v in mine) / 16
+        groups: dict[str, set[float]] = {}
+        for verdict in mine:
+            groups.setdefault(verdict["prompt_id"], set()).add(verdict["reward"])
+        assert step["flat"] == sum(len(rewards) == 1 for rewards in groups.values()) / 4
+        assert step["updates"] == 1
+        assert abs(step["mismatch_mean"]) < 1e-4  # one model in fp32 on both sides
+    keys = [(s["step"], s["phase"], s["prompt_id"], s["sample"]) for s in samples]
+    assert len(keys) == len(set(keys)) == 4 * 16 + 3 * 6
+    summary = json.loads((reference / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["samples"] == 64
+    assert (reference / WEIGHTS).exists()
+    assert not (reference / "policy").exists()
+
+
+def test_prompts_come_in_turn(reference):
+    """Three steps of 4 prompts ask each of the 12 prompts once."""
+    asked = [v["prompt_id"] for v in lines(reference / "verdicts.jsonl") if v["phase"] == "sample" and v["step"] <= 3]
+    assert len(set(asked)) == 12
+
+
+# ---- nothing is lost
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("samples", 3), ("samples", 25), ("verdicts", 20), ("samples", 60), ("verdicts", 80)]
+)
+def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
+    def prepare() -> None:
+        original = RunJournal.append
+
+        def append(self, record):
+            if self._file._own.name == f"{name}.jsonl":
+                prepare.count += 1
+            if prepare.count == count:
+                with self._file._own.open("ab") as file:
+                    file.write(b'{"step": 1, "phase": "sam')
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, record)
+
+        prepare.count = 0
+        RunJournal.append = append
+
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
+    succeed(make(out), "resume_from_checkpoint=True")
+    assert_equal(out, reference)
+
+
+@pytest.mark.parametrize("method", ["update", "finish_step", "finish_evaluation", "save_checkpoint"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, when):
+    def prepare() -> None:
+        original = getattr(PolicyTrainer, method)
+
+        def call(self, *args):
+            if self.step >= 2 and when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            found = original(self, *args)
+            if self.step >= 2 and when == "after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        setattr(PolicyTrainer, method, call)
+
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
+    succeed(make(out), "resume_from_checkpoint=True")
+    assert_equal(out, reference)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(make, reference, tmp_path):
+    rng, out = random.Random(0), tmp_path / "out"
+    for _ in range(20):
+        forked(main, make(out), "resume_from_checkpoint=True", kill_after=rng.uniform(0.5, 5))
+    succeed(make(out), "resume_from_checkpoint=True")
+    assert_equal(out, reference)
+
+
+@pytest.mark.parametrize("phase", ["sample", "eval"])
+def test_ctrl_c_saves(make, reference, tmp_path, phase):
+    def prepare() -> None:
+        original = RunJournal.append
+
+        def append(self, record):
+            original(self, record)
+            if self._scope[:2] == (3 if phase == "sample" else 2, phase) and len(self.records) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        RunJournal.append = append
+
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out, save_every_n_steps=100), prepare=prepare)
+    assert code == 130, messages
+    assert "all saved; continue with resume_from_checkpoint=True" in messages
+    assert (out / "checkpoints" / "step_00000002").exists()
+    succeed(make(out, save_every_n_steps=100), "resume_from_checkpoint=True")
+    assert_equal(out, reference)
+
+
+@several_ranks
+def test_two_ranks_equal_one(make, reference, tmp_path):
+    out = tmp_path / "out"
+    for code, messages in forked_ranks(main, make(out)):
+        assert code == 0, messages
+    mine, theirs = outcome(out), outcome(reference)
+    assert mine["samples"] != []
+    assert len(mine["samples"]) == len(theirs["samples"])
+    first = [line for line in mine["samples"] if '"step": 1,' in line]
+    assert first == [line for line in theirs["samples"] if '"step": 1,' in line]
+    for ours, other in zip(lines(out / "metrics.jsonl"), lines(reference / "metrics.jsonl"), strict=True):
+        assert ours.get("reward") == pytest.approx(other.get("reward"), abs=1e-6)
+        assert ours.get("loss") == pytest.approx(other.get("loss"), abs=1e-4)
+
+
+def test_more_steps_go_on(make, reference, tmp_path):
+    out = tmp_path / "out"
+    succeed(make(out), "steps=2")
+    succeed(make(out), "resume_from_checkpoint=True")
+    assert_equal(out, reference)
+
+
+def test_another_run_is_refused(make, reference):
+    message = fail(make(reference), "resume_from_checkpoint=True", "prompts_per_step=3")
+    assert "belongs to another run: prompts_per_step: was 4, is 3" in message
+    assert "holds an earlier run" in fail(make(reference))
+
+
+def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
+    out = tmp_path / "out"
+    succeed(make(out), "steps=1")
+    succeed(make(out), "steps=1", "overwrite_output_dir=True", "seed=7")
+    assert len(lines(out / "samples.jsonl")) == 16 + 2 * 6
+
+
+# ---- a step
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"updates_per_step": 2, "minibatches": 2},
+        {"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"},
+        {"kl_coef": 0.1, "loss": "grpo"},
+        {"loss": "dr_grpo", "scale": "none", "entropy_coef": 0.01},
+        {"loss": "rloo", "center": "leave_one_out", "scale": "none"},
+        {"loss": "gspo", "updates_per_step": 2},
+        {"loss": "cispo", "minibatches": 2, "scale": "batch"},
+        {"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"},
+        {"temperature": 0.7},
+    ],
+    ids=str,
+)
+def test_every_loss_trains_and_resumes(make, tmp_path, changes):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    changes = {"steps": 2, "eval_prompts": None, "save_every_n_steps": 1, **changes}
+    succeed(make(whole, **changes))
+    succeed(make(out, **changes), "steps=1")
+    succeed(make(out, **changes), "resume_from_checkpoint=True")
+    assert_equal(out, whole)
+    for line in lines(whole / "metrics.jsonl"):
+        assert line["updates"] == changes.get("updates_per_step", 1) * changes.get("minibatches", 1)
+        assert line["grad_norm"] > 0
+        assert abs(line["mismatch_mean"]) < 1e-4
+
+
+def test_refill_samples_until_the_step_is_full(make, tmp_path):
+    out = tmp_path / "out"
+    coin = {"_component_": "tests.judges.Coin", "share": 0.1}
+    succeed(make(out, steps=2, refill=True, verifier=coin, eval_prompts=None, prompts_per_step=3))
+    steps = lines(out / "metrics.jsonl")
+    assert any(step["groups"] > 3 for step in steps)
+    for step in steps:
+        assert step["trained_groups"] <= 3
+        assert step["answers"] == 4 * step["groups"]
+    samples = lines(out / "samples.jsonl")
+    assert len({(s["step"], s["prompt_id"], s["sample"]) for s in samples}) == len(samples)
+
+
+def test_equal_rewards_end_the_run_with_a_reason(make, tmp_path):
+    never = {"_component_": "tests.judges.Coin", "share": 0.0}
+    message = fail(make(tmp_path / "out", verifier=never, eval_prompts=None, max_flat_steps=2))
+    assert "all rewards are 0" in message
+
+
+def test_old_samples_are_removed(make, tmp_path):
+    out = tmp_path / "out"
+    succeed(make(out, keep_samples=1, save_every_n_steps=1))
+    kept = lines(out / "samples.jsonl")
+    assert {line["step"] for line in kept if line["phase"] == "sample"} == {4}
+    assert len([line for line in kept if line["phase"] == "eval"]) == 3 * 6
+    assert len(lines(out / "verdicts.jsonl")) == 4 * 16 + 3 * 6
+
+
+def test_a_recipe_changes_a_part(make, tmp_path):
+    """The order in which prompts are asked is one method."""
+    asked = []
+
+    class Backwards(GRPO):
+        def choose(self, step, count, exclude=()):
+            asked.append(step)
+            return sorted(self.prompts.training, key=lambda prompt: prompt.id, reverse=True)[:count]
+
+    recipe = Backwards(config.load("grpo_rocm", str(make(tmp_path / "out", steps=1, eval_prompts=None)), []))
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    assert asked == [1]
+    ids = sorted((prompt.id for prompt in recipe.prompts.training), reverse=True)[:4]
+    assert {line["prompt_id"] for line in lines(tmp_path / "out" / "samples.jsonl")} == set(ids)
