@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rocm_ext.errors import UserError
+from rocm_ext.objectives.tally import Tally
 
 Head = Callable[[Tensor], Tensor]
 Terms = tuple[Tensor, Tensor | None]
@@ -36,6 +37,9 @@ class Objective(ABC):
     - ``temperature``: the logits are divided by it before anything else.
     - ``entropy_coef``: this times the entropy of each label's distribution, in nats, is subtracted from its value.
 
+    While a training step runs, ``tally`` takes what :meth:`terms` measures beside the loss; otherwise it is None. The
+    trainer writes these means and maxima to ``metrics.jsonl``.
+
     Args:
         normalize: divisor of a step's sum. ``tokens`` divides by the number of the step's labels. ``sequences``
             averages the labels of each sequence, and then the sequences of the step. A number divides by this number
@@ -51,6 +55,7 @@ class Objective(ABC):
     whole_sequences: bool = False
     temperature: float = 1.0
     entropy_coef: float = 0.0
+    tally: Tally | None = None
 
     def __init__(self, normalize: str | float = "tokens", chunk_tokens: int | None = None) -> None:
         if chunk_tokens is not None and not (type(chunk_tokens) is int and chunk_tokens >= 1):
@@ -72,7 +77,8 @@ class Objective(ABC):
 
         Args:
             nll: [n] fp32, NLL of each label under the current model.
-            columns: [n] fp32 each, by name: at least those that the attribute ``columns`` names.
+            columns: [n] fp32 each, by name: at least those that the attribute ``columns`` names, and whatever other
+                columns the rows have.
             sequence: [n] int64, number of each label's sequence; each micro-batch numbers its sequences from 0 without
                 gaps.
 

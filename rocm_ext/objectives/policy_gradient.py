@@ -9,6 +9,9 @@ from torch import Tensor
 
 from rocm_ext.errors import UserError
 from rocm_ext.objectives.objective import Objective, Terms, sum_over_sequences
+from rocm_ext.objectives.tally import Tally
+
+_HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,17 @@ class PolicyGradient(Objective):
     not all of the current policy: the log-probs, by this model, of the policy that the ratio compares with.
     ``sampler_logprobs`` with a ``mismatch``: the log-probs that the sampler returned. ``reference_logprobs`` with a
     ``kl_coef``. All are at ``temperature``.
+
+    A step measures, as means or maxima over all labels:
+
+    - with ``old_logprobs``: ``ratio_mean`` and ``ratio_max`` of the probability ratio, ``clipped_low`` and
+      ``clipped_high``, the shares of labels without a gradient because of ``clip_low`` and ``clip_high``. With
+      ``gspo`` each label counts with its sequence's ratio. With ``cispo`` ``clipped_high`` is the share of labels
+      whose ratio is limited.
+    - if the rows have ``sampler_logprobs``, with any ``mismatch``: ``mismatch_mean`` and ``mismatch_max`` of the
+      absolute difference between the log-probs that ``mismatch`` compares, and ``mismatch_kl``, the divergence
+      KL(sampler || trainer), estimated as that of ``kl_coef``.
+    - if the rows have ``reference_logprobs``: ``kl``, the divergence that ``kl_coef`` multiplies.
 
     Args:
         loss: ``grpo``, ``dr_grpo``, ``dapo``, ``gspo``, ``cispo``, ``rloo`` or ``reinforce``.
@@ -119,6 +133,8 @@ class PolicyGradient(Objective):
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Return the terms as :meth:`Objective.terms` does."""
         old = -nll if self.on_policy else columns["old_logprobs"]
+        if self.tally is not None:
+            self._measure(self.tally, nll, old, columns, sequence)
         value, derivative = self._surrogate(nll, old, columns["advantages"], sequence)
         if self.mismatch != "none":
             weight = self._mismatch_weight(old - columns["sampler_logprobs"], sequence)
@@ -128,7 +144,7 @@ class PolicyGradient(Objective):
             derivative = _mean_over_sequences(derivative, sequence)
         if self.kl_coef:
             distance = columns["reference_logprobs"] + nll
-            value = value + self.kl_coef * (distance.exp() - distance - 1)
+            value = value + self.kl_coef * _divergence(distance)
             derivative = derivative + self.kl_coef * (distance.exp() - 1)
         return value, derivative
 
@@ -136,10 +152,7 @@ class PolicyGradient(Objective):
         """Return value and derivative, both [n], before weights of mismatch and KL."""
         if self.kind.ratio == "none":
             return advantages * nll, advantages
-        log_ratio = -nll - old
-        if self.kind.ratio == "sequence" and not self.on_policy:
-            log_ratio = _mean_over_sequences(log_ratio, sequence)
-        ratio = log_ratio.exp()
+        ratio = self._log_ratio(nll, old, sequence).exp()
         low, high = 1 - self.clip_low, 1 + self.clip_high
         if self.kind.frozen:
             weight = ratio.clamp(max=high) * advantages
@@ -148,6 +161,30 @@ class PolicyGradient(Objective):
         value = -advantages * torch.where(clipped, ratio.clamp(low, high), ratio)
         return value, torch.where(clipped, 0.0, advantages * ratio)
 
+    def _log_ratio(self, nll: Tensor, old: Tensor, sequence: Tensor) -> Tensor:
+        log_ratio = -nll - old
+        if self.kind.ratio == "sequence" and not self.on_policy:
+            return _mean_over_sequences(log_ratio, sequence)
+        return log_ratio
+
+    def _measure(self, tally: Tally, nll: Tensor, old: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> None:
+        if not self.on_policy:
+            ratio = self._log_ratio(nll, old, sequence).clamp(max=_HIGHEST).exp()
+            tally.mean("ratio_mean", ratio)
+            tally.highest("ratio_max", ratio)
+            high, advantages = ratio > 1 + self.clip_high, columns["advantages"]
+            if not self.kind.frozen:
+                tally.mean("clipped_low", (ratio < 1 - self.clip_low) & (advantages < 0))
+                high = high & (advantages > 0)
+            tally.mean("clipped_high", high)
+        if "sampler_logprobs" in columns:
+            distance = old - columns["sampler_logprobs"]
+            tally.mean("mismatch_mean", distance.abs())
+            tally.highest("mismatch_max", distance.abs())
+            tally.mean("mismatch_kl", _divergence(distance.clamp(max=_HIGHEST)))
+        if "reference_logprobs" in columns:
+            tally.mean("kl", _divergence((columns["reference_logprobs"] + nll).clamp(max=_HIGHEST)))
+
     def _mismatch_weight(self, log_weight: Tensor, sequence: Tensor) -> Tensor:
         if self.mismatch_level == "sequence":
             log_weight = sum_over_sequences(log_weight, sequence)
@@ -155,6 +192,10 @@ class PolicyGradient(Objective):
         if self.mismatch == "truncate":
             return weight.clamp(max=limit)
         return torch.where((weight >= 1 / limit) & (weight <= limit), weight, 0.0)
+
+
+def _divergence(distance: Tensor) -> Tensor:
+    return distance.exp() - distance - 1
 
 
 def _mean_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:

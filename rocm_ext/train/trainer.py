@@ -214,6 +214,7 @@ class Trainer(Training):
             "tokens_per_second": stats.tokens / seconds,
             "padding": stats.padding,
             "seconds": seconds,
+            **stats.measurements,
         }
         if self.cfg.log_peak_memory_stats:
             values["peak_memory"] = peak_memory(self.runtime.device)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.hardware import numerics
 from rocm_ext.log import log
 from rocm_ext.model.merge import merge
+from rocm_ext.objectives import Tally
 from rocm_ext.train import components
 from rocm_ext.train.checkpoint import FREE_KEYS, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.interrupt import Interrupt
@@ -40,6 +41,7 @@ class StepStats:
         tokens: number of computed tokens without padding.
         padding: padding's share of all computed tokens.
         interrupted: whether a rank received a signal to stop.
+        measurements: what the objective measures beside the loss, by name.
     """
 
     loss: float
@@ -48,6 +50,7 @@ class StepStats:
     tokens: int
     padding: float
     interrupted: bool
+    measurements: dict[str, float] = field(default_factory=dict)
 
 
 class Training:
@@ -268,7 +271,7 @@ class Training:
         # The counts cover all micro-batches and ranks, so the loss is exact and not a mean of means.
         denominator = learner.objective.denominator(*self.loader.count(self.place))
         summed = torch.zeros((), dtype=torch.float32, device=device)
-        with self._first_step_checks(), self._compiling():
+        with self._first_step_checks(), self._compiling(), self._measuring() as tally:
             for batch in batches:
                 with learner.offloading:
                     value = learner.model(batch.to(device))
@@ -278,16 +281,18 @@ class Training:
         self.scaler.unscale_(self.optimizer)
         limit = self.cfg.clip_grad_norm
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else float(limit))
-        total, real, computed, interrupted = self.ranks.sum(
+        total, real, computed, interrupted, measured = self.ranks.sum(
             [
                 summed.item(),
                 sum(batch.real_tokens for batch in batches),
                 sum(batch.tokens.numel() for batch in batches),
                 float(self.interrupt.signum is not None),
+                len(tally),
             ]
         )
         loss, norm = total / denominator, float(grad_norm)
         self._check_finite(loss, norm)
+        measurements = tally.result(self.ranks) if measured else {}
         lr = float(self.optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimisers
         if not (math.isfinite(lr) and lr >= 0):
             raise UserError(f"step {self.step + 1}: the learning rate is {lr}; look at optimizer.lr and lr_scheduler")
@@ -296,12 +301,20 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()
-        return StepStats(loss, norm, lr, int(real), 1 - real / computed, bool(interrupted))
+        return StepStats(loss, norm, lr, int(real), 1 - real / computed, bool(interrupted), measurements)
 
     def skip_updates(self, count: int) -> None:
         """Advance the schedule by ``count`` updates that do not happen, for a step with nothing to train on."""
         if self.scheduler is not None:
             advance(self.scheduler, count)
+
+    @contextlib.contextmanager
+    def _measuring(self):
+        self.learner.objective.tally = tally = Tally()
+        try:
+            yield tally
+        finally:
+            self.learner.objective.tally = None
 
     @contextlib.contextmanager
     def _first_step_checks(self):
