@@ -178,7 +178,7 @@ def test_a_class_of_ones_own_judges_batches(mine):
         results = judged_together(pool, [(text, {}) for text in ("a", "a", "fewer", "b", "tuple", "b", "none", "b")])
     details = [result.detail for result in results]
     assert details[:6] == ["one of 2", "one of 2", "alone", "alone", "alone", "alone"]
-    assert details[6:] == ["Wrapped returned NoneType, not a Result", "one of 2"]
+    assert details[6:] == ["Pairs returned NoneType, not a Result", "one of 2"]
     for node in ({"_component_": "my_rewards.Pairs", "batch_size": 0}, {"_component_": "my_rewards.Sizeless"}):
         with pytest.raises(UserError, match="batch_size must be"), Pool(node, workers=1, timeout=30):
             pass

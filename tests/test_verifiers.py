@@ -761,7 +761,7 @@ def test_command(tmp_path: Path):
     answer = "import json, sys; r = json.load(sys.stdin); print(json.dumps({'verdict': 'WRONG', 'reward': r['row']['x'], 'detail': r['completion']}))"
     assert program(answer)("hi\n" * 50_000, {"x": 0.25}) == Result(Verdict.WRONG, 0.25, "hi\n" * 50_000)
     for code in ("exit(3)", "print('rubbish')", "print('[1]')", "print('{\"verdict\": \"MAYBE\", \"reward\": 1}')",
-                 "print('{\"verdict\": \"CORRECT\", \"reward\": 7}')", "while True: print('x' * 10**6)"):  # fmt: skip
+                 "print('{\"verdict\": \"CORRECT\", \"reward\": 7}')", "print('{\"verdict\": \"WRONG\", \"reward\": NaN}')", "while True: print('x' * 10**6)"):  # fmt: skip
         result = program(code)("x", {})
         assert (result.verdict, result.reward) == (Verdict.ERROR, None), code
     started, pid = time.monotonic(), tmp_path / "pid"
@@ -806,7 +806,7 @@ def test_weighted():
     assert (quarter.verdict, quarter.reward) == (Verdict.WRONG, 0.25)
     assert Weighted([DIGIT, EXACT], [1, 3], threshold=0.25)("8", {"answer": "7"}).verdict is Verdict.CORRECT
     assert Weighted([DIGIT, FAILS], [1, 1])("8", {}).verdict is Verdict.ERROR
-    for weights in ([1], [0, 0], [1, -1]):
+    for weights in ([1], [0, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1, "1"], 2):
         with pytest.raises(UserError, match="weight"):
             Weighted([DIGIT, EXACT], weights)
 

@@ -7,7 +7,7 @@ without a sample and the samples without a verdict.
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,9 +21,11 @@ from rocm_ext.ranks import Ranks
 from rocm_ext.rollouts.journal import Records
 from rocm_ext.rollouts.pace import Pace
 from rocm_ext.rollouts.samples import Sample, to_result, to_sample
-from rocm_ext.runs.reader import SampleKey
+from rocm_ext.runs.reader import GREEDY, SampleKey
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.verifiers import Pool, Result, Verdict
+
+Group = tuple[str, bool]  # prompt id, whether it is the greedy answer's
 
 
 @dataclass
@@ -134,10 +136,15 @@ class Begun:
         self._samples, self._verdicts = journals
         self._total, self._rows = len(requests), rows
         keys = {(request.prompt_id, request.sample) for request, _ in requests}
+        groups = _by_group(keys)
+        if pool.groups:  # judged in part, or with other answers than this process asks for
+            judged = _by_group(self._verdicts.records)
+            whole = {group for group in groups if judged.get(group) == groups[group]}
+            self._verdicts.drop(lambda record: _group((record["prompt_id"], record["sample"])) not in whole)
         for journal in journals:  # a resumed run may ask for fewer answers
             journal.drop(lambda record: (record["prompt_id"], record["sample"]) not in keys)
         self._clock = _Clock(*journals)
-        self._judge = _Judge(pool, self._verdicts, interrupt, self._clock)
+        self._judge = _Judge(pool, self._verdicts, interrupt, self._clock, groups)
         self._mine, known = self._share(requests), self._samples.records
         for request, _ in self._mine:
             key = request.prompt_id, request.sample
@@ -240,18 +247,48 @@ class _Clock:
         return round(self.earlier + time.perf_counter() - self._began, 3)
 
 
-class _Judge:
-    """Submits samples to the pool and records the verdicts in the journal."""
+def _group(key: SampleKey) -> Group:
+    """Return the group of an answer. A greedy answer is alone, so its verdict does not depend on the drawn ones."""
+    return key[0], key[1] == GREEDY
 
-    def __init__(self, pool: Pool, journal: Records, interrupt: Interrupt, clock: _Clock) -> None:
+
+def _by_group(keys: Iterable[SampleKey]) -> dict[Group, set[SampleKey]]:
+    found: dict[Group, set[SampleKey]] = {}
+    for key in keys:
+        found.setdefault(_group(key), set()).add(key)
+    return found
+
+
+class _Judge:
+    """Submits samples to the pool and records the verdicts in the journal.
+
+    A verifier of groups gets a group once all its samples are there, in the order of their indices.
+    """
+
+    def __init__(
+        self, pool: Pool, journal: Records, interrupt: Interrupt, clock: _Clock, groups: dict[Group, set[SampleKey]]
+    ) -> None:
         self._pool, self._journal, self._interrupt, self._clock = pool, journal, interrupt, clock
-        self._pending: dict[Future, SampleKey] = {}
+        self._groups = groups
+        self._texts: dict[Group, dict[SampleKey, str]] = {}  # samples of incomplete groups
+        self._pending: dict[Future, list[SampleKey]] = {}
         self._done: SimpleQueue[Future] = SimpleQueue()
         self.counts: Counter[str] = Counter(record["verdict"] for record in journal.records.values())
 
     def submit(self, key: SampleKey, text: str, row: Mapping[str, Any]) -> None:
-        future = self._pool.submit(text, row)
-        self._pending[future] = key
+        if self._pool.groups:
+            group = _group(key)
+            texts = self._texts.setdefault(group, {})
+            texts[key] = text
+            if len(texts) == len(self._groups[group]):
+                del self._texts[group]
+                keys = sorted(texts)
+                self._wait(self._pool.submit_group([texts[key] for key in keys], row), keys)
+        else:
+            self._wait(self._pool.submit(text, row), [key])
+
+    def _wait(self, future: Future, keys: list[SampleKey]) -> None:
+        self._pending[future] = keys
         future.add_done_callback(self._done.put)
 
     def record_finished(self, timeout: float = 0.0) -> None:
@@ -262,18 +299,19 @@ class _Judge:
             except Empty:
                 return
             timeout = 0.0
-            (prompt_id, sample), result = self._pending.pop(future), future.result()
-            self._journal.append(
-                {
-                    "prompt_id": prompt_id,
-                    "sample": sample,
-                    "verdict": result.verdict.value,
-                    "reward": result.reward,
-                    "detail": result.detail,
-                    "seconds": self._clock(),
-                }
-            )
-            self.counts[result.verdict.value] += 1
+            keys, found = self._pending.pop(future), future.result()
+            for (prompt_id, sample), result in zip(keys, found if self._pool.groups else [found], strict=True):
+                self._journal.append(
+                    {
+                        "prompt_id": prompt_id,
+                        "sample": sample,
+                        "verdict": result.verdict.value,
+                        "reward": result.reward,
+                        "detail": result.detail,
+                        "seconds": self._clock(),
+                    }
+                )
+                self.counts[result.verdict.value] += 1
 
     def finish(self) -> None:
         """Wait for the remaining verdicts and record them; return early if the user asks to stop."""

@@ -14,7 +14,7 @@ from rocm_ext.verifiers.command import Command
 from rocm_ext.verifiers.compiled import Compile, Run
 from rocm_ext.verifiers.extract import extract_code
 from rocm_ext.verifiers.json_schema import JsonSchema
-from rocm_ext.verifiers.maths import MathAnswer
+from rocm_ext.verifiers.maths import MajorityAnswer, MathAnswer
 from rocm_ext.verifiers.python import PythonTests
 from rocm_ext.verifiers.reward_function import RewardFunction, as_reward_function
 from rocm_ext.verifiers.sandbox import Limits, Outcome, Sandbox
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from rocm_ext.verifiers.llm_judge import LLMJudge
 
 __all__ = [
-    "All", "Command", "Compile", "ExactMatch", "JsonSchema", "LLMJudge", "Limits", "MathAnswer", "Outcome", "Pool",
-    "PythonTests", "Regex", "Result", "RewardFunction", "Run", "Sandbox", "Verdict", "Verifier", "Weighted",
-    "as_reward_function", "build", "extract_code",
+    "All", "Command", "Compile", "ExactMatch", "JsonSchema", "LLMJudge", "Limits", "MajorityAnswer", "MathAnswer",
+    "Outcome", "Pool", "PythonTests", "Regex", "Result", "RewardFunction", "Run", "Sandbox", "Verdict", "Verifier",
+    "Weighted", "as_reward_function", "build", "extract_code",
 ]  # fmt: skip
 
 

@@ -61,10 +61,18 @@ class Verifier:
     Attributes:
         needs: the fields that a row must have.
         batch_size: how many answers :meth:`judge_batch` takes at most.
+        groups: whether the answers to a prompt are judged together, by :meth:`judge_group`; a class that defines this
+            method need not set it.
     """
 
     needs: tuple[str, ...] = ()
     batch_size: int = 1
+    groups: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "judge_group" in vars(cls) and "groups" not in vars(cls):
+            cls.groups = True
 
     def check(self) -> None:
         """Raise UserError if this machine cannot run the verifier."""
@@ -75,7 +83,9 @@ class Verifier:
             field(row, name)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        """The judgement on ``completion``, given the prompt's ``row``."""
+        """The judgement on ``completion``, given the prompt's ``row``; of a verifier of groups: on a group of one."""
+        if self.groups:
+            return group_results(self, [completion], row)[0]
         raise NotImplementedError
 
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
@@ -85,6 +95,37 @@ class Verifier:
         others. If the call fails or takes too long, each answer is judged by ``__call__`` alone.
         """
         return [self(completion, row) for completion, row in zip(completions, rows, strict=True)]
+
+    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+        """The judgements on all answers to one prompt, in their order; called only if ``groups`` is True.
+
+        The result on one answer may depend on the others. If the call fails or takes too long, all of them are ERROR.
+        """
+        raise NotImplementedError
+
+
+def group_results(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    """What a verifier's ``judge_group`` returns.
+
+    Raises:
+        ValueError: it is not a list with a result for each answer.
+    """
+    results = verifier.judge_group(completions, row)
+    if not isinstance(results, list) or len(results) != len(completions):
+        raise ValueError(f"{name_of(verifier)}.judge_group must return a list of {len(completions)} results")
+    return [checked(verifier, result) for result in results]
+
+
+def checked(verifier: Verifier, result: Any) -> Result:
+    """``result``, or an ERROR if a verifier of the user's returned something else."""
+    if isinstance(result, Result):
+        return Result(result.verdict, result.reward, result.detail)  # a subclass may have skipped the checks
+    return error(f"{name_of(verifier)} returned {type(result).__name__}, not a Result")
+
+
+def name_of(verifier: Verifier) -> str:
+    """The name of a verifier's class, as the user knows it."""
+    return type(getattr(verifier, "inner", verifier)).__name__
 
 
 def short(text: object, length: int = DETAIL) -> str:

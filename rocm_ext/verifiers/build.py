@@ -6,16 +6,17 @@ from typing import Any
 
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.importing import COMPONENT, import_component
-from rocm_ext.verifiers.base import Result, Verifier
+from rocm_ext.verifiers.base import Result, Verifier, group_results
 
 
 class Wrapped(Verifier):
-    """A user's object that is callable but no :class:`Verifier`."""
+    """A user's object that is no :class:`Verifier`: it is callable, has ``judge_group``, or both."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.needs = tuple(getattr(inner, "needs", ()))
         self.batch_size = getattr(inner, "batch_size", 0) if hasattr(inner, "judge_batch") else 1
+        self.groups = hasattr(inner, "judge_group")
 
     def check(self) -> None:
         if hasattr(self.inner, "check"):
@@ -28,10 +29,13 @@ class Wrapped(Verifier):
             super().check_row(row)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        return self.inner(completion, row)
+        return group_results(self, [completion], row)[0] if self.groups else self.inner(completion, row)
 
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
         return self.inner.judge_batch(completions, rows)
+
+    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+        return self.inner.judge_group(completions, row)
 
 
 def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
@@ -74,7 +78,7 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
         raise UserError(f"{path} cannot be built: {one_line(error)}") from error
     if isinstance(verifier, Verifier):
         return verifier
-    if not callable(verifier):
+    if not callable(verifier) and not hasattr(verifier, "judge_group"):
         raise UserError(f"{path} builds a {type(verifier).__name__}, which is not callable as (completion, row)")
     return Wrapped(verifier)
 

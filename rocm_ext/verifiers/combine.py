@@ -1,19 +1,24 @@
 """Verifiers that combine others."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rocm_ext.errors import UserError
-from rocm_ext.verifiers.base import Result, Verdict, Verifier
+from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, error, group_results, name_of
 from rocm_ext.verifiers.build import build
+from rocm_ext.verifiers.workers.worker import blame
 
 
 class _Several(Verifier):
+    """Verifiers that judge an answer in order. If one of them judges groups, all answers to a prompt come together."""
+
     def __init__(self, verifiers: Sequence[Any]) -> None:
         if isinstance(verifiers, (str, Mapping)) or not verifiers:
             raise UserError(f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
         self.verifiers = [build(node) for node in verifiers]
         self.needs = tuple(dict.fromkeys(name for verifier in self.verifiers for name in verifier.needs))
+        self.groups = any(verifier.groups for verifier in self.verifiers)
 
     def check(self) -> None:
         for verifier in self.verifiers:
@@ -23,26 +28,51 @@ class _Several(Verifier):
         for verifier in self.verifiers:
             verifier.check_row(row)
 
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        return self.judge_group([completion], row)[0]
+
+    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+        found: list[list[Result]] = [[] for _ in completions]  # of each answer, by the verifiers so far
+        for verifier in self.verifiers:
+            going = [i for i, results in enumerate(found) if not (results and self._ends(results[-1]))]
+            if not going:
+                break
+            if verifier.groups:
+                all_results = group_results(verifier, completions, row)
+                results = [all_results[i] for i in going]
+            else:
+                results = _one_by_one(verifier, [completions[i] for i in going], row)
+            for i, result in zip(going, results, strict=True):
+                found[i].append(result)
+        return [results[-1] if results[-1].reward is None else self._combined(results) for results in found]
+
+    def _ends(self, result: Result) -> bool:
+        """Whether an answer with this result goes to no further verifier."""
+        raise NotImplementedError
+
+    def _combined(self, results: Sequence[Result]) -> Result:
+        """The result on one answer, from the rewards that the verifiers gave in order."""
+        raise NotImplementedError
+
 
 class All(_Several):
     """CORRECT if all verifiers say so; else the verdict of the first that disagrees and the least reward so far.
 
-    They judge in order, and the first verdict that is not CORRECT ends it: put the cheap ones first.
+    They judge in order, and the first verdict that is not CORRECT ends it: put the cheap ones first. A verifier of
+    groups sees all answers to the prompt, also those that an earlier verifier found wrong.
 
     Args:
         verifiers: their nodes.
     """
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        rewards = []
-        for verifier in self.verifiers:
-            result = verifier(completion, row)
-            if result.reward is None:
-                return result
-            rewards.append(result.reward)
-            if result.verdict is not Verdict.CORRECT:
-                return Result(result.verdict, min(rewards), f"{_name(verifier)}: {result.detail}")
-        return Result(Verdict.CORRECT, min(rewards), "")
+    def _ends(self, result: Result) -> bool:
+        return result.verdict is not Verdict.CORRECT
+
+    def _combined(self, results: Sequence[Result]) -> Result:
+        last, reward = results[-1], min(result.reward or 0.0 for result in results)
+        if last.verdict is Verdict.CORRECT:
+            return Result(Verdict.CORRECT, reward, "")
+        return Result(last.verdict, reward, f"{name_of(self.verifiers[len(results) - 1])}: {last.detail}")
 
 
 class Weighted(_Several):
@@ -56,25 +86,32 @@ class Weighted(_Several):
 
     def __init__(self, verifiers: Sequence[Any], weights: Sequence[float], threshold: float = 1.0) -> None:
         super().__init__(verifiers)
-        if len(weights) != len(self.verifiers) or any(w < 0 for w in weights) or sum(weights) <= 0:
+        numbers = isinstance(weights, (list, tuple)) and all(type(w) in (int, float) for w in weights)
+        if (
+            not numbers
+            or len(weights) != len(self.verifiers)
+            or not all(0 <= w < math.inf for w in weights)  # NaN, too
+            or sum(weights) <= 0
+        ):
             raise UserError(
                 f"Weighted needs a weight >= 0 for each of {len(self.verifiers)} verifiers, and one > 0; "
-                f"found {list(weights)}"
+                f"found {weights!r}"
             )
         if not 0 < threshold <= 1:
             raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")
         self.weights, self.threshold = list(weights), threshold
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def _ends(self, result: Result) -> bool:
+        return result.reward is None
+
+    def _combined(self, results: Sequence[Result]) -> Result:
         reward, verdict, details = 0.0, Verdict.CORRECT, []
-        for verifier, weight in zip(self.verifiers, self.weights, strict=True):
-            result = verifier(completion, row)
-            if result.reward is None:
-                return result
-            reward += weight * result.reward
+        for verifier, weight, result in zip(self.verifiers, self.weights, results, strict=True):
+            part = result.reward or 0.0
+            reward += weight * part
             if verdict is Verdict.CORRECT:
                 verdict = result.verdict
-            details.append(f"{_name(verifier)} {result.reward:g}" + f" ({result.detail})" * bool(result.detail))
+            details.append(f"{name_of(verifier)} {part:g}" + f" ({result.detail})" * bool(result.detail))
         reward = min(1.0, reward / sum(self.weights))
         if reward >= self.threshold - 1e-9:
             verdict = Verdict.CORRECT
@@ -83,5 +120,24 @@ class Weighted(_Several):
         return Result(verdict, reward, "; ".join(details))
 
 
-def _name(verifier: Verifier) -> str:
-    return type(getattr(verifier, "inner", verifier)).__name__
+def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    """The results on answers that do not depend on each other, in batches where the verifier takes them."""
+    size = verifier.batch_size
+    if min(size, len(completions)) < 2:
+        return [_alone(verifier, completion, row) for completion in completions]
+    found: list[Result] = []
+    for start in range(0, len(completions), size):
+        part = completions[start : start + size]
+        try:
+            results = verifier.judge_batch(part, [row] * len(part))
+            found += [checked(verifier, result) for result, _ in zip(results, part, strict=True)]
+        except Exception:  # one answer must not spoil the others
+            found += [_alone(verifier, completion, row) for completion in part]
+    return found
+
+
+def _alone(verifier: Verifier, completion: str, row: Mapping[str, Any]) -> Result:
+    try:
+        return checked(verifier, verifier(completion, row))
+    except Exception as problem:
+        return error(blame(problem))

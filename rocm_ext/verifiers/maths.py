@@ -4,12 +4,12 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from rocm_ext.errors import UserError
-from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, unparsed, wrong
+from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
 from rocm_ext.verifiers.mathtext import (
     LONGEST,
     NO_UNIT,
@@ -126,6 +126,66 @@ class MathAnswer(Verifier):
             return None
         values = {mine[0]} if mine[1] == golden[1] else {mine[0], mine[0] / 100 if mine[1] else mine[0] * 100}
         return any(abs(value - golden[0]) <= abs(golden[0]) * Fraction(self.tolerance) for value in values)
+
+
+class MajorityAnswer(Verifier):
+    """Whether the completion's final answer is the most frequent one among the answers to its prompt.
+
+    Majority voting needs no right answers (TTRL, arXiv:2504.16084). A row that has one is judged by it, so held-out
+    rows can measure what the model learns. Final answers are found and compared as in :class:`MathAnswer`. An answer
+    without one is UNPARSED and has no vote. If two final answers are equally frequent, no answer is CORRECT.
+
+    A model that is mostly wrong becomes surer of its mistakes.
+
+    Args:
+        min_share: share of the group's answers that the most frequent final answer needs.
+        field: the row's field with the right answer, if the row has it; None: always vote.
+        tolerance: as in :class:`MathAnswer`.
+        timeout: seconds for one comparison by math-verify; answers that take longer count as different.
+    """
+
+    def __init__(
+        self, min_share: float = 0.0, field: str | None = "answer", tolerance: float = 0.0, timeout: float = 5.0
+    ) -> None:
+        if not 0 <= min_share <= 1:
+            raise UserError(f"MajorityAnswer needs min_share in [0, 1], found {min_share}")
+        self.min_share, self.field = min_share, field
+        self._compared = MathAnswer(field or "answer", tolerance, timeout)
+
+    def check(self) -> None:
+        self._compared.check()
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        if self._has_answer(row):
+            self._compared.check_row(row)
+
+    def _has_answer(self, row: Mapping[str, Any]) -> bool:
+        return self.field is not None and row.get(self.field) is not None
+
+    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+        if self._has_answer(row):
+            return [self._compared(completion, row) for completion in completions]
+        if len(completions) < 2:
+            more = "" if self.field is None else f"; to judge it alone, the row needs the field {self.field!r}"
+            return [error(f"one answer alone has no majority{more}")] * len(completions)
+        votes: dict[str, list[int]] = {}  # places of the completions with each final answer
+        for place, completion in enumerate(completions):
+            answer = final_answer(completion)
+            if answer is not None:
+                same = next((known for known in votes if self._equal(completion, known)), answer)
+                votes.setdefault(same, []).append(place)
+        ranked = sorted(votes, key=lambda answer: -len(votes[answer]))
+        counts = [len(votes[answer]) for answer in ranked]
+        results = [unparsed("no answer found")] * len(completions)
+        for answer, places in votes.items():
+            shown = f"{len(places)} of {len(completions)} answers are {answer}"
+            agreed = counts[1:2] != counts[:1] and counts[0] >= self.min_share * len(completions)
+            for place in places:
+                results[place] = correct(shown) if agreed and answer == ranked[0] else wrong(shown)
+        return results
+
+    def _equal(self, completion: str, answer: str) -> bool:
+        return self._compared(completion, {self._compared.field: rf"\boxed{{{answer}}}"}).verdict is Verdict.CORRECT
 
 
 def same_text(a: str, b: str) -> bool:

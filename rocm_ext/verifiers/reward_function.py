@@ -1,9 +1,11 @@
 """Reward functions in TRL's signature as verifiers, and verifiers as such functions."""
 
 import inspect
+import itertools
 import math
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from rocm_ext.errors import UserError, one_line
@@ -25,7 +27,7 @@ class RewardFunction(Verifier):
     function does not apply to the row) and a number outside of ``scale`` are an ERROR.
 
     A call has up to ``batch_size`` answers, those to one prompt together where possible. The reward of one must not
-    depend on the others.
+    depend on the others, unless ``groups`` is True: then a call has all answers to one prompt and no others.
 
     Args:
         function: its dotted name, such as ``my_module.reward``. The module may be in the current directory.
@@ -34,6 +36,7 @@ class RewardFunction(Verifier):
         conversational: pass prompts and completions as lists of messages, else as texts; None: as lists of messages
             for rows with ``messages``, as in TRL. The functions in ``trl.rewards`` take messages.
         batch_size: answers in one call.
+        groups: whether the rewards of answers to one prompt depend on each other; ``batch_size`` has no effect then.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class RewardFunction(Verifier):
         scale: Sequence[float] = (0.0, 1.0),
         conversational: bool | None = None,
         batch_size: int = 16,
+        groups: bool = False,
     ) -> None:
         self.scale, self.threshold = checked_scale("RewardFunction", scale, threshold)
         if type(batch_size) is not int or batch_size < 1:
@@ -52,7 +56,7 @@ class RewardFunction(Verifier):
             raise UserError(
                 f"RewardFunction: {function} is a class; expected a function, or an object that is callable"
             )
-        self.conversational, self.batch_size = conversational, batch_size
+        self.conversational, self.batch_size, self.groups = conversational, batch_size, groups
         self._named, self._takes_all = self._signature()
         own = ("prompts", "completions", *LOGGERS)
         self.needs = tuple(name for name, needed in self._named.items() if needed and name not in own)
@@ -105,6 +109,9 @@ class RewardFunction(Verifier):
         if len(rewards) != len(rows):
             raise ValueError(f"it returned {len(rewards)} rewards for {len(rows)} completions")
         return [self._result(reward) for reward in rewards]
+
+    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+        return self.judge_batch(completions, [row] * len(completions))
 
     def _talks(self, row: Mapping[str, Any]) -> bool:
         return "messages" in row if self.conversational is None else self.conversational
@@ -190,9 +197,18 @@ class _VerifierReward:
                 row |= {"prompt": _text(prompt), "messages": prompt}
             self._verifier.check_row(row)
             rows.append(row)
-        texts = (each if isinstance(each, str) else _text(each) for each in completions)
+        texts = [each if isinstance(each, str) else _text(each) for each in completions]
+        if self._pool.groups:
+            return [result.reward for future in self._groups(texts, rows) for result in future.result()]
         futures = [self._pool.submit(text, row) for text, row in zip(texts, rows, strict=True)]
         return [future.result().reward for future in futures]
+
+    def _groups(self, texts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> "list[Future[list[Result]]]":
+        """Submit neighbours with equal rows as groups: trainers repeat a prompt's row for each of its answers."""
+        found = []
+        for row, pairs in itertools.groupby(zip(rows, texts, strict=True), key=lambda pair: pair[0]):
+            found.append(self._pool.submit_group([text for _, text in pairs], row))
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {"__name__": self.__name__, "_arguments": self._arguments}

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,8 @@ class Pool:
     verifier once. The pool replaces a worker that dies or hangs.
 
     A verifier with a ``batch_size`` gets several waiting answers in one call, those to the same row first. If the call
-    fails, the pool asks for each of them alone.
+    fails, the pool asks for each of them alone. A verifier of groups gets all answers to a prompt in one call, from
+    :meth:`submit_group`; if the call fails, all of them are ERROR.
 
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`; JSON data.
@@ -39,7 +40,8 @@ class Pool:
             verifiers that hang; the verifier itself limits the time of a model's code.
 
     Attributes:
-        batch_size: of the verifier.
+        batch_size: of the verifier; 1 for a verifier of groups.
+        groups: whether the verifier judges groups.
 
     Raises:
         UserError: on entering, if a worker cannot build the verifier.
@@ -61,7 +63,7 @@ class Pool:
         self._waiting: deque[_Request] = deque()
         self._lock = threading.Lock()
         self._closed = False
-        self.batch_size = 1
+        self.batch_size, self.groups = 1, False
 
     def __enter__(self) -> "Pool":
         try:
@@ -69,7 +71,8 @@ class Pool:
                 self._threads.submit(worker.start).result()
             deadline = time.monotonic() + START
             for worker in self._all:
-                self.batch_size = worker.ready(deadline)
+                batch_size, self.groups = worker.ready(deadline)
+                self.batch_size = 1 if self.groups else batch_size
         except BaseException:
             self.close()
             raise
@@ -91,8 +94,15 @@ class Pool:
             worker.release()
 
     def submit(self, completion: str, row: Mapping[str, Any]) -> "Future[Result]":
-        """A future for the result; no verifier makes it raise."""
-        request = _Request(completion, row, Future())
+        """A future for the result; no verifier makes it raise. A verifier of groups gets a group of one."""
+        return self._enqueue(completion, row)
+
+    def submit_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> "Future[list[Result]]":
+        """A future for the results on all answers to a prompt, for a verifier of groups; no verifier makes it raise."""
+        return self._enqueue(list(completions), row)
+
+    def _enqueue(self, answer: str | list[str], row: Mapping[str, Any]) -> Future:
+        request = _Request(answer, row, Future())
         with self._lock:
             self._waiting.append(request)
         self._threads.submit(self._work)
@@ -123,18 +133,22 @@ class Pool:
         requests = [first, *window[: count - 1]]
         return [request for request in requests if request.future.set_running_or_notify_cancel()]
 
-    def _verify(self, worker: "_Worker", requests: "list[_Request]") -> list[Result]:
+    def _verify(self, worker: "_Worker", requests: "list[_Request]") -> list[Any]:
+        """The result of each request: a Result, or a list of them for a group."""
         results = self._ask(worker, requests) if requests else []
+        group = requests[0].answer if requests and isinstance(requests[0].answer, list) else None
         if isinstance(results, list):
-            return results
+            return results if group is None else [results]
         if len(requests) == 1:
-            return [error(results)]
+            return [error(results) if group is None else [error(results)] * len(group)]
         return [result for request in requests for result in self._verify(worker, [request])]
 
     def _ask(self, worker: "_Worker", requests: "list[_Request]") -> list[Result] | str:
         """The results, or why there are none."""
         try:
-            wire = [{"completion": request.completion, "row": dict(request.row)} for request in requests]
+            wire: Any = [{"completion": request.answer, "row": dict(request.row)} for request in requests]
+            if isinstance(requests[0].answer, list):
+                wire = {"completions": requests[0].answer, "row": dict(requests[0].row)}
             return worker.verify(json.dumps(wire, default=_plain), self._timeout)
         except (TypeError, ValueError, RecursionError) as problem:
             return f"the row cannot be sent to a worker: {problem}"
@@ -146,9 +160,9 @@ class Pool:
 
 @dataclass(frozen=True)
 class _Request:
-    completion: str
+    answer: str | list[str]  # a list: a group, which is alone in its call
     row: Mapping[str, Any]
-    future: "Future[Result]"
+    future: Future
 
 
 class _Worker:
@@ -183,8 +197,8 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):
             self._send(json.dumps(start), time.monotonic() + START)
 
-    def ready(self, deadline: float) -> int:
-        """Wait until the verifier is built, and return its batch size.
+    def ready(self, deadline: float) -> tuple[int, bool]:
+        """Wait until the verifier is built, and return its batch size and whether it judges groups.
 
         Raises:
             UserError: building it failed.
@@ -197,7 +211,7 @@ class _Worker:
             )
             self.kill()
             raise UserError(f"the verifier cannot be built in a worker: {said}")
-        return message["ready"]
+        return message["ready"], message["groups"]
 
     def verify(self, request: str, timeout: float) -> list[Result] | str:
         """The results, or why there are none."""

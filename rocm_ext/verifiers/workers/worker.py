@@ -1,8 +1,8 @@
 """A process that verifies: it reads one JSON object per line and answers each with one.
 
-It reads ``{"node": ..., "parent": pid}`` first, then a list of ``{"completion": ..., "row": ...}`` each time. It
-answers ``{"ready": batch size}`` or ``{"error": ...}``, then ``{"results": [[verdict, reward, detail], ...]}`` or
-``{"error": ...}`` each time.
+It reads ``{"node": ..., "parent": pid}`` first, then a list of ``{"completion": ..., "row": ...}`` or a group
+``{"completions": [...], "row": ...}`` each time. It answers ``{"ready": batch size, "groups": ...}`` or
+``{"error": ...}``, then ``{"results": [[verdict, reward, detail], ...]}`` or ``{"error": ...}`` each time.
 :class:`rocm_ext.verifiers.Pool` starts it.
 """
 
@@ -50,23 +50,20 @@ def blame(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}{where}"
 
 
-def judged(verifier: Any, requests: list[dict[str, Any]]) -> list[tuple[str, float | None, str]]:
-    """Verdict, reward and detail for each request."""
-    from rocm_ext.verifiers.base import Result, error
+def judged(verifier: Any, requests: dict[str, Any] | list[dict[str, Any]]) -> list[tuple[str, float | None, str]]:
+    """Verdict, reward and detail for each request, or for each answer of a group."""
+    from rocm_ext.verifiers.base import checked, group_results
 
-    if len(requests) == 1:
+    if isinstance(requests, dict):
+        results = group_results(verifier, requests["completions"], requests["row"])
+    elif len(requests) == 1:
         results = [verifier(requests[0]["completion"], requests[0]["row"])]
     else:
         results = verifier.judge_batch([each["completion"] for each in requests], [each["row"] for each in requests])
         if not isinstance(results, list) or len(results) != len(requests):
             raise ValueError(f"{type(verifier).__name__}.judge_batch must return a list of {len(requests)} results")
-    found = []
-    for result in results:
-        if not isinstance(result, Result):
-            result = error(f"{type(verifier).__name__} returned {type(result).__name__}, not a Result")
-        result = Result(result.verdict, result.reward, result.detail)  # a subclass may have skipped the checks
-        found.append((str(result.verdict), result.reward, result.detail))
-    return found
+    results = [checked(verifier, result) for result in results]
+    return [(str(result.verdict), result.reward, result.detail) for result in results]
 
 
 def main() -> None:
@@ -99,7 +96,7 @@ def main() -> None:
     except BaseException as problem:
         say({"error": str(problem) if type(problem).__name__ == "UserError" else blame(problem)})
         return
-    say({"ready": verifier.batch_size})
+    say({"ready": verifier.batch_size, "groups": verifier.groups})
     for line in reader:
         answer: dict[str, Any]
         try:

@@ -1,0 +1,323 @@
+"""Verifiers that see all answers to a prompt at once."""
+
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rocm_ext.errors import UserError
+from rocm_ext.generation import Completion, Request, Sampling
+from rocm_ext.ranks import Ranks
+from rocm_ext.rollouts.journal import journals_in
+from rocm_ext.rollouts.phases import Rollouts
+from rocm_ext.train.interrupt import Interrupt, Interrupted
+from rocm_ext.verifiers import MajorityAnswer, Pool, Verdict, as_reward_function, build
+
+pytest.importorskip("resource", reason="forks and POSIX signals")
+HERE = "rocm_ext.verifiers."
+
+MINE = """
+import os, time
+from rocm_ext.verifiers import Result, Verdict, Verifier
+
+def note(completions):
+    with open(os.environ["CALLS"], "a") as file: file.write(" ".join(completions) + "\\n")
+
+class Rare:  # rewards answers that no other equals
+    batch_size = 4
+    def judge_group(self, completions, row):
+        note(completions)
+        for c in completions:
+            if c == "raise": raise KeyError("oh no")
+            if c == "die": os._exit(3)
+            if c == "hang": time.sleep(1000)
+        counts = [completions.count(c) for c in completions]
+        results = [
+            Result(Verdict.CORRECT if n == 1 else Verdict.WRONG, 1.0 / n, f"{n} of {len(counts)}") for n in counts
+        ]
+        results = [None if c == "none" else result for c, result in zip(completions, results)]
+        return results[1:] if "fewer" in completions else results
+
+class Inherits(Verifier, Rare):
+    def judge_group(self, completions, row): return Rare.judge_group(self, completions, row)
+
+class Nan:
+    def judge_group(self, completions, row): return [Result(Verdict.WRONG, float("nan")) for c in completions]
+
+class Batch(Verifier):
+    batch_size = 2
+    def __call__(self, completion, row): return Result(Verdict.CORRECT, 1.0, "alone")
+    def judge_batch(self, completions, rows):
+        if "raise" in completions: raise KeyError("oh no")
+        return [Result(Verdict.CORRECT, 1.0, f"one of {len(rows)}") for _ in completions]
+
+def rank(prompts, completions, **columns):
+    assert len(set(prompts)) == 1
+    note(completions)
+    if "nan" in completions: return [float("nan"), *[float("inf")] * (len(completions) - 1)]
+    return [sorted(completions).index(c) / (len(completions) - 1) for c in completions]
+"""
+RARE = {"_component_": "my_groups.Rare"}
+DIGIT = {"_component_": HERE + "Regex", "pattern": r"\d"}
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """The user's module ``my_groups`` in the current directory; gives the calls of its verifiers so far."""
+    (tmp_path / "my_groups.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    yield lambda: (tmp_path / "calls").read_text().splitlines()
+    sys.modules.pop("my_groups", None)
+
+
+def judged(node, *groups, timeout=30.0):
+    with Pool(node, workers=1, timeout=timeout) as pool:
+        assert pool.groups
+        futures = [pool.submit_group(group, {"prompt": f"q{i}"}) for i, group in enumerate(groups)]
+        return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize("name", ["Rare", "Inherits"])
+def test_a_group_is_one_call_and_no_call_mixes_groups(calls, name):
+    found = judged({"_component_": f"my_groups.{name}"}, ["a", "b", "a"], ["a"], ["a", "a", "c", "d", "e"])
+    assert [[result.reward for result in group] for group in found] == [[0.5, 1, 0.5], [1], [0.5, 0.5, 1, 1, 1]]
+    assert calls() == ["a b a", "a", "a a c d e"]
+
+
+def test_an_answer_alone_is_a_group_of_one(calls):
+    with Pool(RARE, workers=1, timeout=30) as pool:
+        assert [pool.submit(text, {}).result().detail for text in ("a", "a")] == ["1 of 1", "1 of 1"]
+    assert build(RARE)("a", {}).detail == "1 of 1"
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("raise", "oh no"), ("die", "exited with 3"), ("hang", "hung for 2 s"),
+        ("fewer", "Rare.judge_group must return a list of 3 results"),
+    ],
+)  # fmt: skip
+def test_a_group_whose_call_fails_is_an_error_and_is_judged_once(calls, bad, says):
+    found = judged(RARE, ["a", "b"], ["a", bad, "c"], ["a", "a"], timeout=2 if bad == "hang" else 30)
+    assert [[str(result.verdict) for result in group] for group in found] == [
+        ["CORRECT"] * 2, ["ERROR"] * 3, ["WRONG"] * 2,
+    ]  # fmt: skip
+    assert all(says in result.detail for result in found[1])
+    assert calls() == ["a b", f"a {bad} c", "a a"]
+
+
+def test_one_bad_result_spoils_no_other_of_its_group(calls):
+    [group] = judged(RARE, ["a", "none", "b"])
+    assert [str(result.verdict) for result in group] == ["CORRECT", "ERROR", "CORRECT"]
+
+
+def test_a_reward_function_sees_the_whole_group(calls):
+    node = {"_component_": HERE + "RewardFunction", "function": "my_groups.rank", "groups": True, "batch_size": 2}
+    found = judged(node, ["b", "c", "a"], ["x", "y"])
+    assert [[result.reward for result in group] for group in found] == [[0.5, 1, 0], [0, 1]]
+    assert calls() == ["b c a", "x y"]
+
+
+def test_a_reward_that_is_no_number_is_an_error_that_says_so(calls):
+    node = {"_component_": HERE + "RewardFunction", "function": "my_groups.rank", "groups": True}
+    [group] = judged(node, ["nan", "b"])
+    assert [str(result.verdict) for result in group] == ["ERROR"] * 2
+    assert [result.detail for result in group] == [
+        f"the reward function gave {value}, which is not between 0 and 1" for value in ("nan", "inf")
+    ]
+    [group] = judged({"_component_": "my_groups.Nan"}, ["a", "b"])
+    assert [str(result.verdict) for result in group] == ["ERROR"] * 2
+    assert all("the reward must be in [0, 1], found nan" in result.detail for result in group)
+    weighted = {"_component_": HERE + "Weighted", "weights": [1], "verifiers": [{"_component_": "my_groups.Nan"}]}
+    assert "found nan" in judged(weighted, ["a"])[0][0].detail
+
+
+# ---- verifiers of groups among others
+
+
+def test_weights_combine_rewards_of_groups_with_those_of_single_answers(calls):
+    node = {"_component_": HERE + "Weighted", "verifiers": [DIGIT, RARE], "weights": [3, 1]}
+    [group] = judged(node, ["1", "1", "x", "none"])
+    assert [result.reward for result in group] == [0.875, 0.875, 0.25, None]
+    assert str(group[0].verdict) == "WRONG"
+    assert group[0].detail == "Regex 1 (found '1'); Rare 0.5 (2 of 4)"
+
+
+def test_all_asks_for_the_whole_group_and_keeps_what_earlier_verifiers_found(calls):
+    node = {"_component_": HERE + "All", "verifiers": [DIGIT, RARE, {"_component_": "my_groups.Batch"}]}
+    found = judged(node, ["1", "x", "x", "2", "2"], ["y", "y"])
+    assert [str(result.verdict) for result in found[0]] == ["CORRECT", "WRONG", "WRONG", "WRONG", "WRONG"]
+    assert [result.detail for result in found[0]][1:4] == ["Regex: no match", "Regex: no match", "Rare: 2 of 5"]
+    assert calls() == ["1 x x 2 2"]  # no answer of the second group came that far
+
+
+def test_answers_of_a_group_come_in_batches_to_a_verifier_that_takes_them(calls):
+    weights = [1, 1]
+    node = {
+        "_component_": HERE + "Weighted",
+        "weights": weights,
+        "verifiers": [{"_component_": "my_groups.Batch"}, RARE],
+    }
+    [group] = judged(node, ["a", "b", "raise2", "c", "d"])
+    assert ["one of 2" in result.detail for result in group] == [True] * 4 + [False]
+    verifier = build(
+        {**node, "verifiers": [{"_component_": "my_groups.Batch"}, {"_component_": HERE + "MajorityAnswer"}]}
+    )
+    details = [result.detail for result in verifier.judge_group(["1", "raise", "2", "3"], {})]
+    assert ["alone" in detail for detail in details] == [True, True, False, False]
+
+
+def test_trl_gets_rewards_of_groups(calls):
+    reward = as_reward_function(RARE)
+    texts = ["a", "a", "b", "a", "a", "c"]
+    found = reward(prompts=["p"] * 3 + ["q"] * 3, completions=texts, answer=["1"] * 3 + ["2"] * 3)
+    assert found == [0.5, 0.5, 1, 0.5, 0.5, 1]
+    assert calls() == ["a a b", "a a c"]
+    reward.close()
+
+
+# ---- majority voting
+
+
+def voted(*answers, row=None, **settings):
+    results = MajorityAnswer(**settings).judge_group(list(answers), row or {})
+    return [str(result.verdict) for result in results]
+
+
+def test_the_most_frequent_final_answer_is_right():
+    verdicts = voted("so \\boxed{12}", "the answer is 12.0", "it is 7", "12", "I do not know")
+    assert verdicts == ["CORRECT", "CORRECT", "WRONG", "CORRECT", "UNPARSED"]
+    assert voted("1", "1", "2", "3", "4", min_share=0.5) == ["WRONG"] * 5
+
+
+def test_a_tie_has_no_majority():
+    assert voted("1", "2") == voted("1", "1", "2", "2")[:2] == ["WRONG", "WRONG"]
+    assert voted("I do not know", "I do not know") == ["UNPARSED", "UNPARSED"]
+
+
+def test_a_row_with_an_answer_is_judged_by_it():
+    row = {"answer": "7"}
+    assert voted("12", "12", "7", row=row) == ["WRONG", "WRONG", "CORRECT"]
+    assert voted("12", "12", "7", row=row, field=None) == ["CORRECT", "CORRECT", "WRONG"]
+    assert voted("7", row=row) == ["CORRECT"]
+    [alone] = MajorityAnswer().judge_group(["7"], {})
+    assert alone.verdict is Verdict.ERROR
+    assert "'answer'" in alone.detail
+    with pytest.raises(ValueError, match="math-verify can parse"):
+        MajorityAnswer().check_row({"answer": "1 2 3 ..."})
+    MajorityAnswer().check_row({"prompt": "q"})
+    with pytest.raises(UserError, match="min_share"):
+        MajorityAnswer(min_share=2)
+
+
+def test_formulas_vote_by_value():
+    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{\frac{2}{4}}", r"\boxed{x+1}", r"\boxed{1+x}"]
+    [group] = judged({"_component_": HERE + "MajorityAnswer"}, texts)
+    assert [str(result.verdict) for result in group] == ["CORRECT"] * 3 + ["WRONG"] * 2
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from(["1", "2", "3", "no"]), min_size=2, max_size=7), st.randoms(use_true_random=False))
+def test_votes_are_counted_whatever_the_order(texts, rng):
+    counts = Counter(text for text in texts if text != "no").most_common()
+    leads = [text for text, count in counts if count == counts[0][1]]
+    expected = {text: "UNPARSED" if text == "no" else "CORRECT" if leads == [text] else "WRONG" for text in set(texts)}
+    rng.shuffle(texts)
+    assert voted(*texts) == [expected[text] for text in texts]
+
+
+# ---- groups in a run
+
+
+class Replies:
+    """A session that answers with fixed texts, last request first, until ``stop_after`` answers."""
+
+    def __init__(self, interrupt, texts, stop_after=None):
+        self._interrupt, self._texts, self._left = interrupt, texts, stop_after
+        self.asked = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def generate(self, requests, sampling):
+        for request in reversed(requests):
+            self.asked.append((request.prompt_id, request.sample))
+            yield Completion(request, [1, 2], [-0.1, -0.1], self._texts[request.sample], "stop")
+            if len(self.asked) == self._left:
+                self._interrupt.signum = 15
+
+    def stats(self):
+        return {"tokens": 2.0, "tokens_per_second": 1.0}
+
+
+def phase(folder, samples, stop_after=None, node=RARE):
+    """Make a phase of two prompts; ``stop_after`` interrupts it after so many samples."""
+    texts = dict(enumerate(["a", "b", "a", "c"])) | {-1: "a"}
+    sampling, interrupt = Sampling(max_new_tokens=4), Interrupt()
+    requests = [(Request(p, i, 0, (1,)), sampling) for p in "pq" for i in samples]
+    session = Replies(interrupt, texts, stop_after)
+    with Pool(node, workers=1, timeout=30) as pool:
+        rollouts = Rollouts(pool, Ranks(None), interrupt, 0.5)
+        made = rollouts.make("test", journals_in(folder, Ranks(None)), requests, {"p": {}, "q": {}}, lambda: session)
+    return made.results
+
+
+def rewards(results):
+    return {key: result.reward for key, result in sorted(results.items())}
+
+
+EXPECTED = {(p, i): reward for p in "pq" for i, reward in enumerate([0.5, 1.0, 0.5, 1.0])}
+
+
+def test_a_run_judges_a_group_once_all_its_answers_are_there(calls, tmp_path):
+    assert rewards(phase(tmp_path, range(4))) == EXPECTED
+    assert calls() == ["a b a c"] * 2  # by index, although they came in another order
+
+
+def test_a_greedy_answer_is_a_group_of_its_own(calls, tmp_path):
+    found = phase(tmp_path, (-1, 0, 1))
+    assert {key: result.detail for key, result in found.items() if key[0] == "p"} == {
+        ("p", -1): "1 of 1", ("p", 0): "1 of 2", ("p", 1): "1 of 2",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stop_after", [1, 5])
+def test_a_resumed_run_judges_a_group_when_its_last_answer_is_there(calls, tmp_path, stop_after):
+    with pytest.raises(Interrupted):
+        phase(tmp_path, range(4), stop_after)
+    assert rewards(phase(tmp_path, range(4))) == EXPECTED
+    assert set(calls()) == {"a b a c"}
+
+
+def test_a_group_whose_verdicts_were_recorded_in_part_is_judged_again(calls, tmp_path):
+    phase(tmp_path, range(4))
+    path = tmp_path / "verdicts.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for count in range(len(lines)):
+        path.write_text("".join(lines[:count]))
+        assert rewards(phase(tmp_path, range(4))) == EXPECTED
+    assert set(calls()) == {"a b a c"}
+    assert len(calls()) == 2 + 4 * 2 + 4 * 1
+
+
+@pytest.mark.parametrize(("first", "then"), [(4, 3), (3, 4), (4, 4)])
+def test_a_group_is_judged_again_if_a_resumed_run_asks_for_another_number_of_answers(calls, tmp_path, first, then):
+    phase(tmp_path, range(first))
+    found = phase(tmp_path, range(then))
+    assert {result.detail[-1] for result in found.values()} == {str(then)}
+    assert len(calls()) == (2 if first == then else 4)
+    assert len((tmp_path / "verdicts.jsonl").read_text().splitlines()) == 2 * then
+
+
+def test_verdicts_of_single_answers_are_kept_when_a_resumed_run_asks_for_more(tmp_path):
+    phase(tmp_path, range(3), node=DIGIT)
+    before = (tmp_path / "verdicts.jsonl").read_text()
+    phase(tmp_path, range(4), node=DIGIT)
+    assert (tmp_path / "verdicts.jsonl").read_text().startswith(before)
