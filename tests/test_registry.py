@@ -81,11 +81,13 @@ def test_other_programs_load_next_to_nothing():
 
 def test_register_adds_recipes_and_configs(as_tune):
     hook.register()
-    sft, raft = as_tune[-2:]
-    assert (sft.name, raft.name) == ("lora_finetune_rocm", "raft_rocm")
-    assert sorted(c.name for c in raft.configs) == [name for name in CONFIGS if "raft" in name]
-    assert sorted(c.name for c in (*sft.configs, *raft.configs)) == CONFIGS
-    for ours in (sft, raft):
+    added = as_tune[-len(registry.TITLES) :]
+    assert [recipe.name for recipe in added] == list(registry.TITLES)
+    _, raft, grpo, *_ = added
+    assert sorted(c.name for c in raft.configs) == [name for name in CONFIGS if name.endswith(("_raft", "_raft_8gpu"))]
+    assert sorted(c.name for c in grpo.configs) == [name for name in CONFIGS if name.endswith(("_grpo", "_grpo_8gpu"))]
+    assert sorted(c.name for recipe in added for c in recipe.configs) == CONFIGS
+    for ours in added:
         assert ours.supports_distributed
         assert all(Path(c.file_path).is_file() for c in ours.configs)
         assert Path(ours.file_path).is_file()
