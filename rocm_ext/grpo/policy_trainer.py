@@ -157,7 +157,7 @@ class PolicyTrainer(Training):
             "tokens_per_second": tokens / (time.perf_counter() - began),
             "padding": 1 - tokens / computed,
             "updates": len(done),
-            **_combined([getattr(s, "measurements", {}) for s in done]),
+            **_combined([s.measurements for s in done]),
         }
 
     def _deal(self, groups: Sequence[str], number: int) -> list[list[int]]:
