@@ -232,3 +232,114 @@ def _sample(prompt: str, sample: int, text: str, tokens: int) -> dict[str, Any]:
         "tokens": list(range(tokens)),
         "logprobs": [-0.5] * tokens,
     }
+
+
+def grpo(
+    folder: Path,
+    right: Mapping[int, Sequence[bool]],
+    *,
+    steps: int = 20,
+    planned: int | None = None,
+    prompts: int = 4,
+    samples: int = 4,
+    seconds: float = 10.0,
+    finished: bool = True,
+    **settings: Any,
+) -> Path:
+    """Write the folder of a run of ``grpo_rocm``.
+
+    Args:
+        right: for each evaluated step from 0 on, whether each held-out prompt's greedy answer is right.
+        steps: steps done; the fourth had equal rewards in all groups.
+        planned: steps in the config; None: ``steps``.
+        prompts, samples: prompts of a step, and answers to each.
+        seconds: duration of a step.
+    """
+    folder.mkdir(parents=True)
+    config = _config(folder, recipe="grpo_rocm", steps=planned or steps, dataset=None, **settings)
+    config |= {"prompts_per_step": prompts, "samples_per_prompt": samples, "max_new_tokens": 512}
+    write_yaml(folder / "config.yaml", config)
+    (folder / "run.json").write_text(json.dumps({"config": config, "identity": {}}))
+    lines, answers, verdicts = [], [], []
+    for step in range(steps + 1):
+        if step:
+            for own in policy_answers(step, prompts, samples):
+                answers.append({"step": step, "phase": "sample", **own[0], "seconds": 0.5})
+                verdicts.append({"step": step, "phase": "sample", **own[1], "seconds": 0.1})
+            lines.append(policy_line(step, prompts * samples, prompts, seconds))
+        if (passed := right.get(step)) is not None:
+            _evaluated(step, passed, answers, verdicts)
+            share = sum(passed) / len(passed)
+            scores = {"prompts": len(passed), "correct": sum(passed), "pass_at_1": share, "interval": [0, 1]}
+            lines.append({"step": step, "eval": {**scores, "pass_at_k": {}, "truncated": 1}, "seconds": 3.0})
+    write_jsonl(folder / "metrics.jsonl", lines)
+    write_jsonl(folder / "samples.jsonl", answers)
+    write_jsonl(folder / "verdicts.jsonl", verdicts)
+    if finished:
+        summary = {"steps": steps, "adapter_is": "best by held-out score", "stopped": None, "machine": MACHINE}
+        summary |= {"dtype": "bfloat16", "ranks": 1, "peak_memory": 30 << 30}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "adapter").mkdir()
+    return folder
+
+
+def policy_line(step: int, answers: int, groups: int, seconds: float) -> dict[str, Any]:
+    """Return the line of a GRPO step in ``metrics.jsonl``; step 4 made no update."""
+    line: dict[str, Any] = {
+        "step": step,
+        "lr": 1e-4,
+        "tokens": 900 + step,
+        "tokens_per_second": 300.0,
+        "padding": 0.1,
+        "seconds": seconds,
+        "sample_seconds": 0.5 * seconds,
+        "wait_seconds": 0.1 * seconds,
+        "train_seconds": 0.3 * seconds,
+        "answers": answers,
+        "sampled_tokens": 50 * answers,
+        "reward": 0.3 + 0.01 * step,
+        "reward_std": 0.4,
+        "right": 0.25 + 0.01 * step,
+        "errors": 1,
+        "flat": 0.25,
+        "groups": groups,
+        "trained_groups": groups - 1,
+        "mean_tokens": 50.0,
+        "truncated": 0.05,
+        "entropy": 0.6 - 0.01 * step,
+        "length_share": 0.02,
+        "updates": 1,
+        "policy_lag": 0,
+        "mismatch_mean": 0.01,
+        "mismatch_max": 0.4,
+        "mismatch_kl": 0.001,
+    }
+    if step == 4:
+        return {**line, "updates": 0, "flat": 1.0, "trained_groups": 0, "tokens": 0}
+    ratio = {"ratio_mean": 1.0, "ratio_max": 1.6, "clipped_low": 0.01, "clipped_high": 0.02, "kl": 0.003 * step}
+    return {**line, "loss": -0.01 * step, "grad_norm": 0.3, **ratio}
+
+
+def policy_answers(step: int, prompts: int, samples: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return answers of a step with their verdicts: groups that are mixed, all right, all wrong and with an ERROR."""
+    found = []
+    for prompt in range(prompts):
+        for sample in range(samples):
+            verdict = ("CORRECT" if sample % 2 else "WRONG", "CORRECT", "WRONG", "ERROR" if not sample else "CORRECT")[
+                prompt % 4
+            ]
+            answer = _sample(f"prompt{prompt}", sample, f"step {step}: {prompt} and {sample}", 20 + 5 * sample)
+            if prompt % 4 == 2 and sample == 1:
+                answer["finish_reason"] = "length"
+            reward = {"CORRECT": 1.0, "ERROR": None}.get(verdict, 0.0)
+            key = {"prompt_id": f"prompt{prompt}", "sample": sample}
+            found.append((answer, {**key, "verdict": verdict, "reward": reward, "detail": f"found {prompt}"}))
+    return found
+
+
+def _evaluated(step: int, passed: Sequence[bool], answers: list, verdicts: list) -> None:
+    for i, ok in enumerate(passed):
+        head = {"step": step, "phase": "eval"}
+        answers.append({**head, **_sample(f"held{i}", -1, f"held-out answer {i}", 20), "seconds": 0.5})
+        verdict = {"verdict": "CORRECT" if ok else "WRONG", "reward": float(ok), "detail": "", "seconds": 0.1}
+        verdicts.append({**head, "prompt_id": f"held{i}", "sample": -1, **verdict})

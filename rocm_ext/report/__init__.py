@@ -15,10 +15,11 @@ from markupsafe import Markup, escape
 
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_text
-from rocm_ext.report import cards, hardware, raft, samples, training
+from rocm_ext.report import cards, groups, grpo, hardware, raft, samples, training
 from rocm_ext.report.charts import line_style
 from rocm_ext.report.text import visible
 from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.steps import GRPO
 
 
 def write(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -60,6 +61,7 @@ def render(runs: Sequence[RunFolder]) -> str:
     several = len(runs) > 1
     sections = [
         ("Cycles", raft.charts(runs), [run for run in runs if run.cycles]),
+        ("Rewards", grpo.charts(runs), [run for run in runs if run.family == GRPO]),
         ("Training", training.charts(runs), [run for run in runs if len(run.steps)]),
         ("Hardware", hardware.charts(runs), [run for run in runs if run.hardware]),
     ]
@@ -73,19 +75,30 @@ def render(runs: Sequence[RunFolder]) -> str:
         lstrip_blocks=True,
     )
     page.filters["whole"] = lambda text: escape(visible(str(text), limit=4000))
+    page.filters["short"] = lambda text: escape(visible(str(text), limit=1500))
     return page.get_template("page.html.jinja").render(
         title=f"{len(runs)} runs" if several else runs[0].name,
         runs=[(run, line_style(i), cards.facts(run)) for i, run in enumerate(runs)],
         several=several,
         sections=[section for section in sections if section[1]],
-        cycles=[(run, raft.table(run)) for run in runs if run.cycles],
-        cycle_columns=raft.COLUMNS,
+        tables=_tables(runs),
         samples=[(run, of, each) for run, of, each in shown if each],
+        groups=[(run, *found) for run in runs if run.family == GRPO and (found := groups.choose(run))[1]],
         verdict_styles={verdict: f"v{i}" for i, verdict in enumerate(raft.VERDICTS)},
         differences=_differences(runs) if several else [],
         settings=[(run, sorted(run.settings().items())) for run in runs if run.config],
         problems=[problem for run in runs for problem in dict.fromkeys(run.problems)],
     )
+
+
+def _tables(runs: Sequence[RunFolder]) -> dict[str, tuple[Sequence[str], str, list[tuple[RunFolder, list[list[str]]]]]]:
+    """Columns and caption of a section's tables, and their rows."""
+    cycles = [(run, raft.table(run)) for run in runs if run.cycles]
+    evaluations = [(run, grpo.table(run)) for run in runs if run.evaluations]
+    return {
+        "Cycles": (raft.COLUMNS, "By cycle", cycles),
+        "Rewards": (grpo.COLUMNS, "Evaluations", evaluations),
+    }
 
 
 def _visible(value: Any) -> Any:

@@ -11,12 +11,16 @@ from rocm_ext.hub import hub_name
 from rocm_ext.registry import RAFT, SFT, TITLES
 from rocm_ext.report.curves import short_number
 from rocm_ext.report.hardware import gpu_names
-from rocm_ext.runs.reader import RunFolder, number, running_time
+from rocm_ext.runs.held_out import held_out
+from rocm_ext.runs.reader import RunFolder, running_time
+from rocm_ext.runs.records import number
+from rocm_ext.runs.steps import GRPO
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """Names and values of the facts that are known."""
-    found = [*_setup(run), *_progress(run), *(_raft(run) if run.family == RAFT else _sft(run))]
+    own = {RAFT: _raft, GRPO: _grpo}.get(run.family, _sft)
+    found = [*_setup(run), *_progress(run), *own(run)]
     return [(name, value) for name, value in found if value]
 
 
@@ -42,7 +46,9 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
     steps, epochs = run.steps["step"], run.steps["epoch"]
     if len(steps):
         epoch = f", epoch {epochs[-1]:.0f}" if run.family == SFT and math.isfinite(epochs[-1]) else ""
-        yield "Steps", f"{len(steps):,}{epoch}"
+        planned = number(run.setting("steps")) if run.family == GRPO else math.nan
+        of = f" of {planned:,.0f}" if planned != len(steps) and math.isfinite(planned) else ""
+        yield "Steps", f"{len(steps):,}{of}{epoch}"
     tokens = float(np.nansum(run.steps["tokens"]))
     if tokens:
         yield "Tokens trained", short_number(tokens)
@@ -74,13 +80,7 @@ def _last_sign(run: RunFolder) -> str:
 
 
 def _sft(run: RunFolder) -> Iterator[tuple[str, str]]:
-    losses = run.steps["loss"]
-    if len(losses) < 20:
-        yield "Loss", " → ".join(dict.fromkeys(short_number(loss) for loss in losses[[0, -1]])) if len(losses) else ""
-    else:
-        n = len(losses) // 10
-        ends = [short_number(float(np.mean(part))) for part in (losses[:n], losses[-n:])]
-        yield "Loss", f"{ends[0]} → {ends[1]}, means of {n:,} steps"
+    yield "Loss", _ends(run.steps["loss"])
     validation = run.validations["val_loss"]
     if np.isfinite(validation).any():
         best = int(np.nanargmin(validation))
@@ -92,6 +92,15 @@ def _sft(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield from _adapter(run)
 
 
+def _ends(values: np.ndarray) -> str:
+    """The first and the last value, or the means of the first and the last tenth of many; empty without values."""
+    if len(values) < 20:
+        return " → ".join(dict.fromkeys(short_number(value) for value in values[[0, -1]])) if len(values) else ""
+    n = len(values) // 10
+    first, last = (short_number(float(np.mean(part))) for part in (values[:n], values[-n:]))
+    return f"{first} → {last}, means of {n:,} steps"
+
+
 def _raft(run: RunFolder) -> Iterator[tuple[str, str]]:
     trained = [cycle for cycle in run.cycles if cycle.number]
     if trained:
@@ -99,15 +108,33 @@ def _raft(run: RunFolder) -> Iterator[tuple[str, str]]:
         state = f", {skipped} skipped" if skipped else ""
         state += f", {last.state} in cycle {last.number}" if last.state not in ("complete", "skipped") else ""
         yield "Cycles", f"{sum(cycle.state == 'complete' for cycle in trained)}{state}"
-    scored = [cycle for cycle in run.cycles if cycle.scores is not None]
-    told = []
-    for cycle in scored[:1] + scored[1:][-1:]:
-        assert cycle.scores is not None
-        value, low, high = (100 * v for v in cycle.scores["pass"])
-        told.append(f"{value:.1f} % ({low:.1f} – {high:.1f})")
-    if told:
-        yield "Held-out pass@1", " → ".join(told)
+    yield "Held-out pass@1", _passes(run)
     yield from _adapter(run)
+
+
+def _grpo(run: RunFolder) -> Iterator[tuple[str, str]]:
+    steps = run.steps
+    yield "Reward", _ends(steps["reward"])
+    yield "Held-out pass@1", _passes(run)
+    best = max(run.evaluations, key=lambda each: each.scores["pass"][0], default=None)  # the first of equals
+    if best is not None and best is not run.evaluations[-1]:
+        yield "Best held-out pass@1", f"{100 * best.scores['pass'][0]:.1f} % after step {best.step:,}"
+    answers, flat = float(np.nansum(steps["answers"])), steps["flat"]
+    yield "Answers sampled", short_number(answers) if answers else ""
+    yield "Flat groups", f"{100 * np.nanmean(flat):.1f} %" if np.isfinite(flat).any() else ""
+    stopped = run.summary.get("stopped")
+    yield "Stopped early", stopped if isinstance(stopped, str) else ""
+    yield from _adapter(run)
+
+
+def _passes(run: RunFolder) -> str:
+    """The first and the last held-out score with their intervals."""
+    told = []
+    found = held_out(run)
+    for each in found[:1] + found[1:][-1:]:
+        value, low, high = (100 * v for v in each.scores["pass"])
+        told.append(f"{value:.1f} % ({low:.1f} – {high:.1f})")
+    return " → ".join(told)
 
 
 def _adapter(run: RunFolder) -> Iterator[tuple[str, str]]:

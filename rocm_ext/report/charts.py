@@ -235,28 +235,41 @@ def _said(lines: Sequence[Line], x_title: str) -> str:
     return "; ".join(parts) or "no values"
 
 
-# ---- by cycle
+# ---- by cycle or stretch of steps
 
 
-def _cycle_axis(cycles: Sequence[int]) -> Axis:
-    return Axis(min(cycles) - 0.5, max(cycles) + 0.5, LEFT, RIGHT, most=10, whole=True)
+def _place_axis(places: Sequence[float], width: float) -> Axis:
+    """An axis of places that are ``width`` wide."""
+    most = 10 if max(places) < 1000 else 5
+    return Axis(min(places) - width / 2, max(places) + width / 2, LEFT, RIGHT, most=most, whole=True)
 
 
-def span_chart(title: str, unit: str, spans: Sequence[Spans], *, legend: bool = False, zero: bool = False) -> Markup:
+def span_chart(
+    title: str,
+    unit: str,
+    spans: Sequence[Spans],
+    *,
+    x_title: str = "cycle",
+    width: float = 1.0,
+    legend: bool = False,
+    zero: bool = False,
+) -> Markup:
     """Values by cycle with their intervals, joined by a line; or boxes, if a cycle has five numbers.
 
     Args:
         title, unit: of the values.
         spans: at least one, with at least one cycle.
+        x_title: name of a cycle, or of what stands in its place.
+        width: distance between two cycles.
         legend: name the spans.
         zero: begin the y axis at 0.
     """
     cycles = sorted({cycle for each in spans for cycle in each.at})
-    x = _cycle_axis(cycles)
+    x = _place_axis(cycles, width)
     values = [np.array(numbers, dtype=np.float64) for each in spans for numbers in each.at.values()]
     y = Axis(*value_range(values, zero), BOTTOM, TOP)
-    apart = min(12.0, (x(1) - x(0)) / (len(spans) + 1))
-    parts = [_frame(x, y, "cycle")]
+    apart = min(12.0, (x(width) - x(0)) / (len(spans) + 1))
+    parts = [_frame(x, y, x_title)]
     for i, each in enumerate(spans):
         style, shift = line_style(each.colour, each.dash), (i - (len(spans) - 1) / 2) * apart
         places = [(x(cycle) + shift, [y(float(v)) for v in each.at[cycle]]) for cycle in sorted(each.at)]
@@ -265,11 +278,12 @@ def span_chart(title: str, unit: str, spans: Sequence[Spans], *, legend: bool = 
             drawn = "M" + "L".join(f"{a:.1f} {ys[0]:.1f}" for a, ys in places)
             parts.append(tag("path", d=drawn, class_=f"line thin {style}"))
         parts += [_box(a, ys, apart, style) if boxes else _point(a, ys, style) for a, ys in places]
-    parts.append(
-        _cycle_columns(cycles, x, {each.label: {c: _span_text(v) for c, v in each.at.items()} for each in spans})
-    )
+    told: dict[str, dict[float, str]] = {
+        each.label: {cycle: _span_text(values) for cycle, values in each.at.items()} for each in spans
+    }
+    parts.append(_place_columns({cycle: f"{x_title} {cycle}" for cycle in cycles}, width, x, told))
     said = "; ".join(
-        f"{each.label}: " + ", ".join(f"cycle {cycle} {_span_text(each.at[cycle])}" for cycle in sorted(each.at))
+        f"{each.label}: " + ", ".join(f"{x_title} {cycle} {_span_text(each.at[cycle])}" for cycle in sorted(each.at))
         for each in spans
     )
     keys = [(each.label, line_style(each.colour, each.dash)) for each in spans] if legend else []
@@ -303,11 +317,14 @@ def _span_text(values: Sequence[float]) -> str:
     return f"{first} ({rest[0]} to {rest[1]})" if rest else first
 
 
-def _cycle_columns(cycles: Sequence[int], x: Axis, told: Mapping[str, Mapping[int, str]]) -> Markup:
+def _place_columns(
+    names: Mapping[float, str], width: float, x: Axis, told: Mapping[str, Mapping[float, str]]
+) -> Markup:
+    """Invisible columns around places that show their values to a pointer."""
     parts = []
-    for cycle in cycles:
-        lines = [f"cycle {cycle}", *(f"{label}: {texts[cycle]}" for label, texts in told.items() if cycle in texts)]
-        left, right = x(cycle - 0.5), x(cycle + 0.5)
+    for place, name in names.items():
+        lines = [name, *(f"{label}: {texts[place]}" for label, texts in told.items() if place in texts)]
+        left, right = x(place - width / 2), x(place + width / 2)
         parts.append(
             tag("rect", tag("title", "\n".join(lines)), class_="over", x=left, y=TOP, width=right - left,
                 height=BOTTOM - TOP)
@@ -316,7 +333,15 @@ def _cycle_columns(cycles: Sequence[int], x: Axis, told: Mapping[str, Mapping[in
 
 
 def stacked_chart(
-    title: str, unit: str, bars: Mapping[int, Mapping[str, float]], styles: Mapping[str, str], *, share: bool = False
+    title: str,
+    unit: str,
+    bars: Mapping[float, Mapping[str, float]],
+    styles: Mapping[str, str],
+    *,
+    share: bool = False,
+    x_title: str = "cycle",
+    width: float = 1.0,
+    names: Mapping[float, str] | None = None,
 ) -> Markup:
     """A bar for each cycle, made of parts.
 
@@ -325,14 +350,18 @@ def stacked_chart(
         bars: cycle -> part -> size.
         styles: part -> its CSS class, from the bottom up.
         share: show sizes as parts of 100 %.
+        x_title: name of a cycle, or of what stands in its place.
+        width: distance between two bars.
+        names: of the bars; None: ``x_title`` and the cycle.
     """
     cycles = sorted(bars)
+    names = names or {cycle: f"{x_title} {cycle}" for cycle in cycles}
     totals = {cycle: sum(bars[cycle].values()) or 1.0 for cycle in cycles}
-    x = _cycle_axis(cycles)
+    x = _place_axis(cycles, width)
     y = Axis(0.0, 100.0 if share else max(totals.values()), BOTTOM, TOP)
-    half = min(24.0, (x(1) - x(0)) * 0.36)
-    parts = [_frame(x, y, "cycle")]
-    texts: dict[str, dict[int, str]] = {part: {} for part in styles}
+    half = min(24.0, (x(width) - x(0)) * 0.36)
+    parts = [_frame(x, y, x_title)]
+    texts: dict[str, dict[float, str]] = {part: {} for part in styles}
     for cycle in cycles:
         below = 0.0
         for part in styles:
@@ -345,10 +374,10 @@ def stacked_chart(
                 more = f" ({short_number(scaled)} %)" if share else ""
                 texts[part][cycle] = short_number(size) + more
             below += scaled
-    parts.append(_cycle_columns(cycles, x, texts))
+    parts.append(_place_columns(names, width, x, texts))
     used = [part for part in reversed(list(styles)) if texts[part]]
     said = "; ".join(
-        f"cycle {cycle}: " + ", ".join(f"{part} {texts[part][cycle]}" for part in used if cycle in texts[part])
+        f"{names[cycle]}: " + ", ".join(f"{part} {texts[part][cycle]}" for part in used if cycle in texts[part])
         for cycle in cycles
     )
     return _figure(title, unit, Markup("").join(parts), said, [(part, f"block {styles[part]}") for part in used])

@@ -9,7 +9,8 @@ from markupsafe import Markup
 
 from rocm_ext.report.charts import Line, line_chart
 from rocm_ext.report.curves import memory_unit, time_unit
-from rocm_ext.runs.reader import RunFolder, is_rows, number, running_time
+from rocm_ext.runs.reader import RunFolder, running_time
+from rocm_ext.runs.records import is_rows, number
 
 _Read = Callable[[Mapping[str, Any]], float]
 _GPU = (

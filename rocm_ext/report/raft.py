@@ -1,14 +1,16 @@
 """Charts and a table of a RAFT run's cycles."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from markupsafe import Markup
 
 from rocm_ext.report.charts import Spans, span_chart, stacked_chart
 from rocm_ext.report.curves import short_number, time_unit
-from rocm_ext.runs.reader import PHASES, CycleFolder, RunFolder, number
+from rocm_ext.runs.cycles import PHASES, CycleFolder
+from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.records import number
 
 VERDICTS = ("CORRECT", "WRONG", "UNPARSED", "TIMEOUT", "ERROR")
 _VERDICT_STYLES = {verdict: f"v{i}" for i, verdict in enumerate(VERDICTS)}
@@ -34,7 +36,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Markup]:
     drawn = [
         _passes(cycles),
         _passes_at_k(cycles, several),
-        *(_bars("Verdicts", "% of answers", run, several, CycleFolder.verdicts, _verdict_styles(run)) for run in raft),
+        *(_bars("Verdicts", "% of answers", run, several, CycleFolder.verdicts, _styles(run)) for run in raft),
         *(_bars("Rewards", "% of answers", run, several, rewards, _REWARD_STYLES) for run in raft),
         _spans("Answer length", "tokens", cycles, _length_box),
         _spans("Entropy", "nats per token", cycles, _entropy),
@@ -84,7 +86,9 @@ def _bars(
     read: Callable[[CycleFolder], Mapping[str, float]],
     styles: Mapping[str, str],
 ) -> Markup | None:
-    bars = {cycle.number: parts for cycle in run.cycles if sum((parts := read(cycle)).values()) > 0}
+    bars: dict[float, Mapping[str, float]] = {
+        cycle.number: parts for cycle in run.cycles if sum((parts := read(cycle)).values()) > 0
+    }
     title = f"{title}, {run.name}" if several else title
     return stacked_chart(title, unit, bars, styles, share=unit.startswith("%")) if bars else None
 
@@ -99,9 +103,13 @@ def _times(run: RunFolder, several: bool) -> Markup | None:
     return _bars("Time", unit, run, several, read, _PHASE_STYLES)
 
 
-def _verdict_styles(run: RunFolder) -> dict[str, str]:
-    """Styles of the known verdicts and of others in the files."""
-    others = sorted({verdict for cycle in run.cycles for verdict in cycle.verdicts()} - set(VERDICTS))
+def _styles(run: RunFolder) -> dict[str, str]:
+    return verdict_styles(verdict for cycle in run.cycles for verdict in cycle.verdicts())
+
+
+def verdict_styles(found: Iterable[str]) -> dict[str, str]:
+    """Styles of the known verdicts and of others that were found in files."""
+    others = sorted(set(found) - set(VERDICTS))
     return {**_VERDICT_STYLES, **dict.fromkeys(others, "v2")}
 
 
@@ -167,11 +175,12 @@ def table(run: RunFolder) -> list[list[str]]:
                 f"{len(cycle.steps):,}" if len(cycle.steps) else "",
                 f"{short_number(losses[0])} → {short_number(losses[-1])}" if len(losses) else "",
                 *held,
-                *(_seconds(cycle.seconds.get(phase)) for phase in PHASES),
+                *(time_text(cycle.seconds.get(phase)) for phase in PHASES),
             ]
         )
     return rows
 
 
-def _seconds(value: float | None) -> str:
+def time_text(value: float | None) -> str:
+    """Seconds as text; empty if they are unknown."""
     return "" if value is None else f"{value:,.0f} s" if value >= 10 else f"{value:.1f} s"

@@ -1,13 +1,15 @@
 """Some answers of a run, with their prompts and verdicts."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rocm_ext.report.raft import VERDICTS
-from rocm_ext.runs.reader import CycleFolder, Judged, RunFolder, SampleKey
+from rocm_ext.runs.cycles import CycleFolder
+from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.records import Judged, SampleKey
 
 PER_VERDICT = 2
 _PROMPTS = "rocm_ext.data.prompt_dataset"
@@ -23,6 +25,18 @@ class Shown:
     tokens: int
     finish_reason: str
     judged: Judged
+
+    @classmethod
+    def of(cls, key: SampleKey, prompt: str | None, record: Mapping[str, Any], judged: Judged) -> "Shown":
+        """An answer from its line of ``samples.jsonl``."""
+        return cls(
+            prompt_id=key[0],
+            prompt=prompt,
+            text=str(record.get("text", "")),
+            tokens=len(record["tokens"]) if isinstance(record.get("tokens"), list) else 0,
+            finish_reason=str(record.get("finish_reason", "")),
+            judged=judged,
+        )
 
 
 def choose(run: RunFolder) -> tuple[str, list[Shown]]:
@@ -42,31 +56,25 @@ def choose(run: RunFolder) -> tuple[str, list[Shown]]:
 
 def _choose(run: RunFolder, cycle: CycleFolder, judged: dict[SampleKey, Judged], held_out: bool) -> list[Shown]:
     by_verdict: dict[str, list[SampleKey]] = {}
-    for key in sorted(judged, key=_hash):
+    for key in sorted(judged, key=key_hash):
         by_verdict.setdefault(judged[key].verdict, []).append(key)
     order = [*VERDICTS, *sorted(by_verdict.keys() - set(VERDICTS))]
     keys = [key for verdict in order for key in by_verdict.get(verdict, ())[:PER_VERDICT]]
     texts = cycle.texts(set(keys), held_out) if keys else {}
-    prompts = _prompts(run, {prompt for prompt, _ in keys}, held_out) if texts else {}
+    prompts = prompt_texts(run, {prompt for prompt, _ in keys}, held_out) if texts else {}
     return [
-        Shown(
-            prompt_id=key[0],
-            prompt=prompts.get(key[0]),
-            text=str(record.get("text", "")),
-            tokens=len(record["tokens"]) if isinstance(record.get("tokens"), list) else 0,
-            finish_reason=str(record.get("finish_reason", "")),
-            judged=judged[key],
-        )
+        Shown.of(key, prompts.get(key[0]), record, judged[key])
         for key in keys
         if (record := texts.get(key)) is not None
     ]
 
 
-def _hash(key: SampleKey) -> str:
+def key_hash(key: SampleKey) -> str:
+    """A number that orders answers by chance, but equally in every report."""
     return hashlib.sha256(f"{key[0]}\0{key[1]}".encode(errors="backslashreplace")).hexdigest()
 
 
-def _prompts(run: RunFolder, ids: Collection[str], held_out: bool) -> dict[str, str]:
+def prompt_texts(run: RunFolder, ids: Collection[str], held_out: bool = False) -> dict[str, str]:
     """The last turn of prompts by id, from the run's own data if that is a file that still exists.
 
     A report downloads nothing and runs no component of the user's.

@@ -1,7 +1,7 @@
 """Charts of optimiser steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from markupsafe import Markup
@@ -10,11 +10,13 @@ from rocm_ext.registry import RAFT
 from rocm_ext.report.charts import Line, line_chart
 from rocm_ext.report.curves import memory_unit, smooth, smoothing_width
 from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.records import Columns
+from rocm_ext.runs.steps import GRPO
 
 
 @dataclass(frozen=True)
-class _Curve:
-    """A column of ``metrics.jsonl``.
+class Curve:
+    """A column of ``metrics.jsonl`` and its chart.
 
     Attributes:
         key: of the column.
@@ -35,13 +37,13 @@ class _Curve:
 
 
 _CURVES = (
-    _Curve("loss", "Loss", "nats per token", zero=False, noisy=True, finite=True),
-    _Curve("val_loss", "Validation loss", "nats per token", zero=False, finite=True),
-    _Curve("lr", "Learning rate", ""),
-    _Curve("grad_norm", "Gradient norm", "before clipping", noisy=True, finite=True),
-    _Curve("tokens_per_second", "Speed", "tokens per second", noisy=True),
-    _Curve("padding", "Padding", "% of computed tokens", scale=100),
-    _Curve("peak_memory", "Peak memory", "", zero=True),
+    Curve("loss", "Loss", "nats per token", zero=False, noisy=True, finite=True),
+    Curve("val_loss", "Validation loss", "nats per token", zero=False, finite=True),
+    Curve("lr", "Learning rate", ""),
+    Curve("grad_norm", "Gradient norm", "before clipping", noisy=True, finite=True),
+    Curve("tokens_per_second", "Speed", "tokens per second", noisy=True),
+    Curve("padding", "Padding", "% of computed tokens", scale=100),
+    Curve("peak_memory", "Peak memory", "", zero=True),
 )
 _FEW = 3  # runs; the noise of more would hide the curves
 
@@ -49,11 +51,14 @@ _FEW = 3  # runs; the noise of more would hide the curves
 def charts(runs: Sequence[RunFolder]) -> list[Markup]:
     """A chart for each column in which some run has values."""
     marks = _cycle_marks(runs[0]) if len(runs) == 1 else []
-    return [drawn for curve in _CURVES if (drawn := _chart(curve, runs, marks)) is not None]
+    policy = any(run.family == GRPO for run in runs)  # whose loss is no cross-entropy
+    curves = [replace(curve, unit="") if curve.key == "loss" and policy else curve for curve in _CURVES]
+    return [drawn for curve in curves if (drawn := chart(curve, runs, marks)) is not None]
 
 
-def _chart(curve: _Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float, str]]) -> Markup | None:
-    columns = [run.validations if curve.key == "val_loss" else run.steps for run in runs]
+def chart(curve: Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float, str]] = ()) -> Markup | None:
+    """The chart of a column; None if no run has values."""
+    columns = [_with(curve.key, run.validations if curve.key == "val_loss" else run.steps) for run in runs]
     values = [each[curve.key] for each in columns]
     scale, unit = curve.scale, curve.unit
     if curve.key == "peak_memory":
@@ -82,6 +87,11 @@ def _chart(curve: _Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float
     if widths:
         unit += f", mean of {widths.pop()} steps" if len(widths) == 1 else ", smoothed"
     return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks)
+
+
+def _with(key: str, columns: Columns) -> Columns:
+    """The lines that have a key: a step of GRPO without an update has no loss."""
+    return Columns([line for line in columns.lines if key in line])
 
 
 def _cycle_marks(run: RunFolder) -> list[tuple[float, str]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from rocm_ext.errors import UserError
 from rocm_ext.registry import RAFT
+from rocm_ext.runs.cycles import PHASES, CycleFolder
 from rocm_ext.runs.intervals import (
     Interval,
     mcnemar,
@@ -23,7 +24,8 @@ from rocm_ext.runs.intervals import (
     spikes,
     unpaired_gain,
 )
-from rocm_ext.runs.reader import GREEDY, PHASES, CycleFolder, RunFolder, number, running_time
+from rocm_ext.runs.reader import RunFolder, running_time
+from rocm_ext.runs.records import GREEDY, number
 
 WARM_UP = 10  # steps at a run's beginning that do not show its speed: compilation, caches, clocks
 _DATA = {"dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long"}

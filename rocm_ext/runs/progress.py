@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.files import json_object
-from rocm_ext.runs.reader import is_rows, number, raft_finished, read_json, read_yaml
+from rocm_ext.runs.cycles import raft_finished
+from rocm_ext.runs.records import is_rows, number, read_json, read_yaml
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
 _WRITTEN_BY = {  # file of a RAFT cycle -> the phase that writes it

@@ -1,0 +1,146 @@
+"""The cycles of a RAFT run."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rocm_ext.files import read_lines
+from rocm_ext.runs.records import MOST, Judged, SampleKey, finite, number, parse_scores, read_json, read_steps
+
+PHASES = ("sample", "train", "eval")  # of a RAFT cycle
+SELECTION = "selection.json"  # of a RAFT cycle: what the selection of its answers counted
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Lengths and entropy of a cycle's answers.
+
+    Attributes:
+        lengths: [n] tokens of each answer.
+        truncated: how many answers ``max_new_tokens`` cut off.
+        entropy: nats per token, see :func:`rocm_ext.rollouts.samples.entropy`; None without log-probs.
+    """
+
+    lengths: np.ndarray
+    truncated: int
+    entropy: float | None
+
+
+class CycleFolder:
+    """``cycle_k`` of a RAFT run.
+
+    Attributes:
+        number: k; cycle 0 holds the evaluation before any training.
+        steps: optimiser steps of its training.
+        summary: of its training; empty before the end.
+        seconds: duration of each phase that ended.
+        phases: the last line of each phase in the run's ``metrics.jsonl``.
+        row: its entry in the run's ``summary.json``; empty for an unfinished cycle.
+    """
+
+    def __init__(self, folder: Path, lines: Sequence[Mapping[str, Any]], row: Mapping[str, Any], problems: list[str]):
+        self.folder, self.number, self.row, self._problems = folder, int(folder.name[6:]), row, problems
+        self.steps, _ = read_steps(folder / "metrics.jsonl", problems)
+        self.summary = read_json(folder / "summary.json", problems)
+        mine = [line for line in lines if line.get("cycle") == self.number]
+        self.phases = {line["phase"]: line for line in mine if line.get("phase") in PHASES}
+        self.seconds: dict[str, float] = {}
+        for line in mine:
+            if line.get("phase") in PHASES and 0 <= (seconds := number(line.get("seconds"))) < MOST:
+                self.seconds[line["phase"]] = self.seconds.get(line["phase"], 0.0) + seconds
+
+    @cached_property
+    def scores(self) -> dict[str, Any] | None:
+        """``eval.json`` with its intervals; None if it is missing or damaged."""
+        return parse_scores(read_json(self.folder / "eval.json", self._problems))
+
+    @property
+    def state(self) -> str:
+        """``begun``, ``sampling``, ``training``, ``trained``, ``evaluating``, ``complete`` or ``skipped``."""
+        if self.kept == 0:
+            return "skipped"
+        if (self.folder / "eval.json").exists() or (self.row and self.number):
+            return "complete"
+        for sign, state in (
+            ("eval", "evaluating"),
+            ("summary.json", "trained"),
+            ("kept.jsonl", "training"),
+            ("samples.jsonl", "sampling"),
+        ):
+            if (self.folder / sign).exists():
+                return state
+        return "begun"
+
+    @cached_property
+    def judged(self) -> dict[SampleKey, Judged]:
+        """The verdicts on the cycle's answers."""
+        return self._read_verdicts(self.folder)
+
+    @cached_property
+    def judged_held_out(self) -> dict[SampleKey, Judged]:
+        """The verdicts of its evaluation; greedy answers have the index :data:`GREEDY`."""
+        return self._read_verdicts(self.folder / "eval")
+
+    def _read_verdicts(self, folder: Path) -> dict[SampleKey, Judged]:
+        found = {}
+        for key, line in self._records(folder, "verdicts"):
+            if isinstance(line.get("verdict"), str):
+                found[key] = Judged(line["verdict"], number(line.get("reward")), str(line.get("detail") or ""))
+        return found
+
+    def _records(self, folder: Path, stem: str) -> Iterator[tuple[SampleKey, dict[str, Any]]]:
+        # in a running run, each rank has a file of its own
+        for path in sorted(folder.glob(f"{stem}*.jsonl")):
+            for line in read_lines(path, problems=self._problems):
+                prompt, sample = line.get("prompt_id"), line.get("sample")
+                if isinstance(prompt, str) and type(sample) is int:
+                    yield (prompt, sample), line
+
+    def verdicts(self) -> Counter[str]:
+        """How many answers got each verdict."""
+        return Counter(judged.verdict for judged in self.judged.values())
+
+    @cached_property
+    def answers(self) -> Answers:
+        """Lengths and entropy of the cycle's answers."""
+        lengths: dict[SampleKey, int] = {}
+        truncated, logprob, tokens = 0, 0.0, 0
+        for key, line in self._records(self.folder, "samples"):
+            if key in lengths or not isinstance(line.get("tokens"), list):
+                continue
+            lengths[key] = len(line["tokens"])
+            truncated += line.get("finish_reason") == "length"
+            known = finite(line.get("logprobs"))
+            logprob, tokens = logprob + float(known.sum()), tokens + len(known)
+        entropy = -logprob / tokens if tokens else None
+        return Answers(np.array(list(lengths.values()), dtype=np.float64), truncated, entropy)
+
+    def texts(self, wanted: set[SampleKey], held_out: bool = False) -> dict[SampleKey, dict[str, Any]]:
+        """The records of the answers ``wanted``, by key; ``held_out``: those of the evaluation."""
+        records = self._records(self.folder / "eval" if held_out else self.folder, "samples")
+        return {key: line for key, line in records if key in wanted}
+
+    @cached_property
+    def kept(self) -> int | None:
+        """How many of its answers the cycle trains on, 0 if it was skipped; None before they are chosen."""
+        path = self.folder / "kept.jsonl"
+        try:
+            return path.read_bytes().count(b"\n") if path.exists() else None
+        except OSError:
+            return None
+
+
+def raft_finished(path: Path, config: Mapping[str, Any], last: int, skipped: bool = False) -> bool:
+    """Whether a RAFT run whose cycle ``last`` is complete has ended.
+
+    ``adapter/`` alone does not show it: a run that continues with more cycles still has the adapter of the shorter
+    run. If the run may have stopped early, because its config allows it or its last cycle was ``skipped``, the adapter
+    decides.
+    """
+    may_stop = skipped or any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "skip_solved"))
+    return (path / "adapter").exists() and (may_stop or not last < number(config.get("cycles")))

@@ -1,0 +1,131 @@
+"""Values and lines of a run's files, read as far as possible."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import yaml
+
+from rocm_ext.files import json_object, read_lines
+from rocm_ext.runs.scores import wilson
+
+GREEDY = -1  # index of a held-out prompt's greedy answer; those drawn at random count from 0
+MOST = 1e12  # seconds or prompts; a file with more is damaged
+SampleKey = tuple[str, int]  # prompt id, index of the sample
+
+
+class Columns:
+    """The lines of a file such as ``metrics.jsonl``, by column."""
+
+    def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.lines = lines
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        """[n] float64; NaN where a line has no number."""
+        return np.array([number(line.get(key)) for line in self.lines], dtype=np.float64)
+
+    def has(self, key: str) -> np.ndarray:
+        """[n] bool: whether a line has the key."""
+        return np.array([key in line for line in self.lines], dtype=bool)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A verdict on an answer, from ``verdicts.jsonl``. ``reward`` is NaN if the line has none."""
+
+    verdict: str
+    reward: float
+    detail: str
+
+
+def number(value: Any) -> float:
+    """A JSON number as a float; NaN for any other value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def finite(values: Any) -> np.ndarray:
+    """The finite numbers of a list; empty if it is not a list of numbers."""
+    try:
+        numbers = np.array(values if isinstance(values, list) else [], dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        return np.array([])
+    return numbers[np.isfinite(numbers)]
+
+
+def parse_scores(read: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The scores of an evaluation with their intervals; None without a number of prompts and of right answers.
+
+    Args:
+        read: as :func:`rocm_ext.rollouts.evaluation.score` returns it.
+    """
+    total, correct = number(read.get("prompts")), number(read.get("correct"))
+    if not 0 <= correct <= total < MOST or total < 1:
+        return None
+    drawn = read.get("pass_at_k")
+    shares = {
+        int(k): (p, *wilson(p * total, int(total)))
+        for k, at in (drawn.items() if isinstance(drawn, dict) else ())
+        if k.isdecimal() and len(k) < 9 and isinstance(at, dict) and 0 <= (p := number(at.get("pass"))) <= 1
+    }
+    interval = wilson(correct, int(total))
+    return {"prompts": int(total), "correct": int(correct), "pass": (correct / total, *interval), "at": shares}
+
+
+def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether ``value`` is a list of JSON objects."""
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
+
+
+def read_steps(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
+    """Training steps and validations in a ``metrics.jsonl``, each in order; the last line of a step counts."""
+    steps: dict[float, dict[str, Any]] = {}
+    validations: dict[float, dict[str, Any]] = {}
+    for line in read_lines(path, problems=problems):
+        if math.isfinite(step := number(line.get("step"))):
+            if "loss" in line:
+                steps[step] = line
+            if "val_loss" in line:
+                validations[step] = line
+    return Columns([steps[step] for step in sorted(steps)]), Columns([validations[s] for s in sorted(validations)])
+
+
+def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing or holds none, which ``problems`` then says."""
+    content = _read_bytes(path, problems)
+    value = {} if content is None else json_object(content)
+    if value is None:
+        problems.append(f"{path} holds no JSON object and is skipped")
+        return {}
+    return value
+
+
+def read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The YAML mapping in a file; empty if the file is missing or holds none, which ``problems`` then says."""
+    content = _read_bytes(path, problems)
+    try:
+        value = {} if content is None else yaml.safe_load(content.decode())
+    except (yaml.YAMLError, ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        problems.append(f"{path} holds no YAML mapping and is skipped")
+        return {}
+    return {str(key): each for key, each in value.items()}
+
+
+def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
+    try:
+        return path.read_bytes() if path.exists() else None
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror or error}")
+        return None

@@ -1,0 +1,258 @@
+"""The records of a GRPO run: a line for each step, and the answers and verdicts of all steps in two files.
+
+The files may have millions of lines. So they are read line by line, and only numbers are kept: the verdicts as columns,
+and the places of the answers, whose texts are read when they are wanted.
+"""
+
+import math
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rocm_ext.files import json_object, read_lines
+from rocm_ext.runs.records import Columns, Judged, SampleKey, number, parse_scores
+
+GRPO = "grpo_rocm"
+_PHASES = ("sample", "eval")
+_BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # of a line as the recipe writes it
+_FILE_BITS = 48  # of a place are the offset in its file
+_MOST_STEPS = 2**31
+_Scope = tuple[int, str]  # step, phase
+_NOWHERE: _Scope = (-1, "")  # of a line without them
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A line with the scores of an evaluation.
+
+    Attributes:
+        step: steps done before it.
+        scores: as of :func:`rocm_ext.runs.records.parse_scores`.
+        seconds: duration; NaN if unknown.
+        truncated: how many answers ``max_new_tokens`` cut off; NaN if unknown.
+    """
+
+    step: int
+    scores: Mapping[str, Any]
+    seconds: float
+    truncated: float
+
+
+def read_policy_steps(path: Path, problems: list[str]) -> tuple[Columns, list[Evaluation]]:
+    """The steps and the evaluations in a ``metrics.jsonl``, each in order; the last line of a step counts."""
+    steps: dict[float, dict[str, Any]] = {}
+    evaluations: dict[int, Evaluation] = {}
+    for line in read_lines(path, problems=problems):
+        if not 0 <= (step := number(line.get("step"))) < _MOST_STEPS:
+            continue
+        if isinstance(read := line.get("eval"), dict):
+            if (scores := parse_scores(read)) is not None:
+                seconds, truncated = number(line.get("seconds")), number(read.get("truncated"))
+                evaluations[int(step)] = Evaluation(int(step), scores, seconds, truncated)
+        elif "reward" in line:
+            steps[step] = {key: value for key, value in line.items() if value is not None}
+    return Columns([steps[step] for step in sorted(steps)]), [evaluations[step] for step in sorted(evaluations)]
+
+
+def steps_finished(summary: Mapping[str, Any], config: Mapping[str, Any], last: float) -> bool:
+    """Whether a GRPO run whose last recorded step is ``last`` has ended by itself.
+
+    A run that continues with more steps keeps the summary of the shorter run until it ends.
+    """
+    wanted = number(config.get("steps"))
+    whole = bool(summary.get("stopped")) or math.isnan(wanted) or last >= wanted
+    return number(summary.get("steps")) == last and whole
+
+
+class AnswerLog:
+    """``samples.jsonl`` and ``verdicts.jsonl`` of a GRPO run; in a running run, each rank has such files.
+
+    Args:
+        folder: the run's.
+        problems: takes messages about damaged files.
+    """
+
+    def __init__(self, folder: Path, problems: list[str]) -> None:
+        self._problems = problems
+        self._samples, self._verdicts = _Files(folder, "samples"), _Files(folder, "verdicts")
+
+    @cached_property
+    def verdicts(self) -> "Verdicts":
+        """All verdicts."""
+        return Verdicts(self._verdicts.lines(json_object, self._problems))
+
+    @cached_property
+    def _places(self) -> dict[_Scope, array]:
+        """Where the answers of each step and phase are."""
+        found: dict[_Scope, array] = defaultdict(lambda: array("q"))
+        for place, scope in self._samples.lines(_scope, self._problems):
+            found[scope].append(place)
+        return found
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps with answers in the file."""
+        return sorted(step for step, phase in self._places if phase == "sample")
+
+    def answers(self, step: int) -> Iterator[tuple[SampleKey, int, dict[str, Any]]]:
+        """The answers of a step's sampling: key, place and record."""
+        for place, line in self._samples.read(self._places.get((step, "sample"), ())):
+            if (key := _key(line)) is not None:
+                yield key, place, line
+
+    def records(self, places: Iterable[int]) -> dict[SampleKey, dict[str, Any]]:
+        """The answers at these places, by key."""
+        return {key: line for _, line in self._samples.read(places) if (key := _key(line)) is not None}
+
+    def details(self, step: int, rows: Sequence[int]) -> dict[int, str]:
+        """The details of verdicts, by row of :attr:`verdicts`."""
+        places = self.verdicts.place[list(rows)].tolist()
+        read = dict(self._verdicts.read(places))
+        return {row: str(read.get(place, {}).get("detail") or "") for row, place in zip(rows, places, strict=True)}
+
+
+class Verdicts:
+    """The verdicts of a run as columns, sorted by phase, step, prompt and sample; the last line of an answer counts.
+
+    Args:
+        lines: places of the lines and their objects.
+
+    Attributes:
+        kinds, prompts: the names that ``kind`` and ``prompt`` index.
+        held_out, step, prompt, sample, kind, reward, place: [n] columns; ``reward`` is NaN without one.
+    """
+
+    def __init__(self, lines: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+        prompts: dict[str, int] = {}
+        kinds: dict[str, int] = {}
+        columns: list[array[Any]] = [array(code) for code in "bqqqqdq"]
+        for place, line in lines:
+            (step, phase), key, verdict = _scope_of(line), _key(line), line.get("verdict")
+            if step >= 0 and key is not None and isinstance(verdict, str):
+                prompt, kind = prompts.setdefault(key[0], len(prompts)), kinds.setdefault(verdict, len(kinds))
+                values: tuple[Any, ...] = (
+                    phase == "eval",
+                    step,
+                    prompt,
+                    key[1],
+                    kind,
+                    number(line.get("reward")),
+                    place,
+                )
+                for column, value in zip(columns, values, strict=True):
+                    column.append(value)
+        arrays = [np.frombuffer(column, dtype=column.typecode) if column else np.array([]) for column in columns]
+        self.kinds, self.prompts = list(kinds), list(prompts)
+        order = np.lexsort((np.arange(len(arrays[0])), *arrays[3::-1]))
+        key_columns = [column[order] for column in arrays[:4]]
+        last = np.ones(len(order), dtype=bool)
+        last[:-1] = np.any([column[1:] != column[:-1] for column in key_columns], axis=0)
+        kept = [column[order[last]] for column in arrays]
+        self.held_out, self.step, self.prompt, self.sample, self.kind, self.reward, self.place = kept
+
+    def rows(self, step: int, held_out: bool = False) -> np.ndarray:
+        """[n] rows of a step's sampling, or of the evaluation after it."""
+        return np.flatnonzero((self.step == step) & (self.held_out == held_out))
+
+    def groups(self, step: int) -> list[np.ndarray]:
+        """The rows of each prompt that a step asked."""
+        rows = self.rows(step)
+        return np.split(rows, np.flatnonzero(np.diff(self.prompt[rows])) + 1) if len(rows) else []
+
+    def name(self, row: int) -> str:
+        """The verdict in a row."""
+        return self.kinds[int(self.kind[row])]
+
+    def judged(self, row: int, detail: str = "") -> Judged:
+        """A row with its detail."""
+        return Judged(self.name(row), float(self.reward[row]), detail)
+
+    def counts(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The steps that sampled, in order, and how many of the answers of each step have a verdict, by verdict."""
+        own = self.held_out == 0
+        steps, at = np.unique(self.step[own], return_inverse=True)
+        kinds = self.kind[own]
+        return steps, {name: np.bincount(at[kinds == i], minlength=len(steps)) for i, name in enumerate(self.kinds)}
+
+    def greedy(self, step: int, index: int) -> dict[str, bool]:
+        """Whether each held-out prompt's answer ``index`` is right after a step."""
+        rows = self.rows(step, held_out=True)
+        chosen = rows[self.sample[rows] == index]
+        return {self.prompts[int(self.prompt[row])]: self.name(row) == "CORRECT" for row in chosen}
+
+
+class _Files:
+    """A journal with the other ranks' files beside it; a place is the number of the file and an offset in it."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self._paths = [folder / f"{stem}.jsonl", *sorted(folder.glob(f"{stem}.rank*.jsonl"))]
+
+    def lines(self, read: Callable[[bytes], _Read | None], problems: list[str]) -> Iterator[tuple[int, _Read]]:
+        """Places of the lines and what ``read`` makes of them.
+
+        Args:
+            read: converts a line; None if it is damaged.
+            problems: takes messages about damaged lines.
+        """
+        for index, path in enumerate(self._paths):
+            damaged, place = 0, index << _FILE_BITS
+            try:
+                with path.open("rb") as file:
+                    for content in file:
+                        if (value := read(content)) is not None:
+                            yield place, value
+                        elif content.endswith(b"\n") and not content.isspace():  # else it is being written
+                            damaged += 1
+                        place += len(content)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                problems.append(f"{path} cannot be read: {error.strerror or error}")
+            if damaged:
+                lines = "1 line that is not a JSON object" if damaged == 1 else f"{damaged} lines that are no objects"
+                problems.append(f"{path}: skipped {lines}")
+
+    def read(self, places: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The objects at these places."""
+        by_file: dict[int, list[int]] = defaultdict(list)
+        for place in places:
+            by_file[place >> _FILE_BITS].append(place)
+        for number_, own in by_file.items():
+            try:
+                with self._paths[number_].open("rb") as file:
+                    for place in own:
+                        file.seek(place & ((1 << _FILE_BITS) - 1))
+                        if (line := json_object(file.readline())) is not None:
+                            yield place, line
+            except OSError:  # the file was rewritten or removed since
+                continue
+
+
+def _scope(content: bytes) -> _Scope | None:
+    """Step and phase of a line of ``samples.jsonl``, without parsing its tokens where possible; None: damaged."""
+    if (found := _BEGINNING.match(content)) and content.endswith(b"}\n"):
+        return int(found[1]), found[2].decode()
+    line = json_object(content)
+    return None if line is None else _scope_of(line)
+
+
+def _scope_of(line: Mapping[str, Any]) -> _Scope:
+    step, phase = line.get("step"), line.get("phase")
+    if type(step) is int and 0 <= step < _MOST_STEPS and isinstance(phase, str) and phase in _PHASES:
+        return step, phase
+    return _NOWHERE
+
+
+def _key(line: Mapping[str, Any]) -> SampleKey | None:
+    prompt, sample = line.get("prompt_id"), line.get("sample")
+    if isinstance(prompt, str) and type(sample) is int and -1 <= sample < _MOST_STEPS:
+        return prompt, sample
+    return None
