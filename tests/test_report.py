@@ -97,6 +97,11 @@ def test_a_run_of_sft(run, capsys):
     assert str(run / "adapter") in text
 
 
+def test_charts_are_told_in_words(tmp_path):
+    html = report(sft(tmp_path / "run", [2.5, 2.0, 1.5]))
+    assert 'aria-label="Loss, nats per token: loss goes from 2.5 at step 1 to 1.5 at step 3"' in html
+
+
 def test_a_run_of_raft(raft_run):
     html = report(raft_run)
     assert figures(html) == [*RAFT_CHARTS, *CHARTS]

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rocm_ext.cli._tables import table
+from rocm_ext.log import duration
 
 _GIB = 2**30
 _WIDTH = {"busy": 14, "memory": 13}  # of bars, histories and their columns
@@ -46,13 +47,21 @@ def run_text(run: Mapping[str, Any]) -> str:
     formats = {
         "cycle": "cycle {}",
         "phase": "{}",
-        "step": "step {:.0f}",
+        "step": "step {:.0f}" + (f" of {run['steps']:.0f}" if "steps" in run else ""),
         "epoch": "epoch {:.0f}",
         "loss": "loss {:.4f}",
         "val_loss": "validation loss {:.4f}",
         "tokens_per_second": "{:,.0f} tok/s",
+        "reward": "reward {:.3f}",
+        "held_out": "held-out {:.1f} %",
+        "flat": "{:.0f} % of groups flat",
+        "entropy": "entropy {:.2f}",
+        "seconds": "{:.3g} s a step",
     }
-    told = [text.format(run[key]) for key, text in formats.items() if key in run]
+    shares = {key: 100 * run[key] for key in ("held_out", "flat") if key in run}
+    told = [text.format({**run, **shares}[key]) for key, text in formats.items() if key in run]
+    if "seconds_left" in run:
+        told.append(f"{duration(run['seconds_left'])} left")
     if not told:
         return "nothing written yet"
     if "seconds_ago" in run:

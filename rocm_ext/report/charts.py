@@ -230,7 +230,7 @@ def _said(lines: Sequence[Line], x_title: str) -> str:
     for line in lines:
         finite = np.flatnonzero(np.isfinite(line.y))
         if len(finite):
-            (x0, y0), (x1, y1) = ((short_number(float(v[i])) for v in (line.x, line.y)) for i in finite[[0, -1]])
+            (x0, y0), (x1, y1) = [[short_number(float(v[i])) for v in (line.x, line.y)] for i in finite[[0, -1]]]
             parts.append(f"{line.label} goes from {y0} at {x_title} {x0} to {y1} at {x_title} {x1}")
     return "; ".join(parts) or "no values"
 

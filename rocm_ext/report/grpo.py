@@ -9,7 +9,7 @@ from markupsafe import Markup
 from rocm_ext.report.charts import Line, Spans, line_chart, span_chart, stacked_chart
 from rocm_ext.report.curves import short_number, smooth, smoothing_width, thin
 from rocm_ext.report.raft import time_text, verdict_styles
-from rocm_ext.report.training import Curve, chart
+from rocm_ext.report.training import Curve, chart, lines_with
 from rocm_ext.runs.held_out import HeldOut, held_out
 from rocm_ext.runs.reader import RunFolder
 from rocm_ext.runs.steps import GRPO
@@ -109,11 +109,11 @@ def _pair(
     lines, widths = [], set()
     for colour, run in runs:
         for i, (key, label) in enumerate(columns):
-            y = scale * run.steps[key]
+            known = lines_with(key, run.steps)
+            x, y = known["step"], scale * known[key]
             if np.isfinite(y).any():
                 widths.add(width := smoothing_width(len(y)))
                 name = f"{run.name}, {label}" if several else label
-                x = run.steps["step"]
                 lines.append(Line(name, x, smooth(y, width), colour if several else i, i if several else 0))
     smoothed = ", smoothed" if widths - {1} else ""
     return line_chart(title, unit + smoothed, lines, zero=True, legend=True) if lines else None

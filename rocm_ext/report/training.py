@@ -58,7 +58,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Markup]:
 
 def chart(curve: Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float, str]] = ()) -> Markup | None:
     """The chart of a column; None if no run has values."""
-    columns = [_with(curve.key, run.validations if curve.key == "val_loss" else run.steps) for run in runs]
+    columns = [lines_with(curve.key, run.validations if curve.key == "val_loss" else run.steps) for run in runs]
     values = [each[curve.key] for each in columns]
     scale, unit = curve.scale, curve.unit
     if curve.key == "peak_memory":
@@ -89,7 +89,7 @@ def chart(curve: Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float, 
     return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks)
 
 
-def _with(key: str, columns: Columns) -> Columns:
+def lines_with(key: str, columns: Columns) -> Columns:
     """The lines that have a key: a step of GRPO without an update has no loss."""
     return Columns([line for line in columns.lines if key in line])
 

@@ -217,8 +217,10 @@ class _Files:
             except OSError as error:
                 problems.append(f"{path} cannot be read: {error.strerror or error}")
             if damaged:
-                lines = "1 line that is not a JSON object" if damaged == 1 else f"{damaged} lines that are no objects"
-                problems.append(f"{path}: skipped {lines}")
+                what = (
+                    "1 line that is not a JSON object" if damaged == 1 else f"{damaged} lines that are not JSON objects"
+                )
+                problems.append(f"{path}: skipped {what}")
 
     def read(self, places: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         """The objects at these places."""
