@@ -15,11 +15,11 @@ from markupsafe import Markup, escape
 
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_text
+from rocm_ext.registry import GRPO
 from rocm_ext.report import cards, groups, grpo, hardware, raft, samples, training
 from rocm_ext.report.charts import line_style
 from rocm_ext.report.text import visible
 from rocm_ext.runs.reader import RunFolder
-from rocm_ext.runs.steps import GRPO
 
 
 def write(folders: Sequence[Path], output: Path | None = None) -> Path:

@@ -8,13 +8,12 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from rocm_ext.hub import hub_name
-from rocm_ext.registry import RAFT, SFT, TITLES
+from rocm_ext.registry import GRPO, RAFT, SFT, TITLES
 from rocm_ext.report.curves import short_number
 from rocm_ext.report.hardware import gpu_names
 from rocm_ext.runs.held_out import held_out
 from rocm_ext.runs.reader import RunFolder, running_time
 from rocm_ext.runs.records import number
-from rocm_ext.runs.steps import GRPO
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:

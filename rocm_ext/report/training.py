@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from markupsafe import Markup
 
-from rocm_ext.registry import RAFT
+from rocm_ext.registry import GRPO, RAFT
 from rocm_ext.report.charts import Line, line_chart
 from rocm_ext.report.curves import memory_unit, smooth, smoothing_width
 from rocm_ext.runs.reader import RunFolder
 from rocm_ext.runs.records import Columns
-from rocm_ext.runs.steps import GRPO
 
 
 @dataclass(frozen=True)

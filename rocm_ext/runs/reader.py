@@ -18,14 +18,14 @@ from rocm_ext.files import read_lines
 from rocm_ext.hardware.counters import HARDWARE_LOG
 from rocm_ext.importing import with_new_names
 from rocm_ext.nested import flatten
-from rocm_ext.registry import RAFT, SFT, TITLES
+from rocm_ext.registry import GRPO, RAFT, SFT, TITLES
 from rocm_ext.runs.cycles import PHASES as PHASES
 from rocm_ext.runs.cycles import SELECTION as SELECTION
 from rocm_ext.runs.cycles import CycleFolder, raft_finished
 from rocm_ext.runs.records import GREEDY as GREEDY
 from rocm_ext.runs.records import MOST, Columns, is_rows, number, read_json, read_steps, read_yaml
 from rocm_ext.runs.records import SampleKey as SampleKey
-from rocm_ext.runs.steps import GRPO, AnswerLog, Evaluation, read_policy_steps, steps_finished
+from rocm_ext.runs.steps import AnswerLog, Evaluation, read_policy_steps, steps_finished
 
 _PAUSE = 60.0  # seconds without a line in hardware.jsonl after which a run counts as paused
 _BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
@@ -67,7 +67,7 @@ class RunFolder:
         folders = [p for p in path.glob("cycle_*") if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", p.name) and p.is_dir()]
         shape = self._shape(bool(folders))
         self.recipe = str(self.config.setdefault("recipe", shape)) if self.config else shape
-        self.family = self.recipe if self.recipe in (*TITLES, GRPO) else shape
+        self.family = self.recipe if self.recipe in TITLES else shape
         self.cycles: list[CycleFolder] = []
         self.evaluations: list[Evaluation] = []
         self.validations = Columns([])

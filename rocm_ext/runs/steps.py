@@ -19,7 +19,6 @@ import numpy as np
 from rocm_ext.files import json_object, read_lines
 from rocm_ext.runs.records import Columns, Judged, SampleKey, number, parse_scores
 
-GRPO = "grpo_rocm"
 _PHASES = ("sample", "eval")
 _BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # of a line as the recipe writes it
 _FILE_BITS = 48  # of a place are the offset in its file
