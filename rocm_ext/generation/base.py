@@ -97,7 +97,8 @@ class Engine(Protocol):
     An engine that samples from the model under training may set ``refreshes`` to True. Its sessions then may stay open
     while the model is trained, and have two more methods: ``refresh()`` takes the adapter's present values and restarts
     the counts of ``stats``, and ``release()`` frees the memory that the session can do without until the next
-    ``generate``.
+    ``generate``. Its method ``layout_bytes()`` returns the bytes that a session holds nonetheless, and the attribute
+    ``reserve`` of a session returns the bytes that training will allocate beside it.
 
     Attributes:
         exact_tokens: whether completions hold the sampled ids; False: ids re-encoded from the text.

@@ -60,7 +60,8 @@ class TransformersEngine(LocalEngine):
     def _check_family(self) -> None:
         self._decoder.check_sampling()
 
-    def _copied_bytes(self) -> int:
+    def layout_bytes(self) -> int:
+        """Upper bound on the bytes of weights that a session copies."""
         return self._decoder.copied_bytes(self._merge)
 
     @contextmanager

@@ -22,7 +22,7 @@ from rocm_ext.generation.base import Completion, Request, Sampling
 from rocm_ext.generation.batch import Batch, Running
 from rocm_ext.generation.decoder import Cache, Decoder, check_family, copied_bytes, merged
 from rocm_ext.generation.matrix import MIN_ROWS
-from rocm_ext.generation.slots import PREFILL_TOKENS, SHARE, SlotMemory, most_slots, slot_memory, span_for
+from rocm_ext.generation.slots import PREFILL_TOKENS, SHARE, SlotMemory, most_slots, slot_memory, slots_beside, span_for
 from rocm_ext.log import log
 from rocm_ext.model.foreign import ForeignDecoder
 
@@ -91,7 +91,7 @@ class LocalEngine:
             UserError: the family is not supported, or the copy of the weights does not fit into memory.
         """
         self._check_family()
-        free, needed = self._free_memory(), self._copied_bytes()
+        free, needed = self._free_memory(), self.layout_bytes()
         if needed > free:
             raise UserError(
                 f"sampling needs up to {needed / 2**30:.1f} GiB for its own layout of the weights, but "
@@ -115,7 +115,8 @@ class LocalEngine:
     def _check_family(self) -> None:
         check_family(self._decoder)
 
-    def _copied_bytes(self) -> int:
+    def layout_bytes(self) -> int:
+        """Upper bound on the bytes of the layout of weights that a session makes."""
         return copied_bytes(self._decoder)
 
     def _copied(self) -> AbstractContextManager[Any]:
@@ -142,6 +143,9 @@ class LocalSession:
         tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
         free_memory: returns the free bytes on the device.
         slots, graphs: see :class:`LocalEngine`.
+
+    Attributes:
+        reserve: returns the bytes that training will allocate while this session stays open; 0 unless it is replaced.
     """
 
     def __init__(
@@ -158,6 +162,7 @@ class LocalSession:
         self._stop_tokens = frozenset(tokenizer.stop_tokens)
         self._totals = dict.fromkeys(("tokens", "slot_steps", "bytes", "seconds"), 0.0)
         self._batch: Batch | None = None  # between two calls of generate
+        self.reserve: Callable[[], int] = int
 
     def refresh(self) -> None:
         """Copy the adapter's present values, so that the session samples like one that opens now; counts restart.
@@ -293,7 +298,7 @@ class LocalSession:
         if self._slots is not None:
             return most, 0, memory
         free = int(SHARE * (self._free_memory() + held))
-        return min(most, memory.fit(free)), free, memory
+        return slots_beside(memory, most, free, self.reserve()), free, memory
 
     def stats(self) -> dict[str, float]:
         """Return counts since the session began or was refreshed.

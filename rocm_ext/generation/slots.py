@@ -60,6 +60,23 @@ def slot_memory(decoder: Decoder, prompts: Sequence[int], length: int, sampling:
     )
 
 
+def slots_beside(memory: SlotMemory, most: int, free: int, reserve: int) -> int:
+    """Choose the number of slots where training follows in the same process.
+
+    The slots' cache stays allocated during training if that costs at most a tenth of the slots. Otherwise all slots
+    that fit while sampling are used, and the cache must be freed before training.
+
+    Args:
+        memory: of a slot.
+        most: more slots gain nothing.
+        free: bytes for sampling.
+        reserve: bytes that training will allocate; 0: no training follows.
+    """
+    fit = min(most, memory.fit(free))
+    beside = (free - reserve) // memory.cache
+    return min(fit, beside) if beside >= 0.9 * fit else fit
+
+
 def most_slots(samples: int, device: torch.device, splits_rows: bool = True) -> int:
     """Number of slots for ``samples`` samples if memory sets no limit.
 

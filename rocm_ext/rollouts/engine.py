@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -21,6 +22,7 @@ from rocm_ext.generation.foreign import use_fitting_engine
 from rocm_ext.hardware.machine import host_memory
 from rocm_ext.log import log
 from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.plan.memory import frozen_bytes
 from rocm_ext.ranks import Ranks, local_world_size
 from rocm_ext.train.learner import Learner
 
@@ -32,40 +34,57 @@ class Engines:
         sample: samples the answers to train on.
         eval: samples the answers of evaluations; it may be the same engine.
         ranks: all processes of the run.
+        free: returns the free bytes on the device.
+        training: returns the bytes that training will allocate between two phases of sampling.
 
     Attributes:
         sample, eval: see above.
     """
 
-    def __init__(self, sample: Engine, eval: Engine, ranks: Ranks) -> None:
-        self.sample, self.eval, self._ranks = sample, eval, ranks
-        self._kept: dict[int, Session] | None = None  # by the engine's id, inside keep_open
+    def __init__(
+        self, sample: Engine, eval: Engine, ranks: Ranks, free: Callable[[], int], training: Callable[[], int]
+    ) -> None:
+        self.sample, self.eval = sample, eval
+        self._ranks, self._free, self._training = ranks, free, training
+        self._kept: dict[int, Any] | None = None  # open sessions by the engine's id, inside keep_open
+        self._stack = ExitStack()
+        self._opening = 0.0  # seconds
+        self._told: set[str] = set()
 
     @property
     def max_seq_len(self) -> float:
         """Positions that every engine in this process takes."""
         return min(getattr(engine, "max_seq_len", inf) for engine in (self.sample, self.eval))
 
+    @property
+    def layout_bytes(self) -> int:
+        """Upper bound on the bytes that sessions hold during training inside :meth:`keep_open`, without caches."""
+        engines: dict[int, Any] = {id(engine): engine for engine in (self.sample, self.eval)}
+        return sum(engine.layout_bytes() for engine in engines.values() if _refreshes(engine))
+
     @contextmanager
     def keep_open(self) -> Iterator[None]:
         """Keep sessions open between phases, where the engine can follow the model's training.
 
         The first :meth:`session` of such an engine opens it. Each later one copies the adapter's present values, and
-        finds the layout of the weights, the key-value cache and the graphs as they were. All other engines open a
-        session for each phase.
+        finds the layout of the weights, the key-value cache and the graphs as they were. If training does not fit
+        beside them, the cache and the graphs go at the end of each phase, and if need be the layout, too. All other
+        engines open a session for each phase.
         """
-        with ExitStack() as self._stack:
-            self._kept = {}
-            try:
+        self._kept = {}
+        try:
+            with self._stack:
                 yield
-            finally:
-                self._kept = None
+        finally:
+            self._kept = None
 
     @contextmanager
     def session(
         self, what: str, adapter: Path | None, check: Callable[[Session], None] | None = None
     ) -> Iterator[Session]:
         """Open a session, or continue one inside :meth:`keep_open`; check that servers sample with the adapter.
+
+        All ranks call this together.
 
         Args:
             what: the phase, ``sample`` or ``eval``.
@@ -76,8 +95,9 @@ class Engines:
             UserError: the engine cannot sample with this adapter, or a server samples with another.
         """
         engine: Any = self.eval if what == "eval" else self.sample
-        if self._kept is not None and getattr(engine, "refreshes", False):
+        if self._kept is not None and _refreshes(engine):
             yield self._continued(engine, adapter)
+            self._make_room()
             return
         with engine.session(adapter) as session:
             if check is not None and adapter is not None and hasattr(session, "ask_each"):
@@ -86,12 +106,44 @@ class Engines:
 
     def _continued(self, engine: Any, adapter: Path | None) -> Any:
         assert self._kept is not None
-        session: Any = self._kept.get(id(engine))
-        if session is None:
-            session = self._kept[id(engine)] = self._stack.enter_context(engine.session(adapter))
-        else:
+        if session := self._kept.get(id(engine)):
             session.refresh()
+            return session
+        began = time.perf_counter()
+        session = self._kept[id(engine)] = self._stack.enter_context(engine.session(adapter))
+        session.reserve = self._training
+        self._opening = time.perf_counter() - began
         return session
+
+    def _make_room(self) -> None:
+        """Free the caches, and then the layouts, if training does not fit beside them."""
+        assert self._kept is not None
+        needed = self._training()
+        short = self._free() < needed
+        if short:
+            for session in self._kept.values():
+                session.release()
+            self._tell(
+                "training and the key-value cache do not fit into memory together, so the cache is freed after each "
+                "phase of sampling; each phase allocates it and captures its graphs again"
+            )
+        # all ranks lay out the weights together, because sharded ones are gathered
+        if any(self._ranks.gather(short and self._free() < needed)):
+            self._stack.close()
+            self._kept.clear()
+            self._tell(
+                "training and the sampler's layout of the weights do not fit into memory together, so each phase of "
+                f"sampling makes the layout again, which takes {self._opening:.1f} s"
+            )
+
+    def _tell(self, what: str) -> None:
+        if what[:30] not in self._told and self._ranks.is_main:
+            self._told.add(what[:30])
+            log.info("%s", what)
+
+
+def _refreshes(engine: Any) -> bool:
+    return getattr(engine, "refreshes", False)
 
 
 def open_engines(
@@ -120,6 +172,7 @@ def open_engines(
         "ranks": learner.runtime.ranks,
         "stopped": stopped,
     }
+    room = learner.runtime.ranks, partial(free_memory, cfg, learner, True), partial(training_memory, learner)
     use_fitting_engine(cfg, learner.decoder)
     wanted = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
     engine = config.instantiate(cfg.engine, key="engine", **wanted)
@@ -129,7 +182,7 @@ def open_engines(
             f"{' and '.join(logprobs_for)}: the engine returns no token ids and log-probs of sampling, which this needs"
         )
     if not hasattr(engine, "check_adapter"):
-        return Engines(engine, engine, learner.runtime.ranks)
+        return Engines(engine, engine, *room)
     try:
         _check_adapters(cfg, learner, engine, own_adapters)
     except UserError as error:
@@ -149,8 +202,8 @@ def open_engines(
         except UserError as other:
             raise UserError(f"{error}. Evaluations cannot sample in this process either: {other}") from error
         log.warning("%s. Evaluations sample in this process instead", error)
-        return Engines(engine, local, learner.runtime.ranks)
-    return Engines(engine, engine, learner.runtime.ranks)
+        return Engines(engine, local, *room)
+    return Engines(engine, engine, *room)
 
 
 def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, own_adapters: bool) -> None:
@@ -178,19 +231,30 @@ def _write(learner: Learner, folder: Path) -> None:
         learner.write_adapter(folder)
 
 
-def free_memory(cfg: DictConfig, learner: Learner) -> int:
-    """Return how many bytes sampling may still take on the device."""
+def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) -> int:
+    """Return how many bytes may still be allocated on the device.
+
+    Args:
+        cfg: the run's config.
+        learner: the model; its runtime has the budget.
+        beside_graphs: count memory as taken that only the graphs of a session can use.
+    """
     runtime: Any = learner.runtime
     if runtime.device.type == "cpu":
         return host_memory(Path("/"), "MemAvailable") // local_world_size()
     torch.cuda.empty_cache()
-    taken = torch.cuda.memory_allocated(runtime.device)
+    taken = (torch.cuda.memory_reserved if beside_graphs else torch.cuda.memory_allocated)(runtime.device)
     free = runtime.budget()
     if not runtime.machine.unified:  # on unified memory the budget comes from MemAvailable, which excludes `taken`
         free -= taken
     if cfg.memory_fraction is not None:
         free = min(free, int(cfg.memory_fraction * runtime.machine.total_memory) - taken)
     return free
+
+
+def training_memory(learner: Learner) -> int:
+    """Return how many bytes training takes at its peak in addition to the model's weights."""
+    return max(0, learner.planned_peak - frozen_bytes(learner.decoder) // learner.runtime.ranks.world)
 
 
 def verify_workers(cfg: DictConfig) -> int:

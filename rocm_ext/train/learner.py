@@ -121,7 +121,7 @@ class Learner:
             loss = type(self.objective).__name__
             raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have")
 
-    def setup(self, work: Workload) -> None:
+    def setup(self, work: Workload, beside: int = 0) -> None:
         """Make the model ready to train.
 
         This sets four more attributes: ``tokens_per_micro_batch``; ``planned_peak``, the planned peak of memory in
@@ -130,12 +130,13 @@ class Learner:
 
         Args:
             work: description of the rows; it determines micro-batches and checkpointed layers.
+            beside: bytes of the budget that something else holds during training.
 
         Raises:
             UserError: the weights are missing, damaged or of another model, or the memory plan is impossible.
         """
         try:
-            self.tokens_per_micro_batch, self.planned_peak = self._plan(work)
+            self.tokens_per_micro_batch, self.planned_peak = self._plan(work, beside)
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # the plan runs a step without data
             component = self.cfg.model[config.COMPONENT]
             raise UserError(
@@ -158,14 +159,14 @@ class Learner:
         total = sum(p.numel() for p in self.decoder.parameters())
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
 
-    def _plan(self, work: Workload) -> tuple[int, int]:
+    def _plan(self, work: Workload, beside: int) -> tuple[int, int]:
         """Plan memory, and apply the planned activation checkpointing.
 
         Returns:
             The budget of a micro-batch in tokens, and the planned peak of memory in bytes.
         """
         cfg, runtime = self.cfg, self.runtime
-        budget = runtime.budget()
+        budget = runtime.budget() - beside
         planner = TrainingPlanner(
             cfg,
             self.decoder,
