@@ -55,7 +55,7 @@ class GRPO(RolloutRecipe):
         UserError: a value in ``cfg`` is out of range.
     """
 
-    own_adapters = brief = True
+    own_adapters = brief = keeps_open = True
 
     def __init__(
         self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer

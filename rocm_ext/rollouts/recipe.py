@@ -58,6 +58,7 @@ class RolloutRecipe:
         self.rollouts: Rollouts | None = None  # set while the verification processes run
 
     brief = False  # whether only long phases log their progress
+    keeps_open = False  # whether sessions of engines in this process stay open during training
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with all keys of the SFT recipe."""
@@ -107,7 +108,7 @@ class RolloutRecipe:
         self.engines = open_engines(cfg, self.learner, stopped, self.logprobs_for(), self.own_adapters)
         self.prompts.check_length(self.engines.max_seq_len)
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
-        self.learner.setup(self.expected_work())
+        self.learner.setup(self.expected_work(), self.engines.layout_bytes if self.keeps_open else 0)
         self.swap = Swap(self.learner)
 
     @contextmanager
