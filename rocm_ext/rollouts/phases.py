@@ -63,8 +63,8 @@ class Rollouts:
     def __init__(
         self, pool: Pool, ranks: Ranks, interrupt: Interrupt, max_error_share: float, brief: bool = False
     ) -> None:
-        self._pool, self._ranks, self._interrupt = pool, ranks, interrupt
-        self._max_error_share, self._brief = max_error_share, brief
+        self.pool, self.ranks, self.interrupt = pool, ranks, interrupt
+        self.max_error_share, self.brief = max_error_share, brief
 
     def make(
         self,
@@ -104,9 +104,7 @@ class Rollouts:
         rows: Mapping[str, Mapping[str, Any]],
     ) -> "Begun":
         """Prepare a phase, and submit the samples that have no verdict yet; arguments as in :meth:`make`."""
-        begun = Begun(self._pool, self._ranks, self._interrupt, self._max_error_share, name, journals, requests, rows)
-        begun.brief = self._brief
-        return begun
+        return Begun(self, name, journals, requests, rows)
 
 
 class Begun:
@@ -116,23 +114,21 @@ class Begun:
     and call :meth:`finish` together.
 
     Attributes:
-        brief: log the progress of a long phase only.
         wanted_by_any: whether a rank has something to sample. Every rank opens a session if one does, because
             gathering sharded weights may need every rank.
     """
 
     def __init__(
         self,
-        pool: Pool,
-        ranks: Ranks,
-        interrupt: Interrupt,
-        max_error_share: float,
+        rollouts: Rollouts,
         name: str,
         journals: tuple[Records, Records],
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        self._ranks, self._interrupt, self._max_error_share, self._name = ranks, interrupt, max_error_share, name
+        pool, ranks, self._interrupt = rollouts.pool, rollouts.ranks, rollouts.interrupt
+        self._name, self._ranks, self._brief = name, ranks, rollouts.brief
+        self._max_error_share = rollouts.max_error_share
         self._samples, self._verdicts = journals
         self._total, self._rows = len(requests), rows
         keys = {(request.prompt_id, request.sample) for request, _ in requests}
@@ -144,7 +140,7 @@ class Begun:
         for journal in journals:  # a resumed run may ask for fewer answers
             journal.drop(lambda record: (record["prompt_id"], record["sample"]) not in keys)
         self._clock = _Clock(*journals)
-        self._judge = _Judge(pool, self._verdicts, interrupt, self._clock, groups)
+        self._judge = _Judge(pool, self._verdicts, self._interrupt, self._clock, groups)
         self._mine, known = self._share(requests), self._samples.records
         for request, _ in self._mine:
             key = request.prompt_id, request.sample
@@ -153,7 +149,7 @@ class Begun:
         self._wanted = [(r, s) for r, s in self._mine if (r.prompt_id, r.sample) not in known]
         self._stats: dict[str, float] = {}
         self._sampled: float | None = None
-        self._stopped, self.brief = False, False
+        self._stopped = False
         self.wanted_by_any = any(ranks.gather(bool(self._wanted)))
 
     def _share(self, requests: Sequence[tuple[Request, Sampling]]) -> list[tuple[Request, Sampling]]:
@@ -169,7 +165,7 @@ class Begun:
         pace = Pace(len(wanted), lengths, max((s.max_new_tokens for _, s in wanted), default=0))
         progress = Progress(
             len(self._mine), len(lengths), self._ranks.is_main, self._name,
-            lambda: pace.seconds_left(int(stats["tokens"]), clock() - clock.earlier), self.brief,
+            lambda: pace.seconds_left(int(stats["tokens"]), clock() - clock.earlier), self._brief,
         )  # fmt: skip
         with contextlib.closing(progress):
             for completion in _generate(wanted, engine):
