@@ -169,7 +169,6 @@ class GRPO(RolloutRecipe):
         self.records.finish(number, selected.results)
         if cfg.max_staleness and number < cfg.steps:
             self.next = self.begin(number + 1)
-        sampled = time.perf_counter()
         rows = self.rows(selected) if selected.advantages else None
         updates = trainer.update(rows, [sample.prompt_id for sample in selected.trained])
         trainer.finish_step(
@@ -177,7 +176,6 @@ class GRPO(RolloutRecipe):
                 **selected.measurements(),
                 **updates,
                 "policy_lag": min(cfg.max_staleness, number - 1),
-                "train_seconds": time.perf_counter() - sampled,
                 "seconds": time.perf_counter() - began,
             }
         )

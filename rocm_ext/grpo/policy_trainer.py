@@ -136,25 +136,28 @@ class PolicyTrainer(Training):
             UserError: a loss is not finite.
         """
         done: list[StepStats] = []
-        began = time.perf_counter()
+        seconds = 0.0
         if rows is not None:
             self.learner.model.train()
             for number in range(self.cfg.updates_per_step):
                 self.loader = self.make_loader(rows, Parts(self._deal(groups, number)))  # type: ignore[arg-type]
+                began = time.perf_counter()
                 for place, batches in enumerate(self.loader.range(0, self.loader.steps.per_epoch)):
                     self._update = place
                     done.append(self.train_step(batches))
+                seconds += time.perf_counter() - began
             self._update = 0
         self.skip_updates(self._each - len(done))
         if not done:
-            return {"updates": 0}
+            return {"updates": 0, "train_seconds": 0.0}
         tokens, computed = sum(s.tokens for s in done), sum(s.tokens / (1 - s.padding) for s in done)
         return {
             "loss": fmean(s.loss for s in done),
             "lr": done[-1].lr,
             "grad_norm": fmean(s.grad_norm for s in done),
             "tokens": tokens,
-            "tokens_per_second": tokens / (time.perf_counter() - began),
+            "tokens_per_second": tokens / seconds,
+            "train_seconds": seconds,
             "padding": 1 - tokens / computed,
             "updates": len(done),
             **_combined([s.measurements for s in done]),
