@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rocm_ext.errors import UserError
 from rocm_ext.generation import Completion, Request, Sampling
+from rocm_ext.grpo.records import Records as GrpoRecords
 from rocm_ext.ranks import Ranks
 from rocm_ext.rollouts.journal import journals_in
 from rocm_ext.rollouts.phases import Rollouts
@@ -257,7 +258,16 @@ class Replies:
         return {"tokens": 2.0, "tokens_per_second": 1.0}
 
 
-def phase(folder, samples, stop_after=None, node=RARE):
+def of_grpo(folder):
+    """The records of the first step of a run of GRPO."""
+    return GrpoRecords(folder, Ranks(None), 0, 0).journals(1, "sample")
+
+
+def of_raft(folder):
+    return journals_in(folder, Ranks(None))
+
+
+def phase(folder, samples, stop_after=None, node=RARE, journals=of_raft):
     """Make a phase of two prompts; ``stop_after`` interrupts it after so many samples."""
     texts = dict(enumerate(["a", "b", "a", "c"])) | {-1: "a"}
     sampling, interrupt = Sampling(max_new_tokens=4), Interrupt()
@@ -265,7 +275,7 @@ def phase(folder, samples, stop_after=None, node=RARE):
     session = Replies(interrupt, texts, stop_after)
     with Pool(node, workers=1, timeout=30) as pool:
         rollouts = Rollouts(pool, Ranks(None), interrupt, 0.5)
-        made = rollouts.make("test", journals_in(folder, Ranks(None)), requests, {"p": {}, "q": {}}, lambda: session)
+        made = rollouts.make("test", journals(folder), requests, {"p": {}, "q": {}}, lambda: session)
     return made.results
 
 
@@ -296,13 +306,15 @@ def test_a_resumed_run_judges_a_group_when_its_last_answer_is_there(calls, tmp_p
     assert set(calls()) == {"a b a c"}
 
 
-def test_a_group_whose_verdicts_were_recorded_in_part_is_judged_again(calls, tmp_path):
-    phase(tmp_path, range(4))
+@pytest.mark.parametrize("journals", [of_raft, of_grpo])
+def test_a_group_whose_verdicts_were_recorded_in_part_is_judged_again(calls, tmp_path, journals):
+    phase(tmp_path, range(4), journals=journals)
     path = tmp_path / "verdicts.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     for count in range(len(lines)):
         path.write_text("".join(lines[:count]))
-        assert rewards(phase(tmp_path, range(4))) == EXPECTED
+        assert rewards(phase(tmp_path, range(4), journals=journals)) == EXPECTED
+        assert len(path.read_text().splitlines()) == len(lines)
     assert set(calls()) == {"a b a c"}
     assert len(calls()) == 2 + 4 * 2 + 4 * 1
 
