@@ -150,10 +150,10 @@ def test_weights_combine_rewards_of_groups_with_those_of_single_answers(calls):
 
 def test_all_asks_for_the_whole_group_and_keeps_what_earlier_verifiers_found(calls):
     node = {"_component_": HERE + "All", "verifiers": [DIGIT, RARE, {"_component_": "my_groups.Batch"}]}
-    found = judged(node, ["1", "x", "x", "2", "2"], ["y", "y"])
-    assert [str(result.verdict) for result in found[0]] == ["CORRECT", "WRONG", "WRONG", "WRONG", "WRONG"]
-    assert [result.detail for result in found[0]][1:4] == ["Regex: no match", "Regex: no match", "Rare: 2 of 5"]
-    assert calls() == ["1 x x 2 2"]  # no answer of the second group came that far
+    found = judged(node, ["x", "x", "1", "2", "2"], ["y", "y"])
+    assert [str(result.verdict) for result in found[0]] == ["WRONG", "WRONG", "CORRECT", "WRONG", "WRONG"]
+    assert [result.detail for result in found[0]][:4] == ["Regex: no match", "Regex: no match", "", "Rare: 2 of 5"]
+    assert calls() == ["x x 1 2 2"]  # no answer of the second group came that far
 
 
 def test_answers_of_a_group_come_in_batches_to_a_verifier_that_takes_them(calls):
