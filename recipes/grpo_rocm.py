@@ -14,6 +14,7 @@ To change a part, subclass :class:`GRPO` and override :meth:`GRPO.choose`, :meth
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -62,6 +63,7 @@ class GRPO(RolloutRecipe):
     ) -> None:
         check_grpo_values(cfg)
         super().__init__(cfg, learner)
+        self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
         check_values(self.training_config())
         self._trainer = trainer
 

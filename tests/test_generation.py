@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import peft
@@ -167,11 +168,11 @@ def test_greedy_answers_equal_those_of_transformers(family, lora, changes, tmp_p
 
 
 @torch.no_grad()
-def teacher_forced(decoder, completion) -> torch.Tensor:
+def teacher_forced(decoder, completion, temperature: float = 1.0) -> torch.Tensor:
     """Compute log-probs of an answer's tokens with torchtune's own forward pass."""
     prompt = completion.request.tokens
     logits = decoder(torch.tensor([[*prompt, *completion.tokens[:-1]]]))[0, len(prompt) - 1 :]
-    return logits.float().log_softmax(-1).gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+    return (logits.float() / temperature).log_softmax(-1).gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -181,14 +182,23 @@ def teacher_forced(decoder, completion) -> torch.Tensor:
         ("llama", "lora", Sampling(20, temperature=0.6, top_k=40, top_p=0.9, min_p=0.02)),
         ("qwen2", None, Sampling(20, temperature=1.7)),
         ("mistral", None, Sampling(20, temperature=0)),
+        ("qwen2", "lora", Sampling(20, temperature=0.6, logprobs_temperature=0.6)),
+        ("qwen2", None, Sampling(20, temperature=1.7, top_k=40, top_p=0.9, min_p=0.02, logprobs_temperature=1.7)),
+        ("llama", "dora", Sampling(20, temperature=0, logprobs_temperature=0.6)),
+        ("mistral", None, Sampling(20, temperature=1, logprobs_temperature=0.6)),
     ],
     ids=str,
 )
-def test_logprobs_are_those_of_the_unmodified_distribution(family, lora, sampling):
+def test_logprobs_are_those_of_the_asked_temperature_without_truncation(family, lora, sampling):
     decoder = model(family, lora)
-    for completion in sample(decoder, ask(prompts(1, 9, 40), 4), sampling).values():
-        found = torch.tensor(completion.logprobs)
-        torch.testing.assert_close(found, teacher_forced(decoder, completion), rtol=0, atol=1e-5)
+    answers = sample(decoder, ask(prompts(1, 9, 40), 4), sampling)
+    found = torch.tensor([value for completion in answers.values() for value in completion.logprobs])
+    at = sampling.logprobs_temperature
+    expected, plain = (torch.cat([teacher_forced(decoder, c, t) for c in answers.values()]) for t in (at, 1.0))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert at == 1 or (found - plain).abs().max() > 0.2
+    same = sample(decoder, ask(prompts(1, 9, 40), 4), replace(sampling, logprobs_temperature=1.0))
+    assert {key: c.tokens for key, c in same.items()} == {key: c.tokens for key, c in answers.items()}
 
 
 @pytest.mark.parametrize("adapted", [ALL_PROJECTIONS, ["q_proj"], ["k_proj", "output_proj"]], ids=str)
@@ -362,6 +372,8 @@ SAMPLINGS = [
     {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
     {"temperature": 1.5, "top_k": 100, "top_p": 0.95, "min_p": 0.1},
     {"top_p": 0.5, "min_p": 0.3},
+    {"temperature": 0.7, "top_k": 50, "logprobs_temperature": 0.7},
+    {"temperature": 1.5, "logprobs_temperature": 0.5},
 ]
 # Spread of the logits. Flat over 1,700 tokens: the 1,024 most probable ones hold less than 0.8
 VOCABULARIES = {"320": (320, 2.0), "1700": (1700, 2.0), "1700, flat": (1700, 0.3)}
@@ -381,7 +393,9 @@ def test_tokens_are_drawn_with_their_exact_probabilities(vocabulary, options):
     counts = torch.bincount(tokens, minlength=size).double()
     assert (counts - n * probabilities).abs().max() < 1.05
     assert counts[probabilities == 0].sum() == 0
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[tokens], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs, (logits / sampling.logprobs_temperature).log_softmax(-1)[tokens], rtol=0, atol=1e-5
+    )
 
     tokens, _ = draw(rows, uniforms(torch.arange(n) * 7919, torch.zeros(n, dtype=torch.int64)), sampling)
     if sampling.top_k != 1:
@@ -437,7 +451,7 @@ def test_what_is_excluded_is_never_drawn(logits, options):
         {"max_new_tokens": 0}, {"max_new_tokens": 1.0}, {"max_new_tokens": True}, {"temperature": -0.1},
         {"temperature": "1"}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": 0}, {"top_k": 1.5},
         {"top_p": 0}, {"top_p": 1.1}, {"top_p": "0.9"}, {"min_p": 0.0}, {"min_p": 2}, {"stop_strings": ("",)},
-        {"stop_strings": (1,)},
+        {"stop_strings": (1,)}, {"logprobs_temperature": 0}, {"logprobs_temperature": math.nan},
     ],
     ids=str,
 )  # fmt: skip
@@ -722,8 +736,14 @@ class Live(TorchDispatchMode):
         ({"intermediate_dim": 2048}, (500, 800, 900), Sampling(4), 95e6),  # prefilling
         ({"vocab_size": 20_000}, range(1, 41), Sampling(4, temperature=0.7, top_k=50), 11e6),  # drawing
         ({"vocab_size": 20_000}, range(1, 41), Sampling(4, temperature=9, top_p=0.9999), 30e6),  # and sorting all
+        (
+            {"vocab_size": 20_000},
+            range(1, 41),
+            Sampling(4, temperature=0.7, top_k=50, min_p=1e-3, logprobs_temperature=0.7),
+            11e6,
+        ),
     ],
-    ids=["long", "wide", "vocabulary", "nucleus"],
+    ids=["long", "wide", "vocabulary", "nucleus", "twice truncated"],
 )
 def test_slots_fit_into_memory(shape, lengths, sampling, memory, caches):
     requests = ask(prompts(*lengths), 45 // len(lengths))

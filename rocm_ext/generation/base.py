@@ -22,6 +22,7 @@ class Sampling:
         top_p: draw from the smallest set of most probable tokens that holds this probability; None: from all.
         min_p: draw from tokens at least this probable, relative to the most probable one; None: from all.
         stop_strings: an answer ends where its text contains one of them.
+        logprobs_temperature: log-probs are those of the distribution at this temperature, without truncation.
 
     Raises:
         UserError: a value is out of range; the message names it.
@@ -33,6 +34,7 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     stop_strings: tuple[str, ...] = ()
+    logprobs_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         for name, count in (("max_new_tokens", self.max_new_tokens), ("top_k", self.top_k)):
@@ -40,6 +42,8 @@ class Sampling:
                 raise UserError(f"{name} is {count!r}; expected a whole number of at least 1")
         if not (type(self.temperature) in (int, float) and 0 <= self.temperature < math.inf):
             raise UserError(f"temperature is {self.temperature!r}; expected a number of at least 0 (0: greedy)")
+        if not (type(self.logprobs_temperature) in (int, float) and 0 < self.logprobs_temperature < math.inf):
+            raise UserError(f"logprobs_temperature is {self.logprobs_temperature!r}; expected a number above 0")
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
             if share is not None and not (type(share) in (int, float) and 0 < share <= 1):
                 raise UserError(f"{name} is {share!r}; expected a number above 0 and up to 1, or null")
@@ -75,8 +79,7 @@ class Completion:
     Attributes:
         request: the request it answers.
         tokens: ids as sampled, including the stop token if one ended the answer.
-        logprobs: log-probability of each of ``tokens`` under the unmodified distribution (temperature 1, no
-            truncation).
+        logprobs: log-probability of each of ``tokens``; of which distribution, :class:`Sampling` says.
         text: the decoded ``tokens`` without the stop token, cut before the first stop string.
         finish_reason: ``stop`` (stop token or stop string) or ``length``.
     """

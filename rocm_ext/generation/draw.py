@@ -46,19 +46,26 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
             remaining tokens, then min_p. Ties with the least probable allowed token are allowed.
 
     Returns:
-        tokens [n], int64, and their log-probs [n], fp32, under the unmodified distribution.
+        tokens [n], int64, and their log-probs [n], fp32, at ``sampling.logprobs_temperature`` without truncation.
     """
-    logits = logits.float()
+    logits, told = logits.float(), sampling.logprobs_temperature
     peak = logits.amax(-1, keepdim=True)
+    weights = _weights(logits, peak, told)
+    total = weights.sum(-1)
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
-        return tokens, _log_probs(logits, peak, tokens, (logits - peak).exp_().sum(-1))
-    weights = (logits - peak).exp_()
-    total = weights.sum(-1)
-    if sampling.temperature != 1:
-        weights = ((logits - peak) / sampling.temperature).exp_()
-    tokens = _search(_truncate(weights, sampling), uniform)
-    return tokens, _log_probs(logits, peak, tokens, total)
+    else:
+        if sampling.temperature != told:
+            weights = _weights(logits, peak, sampling.temperature)
+        weights = _truncate(weights, sampling)  # frees the whole weights before the search copies them
+        tokens = _search(weights, uniform)
+    return tokens, (logits.gather(-1, tokens[:, None]) - peak).squeeze(-1) / told - total.log()
+
+
+def _weights(logits: Tensor, peak: Tensor, temperature: float) -> Tensor:
+    """Return unnormalised probabilities at a temperature; the largest of each row is 1."""
+    distance = logits - peak
+    return (distance if temperature == 1 else distance.div_(temperature)).exp_()
 
 
 def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
@@ -71,17 +78,13 @@ def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
     """
     logits = itemsize if itemsize == 4 else itemsize + 4
     more = [4 if vocabulary % _BLOCK else 0]  # in addition to one fp32 copy, the weights
-    if sampling.temperature not in (0, 1):
-        more.append(8)
-    if sampling.top_k is not None or sampling.min_p is not None:
-        more.append(5)
+    if sampling.temperature not in (0, sampling.logprobs_temperature):
+        more.append(4)
+    if truncations := (sampling.top_k is not None) + (sampling.min_p is not None):
+        more.append(1 + 4 * truncations)
     if sampling.top_p is not None and sampling.top_p < 1:
         more.append(28)  # a full sort, which is rare
     return logits + 4 + max(more)
-
-
-def _log_probs(logits: Tensor, peak: Tensor, tokens: Tensor, total: Tensor) -> Tensor:
-    return (logits.gather(-1, tokens[:, None]) - peak).squeeze(-1) - total.log()
 
 
 def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:

@@ -118,7 +118,8 @@ def to_result(record: Mapping[str, Any]) -> Result:
 def entropy(samples: Iterable[Sample]) -> float | None:
     """Estimate the entropy of the model's distribution, in nats per token.
 
-    This is the mean of -log p over the sampled tokens. It is unbiased at temperature 1 without truncation.
+    This is the mean of -log p over the sampled tokens. It is unbiased without truncation if the log-probs are those of
+    the sampling temperature.
 
     Returns:
         The estimate; None if the samples have no log-probs.
