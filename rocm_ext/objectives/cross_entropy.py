@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from rocm_ext.errors import UserError
 from rocm_ext.objectives.objective import Objective, Terms
+from rocm_ext.objectives.preference import Preference
 
 
 class CrossEntropy(Objective):
@@ -20,8 +21,9 @@ class CrossEntropy(Objective):
 def objective_of(loss: Any) -> Objective:
     """Convert a config's ``loss`` to an objective.
 
-    The plain cross-entropies of torchtune and torch become :class:`CrossEntropy`, which has the same value. The
-    function rejects any other loss, because replacing it would silently change the training.
+    The plain cross-entropies of torchtune and torch become :class:`CrossEntropy`, and torchtune's losses of pairs
+    :class:`Preference`, which have the same values. The function rejects any other loss, because replacing it would
+    silently change the training.
 
     Args:
         loss: an :class:`Objective`, or a loss of torchtune or torch.
@@ -31,14 +33,20 @@ def objective_of(loss: Any) -> Objective:
     """
     from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE_INDEX
     from torchtune.modules.loss import CEWithChunkedOutputLoss
+    from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
     if isinstance(loss, Objective):
         return loss
     plain = isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.label_smoothing == 0
     if (plain or isinstance(loss, CEWithChunkedOutputLoss)) and loss.ignore_index == IGNORE_INDEX:
         return CrossEntropy()
+    if isinstance(loss, DPOLoss):
+        return Preference("sigmoid", beta=loss.beta, label_smoothing=loss.label_smoothing)
+    if isinstance(loss, RSOLoss):
+        return Preference("hinge", beta=loss.gamma)
     raise UserError(
         f"loss {type(loss).__name__} is not supported here; use rocm_ext.objectives.CrossEntropy, "
         "torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss, "
-        f"the latter two with ignore_index {IGNORE_INDEX} and without weights or smoothing"
+        f"the latter two with ignore_index {IGNORE_INDEX} and without weights or smoothing; for pairs "
+        "rocm_ext.objectives.Preference, or torchtune.rlhf.loss.DPOLoss or RSOLoss"
     )

@@ -69,8 +69,9 @@ class Objective(ABC):
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Compute each label's contribution to the objective, and its derivative with respect to the label's NLL.
 
-        With ``whole_sequences`` a value may depend on all labels of its own sequence. The derivative of label i is
-        then that of the *sum* of its sequence's values with respect to the NLL of label i.
+        With ``whole_sequences`` a value may depend on all labels of the micro-batch. The derivative of label i is then
+        that of the *sum* of the values with respect to the NLL of label i. ``normalize: sequences`` weighs each
+        sequence, so there a value may depend only on labels of its own sequence.
 
         The memory plan runs this method on fake tensors: shapes must not depend on values (no ``.item()``, no boolean
         masks as an index).

@@ -1,0 +1,179 @@
+"""Losses of pairs equal autograd on whole logits, torchtune's and TRL's."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torchtune.rlhf.loss import DPOLoss, RSOLoss
+
+from rocm_ext.errors import UserError
+from rocm_ext.objectives import Preference, objective_of
+from rocm_ext.objectives.preference import LOSSES
+
+WORDS, WIDTH, LENGTHS = 40, 12, (3, 8, 17, 1, 10, 10)  # chosen, rejected, chosen, ...
+LABELS, PAIRS = sum(LENGTHS), len(LENGTHS) // 2
+SEQUENCE = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+SIDE = torch.where(SEQUENCE % 2 == 0, 1.0, -1.0)
+
+
+def problem():
+    """Return an output layer, hidden states, targets and the columns of three pairs."""
+    torch.manual_seed(1)
+    head, hidden = torch.nn.Linear(WIDTH, WORDS), torch.randn(LABELS, WIDTH, requires_grad=True)
+    targets = torch.randint(0, WORDS, (LABELS,))
+    with torch.no_grad():
+        reference = logprobs(head, hidden, targets) + 0.3 * torch.randn(LABELS)
+    return head, hidden, targets, {"side": SIDE, "reference_logprobs": reference}
+
+
+def logprobs(head, hidden, targets):
+    return head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def each_sequence(values, mean=False):
+    """Return the sum or mean of each chosen answer, and of each rejected one: [3] and [3]."""
+    parts = [values[s == SEQUENCE].mean() if mean else values[s == SEQUENCE].sum() for s in range(len(LENGTHS))]
+    return torch.stack(parts[::2]), torch.stack(parts[1::2])
+
+
+def by_autograd(loss, now, reference, *, beta=0.1, smoothing=0.0, gamma=0.5, rpo=0.0, mean=False):
+    """Return each pair's loss [3] by the papers' formulas."""
+    chosen, rejected = each_sequence(now if loss == "simpo" else now - reference, mean)
+    margin = chosen - rejected
+    if loss in ("sigmoid", "simpo"):
+        u = beta * margin - (gamma if loss == "simpo" else 0)
+        pairs = -(1 - smoothing) * F.logsigmoid(u) - smoothing * F.logsigmoid(-u)
+    elif loss == "ipo":
+        pairs = (margin - 1 / (2 * beta)) ** 2
+    elif loss == "hinge":
+        pairs = torch.relu(1 - beta * margin)
+    else:
+        pairs = 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+    return pairs - rpo * each_sequence(now, mean=True)[0]
+
+
+def found(objective, head, hidden, targets, columns):
+    """Return the loss per pair and its gradients for hidden states and output layer."""
+    columns = {name: columns[name] for name in objective.columns}
+    value = objective(head, hidden, targets, columns, SEQUENCE) / objective.denominator(LABELS, len(LENGTHS))
+    return value, torch.autograd.grad(value, [hidden, *head.parameters()])
+
+
+def assert_equal(ours, value, parameters):
+    torch.testing.assert_close(ours[0], value, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(ours[1], torch.autograd.grad(value, parameters), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+@pytest.mark.parametrize("normalized", [None, True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_equal_autograd(loss, normalized, beta, chunk):
+    head, hidden, targets, columns = problem()
+    objective = Preference(loss, beta=beta, length_normalized=normalized, chunk_tokens=chunk)
+    now = logprobs(head, hidden, targets)
+    mean = loss in ("ipo", "simpo") if normalized is None else normalized
+    pairs = by_autograd(loss, now, columns["reference_logprobs"], beta=beta, mean=mean)
+    assert_equal(found(objective, head, hidden, targets, columns), pairs.mean(), [hidden, *head.parameters()])
+
+
+@pytest.mark.parametrize("rpo", [0.0, 0.7])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("loss", ["sigmoid", "simpo"])
+def test_smoothing_margin_and_nll_equal_autograd(loss, smoothing, rpo):
+    head, hidden, targets, columns = problem()
+    gamma = 1.4 if loss == "simpo" else None
+    objective = Preference(loss, label_smoothing=smoothing, gamma=gamma, rpo_alpha=rpo, chunk_tokens=7)
+    now, mean = logprobs(head, hidden, targets), loss == "simpo"
+    pairs = by_autograd(
+        loss, now, columns["reference_logprobs"], smoothing=smoothing, gamma=1.4, rpo=rpo, mean=mean
+    )  # fmt: skip
+    assert_equal(found(objective, head, hidden, targets, columns), pairs.mean(), [hidden, *head.parameters()])
+
+
+@pytest.mark.parametrize("theirs", [DPOLoss(0.3), DPOLoss(0.1, 0.2), RSOLoss(0.2)])
+def test_losses_equal_torchtune(theirs):
+    """A config that names torchtune's loss trains with ours."""
+    head, hidden, targets, columns = problem()
+    now = each_sequence(logprobs(head, hidden, targets))
+    losses, *_ = theirs(*now, *each_sequence(columns["reference_logprobs"]))
+    ours = found(objective_of(theirs), head, hidden, targets, columns)
+    assert_equal(ours, losses.mean(), [hidden, *head.parameters()])
+
+
+def trl_dpo(kinds: list[str], weights: list[float], now, reference):
+    """Return the loss of TRL's own method for pairs whose log-probs are ``now``."""
+    trainer = pytest.importorskip("trl.trainer.dpo_trainer")
+    order = [*range(0, len(LENGTHS), 2), *range(1, len(LENGTHS), 2)]
+
+    def padded(values):
+        return torch.nn.utils.rnn.pad_sequence([values[s == SEQUENCE] for s in order], batch_first=True)
+
+    mask = padded(torch.ones(LABELS))
+    zeros = torch.zeros_like(mask)
+    outputs = SimpleNamespace(log_probs=padded(now), entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+
+    class Model(torch.nn.Module):
+        def forward(self, **inputs):
+            return outputs
+
+    itself = SimpleNamespace(
+        model=Model().train(), aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True,
+        f_divergence_type="reverse_kl", loss_types=kinds, loss_weights=weights, beta=0.3, label_smoothing=0.0,
+        use_weighting=False, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
+        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+    )  # fmt: skip
+    # the first token of a row is the prompt's
+    completion = F.pad(mask, (1, 0)).long()
+    chosen, rejected = each_sequence(reference)
+    inputs = {
+        "input_ids": completion, "attention_mask": completion, "completion_mask": completion,
+        "ref_chosen_logps": chosen, "ref_rejected_logps": rejected,
+    }  # fmt: skip
+    return trainer.DPOTrainer._compute_loss(itself, itself.model, inputs, False)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "sigmoid_norm", "ipo", "hinge", "apo_zero"])
+def test_losses_equal_trl(loss):
+    head, hidden, targets, columns = problem()
+    theirs = trl_dpo([loss], [1.0], logprobs(head, hidden, targets), columns["reference_logprobs"])
+    name, normalized = ("sigmoid", True) if loss == "sigmoid_norm" else (loss, None)
+    objective = Preference(name, beta=0.3, length_normalized=normalized)
+    assert_equal(found(objective, head, hidden, targets, columns), theirs, [hidden, *head.parameters()])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_simpo_equals_trl(smoothing):
+    trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
+    head, hidden, targets, columns = problem()
+    itself = SimpleNamespace(
+        alpha=0.0, loss_type="simpo", simpo_gamma=1.0, beta=2.0, label_smoothing=smoothing,
+        accelerator=SimpleNamespace(device="cpu"),
+    )  # fmt: skip
+    losses, *_ = trainer.CPOTrainer.cpo_loss(itself, *each_sequence(logprobs(head, hidden, targets), mean=True))
+    objective = Preference("simpo", beta=2.0, gamma=1.0, label_smoothing=smoothing)
+    assert_equal(found(objective, head, hidden, targets, columns), losses.mean(), [hidden, *head.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"loss": "kto"}, "loss.loss is 'kto'; expected one of sigmoid, ipo"),
+        ({"beta": 0}, "beta is 0; expected a number above 0"),
+        ({"beta": "0.1"}, "beta is '0.1'"),
+        ({"beta": float("nan")}, "beta is nan"),
+        ({"rpo_alpha": -1}, "rpo_alpha is -1; expected a number of at least 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing is 0.5; expected a share from 0 to under 0.5"),
+        ({"loss": "ipo", "label_smoothing": 0.1}, "ipo has no label_smoothing"),
+        ({"gamma": 1.0}, "sigmoid has no gamma"),
+        ({"loss": "simpo", "gamma": True}, "gamma is True"),
+        ({"length_normalized": "yes"}, "expected True, False or null"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, says):
+    with pytest.raises(UserError, match=says):
+        Preference(**arguments)
