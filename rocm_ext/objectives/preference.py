@@ -135,18 +135,20 @@ class Preference(Objective):
         chosen = (columns["side"] > 0).float()
         rejected = 1 - chosen
         logprobs = -nll - columns["reference_logprobs"] if self.kind.reference else -nll
-        lengths = [_sum(side, pair).clamp(min=1) for side in (chosen, rejected)]
-        scores = [_sum(logprobs * side, pair) for side in (chosen, rejected)]
-        if self.length_normalized:
-            scores = [score / length for score, length in zip(scores, lengths, strict=True)]
-        value, *slopes = self.kind.loss(*scores, self.beta, self.label_smoothing, self.gamma)
-        if self.length_normalized:
-            slopes = [slope / length for slope, length in zip(slopes, lengths, strict=True)]
-        derivative = -slopes[0][pair] * chosen - slopes[1][pair] * rejected  # the NLL is minus the log-prob
+        of_chosen, of_rejected = (_sum(side, pair).clamp(min=1) for side in (chosen, rejected))
+        per = (of_chosen, of_rejected) if self.length_normalized else (1.0, 1.0)
+        value, up, down = self.kind.loss(
+            _sum(logprobs * chosen, pair) / per[0],
+            _sum(logprobs * rejected, pair) / per[1],
+            self.beta,
+            self.label_smoothing,
+            self.gamma,
+        )
+        derivative = -(up / per[0])[pair] * chosen - (down / per[1])[pair] * rejected  # the NLL is minus the log-prob
         if self.rpo_alpha:
-            value = value + self.rpo_alpha * _sum(nll * chosen, pair) / lengths[0]
-            derivative = derivative + self.rpo_alpha * chosen / lengths[0][pair]
-        return (value / sum(lengths))[pair], derivative
+            value = value + self.rpo_alpha * _sum(nll * chosen, pair) / of_chosen
+            derivative = derivative + self.rpo_alpha * chosen / of_chosen[pair]
+        return (value / (of_chosen + of_rejected))[pair], derivative
 
 
 def _sum(values: Tensor, pair: Tensor) -> Tensor:
