@@ -13,8 +13,9 @@ from torch.utils.data import ConcatDataset, Dataset
 from torchtune.config import instantiate
 from tqdm import tqdm
 
+from rocm_ext.data.pairs import Limits, PairReader, is_pair
 from rocm_ext.data.render import IGNORE, unlimited
-from rocm_ext.data.sources import ConversationDataset
+from rocm_ext.data.sources import SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.log import log, warn
@@ -73,7 +74,7 @@ class Rows:
         labels: ``[s]`` int32 labels of each row: the token itself, or -100 for no loss.
         lengths: lengths of the sequences in each row; they add up to ``s``.
         counts: number of ``rows`` read, of kept rows that were ``truncated``, of rows ``dropped_too_long`` and of
-            rows ``dropped_without_labels``.
+            rows ``dropped_without_labels``; those of pairs: see :class:`rocm_ext.data.pairs.PairReader`.
         columns: further values per token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 of each row.
     """
 
@@ -161,7 +162,8 @@ def tokenize(
     Rows without a label that the loss can use are dropped and counted, including those that lose it when truncated.
 
     Args:
-        dataset: dataset in torchtune's form, whose items have ``tokens`` and ``labels``; ``PackedDataset`` works too.
+        dataset: dataset in torchtune's form, whose items have ``tokens`` and ``labels``; ``PackedDataset`` works too,
+            and ``PreferenceDataset``, whose pairs :class:`rocm_ext.data.pairs.PairReader` reads.
         max_seq_len: maximum length of a row in tokens; None: no limit.
         too_long: policy for longer rows: ``truncate`` (cut at the end), ``drop`` or ``error``.
         progress: whether to show a progress bar.
@@ -178,52 +180,82 @@ def tokenize(
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
     chosen = range(0, len(dataset), every)
-    counts = {"rows": len(chosen), "truncated": 0, "dropped_too_long": 0, "dropped_without_labels": 0}
-    rows = Rows([], [], [], counts)
-    foreign = not all(isinstance(part, ConversationDataset) for part in getattr(dataset, "datasets", [dataset]))
+    rows = Rows([], [], [], {"rows": len(chosen)})
+    foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
+    limits = Limits(max_seq_len, positions, too_long, foreign)
+    reader: PairReader | _SequenceReader | None = None
     for index in tqdm(chosen, desc="tokenize", unit="row", disable=not progress):
         try:
-            tokens, labels, lengths = _read_item(dataset[index])
+            item = dataset[index]
+            kind = PairReader if is_pair(item) else _SequenceReader
+            reader = kind(rows, limits) if reader is None else reader
+            if type(reader) is not kind:
+                raise ValueError("pairs and single answers in one dataset; train on them in separate runs")
+            reader.add(item, partial(origin_of, dataset, index))
         except UserError:  # its message names the row already
             raise
         except Exception as error:  # a user's dataset may raise anything
             raise UserError(f"{origin_of(dataset, index)}: {one_line(error)}") from error
-        limit = _limit(len(tokens), lengths, max_seq_len, positions, partial(origin_of, dataset, index))
-        cut = len(tokens) > limit
-        if cut and too_long == "error":
-            what, cure = ("the model takes", "set") if limit == positions else ("max_seq_len is", "raise it, or set")
-            found = f"{origin_of(dataset, index)}: {len(tokens)} tokens, but {what} {limit}"
-            raise UserError(f"{found}; {cure} too_long to truncate or drop")
-        if cut and too_long == "drop":
-            counts["dropped_too_long"] += 1
-            continue
-        if cut:
-            tokens, labels = tokens[:limit], labels[:limit]
-            lengths = tuple(int(n) for n in np.diff(np.minimum(np.cumsum(lengths), limit), prepend=0) if n)
-        used = labels != IGNORE
-        used[np.cumsum((0, *lengths[:-1]))[: len(used)]] = False  # no token predicts the first token of a sequence
-        if not used.any():
-            counts["dropped_without_labels"] += 1
-            continue
-        # torchtune's components truncate rows themselves, and then mask the last token
-        counts["truncated"] += cut or bool(foreign and len(tokens) == max_seq_len and labels[-1] == IGNORE)
-        rows.tokens.append(tokens)
-        rows.labels.append(labels)
-        rows.lengths.append(lengths)
     for part in getattr(dataset, "datasets", [dataset]):
-        warn(part.warnings() if isinstance(part, ConversationDataset) else [])
+        warn(part.warnings() if isinstance(part, SourceDataset) else [])
     if not rows.tokens:
-        raise UserError(
-            f"0 of {counts['rows']} rows left: {counts['dropped_too_long']} over max_seq_len "
-            f"{min(filter(None, (max_seq_len, positions)), default=None)} "
-            f"were dropped, {counts['dropped_without_labels']} had nothing to train on within that length"
-        )
+        raise UserError(f"0 of {len(chosen)} rows left{'' if reader is None else f': {reader.dropped()}'}")
     if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
         log.warning(
             "the last token of every row is masked, so the model will not learn to stop: torchtune's tokenizers mask "
             "the stop token under max_seq_len. Use rocm_ext.data.sft_dataset or set max_seq_len to null"
         )
     return rows
+
+
+class _SequenceReader:
+    """Adds rows to ``rows``, as :func:`tokenize` says."""
+
+    def __init__(self, rows: Rows, limits: Limits) -> None:
+        self._rows, self._limits, self._counts = rows, limits, rows.counts
+        rows.counts.update(dict.fromkeys(("truncated", "dropped_too_long", "dropped_without_labels"), 0))
+
+    def add(self, item: Mapping[str, Any], origin: Callable[[], str]) -> None:
+        """Add a dataset's item, or count why it is dropped.
+
+        Args:
+            item: ``tokens``, ``labels`` and, of a pack, ``seq_lens``.
+            origin: returns the item's origin, for messages.
+
+        Raises:
+            UserError: the row is too long under ``error``, or for the model in a pack.
+            ValueError: the item is malformed.
+        """
+        tokens, labels, lengths = _read_item(item)
+        max_seq_len, too_long = self._limits.max_seq_len, self._limits.too_long
+        limit = _limit(len(tokens), lengths, max_seq_len, self._limits.positions, origin)
+        cut = len(tokens) > limit
+        if cut and too_long == "error":
+            raise self._limits.error(origin(), len(tokens), limit)
+        if cut and too_long == "drop":
+            self._counts["dropped_too_long"] += 1
+            return
+        if cut:
+            tokens, labels = tokens[:limit], labels[:limit]
+            lengths = tuple(int(n) for n in np.diff(np.minimum(np.cumsum(lengths), limit), prepend=0) if n)
+        used = labels != IGNORE
+        used[np.cumsum((0, *lengths[:-1]))[: len(used)]] = False  # no token predicts the first token of a sequence
+        if not used.any():
+            self._counts["dropped_without_labels"] += 1
+            return
+        # torchtune's components truncate rows themselves, and then mask the last token
+        already = self._limits.foreign and len(tokens) == max_seq_len and labels[-1] == IGNORE
+        self._counts["truncated"] += cut or bool(already)
+        self._rows.tokens.append(tokens)
+        self._rows.labels.append(labels)
+        self._rows.lengths.append(lengths)
+
+    def dropped(self) -> str:
+        """Say what became of the rows."""
+        return (
+            f"{self._counts['dropped_too_long']} over max_seq_len {self._limits.least()} were dropped, "
+            f"{self._counts['dropped_without_labels']} had nothing to train on within that length"
+        )
 
 
 def _limit(

@@ -1,5 +1,6 @@
 """Read conversations from files or the hub, and recognise their schema."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,38 +78,67 @@ def sft_dataset(
         raise UserError(f"schema {schema!r} is unknown{nearest(schema, ['auto', *SCHEMAS])}; schemas: {NEEDS}")
     if assistant_turns not in ("all", "last"):
         raise UserError(f"assistant_turns is {assistant_turns!r}; expected all or last")
+    rows, origin, columns = open_source(source, split, data_files, name, column_map, FIELDS)
+    return ConversationDataset(
+        tokenizer=tokenizer,
+        rows=rows,
+        origin=origin,
+        column_map=columns,
+        schema=schema,
+        system_prompt=system_prompt,
+        last_turn=assistant_turns == "last",
+        train_on_input=train_on_input,
+        source=source,
+    )
+
+
+def open_source(
+    source: str,
+    split: str,
+    data_files: Any,
+    name: str | None,
+    column_map: Mapping[str, str] | None,
+    fields: Sequence[str],
+) -> tuple[Any, Callable[[int], str], dict[str, str]]:
+    """Read the rows of a source and check its ``column_map``.
+
+    Args:
+        source, split, data_files, name, column_map: see :func:`sft_dataset`.
+        fields: our columns.
+
+    Returns:
+        The rows and the function that names their origin, as from :func:`rocm_ext.data.loading.load_rows`, and the
+        column map.
+
+    Raises:
+        UserError: the source cannot be read, or ``column_map`` does not match it.
+    """
     column_map = dict(column_map or {})
     for ours in column_map:
-        if ours not in FIELDS:
-            raise UserError(f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, FIELDS)}")
+        if ours not in fields:
+            raise UserError(f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, fields)}")
     rows, origin = load_rows(source, split, data_files, name)
     columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
     if missing := [column for column in column_map.values() if column not in columns]:
         raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
-    last = assistant_turns == "last"
-    return ConversationDataset(tokenizer, rows, origin, column_map, schema, system_prompt, last, train_on_input, source)
+    return rows, origin, column_map
 
 
-@dataclass(eq=False)
-class ConversationDataset(Dataset):
-    """Conversations that are tokenised on access: ``{"tokens": list[int], "labels": list[int]}``.
+@dataclass(eq=False, kw_only=True)
+class SourceDataset(Dataset, ABC):
+    """Rows of a source that are tokenised on access.
 
     Attributes:
         rows: the raw rows.
         origin: ``origin(i)`` names the source of row i: ``file:line`` in JSON lines, else its index, from 0.
-        tokenizer, column_map, schema, system_prompt, train_on_input: see :func:`sft_dataset`.
-        last_turn: whether to train on the last assistant turn of each conversation alone.
-        source: the source of :func:`sft_dataset`.
+        tokenizer, column_map, system_prompt, source: see :func:`sft_dataset`.
     """
 
     tokenizer: Any
     rows: Sequence[Mapping]
     origin: Callable[[int], str]
     column_map: dict[str, str]
-    schema: str
     system_prompt: str | None
-    last_turn: bool
-    train_on_input: bool
     source: str
     _seen: set[str] = field(default_factory=set)  # columns of the rows read so far, and those that a row used
     _used: set[str] = field(default_factory=set)
@@ -119,10 +149,13 @@ class ConversationDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         try:
-            tokens, labels = self._render(index)
+            return self._item(index)
         except (UserError, ValueError) as error:  # ValueError: the tokenizer cannot encode the text
             raise UserError(f"{self.origin(index)}: {one_line(error)}") from error
-        return {"tokens": tokens, "labels": labels}
+
+    @abstractmethod
+    def _item(self, index: int) -> dict[str, list[int]]:
+        """Tokenise row ``index``."""
 
     def warnings(self) -> list[str]:
         """Return what the user should know about the rows read so far, one line each."""
@@ -133,9 +166,44 @@ class ConversationDataset(Dataset):
         found += special_token_lines(f"rows of {self.source}", len(self), reserved)
         return found
 
-    def _render(self, index: int) -> tuple[list[int], list[int]]:
+    def _mapped(self, index: int) -> tuple[Mapping, dict[str, Any]]:
+        """Return a row, and its values under our column names."""
         row = row_at(self.rows, index)
-        schema, fields = self._fields(row)
+        # Arrow fills gaps with None.
+        present = {key: value for key, value in row.items() if value is not None}
+        fields = {key: value for key, value in present.items() if key not in self.column_map}
+        fields |= {ours: present[yours] for ours, yours in self.column_map.items() if yours in present}
+        self._seen.update(present)
+        return row, fields
+
+    def _note_special_tokens(self, index: int, texts: Iterable[str]) -> None:
+        if special := self._special_token(texts):
+            self._reserved[index] = special
+
+    @cached_property
+    def _special_token(self) -> Callable[[Iterable[str]], str | None]:
+        return special_tokens_in(self.tokenizer)
+
+
+@dataclass(eq=False, kw_only=True)
+class ConversationDataset(SourceDataset):
+    """Conversations that are tokenised on access: ``{"tokens": list[int], "labels": list[int]}``.
+
+    Attributes:
+        schema, train_on_input: see :func:`sft_dataset`.
+        last_turn: whether to train on the last assistant turn of each conversation alone.
+    """
+
+    schema: str
+    last_turn: bool
+    train_on_input: bool
+
+    def _item(self, index: int) -> dict[str, list[int]]:
+        tokens, labels = self._render(index)
+        return {"tokens": tokens, "labels": labels}
+
+    def _render(self, index: int) -> tuple[list[int], list[int]]:
+        schema, fields = self._fields(index)
         plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
         if schema == "text":
             if not string(fields["text"], "text"):
@@ -148,24 +216,16 @@ class ConversationDataset(Dataset):
             raise UserError("chat_template none needs prompt and completion as strings, or text")
         tools = to_tools(fields.get("tools"))
         tokens, labels = render_conversation(self.tokenizer, messages, self.train_on_input, tools, self.last_turn)
-        if special := self._special_token(turn.content for turn in to_turns(messages)):
-            self._reserved[index] = special
+        self._note_special_tokens(index, (turn.content for turn in to_turns(messages)))
         return tokens, labels
 
-    @cached_property
-    def _special_token(self) -> Callable[[Iterable[str]], str | None]:
-        return special_tokens_in(self.tokenizer)
-
-    def _fields(self, row: Mapping) -> tuple[str, dict[str, Any]]:
+    def _fields(self, index: int) -> tuple[str, dict[str, Any]]:
         """Return the schema that matches a row, and the row's values under our column names.
 
         Raises:
             UserError: no schema matches, or several.
         """
-        # Arrow fills gaps with None.
-        present = {key: value for key, value in row.items() if value is not None}
-        fields = {key: value for key, value in present.items() if key not in self.column_map}
-        fields |= {ours: present[yours] for ours, yours in self.column_map.items() if yours in present}
+        row, fields = self._mapped(index)
         names = SCHEMAS if self.schema == "auto" else [self.schema]
         fits = [name for name in names if fields.keys() >= set(SCHEMAS[name])]
         if len(fits) > 1:  # prefer the schema whose columns the user mapped
@@ -175,7 +235,6 @@ class ConversationDataset(Dataset):
         if not fits:
             what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
             raise UserError(f"the columns {list(row)} do not fit {what}; use column_map. Known: {NEEDS}")
-        self._seen.update(present)
         used = {*SCHEMAS[fits[0]], *(EXTRAS if fits[0] != "text" else ()), *(["input"] if fits[0] == "alpaca" else ())}
         self._used.update(self.column_map.get(ours, ours) for ours in used)
         return fits[0], fields
@@ -194,13 +253,27 @@ class ConversationDataset(Dataset):
                 messages[0]["content"] += "\n\n" + string(fields["input"], "input")
         else:
             messages = fields[SCHEMAS[schema][0]]
-        if not isinstance(messages, list):
-            return messages
-        own = next((m for m in messages if isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from"))), None)
-        system: str | None = string(fields.get("system", ""), "system")
-        if own is not None and system and system != own.get("content", own.get("value")):
-            raise UserError("the column system differs from the system message in the conversation; keep one of them")
-        system = system or self.system_prompt
-        if own is not None or system is None:
-            return messages
-        return [{"role": "system", "content": system}, *messages]
+        return with_system(messages, fields.get("system"), self.system_prompt)
+
+
+def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
+    """Return messages with the system message that a row or the config has, unless they have one.
+
+    Args:
+        messages: messages in the form of :func:`rocm_ext.data.messages.to_turns`; anything else stays as it is.
+        column: the row's column ``system``, or None.
+        system_prompt: the config's system message, or None.
+
+    Raises:
+        UserError: column and conversation have different ones.
+    """
+    if not isinstance(messages, list):
+        return messages
+    own = next((m for m in messages if isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from"))), None)
+    system: str | None = string("" if column is None else column, "system")
+    if own is not None and system and system != own.get("content", own.get("value")):
+        raise UserError("the column system differs from the system message in the conversation; keep one of them")
+    system = system or system_prompt
+    if own is not None or system is None:
+        return messages
+    return [{"role": "system", "content": system}, *messages]

@@ -63,7 +63,11 @@ class ChatTokenizer:
 
     def __call__(self, sample: dict[str, Any], inference: bool = False) -> dict[str, Any]:
         """Render ``sample["messages"]``, torchtune Messages, for torchtune's datasets: adds ``tokens`` and ``mask``."""
-        messages = sample.pop("messages")
+        tokens, mask = self.tokenize_messages(sample.pop("messages"))
+        return {**sample, "tokens": tokens, "mask": mask}
+
+    def tokenize_messages(self, messages: Sequence[Any]) -> tuple[list[int], list[bool]]:
+        """Render torchtune Messages to tokens and mask, for torchtune's datasets of preferences."""
         turns = [
             {"role": m.role, "content": m.text_content, "weight": int(m.role != "assistant" or not m.masked)}
             for m in messages
@@ -71,7 +75,7 @@ class ChatTokenizer:
         on_input = any(m.role != "assistant" and not m.masked for m in messages)
         tokens, labels = render_conversation(self, turns, on_input)
         limit = self.max_seq_len if self.cuts else None
-        return {**sample, "tokens": tokens[:limit], "mask": [label < 0 for label in labels[:limit]]}
+        return tokens[:limit], [label < 0 for label in labels[:limit]]
 
     def write_template(self, folder: Path) -> None:
         """Write the chat template into a folder with an exported model, unless it is the model's own."""

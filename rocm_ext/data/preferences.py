@@ -1,0 +1,172 @@
+"""Read pairs of a chosen and a rejected answer to one prompt from files or the hub."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rocm_ext.data.messages import Turn, to_tools, to_turns
+from rocm_ext.data.pairs import SIDES
+from rocm_ext.data.render import render_conversation
+from rocm_ext.data.sources import EXTRAS, SourceDataset, open_source, with_system
+from rocm_ext.errors import UserError
+
+FIELDS = ("prompt", *SIDES, *EXTRAS)
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of Anthropic's hh-rlhf
+
+
+def preference_dataset(
+    tokenizer: Any,
+    *,
+    source: str,
+    split: str = "train",
+    data_files: Any = None,
+    name: str | None = None,
+    column_map: Mapping[str, str] | None = None,
+    system_prompt: str | None = None,
+) -> "PreferenceDataset":
+    """Open a dataset of preferences; a component for YAML.
+
+    A row has ``chosen`` and ``rejected`` in one of these forms:
+
+    - texts, beside ``prompt``: a text, or a list of messages ``{role, content}``
+    - lists of messages beside ``prompt``: the answers, or whole conversations that contain the prompt
+    - lists of messages without ``prompt``: conversations with the same beginning
+    - texts without ``prompt``, written as in Anthropic's hh-rlhf: ``\\n\\nHuman: …\\n\\nAssistant: …``
+
+    What both conversations begin with is the prompt. The answer of a side is every assistant turn after that, and
+    only the answers have labels. Rows may also have ``system`` and ``tools``, as in
+    :func:`rocm_ext.data.sft_dataset`.
+
+    Args:
+        tokenizer, source, split, data_files, name, system_prompt: see :func:`rocm_ext.data.sft_dataset`.
+        column_map: our column -> yours, ``{prompt: question, chosen: response_j, rejected: response_k}``.
+
+    Returns:
+        A dataset that tokenises rows on access. A malformed row raises a ``UserError`` on access.
+
+    Raises:
+        UserError: the source cannot be read, or an argument does not match it.
+    """
+    rows, origin, columns = open_source(source, split, data_files, name, column_map, FIELDS)
+    return PreferenceDataset(
+        tokenizer=tokenizer, rows=rows, origin=origin, column_map=columns, system_prompt=system_prompt, source=source
+    )
+
+
+@dataclass(eq=False, kw_only=True)
+class PreferenceDataset(SourceDataset):
+    """Pairs that are tokenised on access, in the form of torchtune's ``PreferenceDataset``.
+
+    An item has ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids`` and ``rejected_labels``. They are empty
+    for a side without an answer.
+    """
+
+    def _item(self, index: int) -> dict[str, list[int]]:
+        fields = self._fields(index)
+        sides, shared = _conversations(fields, self.system_prompt)
+        tools = to_tools(fields.get("tools"))
+        item: dict[str, list[int]] = {}
+        for side, turns in zip(SIDES, sides, strict=True):
+            tokens: list[int] = []
+            labels: list[int] = []
+            if len(turns) > shared:
+                messages = [
+                    {**turn.message(), "weight": int(not turn.masked and i >= shared)} for i, turn in enumerate(turns)
+                ]
+                tokens, labels = render_conversation(self.tokenizer, messages, tools=tools)
+            item |= {f"{side}_input_ids": tokens, f"{side}_labels": labels}
+        self._note_special_tokens(index, (turn.content for turns in sides for turn in turns))
+        return item
+
+    def _fields(self, index: int) -> dict[str, Any]:
+        """Return the values of a row under our column names."""
+        row, fields = self._mapped(index)
+        if missing := [side for side in SIDES if side not in fields]:
+            raise UserError(f"the columns {list(row)} lack {' and '.join(missing)}; use column_map")
+        self._used.update(self.column_map.get(ours, ours) for ours in FIELDS)
+        return fields
+
+
+def _conversations(fields: Mapping[str, Any], system_prompt: str | None) -> tuple[list[list[Turn]], int]:
+    """Return the turns of both sides, and the number of turns before their answers.
+
+    A side that ends there has no answer.
+
+    Raises:
+        UserError: a message is malformed, or the prompts differ.
+    """
+    sides = []
+    for side in SIDES:
+        try:
+            messages = with_system(_conversation(side, fields), fields.get("system"), system_prompt)
+            sides.append(to_turns(messages))
+        except UserError as error:
+            raise UserError(f"{side}: {error}") from error
+    chosen, rejected = sides
+    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if shared is None:
+        shared = min(map(len, sides))
+        if len(chosen) == len(rejected):  # equal; the last answer shows that they are
+            shared = max((i for i, turn in enumerate(chosen) if turn.role == "assistant"), default=shared)
+        return sides, shared
+    if other := next((turns[shared] for turns in sides if turns[shared].role != "assistant"), None):
+        raise UserError(
+            f"the prompts of chosen and rejected differ: message {shared} is of the {other.role}, and not the same"
+        )
+    return sides, shared
+
+
+def _conversation(side: str, fields: Mapping[str, Any]) -> list[Any]:
+    """Return the messages of one side with its prompt; an empty answer is left out."""
+    value, prompt = fields[side], fields.get("prompt")
+    if isinstance(value, str) and prompt is None:
+        return _dialogue(value)
+    asked = prompt if isinstance(prompt, list) else []
+    if isinstance(prompt, str):
+        asked = [{"role": "user", "content": prompt}]
+    elif prompt is not None and not asked:
+        raise UserError(f"prompt must be a text or a list of messages, found {prompt!r}")
+    if isinstance(value, str):
+        return [*asked, *([{"role": "assistant", "content": value}] if value.strip() else [])]
+    if not isinstance(value, list):
+        raise UserError(f"it must be a text or a list of messages, found {type(value).__name__}")
+    messages = value[:-1] if value and _is_empty_answer(value[-1]) else value
+    if prompt is None:
+        return messages
+    if not messages or _role(messages[0]) in ("assistant", "gpt"):
+        return [*asked, *messages]
+    if not _contains(messages, prompt):
+        raise UserError("the conversation does not contain the row's prompt; leave one of them out with column_map")
+    return messages
+
+
+def _dialogue(text: str) -> list[dict[str, str]]:
+    """Return the messages of a text of hh-rlhf."""
+    before, *parts = _SPEAKER.split(text)
+    if before.strip() or not parts:
+        raise UserError(
+            "it is a text, so the row needs a prompt, too; or write both as \\n\\nHuman: …\\n\\nAssistant: …"
+        )
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    return turns[:-1] if _is_empty_answer(turns[-1]) else turns
+
+
+def _contains(messages: list[Any], prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        said = [turn.content.strip() for turn in to_turns(messages) if turn.role == "user"]
+        return prompt.strip() in said
+    return to_turns(messages)[: len(prompt)] == to_turns(prompt)
+
+
+def _is_empty_answer(message: Any) -> bool:
+    if not isinstance(message, Mapping) or _role(message) not in ("assistant", "gpt"):
+        return False
+    content = message.get("content", message.get("value"))
+    calls = any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
+    return (content is None or (isinstance(content, str) and not content.strip())) and not calls
+
+
+def _role(message: Any) -> Any:
+    return message.get("role", message.get("from")) if isinstance(message, Mapping) else None
