@@ -8,6 +8,8 @@
 """
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -37,9 +39,14 @@ class LoRAFinetune:
         learner: class that builds the model.
         trainer: class that trains the model.
 
+    Attributes:
+        columns: columns that :meth:`add_columns` adds to the rows; this recipe has none.
+
     Raises:
         UserError: a value in ``cfg`` is out of range.
     """
+
+    columns: tuple[str, ...] = ()
 
     def __init__(self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[Trainer] = Trainer) -> None:
         check_values(cfg)
@@ -61,10 +68,11 @@ class LoRAFinetune:
         self.learner = self._learner(cfg, self.runtime, tokenizer)
         rows, validation_rows = self.setup_data(tokenizer)
         for each in filter(None, (rows, validation_rows)):
-            self.learner.check_rows(each)
+            self.learner.check_rows(each, self.columns)
         self._trainer.check(cfg, self.learner, len(rows))
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
         self.learner.setup(workload.describe(rows, len(rows), "the run's rows"))
+        self.add_columns(folder.path, {"dataset": rows, "dataset_val": validation_rows})
         self.trainer = self._trainer(
             self.learner,
             rows,
@@ -98,6 +106,14 @@ class LoRAFinetune:
         if cfg.early_stopping_patience and validation is None:
             raise UserError("early_stopping_patience needs validation rows: set dataset_val or validation_fraction")
         return rows, validation
+
+    def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
+        """Add the columns in :attr:`columns` to the rows, with the model as it is before the first step.
+
+        Args:
+            folder: the output folder.
+            rows: training rows and validation rows by their keys in the config; None: there are none.
+        """
 
     def _rows(self, node: Any, key: str, tokenizer: Any) -> Rows:
         rows = tokenize(

@@ -61,7 +61,12 @@ def remove_folder(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, which keeps its old content until the new one is complete.
+    """Write ``text`` to ``path`` as :func:`replace_bytes` does."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path``, which keeps its old content until the new one is complete.
 
     Raises:
         UserError: the disk is full or read-only.
@@ -69,7 +74,7 @@ def replace_text(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with disk_errors(path):
-            aside.write_text(text)
+            aside.write_bytes(content)
             _sync(aside)
             aside.replace(path)
     except BaseException:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-SFT, RAFT, GRPO = "lora_finetune_rocm", "raft_rocm", "grpo_rocm"
-TITLES = {SFT: "LoRA fine-tuning", RAFT: "RAFT", GRPO: "GRPO"}  # of this library's recipes
+SFT, RAFT, GRPO, DPO = "lora_finetune_rocm", "raft_rocm", "grpo_rocm", "dpo_rocm"
+TITLES = {SFT: "LoRA fine-tuning", RAFT: "RAFT", GRPO: "GRPO", DPO: "DPO"}  # of this library's recipes
 GROUP = "rocm_ext.recipes"  # of entry points
 # Environment variable with the names of those that this library has set, comma separated. Child processes inherit it
 DECIDED = "ROCM_EXT_ENVIRONMENT"

@@ -101,20 +101,32 @@ def _order(rows: int, seed: int) -> list[int]:
     return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
-    """Count the labels of a row and its sequences.
+def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """Return where a row has labels that a token of the same sequence predicts.
 
     Args:
         labels: [s] labels of the row, ``IGNORE`` where masked.
         lengths: lengths of the row's sequences; they add up to s.
 
     Returns:
-        The number of labels that a token of the same sequence predicts, and the number of sequences with such a label.
+        [s] booleans.
+    """
+    wanted = labels != IGNORE
+    wanted[np.cumsum([0, *lengths])[:-1]] = False  # no token predicts the first token of a sequence
+    return wanted
+
+
+def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
+    """Count the labels of a row, as :func:`labelled` finds them, and the sequences that have one.
+
+    Args:
+        labels, lengths: see :func:`labelled`.
+
+    Returns:
+        The number of labels and the number of sequences with a label.
     """
     starts = np.cumsum([0, *lengths])[:-1]
-    wanted = labels != IGNORE
-    wanted[starts] = False  # no token predicts the first token of a sequence
-    each = np.add.reduceat(wanted, starts, dtype=np.int64)
+    each = np.add.reduceat(labelled(labels, lengths), starts, dtype=np.int64)
     return int(each.sum()), int((each > 0).sum())
 
 

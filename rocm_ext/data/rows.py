@@ -104,9 +104,10 @@ class Rows:
         if second >= len(self):
             raise UserError(f"validation_fraction {fraction} of {len(self)} rows leaves nothing to train on")
         drawn = set(np.random.default_rng(seed).permutation(len(self))[:second].tolist())
-        return self._part(i for i in range(len(self)) if i not in drawn), self._part(sorted(drawn))
+        return self.part(i for i in range(len(self)) if i not in drawn), self.part(sorted(drawn))
 
-    def _part(self, indices: Iterable[int]) -> "Rows":
+    def part(self, indices: Iterable[int]) -> "Rows":
+        """Return the rows with these indices."""
         chosen = list(indices)
 
         def take(parts: list) -> list:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from rocm_ext.errors import UserError
 from rocm_ext.objectives.objective import Objective, Terms
+from rocm_ext.objectives.tally import Tally
 
+_HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
 # scores of both sides, beta, label smoothing, gamma -> value, derivatives with respect to both scores
 Loss = Callable[[Tensor, Tensor, float, float, float], tuple[Tensor, Tensor, Tensor]]
 
@@ -80,7 +82,12 @@ class Preference(Objective):
     have labels. Columns, per label: ``side``, 1 for the chosen answer and -1 for the rejected one, and
     ``reference_logprobs``, which ``simpo`` does not need. A step divides by its pairs.
 
-    The score of an answer is the sum of its log-probs, minus those of the reference.
+    The score of an answer is the sum of its log-probs, minus those of the reference. Its reward is ``beta`` times the
+    score. A step measures, as means over its pairs: ``reward_chosen`` and ``reward_rejected``, their difference
+    ``margin``, the share ``accuracy`` of pairs with a margin above 0, and ``logprobs_chosen`` and
+    ``logprobs_rejected``, the sums of the log-probs of an answer. With a reference it also measures ``kl``, the mean
+    of ``exp(d) - d - 1`` with ``d = reference - current`` over all labels, which estimates the KL divergence from the
+    reference as far as the data show it.
 
     Args:
         loss: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo`` or ``apo_zero``.
@@ -137,18 +144,29 @@ class Preference(Objective):
         logprobs = -nll - columns["reference_logprobs"] if self.kind.reference else -nll
         of_chosen, of_rejected = (_sum(side, pair).clamp(min=1) for side in (chosen, rejected))
         per = (of_chosen, of_rejected) if self.length_normalized else (1.0, 1.0)
-        value, up, down = self.kind.loss(
-            _sum(logprobs * chosen, pair) / per[0],
-            _sum(logprobs * rejected, pair) / per[1],
-            self.beta,
-            self.label_smoothing,
-            self.gamma,
-        )
+        scores = _sum(logprobs * chosen, pair) / per[0], _sum(logprobs * rejected, pair) / per[1]
+        value, up, down = self.kind.loss(*scores, self.beta, self.label_smoothing, self.gamma)
+        if self.tally is not None:
+            sums = _sum(-nll * chosen, pair), _sum(-nll * rejected, pair)
+            self._measure(self.tally, scores, sums, _sum(chosen, pair) > 0)
+            if self.kind.reference:
+                distance = (-logprobs).clamp(max=_HIGHEST)
+                self.tally.mean("kl", distance.exp() - distance - 1)
         derivative = -(up / per[0])[pair] * chosen - (down / per[1])[pair] * rejected  # the NLL is minus the log-prob
         if self.rpo_alpha:
             value = value + self.rpo_alpha * _sum(nll * chosen, pair) / of_chosen
             derivative = derivative + self.rpo_alpha * chosen / of_chosen[pair]
         return (value / (of_chosen + of_rejected))[pair], derivative
+
+    def _measure(self, tally: Tally, scores: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], pairs: Tensor) -> None:
+        """Measure scores and sums of log-probs of both sides [n], where ``pairs`` [n] says that there is a pair."""
+        chosen, rejected = (self.beta * score for score in scores)
+        tally.mean("reward_chosen", chosen, pairs)
+        tally.mean("reward_rejected", rejected, pairs)
+        tally.mean("margin", chosen - rejected, pairs)
+        tally.mean("accuracy", chosen > rejected, pairs)
+        tally.mean("logprobs_chosen", sums[0], pairs)
+        tally.mean("logprobs_rejected", sums[1], pairs)
 
 
 def _sum(values: Tensor, pair: Tensor) -> Tensor:

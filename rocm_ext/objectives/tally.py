@@ -13,18 +13,28 @@ class Tally:
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
         """Return the number of names."""
         return len(self._sums) + len(self._maxima)
 
-    def mean(self, name: str, values: Tensor) -> None:
-        """Add ``values``, of any shape, to the mean ``name``; booleans give a share."""
-        total = values.double().sum()
+    def mean(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
+        """Add ``values``, of any shape, to the mean ``name``; booleans give a share.
+
+        Args:
+            name: name of the mean.
+            values: the values.
+            weights: weight of each value; None: 1.
+        """
+        values = values.double()
+        if weights is None:
+            total, count = values.sum(), values.new_full((), values.numel())
+        else:
+            total, count = (values * weights).sum(), weights.double().sum()
         self._sums[name] = self._sums[name] + total if name in self._sums else total
-        self._counts[name] = self._counts.get(name, 0) + values.numel()
+        self._counts[name] = self._counts[name] + count if name in self._counts else count
 
     def highest(self, name: str, values: Tensor) -> None:
         """Add ``values``, of any shape but not empty, to the maximum ``name``."""
@@ -33,11 +43,15 @@ class Tally:
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Return means and maxima by name over all ranks, which all call this; a rank need not have measured."""
-        tensors = [*self._sums.values(), *self._maxima.values()]
+        tensors = [*self._sums.values(), *self._counts.values(), *self._maxima.values()]
         values = stack(tensors).tolist() if tensors else []
-        sums = dict(zip(self._sums, values, strict=False))
-        maxima = dict(zip(self._maxima, values[len(sums) :], strict=True))
-        every = ranks.gather((sums, self._counts, maxima))
+        means = len(self._sums)
+        sums, counts = (
+            dict(zip(self._sums, values, strict=False)),
+            dict(zip(self._counts, values[means:], strict=False)),
+        )
+        maxima = dict(zip(self._maxima, values[2 * means :], strict=True))
+        every = ranks.gather((sums, counts, maxima))
         found = {}
         for name in dict.fromkeys(name for each, _, _ in every for name in each):
             parts = [(each[name], counts[name]) for each, counts, _ in every if name in each]

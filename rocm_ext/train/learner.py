@@ -13,6 +13,7 @@ from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
 from rocm_ext.data.batches import micro_batch_budget
+from rocm_ext.data.pairs import SIDE
 from rocm_ext.data.rows import Rows
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.errors import UserError, one_line
@@ -102,14 +103,25 @@ class Learner:
         use_weights(Path(self.cfg.checkpointer.checkpoint_dir), self.runtime.ranks)
         return read_weights(self.cfg.checkpointer)
 
-    def check_rows(self, rows: Rows) -> None:
+    def check_rows(self, rows: Rows, coming: Collection[str] = ()) -> None:
         """Check that the model can train on ``rows``.
 
+        Args:
+            rows: the rows.
+            coming: columns that the rows will have.
+
         Raises:
-            UserError: a token id is outside the vocabulary, or the rows lack a column that the objective needs.
+            UserError: a token id is outside the vocabulary, the rows lack a column that the objective needs, or they
+                are pairs and the objective is not one of pairs.
         """
         rows.check_vocabulary(self.decoder.tok_embeddings.num_embeddings)
-        self.check_columns(rows.columns)
+        self.check_columns({*rows.columns, *coming})
+        if SIDE in rows.columns and SIDE not in self.objective.columns:
+            loss = type(self.objective).__name__
+            raise UserError(
+                f"the rows are pairs, and loss {loss} would train on the rejected answers, too; "
+                "start dpo_rocm, or set loss to rocm_ext.objectives.Preference"
+            )
 
     def check_columns(self, available: Collection[str]) -> None:
         """Check that rows with the columns ``available`` have those that the objective needs.

@@ -186,12 +186,13 @@ class Trainer(Training):
             return None
         learner.model.eval()
         summed = labels = sequences = 0.0
-        for batches in loader.range(0, loader.steps.per_epoch):
-            for batch in batches:
-                summed += learner.model(batch.to(self.runtime.device)).item()
-                labels, sequences = labels + len(batch.targets), sequences + batch.sequences
+        with self.measuring() as tally:
+            for batches in loader.range(0, loader.steps.per_epoch):
+                for batch in batches:
+                    summed += learner.model(batch.to(self.runtime.device)).item()
+                    labels, sequences = labels + len(batch.targets), sequences + batch.sequences
         learner.model.train()
-        summed, labels, sequences = self.ranks.sum([summed, labels, sequences])
+        summed, labels, sequences, measured = self.ranks.sum([summed, labels, sequences, len(tally)])
         loss = summed / learner.objective.denominator(labels, sequences)
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
@@ -202,7 +203,9 @@ class Trainer(Training):
             self.worse += 1
         best = f"best {self.best['loss']:.4f} at step {self.best['step']}"
         log.info("step %d: validation loss %.4f (%s)", self.step, loss, best)
-        self.write_metrics(True, val_loss=loss, val_tokens=int(labels))
+        measurements = tally.result(self.ranks) if measured else {}
+        also = {f"val_{name}": value for name, value in measurements.items()}
+        self.write_metrics(True, val_loss=loss, val_tokens=int(labels), **also)
         return loss
 
     def _log_step(self, stats: StepStats, seconds: float) -> None:

@@ -271,7 +271,7 @@ class Training:
         # The counts cover all micro-batches and ranks, so the loss is exact and not a mean of means.
         denominator = learner.objective.denominator(*self.loader.count(self.place))
         summed = torch.zeros((), dtype=torch.float32, device=device)
-        with self._first_step_checks(), self._compiling(), self._measuring() as tally:
+        with self._first_step_checks(), self._compiling(), self.measuring() as tally:
             for batch in batches:
                 with learner.offloading:
                     value = learner.model(batch.to(device))
@@ -309,7 +309,8 @@ class Training:
             advance(self.scheduler, count)
 
     @contextlib.contextmanager
-    def _measuring(self):
+    def measuring(self):
+        """Context in which the objective measures; it gives the tally."""
         self.learner.objective.tally = tally = Tally()
         try:
             yield tally

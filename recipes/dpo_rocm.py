@@ -1,0 +1,68 @@
+"""LoRA training on pairs of a chosen and a rejected answer (DPO and its kin), on 1…N ranks.
+
+    tune run dpo_rocm --config strix_halo_qwen3_4b_dpo
+    tune run --nproc_per_node 8 dpo_rocm --config mi300x_qwen3_8b_dpo
+
+This is the SFT recipe with other rows and another loss. A row is a pair, so both sides are in one micro-batch. The
+reference is the model before the first step: it scores all rows once, and its log-probs stay in the output folder.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+
+from rocm_ext import config
+from rocm_ext.data.pairs import SIDE
+from rocm_ext.data.rows import Rows
+from rocm_ext.errors import UserError
+from rocm_ext.log import warn
+from rocm_ext.train.likelihood import falling_likelihood
+from rocm_ext.train.metrics import read_metrics
+from rocm_ext.train.reference import COLUMN, add_reference_logprobs
+from rocm_ext.train.run import run
+
+
+class DPO(LoRAFinetune):
+    """Trains LoRA or DoRA adapters on pairs; see :class:`LoRAFinetune`."""
+
+    columns = (COLUMN,)
+
+    def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
+        """Read and tokenise the pairs, as :meth:`LoRAFinetune.setup_data` does.
+
+        Raises:
+            UserError: also if the rows are not pairs.
+        """
+        rows, validation = super().setup_data(tokenizer)
+        for key, each in (("dataset", rows), ("dataset_val", validation)):
+            if each is not None and SIDE not in each.columns:
+                raise UserError(
+                    f"{key} has single answers, and {self.cfg.recipe} needs pairs of a chosen and a rejected one: "
+                    "use rocm_ext.data.preference_dataset"
+                )
+        return rows, validation
+
+    def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
+        """Add the reference's log-probs, unless the loss does without."""
+        if COLUMN in self.learner.objective.columns:
+            sets = {key: each for key, each in rows.items() if each is not None}
+            add_reference_logprobs(self.learner, sets, folder)
+
+    def train(self) -> None:
+        """Train as :meth:`LoRAFinetune.train` does, and warn if the chosen answers became less likely all the way."""
+        super().train()
+        if self.runtime.ranks.is_main:
+            warn(filter(None, [falling_likelihood(read_metrics(self.trainer.folder.path / "metrics.jsonl"))]))
+
+
+@config.recipe_main("dpo_rocm")
+def main(cfg: DictConfig) -> None:
+    """Training on preferences: `tune run dpo_rocm --config NAME [key=value ...]`."""
+    run(DPO(cfg))
+
+
+if __name__ == "__main__":
+    main()
