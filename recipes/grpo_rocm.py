@@ -30,6 +30,7 @@ from rocm_ext.grpo.sampler import Beside, Sampler
 from rocm_ext.grpo.selection import Selected, select
 from rocm_ext.log import log
 from rocm_ext.model import adapter_files
+from rocm_ext.plan.policy import rows_of_update
 from rocm_ext.rollouts import evaluation
 from rocm_ext.rollouts.phases import Phase
 from rocm_ext.rollouts.recipe import RolloutRecipe
@@ -71,7 +72,9 @@ class GRPO(RolloutRecipe):
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner; its ``loss`` is the objective that the config's keys describe."""
-        return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": objective.node(self.cfg)})
+        rows = rows_of_update(self.cfg, self.cfg.prompts_per_step * self.cfg.samples_per_prompt)
+        ours = {"loss": objective.node(self.cfg), "sequences_per_step": rows}
+        return OmegaConf.create(config.trainer_config(self.cfg) | ours)
 
     def recorded_seed(self) -> int | None:
         """Open the output folder, and return the seed of the run that it continues."""

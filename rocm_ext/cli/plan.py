@@ -10,6 +10,7 @@ from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice
+    from rocm_ext.plan.policy import PolicyPlan
     from rocm_ext.plan.run import RunPlan
 
 
@@ -26,11 +27,17 @@ def add(commands) -> None:
     option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
     option("--ranks", type=count, default=1, metavar="N", help="processes that share the work (default: 1)")
     option(
-        "--rows", type=count, metavar="N", help="training rows, in RAFT prompts per cycle (default: counted if on disk)"
+        "--rows",
+        type=count,
+        metavar="N",
+        help="training rows, in RAFT prompts per cycle, in GRPO prompts per step (default: counted if on disk)",
     )
-    option("--row-tokens", type=count, metavar="N", help="mean tokens of a row, in RAFT of a prompt")
+    option("--row-tokens", type=count, metavar="N", help="mean tokens of a row, in RAFT and GRPO of a prompt")
     option(
-        "--answer-tokens", type=count, metavar="N", help="RAFT: mean tokens of an answer (default: max_new_tokens / 2)"
+        "--answer-tokens",
+        type=count,
+        metavar="N",
+        help="RAFT and GRPO: mean tokens of an answer (default: max_new_tokens / 2)",
     )
     option("--bench", type=Path, metavar="FILE", help="bench.json with speeds (default: this machine's, if it exists)")
     option("--fit", action="store_true", help="print only the YAML keys to change for the best fit")
@@ -48,19 +55,23 @@ def run(args: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
     from rocm_ext import config, registry
-    from rocm_ext.config.checks import check_raft_values, check_values
+    from rocm_ext.config.checks import check_grpo_values, check_raft_values, check_values
+    from rocm_ext.grpo import objective
     from rocm_ext.hardware.machine import detect
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
 
     recipe = config.recipe_of(args.config, args.overrides)
-    samples = registry.extended(recipe) == registry.RAFT
+    family = registry.extended(recipe)
     cfg = config.load(recipe, args.config, args.overrides)
     check_values(OmegaConf.create(config.trainer_config(cfg)))
-    if samples:
+    if family == registry.RAFT:
         check_raft_values(cfg)
+    if family == registry.GRPO:
+        check_grpo_values(cfg)
+        cfg.loss = objective.node(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
-    plan = plan_run(cfg, detect(), samples=samples, bench=args.bench, ranks=args.ranks, known=known)
+    plan = plan_run(cfg, detect(), family=family, bench=args.bench, ranks=args.ranks, known=known)
     if args.fit:
         _print_fit(plan)
     elif args.json:
@@ -72,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_fit(plan: "RunPlan") -> None:
     changes = plan.changes()
-    if plan.best.peak > plan.budget[0]:
+    if plan.peak(plan.best) > plan.budget[0]:
         raise UserError("nothing fits: use a smaller model, shorter rows or more ranks")
     if not changes:
         print("# the plan finds no better settings than the config's")
@@ -103,6 +114,8 @@ def _print(name: str, plan: "RunPlan") -> None:
     out.print()
     if plan.cycle:
         out.print(_cycle_table(plan))
+    if plan.policy:
+        out.print(_policy_table(plan.policy))
     _print_verdict(out, plan)
 
 
@@ -131,7 +144,9 @@ def _memory_table(plan: "RunPlan") -> Any:
     row("  none checkpointed", [readable(choice.memory.activations(())) for choice, _ in every], "dim")
     row("  all checkpointed", [readable(choice.memory.activations(layers)) for choice, layers in every], "dim")
     row("logits and loss", [readable(choice.memory.loss.working) for _, choice in choices])
-    row("peak", [readable(choice.peak) for _, choice in choices], "bold")
+    if any(plan.kept(choice) for _, choice in choices):
+        row("kept for sampling", [readable(plan.kept(choice)) for _, choice in choices])
+    row("peak", [readable(plan.peak(choice)) for _, choice in choices], "bold")
     return made
 
 
@@ -153,7 +168,7 @@ def _step_table(plan: "RunPlan") -> Any:
         made.add_row(
             "per 10,000 rows", *[_duration(1e4 * plan.rows.mean / plan.ranks / s.tokens_per_second) for s in steps]
         )
-    else:
+    elif not plan.policy:  # its own table says more
         what = "training in a cycle" if plan.cycle else "all epochs"
         made.add_row(f"{what}, {plan.steps} steps", *[_duration(plan.steps * step.seconds) for step in steps])
     return made
@@ -181,6 +196,42 @@ def _cycle_table(plan: "RunPlan") -> Any:
     return made
 
 
+def _policy_table(policy: "PolicyPlan") -> Any:
+    from rocm_ext.cli._tables import table
+    from rocm_ext.plan.memory import readable
+
+    asked, sampling = policy.asked, policy.sampling
+    made = table("A GRPO step, if no group has equal rewards", "", " ", right=(" ",))
+    made.show_header = False
+    made.add_row("answers", f"of {asked.answer:,.0f} tokens to {asked.prompts} prompts of {asked.mean:,.0f}")
+    if policy.servers:
+        made.add_row("servers", f"{policy.servers}, each assumed to be one more GPU of this kind")
+    made.add_row("slots", f"{sampling.slots}")
+    if not policy.servers:
+        made.add_row("the sampler's layout of the weights", readable(sampling.layout))
+        made.add_row("keys and values", readable(sampling.cache))
+        made.add_row("peak while sampling", readable(policy.peak), style="bold")
+    made.add_row("answer tokens/s", f"{sampling.tokens_per_second:,.0f}", style="bold")
+    made.add_row("sampling", _duration(policy.sampling_seconds))
+    if policy.scoring_seconds:
+        made.add_row("log-probs before the updates", _duration(policy.scoring_seconds))
+    made.add_row(f"{policy.updates} updates" if policy.updates > 1 else "1 update", _duration(policy.updates_seconds))
+    if policy.waiting:
+        side, ahead = policy.waiting
+        made.add_row(f"{side} wait", _duration(ahead))
+    made.add_row("a step", _duration(policy.step_seconds), style="bold")
+    made.add_row("steps per hour", f"{3600 / policy.step_seconds:,.1f}")
+    evaluation = policy.evaluation_seconds
+    if policy.evaluations:
+        made.add_row(
+            "an evaluation", "unknown: held-out prompts not on disk" if evaluation is None else _duration(evaluation)
+        )
+    if policy.run_seconds is not None:
+        whole = f"{policy.steps} steps and {policy.evaluations} evaluations"
+        made.add_row(whole, _duration(policy.run_seconds), style="bold")
+    return made
+
+
 def _print_verdict(out: Any, plan: "RunPlan") -> None:
     from rocm_ext.plan.memory import readable
 
@@ -188,10 +239,10 @@ def _print_verdict(out: Any, plan: "RunPlan") -> None:
         out.print(f"\n[red]does not fit[/] into {readable(plan.budget[0])}: lower tokenizer.max_seq_len, "
                   "max_new_tokens or batch_size, or use a smaller model")  # fmt: skip
     changes = plan.changes()
-    if changes and plan.best.peak <= plan.budget[0]:
+    if changes and plan.peak(plan.best) <= plan.budget[0]:
         gain = plan.now.step.seconds / plan.best.step.seconds
         keys = ", ".join(f"{key}: {value}" for key, value in changes.items())
-        out.print(f"\nbest fit ({gain:.2f} times as fast, {readable(plan.best.peak)}): {keys}")
+        out.print(f"\nbest fit ({gain:.2f} times as fast, {readable(plan.peak(plan.best))}): {keys}")
     elif plan.fits:
         out.print("\nfits; no setting is expected to be faster")
 
@@ -217,8 +268,8 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
         "fits": plan.fits,
         "figures": vars(figures),
         "rows": vars(plan.rows),
-        "configured": _choice_content(plan.now),
-        "best": _choice_content(plan.best),
+        "configured": _choice_content(plan, plan.now),
+        "best": _choice_content(plan, plan.best),
         "changes": plan.changes(),
         "steps": plan.steps,
         "training_seconds": plan.training_seconds,
@@ -229,10 +280,22 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
             "sampling_seconds": plan.cycle.seconds[0],
             "evaluating_seconds": plan.cycle.seconds[1],
         },
+        "policy": None if plan.policy is None else _policy_content(plan.policy),
     }  # fmt: skip
 
 
-def _choice_content(choice: "Choice") -> dict[str, Any]:
+def _policy_content(policy: "PolicyPlan") -> dict[str, Any]:
+    computed = ("updates_seconds", "step_seconds", "run_seconds", "waiting")
+    plain = {key: value for key, value in vars(policy).items() if key not in ("asked", "sampling")}
+    return {
+        "questions": vars(policy.asked),
+        "sampling": vars(policy.sampling),
+        **plain,
+        **{key: getattr(policy, key) for key in computed},
+    }
+
+
+def _choice_content(plan: "RunPlan", choice: "Choice") -> dict[str, Any]:
     memory, layers = choice.memory, choice.checkpointed
     parts = ("weights", "gathered", "adapter", "gradients", "optimizer")
     return {
@@ -244,7 +307,8 @@ def _choice_content(choice: "Choice") -> dict[str, Any]:
             "activations_without_checkpointing": memory.activations(()),
             "activations_with_checkpointing": memory.activations(range(memory.layers)),
             "loss": memory.loss.working,
-            "peak": choice.peak,
+            "kept_for_sampling": plan.kept(choice),
+            "peak": plan.peak(choice),
         },
         "step": {**vars(choice.step), "tokens_per_second": choice.step.tokens_per_second},
     }

@@ -43,6 +43,7 @@ class Step:
         flops: floating-point operations.
         bytes: read and written by kernels.
         seconds: expected.
+        forward_seconds: expected of a forward pass over the same rows, without gradients.
     """
 
     tokens: float
@@ -50,6 +51,7 @@ class Step:
     flops: float
     bytes: float
     seconds: float
+    forward_seconds: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -184,18 +186,24 @@ class TrainingPlanner:
         each = max(1, round(tokens / count))
         typical = worst_rows(min(each, max(1, round(self.rows.mean))), each)
         plan = self._plan(typical, max(1, round(self.rows.supervised * each)))
-        passes = [(plan.loss.operations, 1)]
+        passes = [(plan.loss.operations, 1.0)]
+        forward = [(plan.loss.operations, 0.5)]  # the frozen output layer: a product forward, and one backward
         for costs in {id(costs): costs for costs in plan.each}.values():
             alike = [i for i, other in enumerate(plan.each) if other is costs]
             again = sum(i in checkpointed for i in alike)
             passes += [(costs.forward, len(alike) + again), (costs.backward, len(alike))]
+            forward += [(costs.forward, len(alike))]
         return Step(
             tokens=tokens,
             micro_batches=count,
             flops=count * sum(times * sum(op.flops for op in ops) for ops, times in passes),
             bytes=count * sum(times * sum(op.bytes for op in ops) for ops, times in passes),
-            seconds=count * max(sum(times * self._seconds(ops) for ops, times in passes), self._gathering(plan)),
+            seconds=count * max(self._of_passes(passes), self._gathering(plan)),
+            forward_seconds=count * max(self._of_passes(forward), self._gathering(plan) / 2),
         )
+
+    def _of_passes(self, passes: Sequence[tuple[Sequence[Operation], float]]) -> float:
+        return sum(times * self._seconds(operations) for operations, times in passes)
 
     def _gathering(self, plan: MemoryPlan) -> float:
         """Seconds to gather every layer's weights from all ranks, forward and backward, in parallel with computing."""
@@ -257,8 +265,11 @@ class SamplingPlan:
 class SamplingPlanner:
     """Plans sampling with :class:`rocm_ext.generation.LocalEngine` or ``TransformersEngine``.
 
+    Attributes:
+        layout: bytes of the sampler's own layout of the weights.
+
     Args:
-        cfg: config of ``raft_rocm``.
+        cfg: config of ``raft_rocm`` or ``grpo_rocm``.
         decoder: model with adapters, all of it on the meta device.
         device: the target.
         asked: prompts and answers.
@@ -285,7 +296,7 @@ class SamplingPlanner:
                 self._decoder = Decoder(decoder, merge)
                 own = _layout_bytes(self._decoder, decoder)
         # of several ranks, every one gathers a copy
-        self._layout = own if ranks == 1 else sum(p.nbytes for p in decoder.parameters() if not p.requires_grad)
+        self.layout = own if ranks == 1 else sum(p.nbytes for p in decoder.parameters() if not p.requires_grad)
         self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
 
     def plan(self, free: int) -> SamplingPlan:
@@ -297,11 +308,11 @@ class SamplingPlanner:
         prompts = [asked.longest] * min(asked.prompts or 2**10, 2**10)
         memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, graphs)
         most = most_slots((asked.prompts or 2**20) * cfg.samples_per_prompt, self._device, decoder.splits_rows)
-        fit = memory.fit(int(SHARE * (free - self._layout)))
+        fit = memory.fit(int(SHARE * (free - self.layout)))
         slots = cfg.engine.get("slots") or max(MIN_ROWS, min(most, fit))
         cache = slots * memory.cache
         speed = slots / self.step_seconds(slots)
-        return SamplingPlan(self._layout, slots, cache, memory.bytes(slots) - cache, speed)
+        return SamplingPlan(self.layout, slots, cache, memory.bytes(slots) - cache, speed)
 
     def step_seconds(self, slots: int) -> float:
         """Seconds to decode one token for each of ``slots`` answers."""

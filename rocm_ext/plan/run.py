@@ -9,7 +9,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import TransformerDecoder
 
-from rocm_ext import config
+from rocm_ext import config, registry
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.errors import UserError
@@ -26,8 +26,9 @@ from rocm_ext.objectives import objective_of
 from rocm_ext.plan.checkpointing import checkpointed_layers
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner, dtype_name
+from rocm_ext.plan.policy import PolicyPlan, plan_policy, rows_of_update
 from rocm_ext.plan.speeds import Figures, figures_for
-from rocm_ext.plan.workload import Known, Questions, Workload, kept_rows, questions, sft_rows
+from rocm_ext.plan.workload import Known, Questions, Workload, kept_rows, questions, sampled_rows, sft_rows
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ class RunPlan:
         budget: bytes that a process may use, and the reason.
         parameters: all parameters of the model, and the trained ones.
         shape: says that the model's shape is one that this library ships; None: it is the model's own.
-        rows: the training data; in RAFT those of a cycle.
+        rows: the training data; in RAFT those of a cycle, in GRPO those of a step.
         now: a training step as configured.
         best: the fastest training step within the budget.
-        steps: optimiser steps of all epochs, in RAFT of a cycle; None if the number of rows is unknown.
+        steps: optimiser steps of all epochs, in RAFT of a cycle, in GRPO of a step; None if the number of rows is
+            unknown.
         cycle: the plan of RAFT's sampling; None without sampling in this process.
+        policy: the plan of a step of GRPO; None for other recipes.
     """
 
     machine: str
@@ -63,16 +66,25 @@ class RunPlan:
     best: Choice
     steps: int | None
     cycle: "CyclePlan | None"
+    policy: PolicyPlan | None
 
     @property
     def fits(self) -> bool:
         """Whether the unchanged config stays within the budget."""
-        peaks = [self.now.peak, self.cycle.peak if self.cycle else 0]
-        return max(peaks) <= self.budget[0]
+        sampling = self.cycle or self.policy
+        return max(self.peak(self.now), sampling.peak if sampling else 0) <= self.budget[0]
+
+    def kept(self, choice: Choice) -> int:
+        """Return the bytes that the sampler keeps while training."""
+        return self.policy.kept(choice.peak, self.budget[0]) if self.policy else 0
+
+    def peak(self, choice: Choice) -> int:
+        """Return the peak bytes of training, with what the sampler keeps."""
+        return choice.peak + self.kept(choice)
 
     @property
     def training_seconds(self) -> float | None:
-        """Seconds of all epochs, in RAFT of a cycle; None if the number of rows is unknown."""
+        """Seconds of all epochs, in RAFT of a cycle, in GRPO of a step's updates; None: number of rows unknown."""
         return None if self.steps is None else self.steps * self.now.step.seconds
 
     def changes(self) -> dict[str, Any]:
@@ -103,14 +115,14 @@ class CyclePlan:
 
 
 def plan_run(
-    cfg: DictConfig, machine: Machine, *, samples: bool, bench: Path | None, ranks: int, known: Known
+    cfg: DictConfig, machine: Machine, *, family: str, bench: Path | None, ranks: int, known: Known
 ) -> RunPlan:
     """Plan a run.
 
     Args:
-        cfg: config of any recipe, from :func:`rocm_ext.config.load`.
+        cfg: config of any recipe, from :func:`rocm_ext.config.load`; its ``loss`` is a component.
         machine: this machine; the plan is for ``cfg.hardware``.
-        samples: whether the recipe trains on its own answers, as RAFT does.
+        family: the recipe of this library that the config's recipe is or extends.
         bench: file that ``rocm-ext bench`` wrote; None: this machine's default file, if it exists.
         ranks: processes that share the work.
         known: sizes that the user gives for data that are not on disk.
@@ -119,19 +131,20 @@ def plan_run(
         UserError: the recipe would refuse the config, or the machine's speeds are unknown.
     """
     profile = load_profile(cfg.hardware)
-    here = profile.memory["of"] == "host" or profile.fits(machine)
+    on_machine = profile.memory["of"] == "host" or profile.fits(machine)
     figures = figures_for(profile, machine, bench)
-    budget = memory_budget(profile, machine) if here else nominal_budget(profile, figures.memory or 0)
+    budget = memory_budget(profile, machine) if on_machine else nominal_budget(profile, figures.memory or 0)
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
-    dtype = pick_dtype(cfg.dtype, machine)[0] if here else DTYPES[_nominal_dtype(cfg.dtype, figures)]
+    dtype = pick_dtype(cfg.dtype, machine)[0] if on_machine else DTYPES[_nominal_dtype(cfg.dtype, figures)]
     shape = use_shape(cfg)
     decoder = build_model(cfg.model, dtype, 0, torch.device("meta"))
-    _check(cfg, profile, machine, decoder, ranks, here)
+    _check(cfg, profile, machine, decoder, ranks, on_machine)
     use_packed_attention(decoder)
-    asked = questions(cfg, known) if samples else None
+    asked = questions(cfg, known) if family in (registry.RAFT, registry.GRPO) else None
     if asked:
         use_fitting_engine(cfg, decoder)
-    if asked and _samples_here(cfg):
+    samples_here = asked is not None and _samples_here(cfg)
+    if asked and samples_here:
         _check_sampling(cfg, decoder, asked)  # before the plan of rows that long, which takes minutes
     planner = TrainingPlanner(
         cfg,
@@ -139,17 +152,28 @@ def plan_run(
         objective_of(config.instantiate(cfg.loss, key="loss")),
         dtype,
         target,
-        rows=kept_rows(cfg, asked) if asked else sft_rows(cfg, known),
+        rows=_rows(cfg, family, asked, known),
         ranks=ranks,
         figures=lambda: figures,
         kernels=Kernels.on(target, "bf16" in figures.flops),
     )
-    best = planner.fit(budget[0])
-    now = _configured(cfg, planner, best, budget[0])
-    count = planner.rows.count
+    sampler = None
+    if asked and (samples_here or family == registry.GRPO):
+        sampler = SamplingPlanner(cfg, decoder, target, asked, ranks=ranks if samples_here else 1, figures=figures)
+    # what the sampler keeps for the next step is not free for training
+    room = budget[0] - (sampler.layout if sampler and samples_here and family == registry.GRPO else 0)
+    best = planner.fit(room)
+    now = _configured(cfg, planner, best, room)
+    policy = cycle = None
+    if asked and sampler:
+        if family == registry.GRPO:
+            servers = 0 if samples_here else max(1, len(cfg.engine.get("urls") or []))
+            policy = plan_policy(cfg, asked, sampler, planner, now, budget[0], servers)
+        else:
+            cycle = _cycle(cfg, asked, sampler, best, budget[0], ranks)
     return RunPlan(
-        machine=str(machine) if here else f"{profile.title}; this is another machine",
-        here=here,
+        machine=str(machine) if on_machine else f"{profile.title}; this is another machine",
+        here=on_machine,
         figures=figures,
         dtype=dtype_name(dtype),
         ranks=ranks,
@@ -158,10 +182,24 @@ def plan_run(
         shape=shape,
         rows=planner.rows,
         now=now,
-        best=planner.better(now, best, budget[0]),
-        steps=None if count is None else _steps(cfg, count, planner.rows_per_step),
-        cycle=_cycle(cfg, decoder, target, asked, figures, best, budget[0], ranks) if asked else None,
+        best=planner.better(now, best, room),
+        steps=_steps(cfg, family, planner),
+        cycle=cycle,
+        policy=policy,
     )
+
+
+def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known) -> Workload:
+    """Estimate the rows to train on; for GRPO, set the config's rows of an update."""
+    if asked is None:
+        return sft_rows(cfg, known)
+    if family == registry.RAFT:
+        return kept_rows(cfg, asked)
+    if known.rows:
+        cfg.prompts_per_step = known.rows
+    rows = sampled_rows(cfg, asked)
+    cfg.sequences_per_step = rows_of_update(cfg, rows.count or 1)
+    return rows
 
 
 def _check(
@@ -193,8 +231,12 @@ def _parameters(decoder: TransformerDecoder) -> tuple[int, int]:
     return sum(p.numel() for p in every), sum(p.numel() for p in every if p.requires_grad)
 
 
-def _steps(cfg: DictConfig, rows: int, per_step: int) -> int:
-    steps = math.ceil(rows / per_step)
+def _steps(cfg: DictConfig, family: str, planner: TrainingPlanner) -> int | None:
+    if family == registry.GRPO:
+        return cfg.updates_per_step * cfg.minibatches
+    if planner.rows.count is None:
+        return None
+    steps = math.ceil(planner.rows.count / planner.rows_per_step)
     return cfg.epochs * min(steps, cfg.max_steps_per_epoch or steps)
 
 
@@ -217,18 +259,8 @@ def _check_sampling(cfg: DictConfig, decoder: TransformerDecoder, asked: Questio
 
 
 def _cycle(
-    cfg: DictConfig,
-    decoder: TransformerDecoder,
-    target: torch.device,
-    asked: Questions,
-    figures: Figures,
-    training: Choice,
-    budget: int,
-    ranks: int,
-) -> CyclePlan | None:
-    if not _samples_here(cfg):
-        return None  # servers have their own memory and speed
-    planner = SamplingPlanner(cfg, decoder, target, asked, ranks=ranks, figures=figures)
+    cfg: DictConfig, asked: Questions, planner: SamplingPlanner, training: Choice, budget: int, ranks: int
+) -> CyclePlan:
     fixed = training.memory.fixed
     sampling = planner.plan(budget - fixed)
     answers = [(asked.prompts, cfg.samples_per_prompt), (asked.held_out, 1 + cfg.eval_samples)]

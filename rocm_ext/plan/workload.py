@@ -24,9 +24,9 @@ class Known:
     """Sizes that the user gives for data that are not on disk; None: not given.
 
     Attributes:
-        rows: number of training rows; in RAFT prompts per cycle.
-        row_tokens: mean tokens of a row; in RAFT of a prompt.
-        answer_tokens: mean tokens of an answer, in RAFT.
+        rows: number of training rows; in RAFT prompts per cycle, in GRPO prompts per step.
+        row_tokens: mean tokens of a row; in RAFT and GRPO of a prompt.
+        answer_tokens: mean tokens of an answer, in RAFT and GRPO.
     """
 
     rows: int | None = None
@@ -36,7 +36,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Workload:
-    """The training data of an SFT run or of a cycle of RAFT.
+    """The training data of an SFT run, of a cycle of RAFT or of a step of GRPO.
 
     Attributes:
         longest: tokens of the longest row.
@@ -57,10 +57,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Questions:
-    """The prompts and answers of a cycle of RAFT.
+    """The prompts and answers of a cycle of RAFT or of a step of GRPO.
 
     Attributes:
-        prompts: per cycle; None: unknown.
+        prompts: per cycle or step; None: unknown.
         held_out: prompts of an evaluation; None: unknown.
         longest: tokens of the longest prompt.
         mean: mean tokens of a prompt.
@@ -111,7 +111,7 @@ def describe(rows: Rows, count: int, source: str) -> Workload:
 
 
 def questions(cfg: DictConfig, known: Known) -> Questions:
-    """Estimate the prompts and answers of a RAFT config; sizes in ``known`` take precedence."""
+    """Estimate the prompts and answers of a RAFT or GRPO config; sizes in ``known`` take precedence."""
     count, held_out, lengths, source = None, _count(cfg.eval_prompts), [_PROMPT], "prompts assumed, not on disk"
     if _is_local(cfg.prompts) and _tokenizer_is_here(cfg):
         tokenizer = open_tokenizer(cfg)
@@ -120,8 +120,9 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
         lengths = [len(render_prompt(tokenizer, prompt.messages)) for prompt in prompts]
         if _is_local(cfg.eval_prompts):
             held_out = len(config.instantiate(cfg.eval_prompts, key="eval_prompts"))
+    limits = cfg.get("prompts_per_cycle"), cfg.get("prompts_per_step"), count
     return Questions(
-        prompts=known.rows or min(filter(None, (cfg.prompts_per_cycle, count)), default=None),
+        prompts=known.rows or min(filter(None, limits), default=None),
         held_out=held_out,
         longest=max(lengths),
         mean=known.row_tokens or fmean(lengths),
@@ -152,7 +153,7 @@ def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
 def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows of a GRPO step: every answer to its prompts."""
     mean = asked.mean + asked.answer
-    prompts = cfg.get("prompts_per_step") or asked.prompts
+    prompts = min(filter(None, (cfg.get("prompts_per_step"), asked.prompts)), default=None)
     return Workload(
         longest=asked.longest + cfg.max_new_tokens,
         mean=mean,
