@@ -19,8 +19,8 @@ from rocm_ext.data.batches import Steps, cut, rows_per_step, width_multiple
 from rocm_ext.generation import Sampling
 from rocm_ext.generation.decoder import Decoder
 from rocm_ext.generation.foreign import sampler_of
-from rocm_ext.generation.local import SHARE, most_slots, slot_memory, span_for
 from rocm_ext.generation.matrix import MIN_ROWS, tensors_of
+from rocm_ext.generation.slots import SHARE, most_slots, slot_memory, slots_beside, span_for
 from rocm_ext.hardware.numerics import DTYPES
 from rocm_ext.model.attention import takes_packed_rows
 from rocm_ext.model.foreign import ForeignDecoder
@@ -299,8 +299,13 @@ class SamplingPlanner:
         self.layout = own if ranks == 1 else sum(p.nbytes for p in decoder.parameters() if not p.requires_grad)
         self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
 
-    def plan(self, free: int) -> SamplingPlan:
-        """Plan sampling with the config's slots, or with as many as fit into ``free`` bytes."""
+    def plan(self, free: int, reserve: int = 0) -> SamplingPlan:
+        """Plan sampling with the config's slots, or with as many as fit into ``free`` bytes.
+
+        Args:
+            free: bytes for the layout and the slots.
+            reserve: bytes that training allocates beside them; 0: they are freed before.
+        """
         cfg, decoder, asked = self._cfg, self._decoder, self._asked
         length = asked.longest + cfg.max_new_tokens
         graphs = self._device.type == "cuda" and isinstance(decoder, Decoder) and cfg.engine.get("graphs") is not False
@@ -308,8 +313,8 @@ class SamplingPlanner:
         prompts = [asked.longest] * min(asked.prompts or 2**10, 2**10)
         memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, graphs)
         most = most_slots((asked.prompts or 2**20) * cfg.samples_per_prompt, self._device, decoder.splits_rows)
-        fit = memory.fit(int(SHARE * (free - self.layout)))
-        slots = cfg.engine.get("slots") or max(MIN_ROWS, min(most, fit))
+        fit = slots_beside(memory, most, int(SHARE * (free - self.layout)), reserve)
+        slots = cfg.engine.get("slots") or max(MIN_ROWS, fit)
         cache = slots * memory.cache
         speed = slots / self.step_seconds(slots)
         return SamplingPlan(self.layout, slots, cache, memory.bytes(slots) - cache, speed)

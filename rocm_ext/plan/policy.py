@@ -113,7 +113,7 @@ def plan_policy(
         servers: number of servers that sample; 0: this process samples.
     """
     fixed = now.memory.weights if servers else now.memory.fixed
-    sampling = sampler.plan(budget - fixed)
+    sampling = sampler.plan(budget - fixed, 0 if servers else now.peak - now.memory.weights)
     slots, workers = sampling.slots, servers or training.ranks
     if servers:
         slots = min(slots, training.ranks * _concurrency(cfg, slots))

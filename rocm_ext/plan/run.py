@@ -144,8 +144,9 @@ def plan_run(
     if asked:
         use_fitting_engine(cfg, decoder)
     samples_here = asked is not None and _samples_here(cfg)
+    engine = None
     if asked and samples_here:
-        _check_sampling(cfg, decoder, asked)  # before the plan of rows that long, which takes minutes
+        engine = _checked_engine(cfg, decoder, asked)  # before the plan of rows that long, which takes minutes
     planner = TrainingPlanner(
         cfg,
         decoder,
@@ -160,8 +161,8 @@ def plan_run(
     sampler = None
     if asked and (samples_here or family == registry.GRPO):
         sampler = SamplingPlanner(cfg, decoder, target, asked, ranks=ranks if samples_here else 1, figures=figures)
-    # what the sampler keeps for the next step is not free for training
-    room = budget[0] - (sampler.layout if sampler and samples_here and family == registry.GRPO else 0)
+    # as the recipe does: the weights that the sampler keeps for the next step leave less for training
+    room = budget[0] - (engine.layout_bytes() if engine and family == registry.GRPO else 0)
     best = planner.fit(room)
     now = _configured(cfg, planner, best, room)
     policy = cycle = None
@@ -252,10 +253,11 @@ def _samples_here(cfg: DictConfig) -> bool:
     return str(cfg.engine[config.COMPONENT]).endswith(("LocalEngine", "TransformersEngine"))
 
 
-def _check_sampling(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> None:
+def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> Any:
     engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
     if (longest := asked.longest + cfg.max_new_tokens) > (context := engine.max_seq_len):
         raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}")
+    return engine
 
 
 def _cycle(
