@@ -168,10 +168,12 @@ class Sampler:
                 adapter = next((path for path in self._weights if path and self.stale in path), adapter)
             if adapter not in self._weights:
                 self._weights[adapter] = self._merged(Path(adapter))
-            tokens, logprobs = self._sample(self._weights[adapter], body)
+            tokens, logprobs, tops = self._sample(self._weights[adapter], body)
         stopped = tokens[-1] in body["stop_token_ids"]
         text = to_text(self._tokenizer, tokens[:-1] if stopped else tokens)
-        return vllm_form(body, text, tokens, logprobs, finish_reason="stop" if stopped else "length")
+        answer = vllm_form(body, text, tokens, logprobs, finish_reason="stop" if stopped else "length")
+        answer["choices"][0]["logprobs"]["top_logprobs"] = [{"top": value} for value in tops]
+        return answer
 
     def _merged(self, adapter: Path) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
@@ -187,7 +189,7 @@ class Sampler:
     @torch.no_grad()
     def _sample(self, weights, body):
         generator = torch.Generator().manual_seed(body["seed"])
-        prompt, tokens, logprobs = body["prompt"], [], []
+        prompt, tokens, logprobs, tops = body["prompt"], [], [], []
         while len(tokens) < body["max_tokens"] and not (tokens and tokens[-1] in body["stop_token_ids"]):
             ids = torch.tensor([prompt + tokens])
             logits = torch.func.functional_call(self._model, weights, (ids,)).logits[0, -1].float()
@@ -195,4 +197,5 @@ class Sampler:
             greedy = body["temperature"] == 0
             tokens.append(int((logits if greedy else logits / body["temperature"] + noise).argmax()))
             logprobs.append(float(logits.log_softmax(-1)[tokens[-1]]))
-        return tokens, logprobs
+            tops.append(float(logits.log_softmax(-1).max()))
+        return tokens, logprobs, tops

@@ -973,3 +973,67 @@ def test_a_raft_cycle_samples_on_a_server(served, model_dir, tmp_path):
     assert len(samples) == 12
     assert all(record["tokens"] for record in samples)
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
+
+
+# ---- of which temperature log-probs are
+
+LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0])
+
+
+def logprobs_of(kind: str, body: dict) -> torch.Tensor:
+    """Return the log-probs of the first token that a kind of server computes from ``LOGITS``."""
+    logits = LOGITS / body["temperature"] if kind in ("sglang", "processed") else LOGITS
+    if kind == "processed":
+        kept = logits.softmax(-1).cumsum(-1) - logits.softmax(-1) < body["top_p"]
+        logits = logits.masked_fill(~kept, -torch.inf)
+    return logits.log_softmax(-1)
+
+
+def logprob_server(vllm, kind: str):
+    def answer(body):
+        if kind == "silent":
+            return vllm_form(body, "a", [1], [-1.0])
+        values = logprobs_of(kind, body).tolist()
+        if kind == "llama.cpp":
+            entry = {
+                "id": 0,
+                "token": "t",
+                "logprob": values[0],
+                "top_logprobs": [{"token": "t", "logprob": values[0]}],
+            }
+            return vllm_form(body, "t", [0], [values[0]], logprobs={"content": [entry]})
+        tops = {"tokens": ["u"], "token_logprobs": [values[1]], "top_logprobs": [{"t": values[0], "u": values[1]}]}
+        return vllm_form(body, "u", [1], [values[1]], logprobs=tops)
+
+    return vllm(paths={COMPLETIONS: answer})
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling", "refused"),
+    [
+        ("raw", Sampling(8), None),
+        ("raw", Sampling(8, temperature=0.7, top_p=0.9), None),
+        ("raw", Sampling(8, temperature=0.7, logprobs_temperature=0.7), "--logprobs-mode processed_logprobs"),
+        ("llama.cpp", Sampling(8, temperature=0.7, top_k=5), None),
+        ("llama.cpp", Sampling(8, temperature=0.7, logprobs_temperature=0.7), "or set temperature to 1"),
+        ("sglang", Sampling(8, temperature=0.7, top_p=0.9, logprobs_temperature=0.7), None),
+        ("sglang", Sampling(8, temperature=1.3), "SGLANG_RETURN_ORIGINAL_LOGPROB=1"),
+        ("processed", Sampling(8), None),
+        ("processed", Sampling(8, temperature=0.7, top_p=1.0, logprobs_temperature=0.7), None),
+        ("processed", Sampling(8, temperature=0.7, top_k=5, logprobs_temperature=0.7), "after truncation"),
+        ("processed", Sampling(8, min_p=0.1), "after truncation"),
+        ("processed", Sampling(8, temperature=0.7), "raw_logprobs"),
+        ("silent", Sampling(8), None),
+        ("silent", Sampling(8, temperature=0.7), "does not show"),
+        ("raw", Sampling(8, temperature=0.7, logprobs_temperature=0.9), "of temperature 0.9 for samples of 0.7"),
+    ],
+    ids=str,
+)
+def test_log_probs_of_another_temperature_are_refused(vllm, tokenizer, kind, sampling, refused):
+    engine = OpenAIEngine(tokenizer, urls=[logprob_server(vllm, kind).url])
+    if refused is None:
+        engine.check_logprobs(sampling)
+        return
+    with pytest.raises(UserError, match=re.escape(refused)) as error:
+        engine.check_logprobs(sampling)
+    assert "\n" not in str(error.value)

@@ -97,6 +97,9 @@ class Engine(Protocol):
     An engine that loads adapters from their folders, as :class:`rocm_ext.generation.OpenAIEngine` does, has two more
     methods: ``check_adapter(adapter)``, which raises UserError if it cannot, and its sessions' ``ask_each``.
 
+    An engine whose log-probs may be of another temperature than :class:`Sampling` says has a method
+    ``check_logprobs(sampling)``, which raises UserError then.
+
     An engine that samples from the model under training may set ``refreshes`` to True. Its sessions then may stay open
     while the model is trained, and have two more methods: ``refresh()`` takes the adapter's present values and restarts
     the counts of ``stats``, and ``release()`` frees the memory that the session can do without until the next

@@ -16,8 +16,9 @@ import torch
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.generation import openai_adapters as adapters
 from rocm_ext.generation.base import Request, Sampling
+from rocm_ext.generation.openai_logprobs import PROBES, check_logprobs
 from rocm_ext.generation.openai_session import OpenAISession, Terms
-from rocm_ext.generation.openai_wire import DIALECTS, ENDPOINTS, Server, Wire
+from rocm_ext.generation.openai_wire import DIALECTS, ENDPOINTS, Server, Wire, top_logprob
 from rocm_ext.log import log
 from rocm_ext.openai_http import (
     CHECK_TIMEOUT,
@@ -69,9 +70,8 @@ class OpenAIEngine:
             tokens and answers cut at a stop string. Other ids are re-encoded from the text. The value is known
             after :meth:`check` and may become False later.
         has_logprobs: whether all log-probabilities so far came from the server. Those of vLLM and llama.cpp
-            belong to the unmodified distribution by default (``--logprobs-mode``, ``post_sampling_probs``
-            change that). SGLang's belong to the sampling temperature unless
-            ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set.
+            belong to temperature 1, and SGLang's to the sampling temperature, unless their options say otherwise;
+            :meth:`check_logprobs` finds out.
 
     Raises:
         UserError: an argument is invalid.
@@ -135,6 +135,16 @@ class OpenAIEngine:
             UserError: a check fails; the message has the url and the server's own message.
         """
         self._servers, self.wire.exact_tokens, self.wire.has_logprobs = self._ranks.on_main(self._checked)
+
+    def check_logprobs(self, sampling: Sampling) -> None:
+        """Check that every server returns the log-probs that ``sampling`` asks for.
+
+        Raises:
+            UserError: a server returns those of another distribution, or does not show which it returns.
+        """
+        if any(not server.dialect for server in self._servers):
+            self.check()
+        self._ranks.on_main(lambda: self._check_logprobs(sampling))
 
     def check_adapter(self, adapter: Path) -> None:
         """Check that every server can load ``adapter`` and answer with it.
@@ -246,17 +256,26 @@ class OpenAIEngine:
         # vLLM also lists adapters, perhaps those of a killed run; adapters name their parent.
         return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card and not card.get("parent")]
 
-    def _first_request(self, client: Any, server: Server, model: str) -> None:
-        """Ask ``model`` for one token."""
+    def _check_logprobs(self, sampling: Sampling) -> None:
+        with self._client() as client:
+            for server in self._servers:
+
+                def top(probe: Sampling, server: Server = server) -> float | None:
+                    return top_logprob(self._first_request(client, server, server.model, probe))
+
+                check_logprobs(server.url, top, sampling)
+
+    def _first_request(self, client: Any, server: Server, model: str, sampling: Sampling = PROBES[0]) -> dict[str, Any]:
+        """Ask ``model`` for one token, and return the answer."""
         tokens = tuple(self.tokenizer.encode("1", add_bos=True, add_eos=False))
         request = Request("check", 0, 0, tokens, ({"role": "user", "content": "1"},))
-        sampling = Sampling(max_new_tokens=1)
         body = self.wire.body(server, model, request, sampling)
         try:
-            response = client.post(server.url + self.terms.path, json=body)
-            self.wire.completion(server.url, json_object(server.url, response), request, sampling)
+            answer = json_object(server.url, client.post(server.url + self.terms.path, json=body))
+            self.wire.completion(server.url, answer, request, sampling)
         except (httpx.RequestError, Transient) as error:
             raise UserError(f"{server.url} does not answer the first request: {in_words(error)}") from error
+        return answer
 
     def _hint(self, server: Server, listed: list[str]) -> str:
         if listed and server.model not in listed:

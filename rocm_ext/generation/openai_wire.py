@@ -202,6 +202,18 @@ def _logprobs(choice: dict[str, Any]) -> list[float] | None:
     return [float(value) for value in values] if valid else None
 
 
+def top_logprob(answer: dict[str, Any]) -> float | None:
+    """Return the log-prob of the most probable first token of an answer; None: the answer has none."""
+    choice = answer["choices"][0]
+    logprobs = choice.get("logprobs")
+    tops = logprobs.get("top_logprobs") if isinstance(logprobs, dict) else None
+    if isinstance(tops, list) and tops and isinstance(tops[0], dict):
+        values = list(tops[0].values())
+    else:
+        values = [each.get("logprob") for entry in _entries(choice)[:1] for each in entry.get("top_logprobs") or []]
+    return max((float(value) for value in values if type(value) in (int, float)), default=None)
+
+
 def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from rocm_ext import config
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors
-from rocm_ext.generation import Engine, LocalEngine, Session, TransformersEngine
+from rocm_ext.generation import Engine, LocalEngine, Sampling, Session, TransformersEngine
 from rocm_ext.generation.foreign import use_fitting_engine
 from rocm_ext.hardware.machine import host_memory
 from rocm_ext.log import log
@@ -147,7 +147,12 @@ def _refreshes(engine: Any) -> bool:
 
 
 def open_engines(
-    cfg: DictConfig, learner: Learner, stopped: Callable[[], bool], logprobs_for: Sequence[str], own_adapters: bool
+    cfg: DictConfig,
+    learner: Learner,
+    stopped: Callable[[], bool],
+    sampling: Sampling,
+    logprobs_for: Sequence[str],
+    own_adapters: bool,
 ) -> Engines:
     """Build and check the config's engine, and find out whether it can do all that the run needs.
 
@@ -158,6 +163,7 @@ def open_engines(
         cfg: config of ``raft_rocm`` or ``grpo_rocm``.
         learner: the model to sample from; its weights may be missing.
         stopped: returns whether the user asked to stop.
+        sampling: how the run samples; it says of which temperature log-probs are.
         logprobs_for: settings that need the token ids and log-probs of sampling.
         own_adapters: whether the run samples answers to train on with adapters that it has written.
 
@@ -181,6 +187,11 @@ def open_engines(
         raise UserError(
             f"{' and '.join(logprobs_for)}: the engine returns no token ids and log-probs of sampling, which this needs"
         )
+    if logprobs_for and hasattr(engine, "check_logprobs"):
+        try:
+            engine.check_logprobs(sampling)
+        except UserError as error:
+            raise UserError(f"{' and '.join(logprobs_for)}: {error}") from error
     if not hasattr(engine, "check_adapter"):
         return Engines(engine, engine, *room)
     try:

@@ -105,7 +105,7 @@ class RolloutRecipe:
         self.prompts.check_model(self.learner.decoder)
         self.check_training()
         stopped = lambda: self.interrupt.signum is not None  # noqa: E731
-        self.engines = open_engines(cfg, self.learner, stopped, self.logprobs_for(), self.own_adapters)
+        self.engines = open_engines(cfg, self.learner, stopped, self.sampling, self.logprobs_for(), self.own_adapters)
         self.prompts.check_length(self.engines.max_seq_len)
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
         self.learner.setup(self.expected_work(), self.engines.layout_bytes if self.keeps_open else 0)
