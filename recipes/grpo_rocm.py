@@ -124,14 +124,15 @@ class GRPO(RolloutRecipe):
             Interrupted: the user asked to stop; all finished work is saved.
             UserError: a step cannot continue; the message says why.
         """
-        trainer, reason = self.trainer, None
-        with self.interrupt, self.verification(), self.sampler.opened():
+        trainer = self.trainer
+        with self.interrupt, self.verification(), self.sampler.opened(), trainer.profiler as profiler:
             try:
                 if trainer.fresh:
                     trainer.save_checkpoint()
                 self.evaluate_if_due()
-                while trainer.step < self.cfg.steps and not (reason := self.stop_reason()):
+                while trainer.step < self.cfg.steps and not self.stops():
                     self.step()
+                    profiler.step()
                 self.evaluate_if_due(last=True)
             except Interrupted:
                 trainer.save_if_new()
@@ -140,13 +141,13 @@ class GRPO(RolloutRecipe):
                 if self.next is not None:
                     self.next.abandon()
                 self.records.close()
-        if reason:
-            log.info("stopped: %s", reason)
+        if trainer.stopped:
+            log.info("stopped: %s", trainer.stopped)
         trainer.write_outputs()
         self.tell_gain()
 
-    def stop_reason(self) -> str | None:
-        """Return why the run ends before its last step; None to continue.
+    def stops(self) -> bool:
+        """Return whether the run ends before its last step; ``trainer.stopped`` then says why.
 
         Raises:
             UserError: too many steps in a row taught nothing.
@@ -154,12 +155,13 @@ class GRPO(RolloutRecipe):
         cfg, lines = self.cfg, self.trainer.lines
         if flat := stopping.flat_reason(lines, max_flat_steps=cfg.max_flat_steps):
             raise UserError(flat)
-        return stopping.stop_reason(
+        self.trainer.stopped = stopping.stop_reason(
             lines,
             min_entropy=cfg.min_entropy,
             stop_after_no_gain=cfg.stop_after_no_gain,
             max_length_share=cfg.max_length_share,
         )
+        return self.trainer.stopped is not None
 
     def step(self) -> None:
         """Do one step: sample, verify, compare, update, log; perhaps evaluate and save.
@@ -172,6 +174,8 @@ class GRPO(RolloutRecipe):
         number = trainer.step + 1
         selected = self.sample(number)
         self.records.finish(number, selected.results)
+        if cfg.keep_samples != "all" and number % cfg.keep_samples == 0:  # before a thread writes to the same file
+            self.records.keep_samples_from(min(number - cfg.keep_samples, trainer.saved) + 1)
         if cfg.max_staleness and number < cfg.steps:
             self.next = self.begin(number + 1)
         rows = self.rows(selected) if selected.advantages else None
@@ -186,8 +190,6 @@ class GRPO(RolloutRecipe):
         )
         self.evaluate_if_due()
         trainer.save_if_due()
-        if cfg.keep_samples != "all" and number % cfg.keep_samples == 0:
-            self.records.keep_samples_from(min(number - cfg.keep_samples, trainer.saved) + 1)
         if signum := self.interrupt.agree(self.ranks):
             raise Interrupted(f"at step {number}", signum)
 

@@ -65,6 +65,7 @@ class PolicyTrainer(Training):
         lines: the lines of ``metrics.jsonl``, the same on all ranks.
         evaluated: step of the last evaluation; -1 before the first.
         saved: step of the last checkpoint.
+        stopped: why the run ends before its last step; None: it does not.
         fresh: whether the run began here, without a checkpoint.
     """
 
@@ -82,6 +83,7 @@ class PolicyTrainer(Training):
     ) -> None:
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
         self._inputs, self._each, self._update = inputs, updates_of_step(cfg), 0
+        self.stopped: str | None = None
         self.evaluated, self.fresh = -1, folder.resumed is None
         self.begin(cfg.steps * self._each)
         self.saved = self.step
@@ -215,7 +217,7 @@ class PolicyTrainer(Training):
             self.save_checkpoint()
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of ``summary.json``, without why the run ended."""
+        """Return the content of ``summary.json``."""
         steps = [line for line in self.lines if "eval" not in line]
         keys = ("correct", "prompts", "pass_at_1", "interval")
         evaluations = [line for line in self.lines if "eval" in line]
@@ -229,6 +231,7 @@ class PolicyTrainer(Training):
             "samples": sum(line["answers"] for line in steps),
             "tokens": sum(line.get("tokens", 0) for line in steps),
             "seconds": sum(line["seconds"] for line in self.lines),
+            "stopped": self.stopped,
             **super().summary(),
         }
 

@@ -110,7 +110,7 @@ class RunJournal:
         Raises:
             UserError: the disk is full, or the file cannot be written.
         """
-        self._file.write([_line(self._scope, record)])
+        self._file.append(self._scope, record)
         self._new.append(record)
         self.records[record["prompt_id"], record["sample"]] = record
 
@@ -137,6 +137,7 @@ class _File:
         self._own = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
         self._handle: Any = None
         self._held: dict[Scope, dict[SampleKey, dict[str, Any]]] = defaultdict(dict)
+        self._uncollected: set[Scope] = set()
         ranks.barrier()
         if ranks.is_main:
             self._merge()
@@ -171,7 +172,17 @@ class _File:
         """Return the records of a phase that an earlier process left."""
         return self._held.pop(scope, {})
 
+    def append(self, scope: Scope, record: Mapping[str, Any]) -> None:
+        """Write a record of a phase to this rank's file."""
+        self._uncollected.add(scope)
+        self.write([_line(scope, record)])
+
     def write(self, lines: Iterable[str]) -> None:
+        """Write lines to this rank's file.
+
+        Raises:
+            UserError: the disk is full, or the file cannot be written.
+        """
         with disk_errors(self._own):
             self._handle = self._handle or self._own.open("ab", buffering=0)  # a kill damages at most one line
             content = "".join(lines).encode()
@@ -187,7 +198,8 @@ class _File:
         if self._ranks.is_main:
             self.write(_line(scope, record) for part in parts[1:] for record in part)
         self._ranks.barrier()
-        if not self._ranks.is_main:  # a kill before this leaves lines twice, which count once
+        self._uncollected.discard(scope)
+        if not (self._ranks.is_main or self._uncollected):  # a kill before this leaves lines twice, which count once
             self.close()
             self._own.unlink(missing_ok=True)
 
