@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rocm_ext import cli, config
+from rocm_ext import cli, config, registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -76,6 +76,6 @@ def test_names_can_be_imported(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_keys_are_known(page):
-    known = config.defaults("lora_finetune_rocm").keys() | config.defaults("raft_rocm").keys() | OF_A_USERS_RECIPE
+    known = OF_A_USERS_RECIPE.union(*map(config.defaults, registry.TITLES))
     for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         assert yaml.safe_load(block).keys() <= known
