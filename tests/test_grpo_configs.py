@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
+from rocm_ext.recipes import grpo_rocm
 from torchtune import config as torchtune_config
 
 from rocm_ext import config, registry
@@ -18,6 +19,8 @@ from rocm_ext.config.checks import check_grpo_values
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import check_locked, load_profile
 from rocm_ext.objectives.policy_gradient import LOSSES, PolicyGradient
+from tests.grpo_runs import write_run
+from tests.raft_runs import write_world
 from tests.test_bad_input import ANY
 from tests.test_run_configs import CONFIGS, head, text
 from tests.tiny import write_yaml
@@ -236,3 +239,71 @@ def refused(call: Callable[[], Any]) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+# ------------------------------------------------------------------------------------ through the recipe
+def test_every_key_of_the_recipe_is_read():
+    rooms = ("recipes/grpo_rocm.py", "rocm_ext/grpo/*.py", "rocm_ext/rollouts/*.py")
+    source = "\n".join(path.read_text() for room in rooms for path in CONFIGS.parent.glob(room))
+    for key in OWN:
+        assert re.search(rf"cfg\.{key}\b|[\"']{key}[\"']", source), key
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("grpo"))
+
+
+@pytest.fixture
+def run_line(world, tmp_path, capsys, monkeypatch):
+    """Run the recipe, which must fail before it has the base weights, and return the line that the user sees."""
+
+    def read(self):
+        raise UserError("the base weights were read")
+
+    monkeypatch.setattr("rocm_ext.train.learner.Learner.read_weights", read)
+
+    def run_line(changes: dict) -> str:
+        path = write_run(world, tmp_path / "out", **changes)
+        monkeypatch.setattr("sys.argv", ["tune", "--config", str(path)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            grpo_rocm.main()
+        found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert (ended.value.code, len(found)) == (1, 1)
+        return found[0]
+
+    return run_line
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "the base weights were read"),
+        ({"samples_per_prompt": 1}, "one answer alone has none"),
+        ({"loss": "ppo"}, "loss is 'ppo'; expected grpo"),
+        ({"loss": [1]}, "loss is [1]; expected one _component_"),
+        ({"loss": {"_component_": "rocm_ext.objectives.PolicyGradient"}}, "missing a required argument: 'loss'"),
+        ({"loss": {"_component_": "rocm_ext.objectives.ClippedRatio", "clip_hi": 1}}, "unknown key loss.clip_hi"),
+        ({"max_staleness": 1}, "LocalEngine samples with the weights in training"),
+        ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"cycles": 3}, "unknown key cycles"),
+        ({"steps_per_epoch": 3}, "unknown key steps_per_epoch"),
+        ({"stop_after_no_gain": 1, "eval_prompts": None}, "stop_after_no_gain needs held-out prompts"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"model": None}, "model must be set"),
+    ],
+    ids=str,
+)
+def test_bad_input_ends_in_one_line_before_the_weights_are_read(run_line, changes, message):
+    assert message in run_line(changes)
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), value=ANY)
+def test_any_value_anywhere_ends_in_one_line(run_line, data, value):
+    """Reading the base weights ends the run here, so that each example ends in an error, of whatever kind."""
+    key = data.draw(st.sampled_from(sorted(DEFAULTS.keys() - {"output_dir"})))  # a text would be a folder here
+    assert len(run_line({key: value})) > len("error: ")
