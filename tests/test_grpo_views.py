@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rocm_ext.cli import main
+from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.reader import RunFolder
 from tests.run_folders import curve, grpo, policy_answers, policy_line, raft, sft, write_jsonl
+from tests.test_compare import document, flip, passing
 from tests.test_report import JUNK, KEYS, figures, hardware, report, words
 
 RIGHT = {0: [True] * 3 + [False] * 7, 10: [True] * 5 + [False] * 5, 20: [True] * 8 + [False] * 2}
@@ -121,10 +123,8 @@ def test_a_finished_run(run):
     whole = config.read_text()
     config.write_text(whole.replace("\nsteps: 20", "\nsteps: 30"))
     assert not RunFolder(run).finished  # it goes on; the summary is that of the shorter run
-    summary = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps({**summary, "stopped": "no gain in 5 evaluations"}))
+    config.write_text(whole.replace("\nsteps: 20", "\nsteps: 30\nstop_after_no_gain: 5"))
     assert RunFolder(run).finished
-    assert "Stopped early no gain in 5 evaluations" in words(report(run))
 
 
 @pytest.mark.parametrize("recipe", ["my_policy", None])
@@ -183,6 +183,79 @@ def test_any_values_in_its_files(tmp_path_factory, data):
     assert "</html>" in report(run)
     main(["compare", str(run), str(grpo(folder / "b", {0: RIGHT[0], 2: RIGHT[20]}, steps=3)), "--json"])
     assert main(["monitor", "--count", "1", "--root", str(folder), "--run", str(run)]) == 0
+
+
+# ---- compare
+
+
+@pytest.mark.parametrize(
+    ("worse", "better", "code", "says"),
+    [(5, 6, 0, "take it"), (60, 10, 1, "is worse, -12.5 points"), (40, 30, 3, "prompts are needed")],
+)
+def test_two_runs_by_held_out_scores(tmp_path, capsys, worse, better, code, says):
+    before, middle, after = passing(0.3, 1), passing(0.4, 3), passing(0.5, 2)
+    a = grpo(tmp_path / "a", {0: before, 10: middle, 20: after}, steps=24, seconds=20)
+    b = grpo(tmp_path / "b", {0: before, 5: middle, 20: flip(after, worse, better)}, steps=24, seconds=10, clip_low=0.1)
+    assert main(["compare", str(a), str(b)]) == code
+    out = capsys.readouterr().out
+    assert says in out.splitlines()[-1]
+    assert "B is 2.00x as fast (2.00-2.00)" in out
+    assert "held-out pass@1 after step 20" in out
+    assert "clip_low" in out
+    found = document(capsys, a, b)
+    assert [score["after"] for score in found["scores"]] == [["step 0", "step 0"], ["step 20", "step 20"]]
+    assert found["scores"][1]["p"] == pytest.approx(mcnemar(worse, better))
+    assert found["learning"]["reward"] == [pytest.approx(0.3 + 0.01 * np.mean(range(13, 25)))] * 2
+    assert found["rates"]["seconds of training, median"] == [6.0, 3.0]
+    assert found["losses"] is None
+    assert found["stability"]["not_finite"] == [0, 0]  # step 4 made no update
+
+
+def test_steps_of_other_sizes_are_paired_by_answers(tmp_path, capsys):
+    a = grpo(tmp_path / "a", {0: passing(0.3, 1), 10: passing(0.4, 2), 20: passing(0.5, 3)}, prompts=4)
+    b = grpo(tmp_path / "b", {0: passing(0.3, 1), 10: passing(0.5, 3)}, prompts=8, steps=10)
+    scores = document(capsys, a, b)["scores"]
+    assert [score["after"] for score in scores] == [["step 0", "step 0"], ["step 20", "step 10"]]
+    assert scores[1]["answers"] == [320, 320]
+    assert scores[1]["gain"]["value"] == 0
+
+
+def test_against_raft(tmp_path, capsys):
+    before, after = passing(0.3, 1), passing(0.5, 2)
+    a = raft(tmp_path / "a", [before, after], answers=320, seconds=200, seed=1)
+    b = grpo(tmp_path / "b", {0: before, 10: passing(0.4, 5), 20: flip(after, 4, 60)}, seed=2)
+    assert main(["compare", str(a), str(b)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "held-out pass@1, cycle 1 and step 20, 320 and 320 answers" in out
+    assert "held-out pass@1 after cycle 1 and step 20 +14.0 points" in out
+    assert "rewards, groups, losses and keys that only one of them has are not compared" in out
+    found = document(capsys, b, a)
+    assert found["settings"] == {"recipe": ["grpo_rocm", "raft_rocm"], "seed": [2, 1]}
+    assert [score["after"] for score in found["scores"]] == [["step 0", "cycle 0"], ["step 20", "cycle 1"]]
+    assert found["scores"][1]["p"] == pytest.approx(mcnemar(4, 60))
+    # 16,000 tokens in 200 s of steps, against 5,000 in 180 s of sampling and training
+    assert found["speed"]["value"] == pytest.approx((5000 / 180) / (16000 / 200))
+
+
+def test_against_raft_without_a_pair(tmp_path, capsys):
+    a, b = raft(tmp_path / "a", [RIGHT[0]]), grpo(tmp_path / "b", {20: RIGHT[20]})
+    assert main(["compare", str(a), str(b)]) == 3
+    assert "no held-out scores to pair; set eval_prompts" in capsys.readouterr().out
+
+
+def test_against_sft(run, tmp_path, capsys):
+    assert main(["compare", str(run), str(sft(tmp_path / "sft", curve(20)))]) == 2
+    assert "compare two runs of one recipe, or of raft_rocm and grpo_rocm" in capsys.readouterr().err
+
+
+def test_evaluations_with_configs_of_both_recipes(tmp_path, capsys):
+    """`rocm-ext eval` writes the same records with either."""
+    a = raft(tmp_path / "a", [passing(0.3, 1)], finished=False, prompts=None)
+    b = raft(tmp_path / "b", [flip(passing(0.3, 1), 0, 60)], finished=False, prompts=None, recipe="grpo_rocm", steps=10)
+    assert RunFolder(b).is_evaluation
+    assert RunFolder(b).finished
+    assert main(["compare", str(a), str(b)]) == 0
+    assert "held-out pass@1 +15.0 points" in " ".join(capsys.readouterr().out.split())
 
 
 # ---- monitor

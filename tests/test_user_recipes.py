@@ -411,4 +411,4 @@ def test_eval_has_the_environment_before_torch_is_imported(tmp_path):
 
 def test_eval_wants_a_recipe_that_samples(tmp_path, capsys):
     line = fails(capsys, lambda: rocm_ext(["eval", "--config", "cpu_pocket"]))
-    assert "config cpu_pocket is for lora_finetune_rocm; eval needs a config of raft_rocm, or of a recipe" in line
+    assert "config cpu_pocket is for lora_finetune_rocm; eval needs a config of raft_rocm or grpo_rocm, or " in line

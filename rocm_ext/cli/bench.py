@@ -244,6 +244,6 @@ def _print_winners(won: "list[Winner]") -> None:
         if winner.key.isupper():
             print(f"# export {winner.key}={winner.value}  # {winner.reason}")
         elif "." in winner.key:
-            print(f"# in RAFT: {winner.key}={winner.value} on the command line  # {winner.reason}")
+            print(f"# in RAFT and GRPO: {winner.key}={winner.value} on the command line  # {winner.reason}")
         else:
             print(f"{winner.key}: {winner.value}  # {winner.reason}")

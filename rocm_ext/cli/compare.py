@@ -9,10 +9,11 @@ from rocm_ext.cli._text import printable
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from rocm_ext.runs.compare import Comparison
+    from rocm_ext.runs.comparison import Comparison
     from rocm_ext.runs.decision import Decision
     from rocm_ext.runs.intervals import Interval
 
+_SCORES = 20  # most evaluations that are shown
 Line = tuple[str, str, str, str]  # what, A, B, B against A
 
 
@@ -22,7 +23,7 @@ def add(commands) -> None:
         "compare",
         help="compare a safe run with a faster one: is it faster, and does it train as well?",
         description="Compare two runs, finished or not: a safe baseline A and a faster setting B. Prints their speed, "
-        "memory, losses (or RAFT's held-out scores) and stability, and whether to take B.",
+        "memory, losses (or held-out scores of RAFT and GRPO) and stability, and whether to take B.",
         epilog="Exit code: 0 take B, 1 keep A, 2 something to compare is missing, 3 undecided yet.",
     )
     parser.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of the baseline")
@@ -33,7 +34,7 @@ def add(commands) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--score-tolerance", type=_percent, default=0.05, metavar="POINTS",
-        help="difference of RAFT's held-out pass@1 to ignore, in percentage points (default: 5)",
+        help="difference of held-out pass@1 to ignore, in percentage points (default: 5)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
@@ -72,6 +73,7 @@ def _content(found: "Comparison", decision: "Decision") -> dict[str, Any]:
         "a": str(found.a.path),
         "b": str(found.b.path),
         "recipe": found.a.recipe,
+        "recipes": [found.a.recipe, found.b.recipe],
         "finished": [found.a.finished, found.b.finished],
         "settings": {key: list(values) for key, values in found.settings.items()},
         "speed": asdict(found.speed),
@@ -80,6 +82,7 @@ def _content(found: "Comparison", decision: "Decision") -> dict[str, Any]:
         "stability": asdict(found.stability),
         "losses": asdict(found.losses) if found.losses else None,
         "scores": [asdict(each) for each in found.scores],
+        "learning": {key: list(values) for key, values in found.learning.items()},
         "notes": found.notes,
         "decision": {"answer": decision.answer, "text": decision.text, "exit_code": decision.exit_code},
     }
@@ -132,6 +135,7 @@ def _rows(found: "Comparison") -> list[Line]:
     a, b = found.memory
     rows.append(("peak memory, MiB", _number(a / 2**20), _number(b / 2**20), _times(a, b)))
     rows += _loss_rows(found) if found.losses else _score_rows(found)
+    rows += [(name, _number(a), _number(b), "") for name, (a, b) in found.learning.items()]
     stability = found.stability
     counts = {"times resumed": stability.resumed, "losses that are not finite": stability.not_finite}
     counts["steps with a gradient that is not finite"] = stability.skipped
@@ -163,12 +167,15 @@ def _loss_rows(found: "Comparison") -> list[Line]:
 
 def _score_rows(found: "Comparison") -> list[Line]:
     rows = []
-    for each in found.scores:
+    every = max(1, math.ceil(len(found.scores) / _SCORES))
+    for each in found.scores[::-1][::every][::-1]:  # the last one among them
         a, b = (f"{100 * correct / total:.1f} %" for correct, total in (each.a, each.b))
         gain = each.gain
         told = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
         chance = f", McNemar p = {each.p:.2g}" if each.p is not None else ""
-        rows.append((f"held-out pass@1, cycle {each.cycle}", a, b, told + chance))
+        answers = " and ".join(f"{count:,}" for count in each.answers) if each.after[0] != each.after[1] else ""
+        after = " and ".join(dict.fromkeys(each.after)) + (f", {answers} answers" if answers else "")
+        rows.append((f"held-out pass@1, {after}", a, b, told + chance))
     return rows
 
 

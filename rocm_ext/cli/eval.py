@@ -15,7 +15,7 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "eval",
         help="measure how often a model's answers are right, with or without an adapter",
-        description="Sample answers to a RAFT config's eval_prompts, verify them with its verifier, and print "
+        description="Sample answers to the eval_prompts of a config of RAFT or GRPO, verify them with its verifier, and print "
         "pass@1 of greedy answers (and pass@k with eval_samples=N) with 95 %% Wilson intervals.",
     )
     option = parser.add_argument
@@ -23,7 +23,7 @@ def add(commands) -> None:
         "--config",
         required=True,
         metavar="NAME",
-        help="RAFT config with model, engine, eval_prompts and verifier",
+        help="config of RAFT or GRPO, with model, engine, eval_prompts and verifier",
     )
     option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the model that the config starts from)")
     option("--data", metavar="FILE", help="rows to use instead of the config's eval_prompts: a file or a hub name")
@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.runs.scores import Score
 
     recipe = config.recipe_of(args.config, args.overrides)
-    if registry.family(recipe) != registry.RAFT:
+    if registry.family(recipe) not in (registry.RAFT, registry.GRPO):
         raise UserError(
-            f"config {args.config} is for {recipe.name}; eval needs a config of {registry.RAFT}, or of a recipe that "
-            "extends it"
+            f"config {args.config} is for {recipe.name}; eval needs a config of {registry.RAFT} or {registry.GRPO}, or "
+            "of a recipe that extends one of them"
         )
     for line in startup.prepare(args.config, args.overrides):  # may restart this program
         print(line, file=sys.stderr)

@@ -8,7 +8,7 @@ def add(commands) -> None:
     """Add the parser of ``report``."""
     parser = commands.add_parser(
         "report",
-        help="show runs in one HTML file: curves, hardware, RAFT's scores and samples",
+        help="show runs in one HTML file: curves, hardware, and scores and samples of RAFT and GRPO",
         description="Write one HTML file of one run, or of several in the same charts. The page needs no network and "
         "no script. Runs may be of any recipe and need not be finished.",
     )

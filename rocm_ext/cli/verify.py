@@ -18,7 +18,10 @@ def add(commands) -> None:
     option = parser.add_argument
     option("--verifier", required=True, metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
     option(
-        "--data", required=True, metavar="FILE", help="rows in RAFT's format: JSONL, JSON, Parquet, CSV or a hub name"
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="rows of prompts as RAFT and GRPO take them: JSONL, JSON, Parquet, CSV or a hub name",
     )
     add_format(option)
     option("--name", help="configuration of a hub data set (openai/gsm8k: main)")

@@ -115,7 +115,8 @@ def _grpo(run: RunFolder) -> Iterator[tuple[str, str]]:
     steps = run.steps
     yield "Reward", _ends(steps["reward"])
     yield "Held-out pass@1", _passes(run)
-    best = max(run.evaluations, key=lambda each: each.scores["pass"][0], default=None)  # the first of equals
+    trained = [each for each in run.evaluations if each.step]
+    best = max(trained, key=lambda each: each.scores["pass"][0], default=None)  # the first of equals
     if best is not None and best is not run.evaluations[-1]:
         yield "Best held-out pass@1", f"{100 * best.scores['pass'][0]:.1f} % after step {best.step:,}"
     answers, flat = float(np.nansum(steps["answers"])), steps["flat"]

@@ -241,7 +241,9 @@ def _said(lines: Sequence[Line], x_title: str) -> str:
 def _place_axis(places: Sequence[float], width: float) -> Axis:
     """An axis of places that are ``width`` wide."""
     most = 10 if max(places) < 1000 else 5
-    return Axis(min(places) - width / 2, max(places) + width / 2, LEFT, RIGHT, most=most, whole=True)
+    axis = Axis(min(places) - width / 2, max(places) + width / 2, LEFT, RIGHT, most=most, whole=True)
+    axis.ticks = [tick for tick in axis.ticks if min(places) <= tick <= max(places)]
+    return axis
 
 
 def span_chart(

@@ -9,7 +9,8 @@ difference exceeds the tolerance. In all other cases the answer is how many more
 import math
 from dataclasses import dataclass
 
-from rocm_ext.runs.compare import Comparison, Losses, Scores
+from rocm_ext.registry import RAFT
+from rocm_ext.runs.comparison import Comparison, Losses, Scores
 from rocm_ext.runs.intervals import BATCHES, Interval, more_steps
 
 TOLERANCE = 0.01  # relative, of losses
@@ -64,7 +65,8 @@ def decide(found: Comparison, tolerance: float = TOLERANCE, score_tolerance: flo
     if found.losses is not None:
         quality = _losses(found.losses, tolerance)
     else:
-        quality = _scores(found.scores, score_tolerance, found.a.is_evaluation and found.b.is_evaluation)
+        unit = "cycle" if found.a.family == found.b.family == RAFT else "step"
+        quality = _scores(found.scores, score_tolerance, found.a.is_evaluation and found.b.is_evaluation, unit)
     if quality.state == "worse":
         return Decision("reject", f"{speed}, but {quality.text}: do not take it")
     if slower and not saved < _SAVED:
@@ -148,20 +150,21 @@ def _validation(a: float, b: float, what: str, tolerance: float, attributable: b
     return _Quality("worse", f"its {what} is {_percent(difference)} higher")
 
 
-def _scores(scores: list[Scores], tolerance: float, evaluations: bool) -> _Quality:
-    """Judge the last cycle that both runs have, or two evaluations by ``rocm-ext eval``.
+def _scores(scores: list[Scores], tolerance: float, evaluations: bool, unit: str) -> _Quality:
+    """Judge the last evaluation that both runs have, or two evaluations by ``rocm-ext eval``.
 
     B is not worse if the whole interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
     does not explain the difference.
     """
-    if not scores or not (scores[-1].cycle or evaluations):
-        return _Quality("unknown", "no trained cycle of both runs has held-out scores yet")
+    if not scores or not (scores[-1].trained or evaluations):
+        return _Quality("unknown", f"no trained {unit} of both runs has held-out scores yet")
     last = scores[-1]
     if last.not_comparable:
         return _Quality("unknown", f"held-out scores cannot be compared: {last.not_comparable}")
     gain, points = last.gain, 100 * tolerance
     told = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
-    name = "held-out pass@1" if evaluations else f"held-out pass@1 after cycle {last.cycle}"
+    after = " and ".join(dict.fromkeys(last.after))
+    name = "held-out pass@1" if evaluations else f"held-out pass@1 after {after}"
     if gain.low > -tolerance:
         return _Quality("same", f"{name} {told}")
     if gain.high < 0 or (last.p is not None and last.p < 0.05 and gain.value < 0):

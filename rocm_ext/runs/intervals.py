@@ -108,6 +108,12 @@ def ratio_of_medians(a: np.ndarray, b: np.ndarray) -> Interval:
     return Interval(value, value / spread, value * spread)
 
 
+def finite_median(values: np.ndarray) -> float:
+    """The median of the finite values; NaN without any."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else math.nan
+
+
 def spikes(values: np.ndarray, least: float) -> np.ndarray:
     """Which values stand out above their neighbours.
 

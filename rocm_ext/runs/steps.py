@@ -4,7 +4,6 @@ The files may have millions of lines. So they are read line by line, and only nu
 and the places of the answers, whose texts are read when they are wanted.
 """
 
-import math
 import re
 from array import array
 from collections import defaultdict
@@ -64,11 +63,12 @@ def read_policy_steps(path: Path, problems: list[str]) -> tuple[Columns, list[Ev
 def steps_finished(summary: Mapping[str, Any], config: Mapping[str, Any], last: float) -> bool:
     """Whether a GRPO run whose last recorded step is ``last`` has ended by itself.
 
-    A run that continues with more steps keeps the summary of the shorter run until it ends.
+    A run that continues with more steps keeps the summary of the shorter run until it ends. So a summary before the
+    config's last step counts only if the run may have stopped early.
     """
     wanted = number(config.get("steps"))
-    whole = bool(summary.get("stopped")) or math.isnan(wanted) or last >= wanted
-    return number(summary.get("steps")) == last and whole
+    may_stop = any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "max_length_share"))
+    return number(summary.get("steps")) == last and (may_stop or not last < wanted)
 
 
 class AnswerLog:
