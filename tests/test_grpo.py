@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rocm_ext.recipes.grpo_rocm import GRPO, main
 
-from rocm_ext import config
+from rocm_ext import cli, config
 from rocm_ext.grpo.policy_trainer import PolicyTrainer
 from rocm_ext.grpo.records import RunJournal
 from tests.forks import forked, forked_ranks, several_ranks
@@ -277,3 +277,38 @@ def test_a_recipe_changes_a_part(make, tmp_path):
     assert asked == [1]
     ids = sorted((prompt.id for prompt in recipe.prompts.training), reverse=True)[:4]
     assert {line["prompt_id"] for line in lines(tmp_path / "out" / "samples.jsonl")} == set(ids)
+
+
+# ---- what is shown of it
+
+
+def test_the_tools_read_a_real_run(reference, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(reference), "-o", str(page)]) == 0
+    shown = page.read_text()
+    for title in ("Held-out pass@1", "Reward", "Flat groups", "Entropy", "Mismatch", "Verdicts", "Time of a step"):
+        assert f"<figcaption><b>{title}</b>" in shown, title
+    assert "groups of steps 1 and 4" in shown
+    capsys.readouterr()
+    assert cli.main(["monitor", "--json", "--count", "1", "--run", str(reference)]) == 0
+    run = json.loads(capsys.readouterr().out)["run"]
+    assert (run["step"], run["steps"], run["finished"]) == (4, 4, True)
+    steps = [line for line in lines(reference / "metrics.jsonl") if "eval" not in line]
+    assert run["reward"] == steps[-1]["reward"]
+
+
+def test_an_adapter_is_evaluated_with_the_config(reference, make, tmp_path, capsys):
+    """The answers are those of the run's own evaluations."""
+    summary = json.loads((reference / "summary.json").read_text())
+    path = str(make(tmp_path / "none"))
+    outs = {0: tmp_path / "a", summary["best_step"]: tmp_path / "b"}
+    for step, out in outs.items():
+        adapter = ["--adapter", str(reference / "adapter")] if step else []
+        assert cli.main(["eval", "--config", path, *adapter, "--output", str(out)]) == 0
+        verdicts = lines(out / "cycle_0" / "eval" / "verdicts.jsonl")
+        recorded = [v for v in lines(reference / "verdicts.jsonl") if (v["step"], v["phase"]) == (step, "eval")]
+        assert {(v["prompt_id"], v["verdict"], v["detail"]) for v in verdicts} == {
+            (v["prompt_id"], v["verdict"], v["detail"]) for v in recorded
+        }
+    assert cli.main(["compare", *map(str, outs.values())]) in (0, 1, 3)
+    assert "held-out pass@1" in capsys.readouterr().out

@@ -15,8 +15,8 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "eval",
         help="measure how often a model's answers are right, with or without an adapter",
-        description="Sample answers to the eval_prompts of a config of RAFT or GRPO, verify them with its verifier, and print "
-        "pass@1 of greedy answers (and pass@k with eval_samples=N) with 95 %% Wilson intervals.",
+        description="Sample answers to the eval_prompts of a config of RAFT or GRPO, verify them with its verifier, "
+        "and print pass@1 of greedy answers (and pass@k with eval_samples=N) with 95 %% Wilson intervals.",
     )
     option = parser.add_argument
     option(

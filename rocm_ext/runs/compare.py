@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.errors import UserError
-from rocm_ext.registry import GRPO, RAFT, SFT
+from rocm_ext.registry import GRPO, RAFT
 from rocm_ext.runs import compare_sampling
 from rocm_ext.runs.compare_sampling import WARM_UP
 from rocm_ext.runs.comparison import Comparison, Losses, Stability
@@ -31,11 +31,12 @@ def compare(a: RunFolder, b: RunFolder) -> Comparison:
     """Measure two runs against each other.
 
     Raises:
-        UserError: the runs are the same folder, or SFT is compared with another recipe.
+        UserError: the runs are the same folder, or their recipes cannot be compared.
     """
     if a.path.resolve() == b.path.resolve():
         raise UserError(f"{a.path} and {b.path} are the same folder; name two runs")
-    if a.family != b.family and SFT in (a.family, b.family):
+    sampling = {a.family, b.family} <= {RAFT, GRPO}
+    if a.family != b.family and not sampling:
         raise UserError(
             f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe, or of "
             f"{RAFT} and {GRPO}"
@@ -45,7 +46,7 @@ def compare(a: RunFolder, b: RunFolder) -> Comparison:
     if a.family != b.family:  # most keys are of one recipe
         common = a.settings().keys() & b.settings().keys()
         settings = {key: values for key, values in settings.items() if key in common}
-    made = _compare_sft if a.family == SFT else _compare_sampling
+    made = _compare_sampling if sampling else _compare_sft
     found = made(a, b, settings, memory)
     for which, run in (("A", a), ("B", b)):
         if not run.finished:
