@@ -64,6 +64,7 @@ def top(tmp_path_factory) -> Path:
     (top / "gsm8k_heldout.jsonl").write_text("".join(lines[TRAINED:]))
     write_yaml(top / "sft.yaml", sft_config())
     write_yaml(top / "raft.yaml", raft_config())
+    write_yaml(top / "grpo.yaml", grpo_config())
     write_rows(top / "chats.jsonl", [{"id": str(i), "messages": chat, "answer": "-"} for i, chat in enumerate(CHATS)])
     nouns = random.Random(0).sample(NOUNS, len(NOUNS))
     write_rows(top / "copy.jsonl", copying(nouns[:40], 40))
@@ -111,6 +112,17 @@ def raft_config() -> dict[str, Any]:
         "samples_per_prompt": 4,
         "max_new_tokens": 24,
         "sequences_per_step": 12,
+    }
+
+
+def grpo_config() -> dict[str, Any]:
+    dropped = ("cycles", "sequences_per_step")
+    return {key: value for key, value in raft_config().items() if key not in dropped} | {
+        "recipe": "grpo_rocm",
+        "output_dir": "outputs/grpo",
+        "steps": 8,
+        "prompts_per_step": 8,
+        "samples_per_prompt": 6,
     }
 
 
@@ -230,16 +242,27 @@ def test_adapter_and_merged_model_answer_as_in_peft_and_transformers(top, sft):
     assert_same(merged, their_answers(their_model(sft / "merged"), sft / "merged"))
 
 
-def test_raft_raises_the_rate_of_right_answers(top):
-    adapter = run(top, "raft_rocm", "raft") / "adapter"
-    held_out = ["eval", "--config", "raft.yaml", "--data", "copy_heldout.jsonl", "--json", "--output"]
-    before = json.loads(rocm_ext(top, *held_out, "evals/before"))
-    after = json.loads(rocm_ext(top, *held_out, "evals/after", "--adapter", adapter))
+@pytest.fixture(scope="session")
+def before(top) -> dict[str, Any]:
+    """Scores of the model as it is, on the task that RAFT and GRPO train."""
+    return evaluated(top, "before")
+
+
+def evaluated(top: Path, name: str, *arguments: Any) -> dict[str, Any]:
+    held_out = ["--data", "copy_heldout.jsonl", "--json", "--output", f"evals/{name}"]
+    return json.loads(rocm_ext(top, "eval", "--config", "raft.yaml", *held_out, *arguments))
+
+
+@pytest.mark.parametrize("name", ["raft", "grpo"])
+def test_verified_answers_raise_the_rate_of_right_ones(top, before, name):
+    adapter = run(top, f"{name}_rocm", name) / "adapter"
+    after = evaluated(top, f"after_{name}", "--adapter", adapter)
     assert 0.2 < before["correct"] / before["prompts"] < 0.7
-    compared = json.loads(rocm_ext(top, "compare", "evals/before", "evals/after", "--json", codes=(0, 1, 3)))
+    compared = json.loads(rocm_ext(top, "compare", "evals/before", f"evals/after_{name}", "--json", codes=(0, 1, 3)))
     gain = compared["scores"][0]["gain"]
+    print(name, before["correct"], after["correct"], gain)
     assert gain["value"] == pytest.approx((after["correct"] - before["correct"]) / after["prompts"])
     assert gain["low"] > 0.1, "the interval of the gain is far from 0"
     folder = top / "models" / "SmolLM2"
-    tuned = our_answers(top, "raft", "--adapter", adapter)
+    tuned = our_answers(top, f"tuned_by_{name}", "--adapter", adapter)
     assert_same(tuned, their_answers(their_model(folder, adapter), folder))
