@@ -23,7 +23,7 @@ from rocm_ext.config.checks import check_grpo_values, check_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError
-from rocm_ext.grpo import curriculum, objective, stopping
+from rocm_ext.grpo import curriculum, mismatch, objective, stopping
 from rocm_ext.grpo.policy_trainer import PolicyTrainer
 from rocm_ext.grpo.records import Records
 from rocm_ext.grpo.sampler import Beside, Sampler
@@ -133,9 +133,11 @@ class GRPO(RolloutRecipe):
                 while trainer.step < self.cfg.steps and not self.stops():
                     self.step()
                     profiler.step()
+                self.stop_sampling()
                 self.evaluate_if_due(last=True)
             except Interrupted:
                 trainer.save_if_new()
+                self.stop_sampling()
                 raise
             finally:
                 if self.next is not None:
@@ -154,6 +156,7 @@ class GRPO(RolloutRecipe):
         """
         cfg, lines = self.cfg, self.trainer.lines
         if flat := stopping.flat_reason(lines, max_flat_steps=cfg.max_flat_steps):
+            self.stop_sampling()
             raise UserError(flat)
         self.trainer.stopped = stopping.stop_reason(
             lines,
@@ -184,10 +187,11 @@ class GRPO(RolloutRecipe):
             {
                 **selected.measurements(),
                 **updates,
-                "policy_lag": min(cfg.max_staleness, number - 1),
+                "policy_lag": selected.policy_lag(number),
                 "seconds": time.perf_counter() - began,
             }
         )
+        self.doubt_sampler()
         self.evaluate_if_due()
         trainer.save_if_due()
         if signum := self.interrupt.agree(self.ranks):
@@ -253,11 +257,25 @@ class GRPO(RolloutRecipe):
         return self.sampler.begin(*self._round(step, 0, self.choose(step, self.cfg.prompts_per_step)))
 
     def _round(self, step: int, round_: int, asked: Sequence[Prompt]) -> tuple:
-        """Return the arguments of a phase: name, records, requests, prompts."""
+        """Return the arguments of a phase: name, records, requests, prompts, settings that need log-probs."""
         requests = sampling_requests(asked, self.prompts.tokens, self.cfg.samples_per_prompt, self.cfg.seed, step)
         wanted = [(request, self.sampling) for request in requests]
         name = f"step {step}" + (f" refill {round_}" if round_ else "")
-        return name, self.records.journals(step, "sample", round_), wanted, asked
+        journals = self.records.journals(step, "sample", round_, policy=self.trainer.step)
+        return name, journals, wanted, asked, self.logprobs_for()
+
+    def stop_sampling(self) -> None:
+        """Stop sampling beside training, on all ranks together; a resumed run goes on with the answers so far."""
+        if self.next is not None:
+            self.next.stop()
+            self.next = None
+
+    def doubt_sampler(self) -> None:
+        """Warn if sampler and trainer differ more than in earlier steps, and check the servers' adapters again."""
+        if grown := mismatch.grown(self.trainer.lines):
+            if self.ranks.is_main:
+                log.warning("%s", grown)
+            self.sampler.check_again()
 
     # ---- training
 

@@ -4,10 +4,12 @@ import json
 import math
 import os
 import re
+import ssl
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from functools import cache
 from typing import Any
 
 from rocm_ext.errors import UserError, one_line
@@ -25,6 +27,12 @@ except ImportError:
 CHECK_TIMEOUT = 10.0  # seconds, to connect and for requests without computation
 BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
+
+
+@cache
+def certificates() -> ssl.SSLContext:
+    """Return the certificates that clients trust; reading them takes longer than loading an adapter."""
+    return httpx.create_ssl_context()
 
 
 class Transient(Exception):

@@ -126,6 +126,7 @@ def values(**changes: Any) -> DictConfig:
         {"loss": {"_component_": "my_module.MyLoss"}, "updates_per_step": 2},
         {"updates_per_step": 2, "minibatches": 32, "old_logprobs": "sampler"},
         {"max_staleness": 1, "engine": SERVERS},
+        {"max_staleness": 1, "engine": SERVERS, "mismatch": "none", "updates_per_step": 2, "old_logprobs": "sampler"},
         {"keep_samples": 10, "stop_after_no_gain": 3, "max_length_share": 0.5, "min_entropy": 0.05},
         {"center": "leave_one_out", "scale": "none", "truncated": "penalize", "truncation_margin": 1024},
         {"mismatch": "mask", "mismatch_level": "sequence", "kl_coef": 0.01, "refill": True},
@@ -153,6 +154,8 @@ def test_takes(changes):
         ({"max_staleness": 1}, "LocalEngine samples with the weights in training; set max_staleness=0"),
         ({"max_staleness": 1, "engine": {"_component_": "rocm_ext.generation.TransformersEngine"}},
          "TransformersEngine samples with the weights in training; set max_staleness=0"),
+        *[({"max_staleness": 1, "engine": SERVERS, "mismatch": "none", **more}, "set mismatch=truncate or mask, or max")
+          for more in ({}, {"updates_per_step": 2}, {"old_logprobs": "sampler"})],
         ({"loss": "ppo"}, "expected grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, or a _component_"),
         ({"loss": None}, "loss is None; expected grpo"),
         ({"loss": "rloo", "minibatches": 2}, "loss rloo has no ratio, so it takes one update per step"),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rocm_ext.errors import UserError
 from rocm_ext.grpo.advantages import EPSILON, advantages, flat, groups, length_share, rewards
 from rocm_ext.grpo.curriculum import choose, pass_rate
+from rocm_ext.grpo.mismatch import grown
 from rocm_ext.grpo.stopping import flat_reason, stop_reason
 from rocm_ext.verifiers import Result, Verdict
 
@@ -387,3 +388,14 @@ def test_steps_without_an_update_stop_with_the_way_their_rewards_were(more, foun
 def test_flat_steps_with_different_rewards_are_not_told_as_one_reward():
     rows = [step(i, **NO_UPDATE, reward=float(i % 2), reward_std=0.0) for i in (1, 2)]
     assert "equal inside each group" in flat_reason(rows, max_flat_steps=2)
+
+
+# ---- sampler and trainer
+
+
+def test_the_mismatch_is_told_once():
+    rows = [{"step": step, "mismatch_kl": value} for step, value in enumerate([1e-4, 3e-4, 2e-4, 0.5, 0.6, 1e-4], 1)]
+    rows.insert(2, {"step": 2, "eval": {}})
+    told = [bool(grown(rows[:end])) for end in range(len(rows) + 1)]
+    assert told == [False, False, False, False, False, True, False, False]
+    assert "mismatch_kl is 0.5 nats per token, and was 0.0002" in grown(rows[:5])

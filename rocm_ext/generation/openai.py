@@ -25,6 +25,7 @@ from rocm_ext.openai_http import (
     Refused,
     Transient,
     authorization,
+    certificates,
     checked_urls,
     httpx,
     in_words,
@@ -114,6 +115,7 @@ class OpenAIEngine:
         self.lora_name, self.dynamic_lora = lora_name, dynamic_lora
         self._servers = [Server(url) for url in checked_urls(urls)]
         self._ranks = ranks or Ranks(torch.device("cpu"))
+        self._unreachable: set[str] = set()  # urls that the log names, until they answer again
 
     @property
     def exact_tokens(self) -> bool:
@@ -216,7 +218,7 @@ class OpenAIEngine:
         # A server may close the connection after refusing a request, so every request gets a new one.
         limits = httpx.Limits(max_keepalive_connections=0)
         timeout = httpx.Timeout(self.terms.timeout, connect=CHECK_TIMEOUT)
-        return httpx.Client(headers=self.terms.headers, timeout=timeout, limits=limits)
+        return httpx.Client(headers=self.terms.headers, timeout=timeout, limits=limits, verify=certificates())
 
     def _probe(self, server: Server) -> Server:
         """Return the server with its model and dialect."""
@@ -297,7 +299,7 @@ class OpenAIEngine:
         """Run ``action(client, server)`` on all servers at once and return the error of each."""
 
         async def run() -> list[BaseException | None]:
-            async with httpx.AsyncClient(headers=self.terms.headers) as client:
+            async with httpx.AsyncClient(headers=self.terms.headers, verify=certificates()) as client:
                 return await asyncio.gather(*(action(client, server) for server in servers), return_exceptions=True)
 
         return asyncio.run(run())
@@ -329,12 +331,14 @@ class OpenAIEngine:
         usable = []
         for server, error in zip(self._servers, errors, strict=True):
             if isinstance(error, httpx.RequestError | Transient):
-                log.warning("%s: %s; it gets the adapter %s later", server.url, in_words(error), adapter.folder)
+                self._tell_unreachable(server, error)
             elif isinstance(error, UserError):
                 log.warning("%s; continuing without it", error)
                 continue
             elif error is not None:
                 raise error
+            else:
+                self._unreachable.discard(server.url)
             usable.append(server)
         if not usable:
             raise UserError("; ".join(map(str, errors)))
@@ -342,4 +346,17 @@ class OpenAIEngine:
 
     def _unload(self, adapter: adapters.Adapter | None, servers: Sequence[Server]) -> None:
         if adapter is not None and self._ranks.is_main:
-            self._on_each(servers, lambda client, server: adapters.unload(client, server, adapter))
+            errors = self._on_each(servers, lambda client, server: adapters.unload(client, server, adapter))
+            for server, error in zip(servers, errors, strict=True):
+                if isinstance(error, httpx.RequestError):
+                    self._tell_unreachable(server, error)
+                elif error is not None:
+                    raise error
+
+    def _tell_unreachable(self, server: Server, error: Exception) -> None:
+        """Log that a server fails to load or unload an adapter, once until it does: a run has many sessions."""
+        if server.url not in self._unreachable:
+            self._unreachable.add(server.url)
+            log.warning(
+                "%s fails to load or unload an adapter: %s; it gets it once it works again", server.url, in_words(error)
+            )

@@ -13,11 +13,11 @@ from rocm_ext.errors import UserError, one_line
 from rocm_ext.generation.openai_wire import Server
 from rocm_ext.log import log
 from rocm_ext.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from rocm_ext.openai_http import CHECK_TIMEOUT, Transient, httpx, in_words, json_object, message_of
+from rocm_ext.openai_http import CHECK_TIMEOUT, Transient, httpx, json_object, message_of
 
 LOAD_TIMEOUT = 300.0  # seconds
 LORA_HINT = (
-    "From its second cycle on, and to evaluate, RAFT needs a server that loads adapters at run time: "
+    "To sample with a trained adapter, a server must load adapters at run time: "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK, "
     "with the adapter's folder visible to it under the same path"
 )
@@ -81,14 +81,14 @@ async def load_anew(client: Any, server: Server, adapter: Adapter) -> None:
 
 
 async def unload(client: Any, server: Server, adapter: Adapter) -> None:
-    """Unload ``adapter``; log a warning if that fails."""
-    try:
-        response = await _call(client, server, "unload", {"lora_name": adapter.name}, CHECK_TIMEOUT)
-    except httpx.RequestError as error:
-        log.warning("cannot reach %s to unload %s: %s", server.url, adapter.name, in_words(error))
-    else:
-        if response.status_code not in (200, 404):  # a server that was restarted has no adapter: 404
-            log.warning("%s does not unload %s: %s", server.url, adapter.name, message_of(response))
+    """Unload ``adapter``; log a warning if the server refuses.
+
+    Raises:
+        httpx.RequestError: the server cannot be reached.
+    """
+    response = await _call(client, server, "unload", {"lora_name": adapter.name}, CHECK_TIMEOUT)
+    if response.status_code not in (200, 404):  # a server that was restarted has no adapter: 404
+        log.warning("%s does not unload %s: %s", server.url, adapter.name, message_of(response))
 
 
 async def _call(client: Any, server: Server, verb: str, body: dict[str, str], seconds: float = LOAD_TIMEOUT) -> Any:

@@ -20,6 +20,7 @@ from rocm_ext.openai_http import (
     MAX_BACKOFF,
     Refused,
     Transient,
+    certificates,
     httpx,
     in_words,
     json_object,
@@ -216,7 +217,9 @@ class _Batch:
             self._queue.put_nowait(request)
         timeout = httpx.Timeout(terms.timeout, connect=min(terms.timeout, CHECK_TIMEOUT), pool=None)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the workers are the limit
-        async with httpx.AsyncClient(headers=terms.headers, timeout=timeout, limits=limits) as client:
+        async with httpx.AsyncClient(
+            headers=terms.headers, timeout=timeout, limits=limits, verify=certificates()
+        ) as client:
             done = asyncio.ensure_future(self._queue.join())
             workers = [
                 asyncio.ensure_future(_Worker(self, client, server).run())

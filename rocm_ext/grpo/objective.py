@@ -43,6 +43,8 @@ def logprobs_for(cfg: DictConfig, objective: Objective) -> list[str]:
         found.append(f"mismatch={cfg.mismatch}")
     if "old_logprobs" in objective.columns and cfg.old_logprobs == "sampler":
         found.append("old_logprobs=sampler")
+    if cfg.kl_coef:
+        found.append(f"kl_coef={cfg.kl_coef:g}")
     if cfg.min_entropy is not None:
         found.append("min_entropy")
     return found

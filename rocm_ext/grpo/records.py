@@ -70,16 +70,20 @@ class Records:
         for prompt, right in by_prompt.items():
             self.asked.setdefault(prompt, []).append((step, fmean(right) if right else None))
 
-    def journals(self, step: int, phase: str, round_: int = 0) -> tuple["RunJournal", "RunJournal"]:
+    def journals(
+        self, step: int, phase: str, round_: int = 0, policy: int | None = None
+    ) -> tuple["RunJournal", "RunJournal"]:
         """Open the records of one phase.
 
         Args:
             step: number of the step; an evaluation has that of the step before it.
             phase: ``sample`` or ``eval``.
             round_: number of the round of a step's sampling, from 0.
+            policy: the step after which the adapter samples; each new sample's line has it. None: no line has it.
         """
-        samples, verdicts = (RunJournal(file, (step, phase, round_)) for file in self._files)
-        return samples, verdicts
+        samples, verdicts = self._files
+        scope, extra = (step, phase, round_), {} if policy is None else {"policy": policy}
+        return RunJournal(samples, scope, extra), RunJournal(verdicts, scope)
 
     def verdicts(self, step: int, phase: str) -> dict[SampleKey, Result]:
         """Read the verdicts of a finished phase from the file."""
@@ -99,8 +103,8 @@ class Records:
 class RunJournal:
     """The records of one phase, with the interface of :class:`rocm_ext.rollouts.journal.Journal`."""
 
-    def __init__(self, file: "_File", scope: Scope) -> None:
-        self._file, self._scope = file, scope
+    def __init__(self, file: "_File", scope: Scope, extra: Mapping[str, Any] | None = None) -> None:
+        self._file, self._scope, self._extra = file, scope, extra or {}
         self.records: dict[SampleKey, dict[str, Any]] = file.take(scope)
         self._new: list[dict[str, Any]] = []
 
@@ -110,6 +114,7 @@ class RunJournal:
         Raises:
             UserError: the disk is full, or the file cannot be written.
         """
+        record = {**record, **self._extra}
         self._file.append(self._scope, record)
         self._new.append(record)
         self.records[record["prompt_id"], record["sample"]] = record
@@ -130,14 +135,17 @@ class RunJournal:
 
 
 class _File:
-    """One of the files. Every rank appends to its own until :meth:`collect` moves the lines to the main rank's."""
+    """One of the files. Every rank appends to its own until :meth:`collect` moves the lines to the main rank's.
+
+    One phase can be collected while another has lines in the ranks' own files.
+    """
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self._path, self._ranks = path, ranks
         self._own = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
         self._handle: Any = None
         self._held: dict[Scope, dict[SampleKey, dict[str, Any]]] = defaultdict(dict)
-        self._uncollected: set[Scope] = set()
+        self._uncollected: set[Scope] = set()  # phases with lines of this process only
         ranks.barrier()
         if ranks.is_main:
             self._merge()
@@ -199,14 +207,17 @@ class _File:
             self.write(_line(scope, record) for part in parts[1:] for record in part)
         self._ranks.barrier()
         self._uncollected.discard(scope)
-        if not (self._ranks.is_main or self._uncollected):  # a kill before this leaves lines twice, which count once
+        if not self._ranks.is_main:  # a kill before this leaves lines twice, which count once
             self.close()
-            self._own.unlink(missing_ok=True)
+            if self._uncollected:  # the next step's, sampled beside training
+                rewrite_lines(self._own, lambda line: _scope(line) != scope)
+            else:
+                self._own.unlink(missing_ok=True)
 
     def rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Remove lines; call it on every rank when no rank has lines of its own."""
-        self.close()
+        """Remove lines from the main rank's file; every rank calls it while no thread samples."""
         if self._ranks.is_main:
+            self.close()
             rewrite_lines(self._path, keep)
         self._ranks.barrier()
 

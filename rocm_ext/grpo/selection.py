@@ -49,6 +49,10 @@ class Selected:
         """The answers to train on."""
         return [self.samples[key] for key in self.advantages]
 
+    def policy_lag(self, step: int) -> float:
+        """Return how many steps the adapter that sampled was behind the one that ``step`` trains, as a mean."""
+        return step - 1 - self.stats["policy"] / len(self.samples)
+
     def measurements(self) -> dict[str, Any]:
         """Compute the step's entry in ``metrics.jsonl``, without what training measures."""
         rewards = [result.reward for result in self.results.values() if result.reward is not None]
@@ -60,6 +64,7 @@ class Selected:
             "sampled_tokens": sum(lengths),
             "sample_seconds": self.stats.get("seconds", 0.0),
             "wait_seconds": self.stats.get("waiting", 0.0),
+            "hidden_seconds": self.stats.get("hidden", 0.0),
             "reward": fmean(rewards) if rewards else None,
             "reward_std": pstdev(rewards) if rewards else None,
             "right": verdicts[Verdict.CORRECT] / max(1, len(self.results)),
@@ -120,4 +125,5 @@ def select(phases: Sequence[Phase], asked: Sequence[str], cfg: DictConfig) -> Se
 
 
 def _summed(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(each.get(name, 0.0) for each in stats) for name in ("tokens", "seconds", "waiting")}
+    names = ("tokens", "seconds", "waiting", "hidden", "policy")
+    return {name: sum(each.get(name, 0.0) for each in stats) for name in names}

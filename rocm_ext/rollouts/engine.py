@@ -200,7 +200,7 @@ def open_engines(
         kind = TransformersEngine if isinstance(learner.decoder, ForeignDecoder) else LocalEngine
         first, training = cfg.checkpointer.get("adapter_checkpoint"), cfg.prompts is not None
         if training and (first or own_adapters):
-            without = ""
+            without = "set max_staleness=0 and " if cfg.get("max_staleness") else ""
             if "cycles" in cfg:
                 without = "start without an adapter_checkpoint and with cycles=1, or " if first else "set cycles=1, or "
             raise UserError(

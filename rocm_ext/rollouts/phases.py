@@ -37,7 +37,8 @@ class Phase:
         results: verdicts under the same keys.
         stats: the engine's statistics of this process's share; and of the whole phase, with the work of earlier
             processes that were stopped, ``tokens`` of the samples, ``seconds``, and ``waiting``: the part of
-            ``seconds`` spent on verdicts after the last sample.
+            ``seconds`` spent on verdicts after the last sample. ``policy`` is the sum over the samples of the step
+            after which their adapter sampled, where the records have it.
     """
 
     samples: dict[SampleKey, Sample]
@@ -58,13 +59,16 @@ class Rollouts:
         interrupt: the user's signals to stop, checked after each sample.
         max_error_share: share of a phase's samples with the verdict ERROR above which the run stops.
         brief: log the progress of long phases only.
+
+    Attributes:
+        halted: whether sampling must end early; what is sampled stays in the records.
     """
 
     def __init__(
         self, pool: Pool, ranks: Ranks, interrupt: Interrupt, max_error_share: float, brief: bool = False
     ) -> None:
         self.pool, self.ranks, self.interrupt = pool, ranks, interrupt
-        self.max_error_share, self.brief = max_error_share, brief
+        self.max_error_share, self.brief, self.halted = max_error_share, brief, False
 
     def make(
         self,
@@ -126,7 +130,8 @@ class Begun:
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        pool, ranks, self._interrupt = rollouts.pool, rollouts.ranks, rollouts.interrupt
+        self._rollouts, pool, ranks = rollouts, rollouts.pool, rollouts.ranks
+        self._interrupt = rollouts.interrupt
         self._name, self._ranks, self._brief = name, ranks, rollouts.brief
         self._max_error_share = rollouts.max_error_share
         self._samples, self._verdicts = journals
@@ -149,7 +154,6 @@ class Begun:
         self._wanted = [(r, s) for r, s in self._mine if (r.prompt_id, r.sample) not in known]
         self._stats: dict[str, float] = {}
         self._sampled: float | None = None
-        self._stopped = False
         self.wanted_by_any = any(ranks.gather(bool(self._wanted)))
 
     def _share(self, requests: Sequence[tuple[Request, Sampling]]) -> list[tuple[Request, Sampling]]:
@@ -176,13 +180,13 @@ class Begun:
                 stats |= engine.stats()
                 pace.finish(len(sample.tokens))
                 progress.update(_describe(stats, self._judge.counts))
-                if self._interrupt.signum is not None or self._stopped:
+                if self._interrupt.signum is not None or self._rollouts.halted:
                     break
         self._sampled = clock()
 
-    def stop(self) -> None:
-        """End :meth:`sample`, which another thread runs, after its next sample."""
-        self._stopped = True
+    def pause(self) -> None:
+        """Stop the clock until :meth:`finish`, because the run does other work meanwhile."""
+        self._clock.pause()
 
     def finish(self) -> Phase:
         """Wait for the verdicts, and collect the records of all ranks.
@@ -191,6 +195,7 @@ class Begun:
             UserError: too many verdicts are ERROR, or the disk is full.
             Interrupted: the user asked to stop.
         """
+        self._clock.go_on()
         sampled = self._clock() if self._sampled is None else self._sampled
         self._judge.finish()
         if signum := self._interrupt.agree(self._ranks):
@@ -205,7 +210,8 @@ class Begun:
             {key: to_result(record) for key, record in verdicts.items()},
             {"tokens_per_second": tokens / max(sampled, 1e-9)}  # of the engine, if this process sampled
             | self._stats
-            | {"tokens": tokens, "seconds": seconds, "waiting": seconds - sampled},
+            | {"tokens": tokens, "seconds": seconds, "waiting": seconds - sampled}
+            | {"policy": sum(record.get("policy", 0) for record in samples.values())},
         )
 
     def _check_errors(self) -> None:
@@ -238,9 +244,18 @@ class _Clock:
         records = (record for journal in journals for record in journal.records.values())
         self.earlier = max((record.get("seconds", 0.0) for record in records), default=0.0)
         self._began = time.perf_counter()
+        self._paused: float | None = None
 
     def __call__(self) -> float:
         return round(self.earlier + time.perf_counter() - self._began, 3)
+
+    def pause(self) -> None:
+        self._paused = time.perf_counter()
+
+    def go_on(self) -> None:
+        if self._paused is not None:
+            self._began += time.perf_counter() - self._paused
+            self._paused = None
 
 
 def _group(key: SampleKey) -> Group:

@@ -104,12 +104,17 @@ class RolloutRecipe:
         self.learner = self._learner(self.training_config(), self.runtime, tokenizer)
         self.prompts.check_model(self.learner.decoder)
         self.check_training()
-        stopped = lambda: self.interrupt.signum is not None  # noqa: E731
-        self.engines = open_engines(cfg, self.learner, stopped, self.sampling, self.logprobs_for(), self.own_adapters)
+        self.engines = open_engines(
+            cfg, self.learner, self.stopped, self.sampling, self.logprobs_for(), self.own_adapters
+        )
         self.prompts.check_length(self.engines.max_seq_len)
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
         self.learner.setup(self.expected_work(), self.engines.layout_bytes if self.keeps_open else 0)
-        self.swap = Swap(self.learner)
+        self.swap = Swap(self.learner, tell_unclear=not self.brief)
+
+    def stopped(self) -> bool:
+        """Whether engines must end sampling early."""
+        return self.interrupt.signum is not None or (self.rollouts is not None and self.rollouts.halted)
 
     @contextmanager
     def verification(self) -> Iterator[None]:

@@ -147,6 +147,12 @@ def _check_staleness(cfg: DictConfig) -> None:
             "training; set max_staleness=0, or sample on servers with engine._component_="
             "rocm_ext.generation.OpenAIEngine"
         )
+    clipped = cfg.updates_per_step * cfg.minibatches > 1 and cfg.old_logprobs == "sampler"
+    if cfg.mismatch == "none" and not clipped and not isinstance(cfg.loss, DictConfig):
+        raise UserError(
+            "max_staleness=1 trains on answers of the adapter before the last update, and with mismatch=none nothing "
+            "weighs them by how likely the present one gives them; set mismatch=truncate or mask, or max_staleness=0"
+        )
 
 
 def _check_kept_samples(cfg: DictConfig) -> None:
