@@ -135,6 +135,8 @@ class GRPO(RolloutRecipe):
                     profiler.step()
                 self.stop_sampling()
                 self.evaluate_if_due(last=True)
+                if self.next is None:  # no thread writes to the file
+                    self.drop_old_samples(trainer.step, last=True)
             except Interrupted:
                 trainer.save_if_new()
                 self.stop_sampling()
@@ -177,8 +179,7 @@ class GRPO(RolloutRecipe):
         number = trainer.step + 1
         selected = self.sample(number)
         self.records.finish(number, selected.results)
-        if cfg.keep_samples != "all" and number % cfg.keep_samples == 0:  # before a thread writes to the same file
-            self.records.keep_samples_from(min(number - cfg.keep_samples, trainer.saved) + 1)
+        self.drop_old_samples(number)  # before a thread writes to the same file
         if cfg.max_staleness and number < cfg.steps:
             self.next = self.begin(number + 1)
         rows = self.rows(selected) if selected.advantages else None
@@ -196,6 +197,17 @@ class GRPO(RolloutRecipe):
         trainer.save_if_due()
         if signum := self.interrupt.agree(self.ranks):
             raise Interrupted(f"at step {number}", signum)
+
+    def drop_old_samples(self, step: int, last: bool = False) -> None:
+        """Remove the samples that neither ``keep_samples`` nor a resumed run needs, where many are old.
+
+        Args:
+            step: the newest step with samples.
+            last: whether the run ends here; then all old ones go.
+        """
+        keep = self.cfg.keep_samples
+        if keep != "all" and (last or step % keep == 0):
+            self.records.keep_samples_from(min(step - keep, self.trainer.saved) + 1, at_once=last)
 
     # ---- sampling
 

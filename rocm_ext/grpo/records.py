@@ -90,9 +90,17 @@ class Records:
         lines = (line for line in self._files[1].lines() if line["step"] == step and line["phase"] == phase)
         return {(line["prompt_id"], line["sample"]): to_result(line) for line in lines}
 
-    def keep_samples_from(self, step: int) -> None:
-        """Remove the samples of all steps before ``step`` from the file; verdicts and evaluations stay."""
-        self._files[0].rewrite(lambda line: line["step"] >= step or line["phase"] == "eval")
+    def keep_samples_from(self, step: int, at_once: bool = False) -> None:
+        """Remove the samples of all steps before ``step`` from the file; verdicts and evaluations stay.
+
+        Args:
+            step: the first to keep.
+            at_once: rewrite the file now. Else this waits until the file is twice as large as after the last time, so
+                that the time per step does not grow with the evaluations in it.
+        """
+        samples = self._files[0]
+        if at_once or samples.doubled():
+            samples.rewrite(lambda line: line["step"] >= step or line["phase"] == "eval")
 
     def close(self) -> None:
         """Close the files."""
@@ -144,6 +152,7 @@ class _File:
         self._path, self._ranks = path, ranks
         self._own = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
         self._handle: Any = None
+        self._rewritten = 0  # bytes after the last rewrite
         self._held: dict[Scope, dict[SampleKey, dict[str, Any]]] = defaultdict(dict)
         self._uncollected: set[Scope] = set()  # phases with lines of this process only
         ranks.barrier()
@@ -219,7 +228,12 @@ class _File:
         if self._ranks.is_main:
             self.close()
             rewrite_lines(self._path, keep)
+            self._rewritten = self._path.stat().st_size
         self._ranks.barrier()
+
+    def doubled(self) -> bool:
+        """Whether the file is twice as large as after the last rewrite of this process, the same on every rank."""
+        return self._ranks.agree(self._ranks.is_main and self._path.stat().st_size >= 2 * self._rewritten)
 
     def close(self) -> None:
         if self._handle is not None:

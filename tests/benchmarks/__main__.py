@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from rocm_ext.bench.busy import OtherPrograms
-from tests.benchmarks import cycle, sampling, sft, verify
+from tests.benchmarks import cycle, grpo, sampling, sft, verify
 from tests.benchmarks.protocol import Failed
 from tests.benchmarks.table import table
 from tests.benchmarks.work import SHAPES, Task, is_qwen3
@@ -49,7 +49,8 @@ GPU_SET = (
     Task("sft", "qwen3-0.6b", 151936, "bf16", (BACKED, TRL)),
 )
 PEERS = {"sft": sft.PEERS, "sampling": sampling.PEERS}
-WORK = [*PEERS, "cycle", "verify"]
+ALONE = ["grpo", "cycle", "verify"]  # they take no shape
+WORK = [*PEERS, *ALONE]
 COMPARE = {"sft": sft.compare, "sampling": sampling.compare}
 
 
@@ -87,6 +88,8 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
     for number, task in enumerate(tasks, 1):
         said = f"[{number}/{len(tasks)}] {task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: "
         yield said + ", ".join(task.peers), partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work])
+    if "grpo" in args.work:
+        yield "GRPO on the pocket model: TRL + PEFT", partial(grpo.measure, rounds=args.rounds)
     if "cycle" in args.work:
         yield "RAFT's cycle", partial(cycle.measure, runs=2)
     if "verify" in args.work:
@@ -124,7 +127,7 @@ def parse() -> argparse.Namespace:
     args.gpu = gpu()
     if args.shape is not None and (unfit := [name for name in args.peers or () if not runs(name, args.shape)]):
         parser.error(f"--shape {args.shape} does not run with {', '.join(unfit)}")
-    if not chosen(args) and not {"cycle", "verify"} & set(args.work):
+    if not chosen(args) and not set(ALONE) & set(args.work):
         parser.error("none of --peers supports the work in --work")
     return args
 

@@ -6,7 +6,7 @@ from typing import Any
 GIB = 2**30
 _COLUMNS = ("work", "model", "against", "speed-up", "of which by skipped work", "peak memory, ours / theirs",
             "until warm, ours / theirs")  # fmt: skip
-NAMES = {"sft": "LoRA SFT", "sampling": "sampling"}
+NAMES = {"sft": "LoRA SFT", "sampling": "sampling", "grpo": "GRPO, a step"}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -22,7 +22,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             )
         if row["work"] == "verify":
             text += verdicts(row)
+        if row["work"] == "grpo":
+            text += accuracy(row)
     return text
+
+
+def accuracy(row: dict[str, Any]) -> str:
+    """A sentence on what both sides learned in the same number of steps."""
+    ours, theirs = row["accuracy"]
+    mine, other = (100 * gain for gain in row["gain_per_hour"])
+    seconds = " and ".join(f"{value:.2f} s" for value in row["step_seconds"])
+    return (
+        f"\n\nGRPO, pocket model, {row['answers']} answers and {row['updates']} updates a step: a step takes {seconds} "
+        f"(ours, {row['peer']}). {row['steps']} steps raise the held-out accuracy from {row['before']:.1%} to "
+        f"{ours:.1%} (ours) and {theirs:.1%}: {mine:.0f} and {other:.0f} points an hour of steps."
+    )
 
 
 def verdicts(row: dict[str, Any]) -> str:
@@ -46,7 +60,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['parameters'] / 1e6:,.0f} M, {row['vocab']:,} tokens, {row['dtype']}",
         row["peer"],
         f"{row['speedup']:.2f} x ({low:.2f}-{high:.2f})",
-        f"{row['bound']:.2f} x",
+        "" if row["bound"] is None else f"{row['bound']:.2f} x",
         memory,
         warm,
     )

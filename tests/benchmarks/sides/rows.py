@@ -18,3 +18,13 @@ class TokenRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         return self._rows[index]
+
+
+def wide_tokenizer(**arguments: Any) -> Any:
+    """Build Qwen2.5's tokenizer for a model with more ids than the tokenizer has; the others decode to nothing."""
+    from torchtune.models.qwen2_5 import qwen2_5_tokenizer
+
+    tokenizer = qwen2_5_tokenizer(**arguments)
+    known, decode = set(tokenizer.decoder) | set(tokenizer.special_tokens.values()), tokenizer.decode
+    tokenizer.decode = lambda tokens, **options: decode([each for each in tokens if each in known], **options)
+    return tokenizer

@@ -75,14 +75,19 @@ class Pace:
 
 
 class StepLogger:
-    """A torchtune metric logger that calls :class:`Pace` at every step."""
+    """A torchtune metric logger that calls :class:`Pace` at every step.
 
-    def __init__(self) -> None:
-        self._pace = Pace()
+    Args:
+        value: name of the measurement that is reported.
+        sign: name of a measurement that every step has, and nothing else.
+    """
+
+    def __init__(self, value: str = "loss", sign: str = "loss") -> None:
+        self._pace, self._value, self._sign = Pace(), value, sign
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        if "loss" in payload:
-            self._pace.step(float(payload["loss"]))
+        if self._sign in payload:
+            self._pace.step(float(payload.get(self._value, 0.0)))
 
     def log_config(self, config: object) -> None:
         """Do nothing; torchtune's interface requires this method."""
