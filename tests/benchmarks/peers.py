@@ -18,10 +18,17 @@ from pathlib import Path
 from rocm_ext.hardware.bench_file import cache_folder
 from tests.benchmarks.protocol import Failed
 
-# The packages that a user of the peer installs in addition to torch, as of 2026-11.
+# The packages that a user of the peer installs in addition to torch, as of 2026-11; TRL gets our verifier's, too.
 PINS = {
     "torchtune": ["torchtune==0.6.1", "torchao==0.13.0", "datasets==5.2.0"],
-    "trl": ["trl==1.16.0", "transformers==5.23.0", "peft==0.19.1", "accelerate==1.15.0", "datasets==5.2.0"],
+    "trl": [
+        "trl==1.16.0",
+        "transformers==5.23.0",
+        "peft==0.19.1",
+        "accelerate==1.15.0",
+        "datasets==5.2.0",
+        "math-verify==0.9.0",
+    ],
 }
 ON_A_GPU = {"trl": ["liger-kernel==0.6.4"]}
 
