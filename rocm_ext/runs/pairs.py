@@ -1,0 +1,134 @@
+"""Pairs of a right and a wrong answer to one prompt, from the records of a run that sampled and verified answers."""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.errors import UserError
+from rocm_ext.files import read_lines
+from rocm_ext.registry import GRPO, RAFT
+from rocm_ext.runs.reader import RunFolder
+
+_RIGHT, _WRONG = "CORRECT", ("WRONG", "UNPARSED", "TIMEOUT")  # an ERROR says nothing about the answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A verified answer.
+
+    Attributes:
+        prompt_id: id of its prompt.
+        text: the answer.
+        tokens: number of its tokens.
+        right: whether its verdict is CORRECT.
+    """
+
+    prompt_id: str
+    text: str
+    tokens: int
+    right: bool
+
+
+def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer], Counter[str]]:
+    """Read the answers to a run's training prompts.
+
+    Args:
+        run: of RAFT or GRPO.
+        last: read only the last so many cycles or steps; None: all.
+
+    Returns:
+        The answers, each text of a prompt once, and the number of those left out: ``ERROR`` by their verdict, and
+        ``truncated`` because ``max_new_tokens`` cut them, so that they have no end to learn.
+
+    Raises:
+        UserError: the run samples no answers.
+    """
+    if run.family not in (RAFT, GRPO):
+        raise UserError(f"{run.path} is a run of {run.recipe}, which samples no answers; pairs needs {RAFT} or {GRPO}")
+    found: dict[tuple[str, str], Answer] = {}
+    left_out: Counter[str] = Counter()
+    for verdict, line in _of_cycles(run, last) if run.family == RAFT else _of_steps(run, last):
+        tokens = line.get("tokens")
+        if not isinstance(line.get("text"), str) or not isinstance(tokens, list) or not line["text"].strip():
+            continue
+        if verdict != _RIGHT and verdict not in _WRONG:
+            left_out["ERROR"] += 1
+        elif line.get("finish_reason") == "length":
+            left_out["truncated"] += 1
+        else:
+            answer = Answer(line["prompt_id"], line["text"], len(tokens), verdict == _RIGHT)
+            found.setdefault((answer.prompt_id, answer.text), answer)
+    return list(found.values()), left_out
+
+
+def choose_pairs(
+    answers: Sequence[Answer], *, per_prompt: int, limit: int | None = None, seed: int = 0
+) -> list[tuple[Answer, Answer]]:
+    """Pair right answers with wrong ones of the same prompt, those of the closest lengths first.
+
+    An answer is in at most one pair. Close lengths keep the training from learning length instead of rightness.
+
+    Args:
+        answers: the answers, each text of a prompt once.
+        per_prompt: maximum number of pairs of a prompt.
+        limit: maximum number of all pairs, which are then drawn at random; None: no limit.
+        seed: seed of random choices, between equally close pairs too.
+
+    Returns:
+        Right and wrong answer of each pair, in the order of the prompts' first answers.
+    """
+    by_prompt: dict[str, tuple[list[Answer], list[Answer]]] = defaultdict(lambda: ([], []))
+    for answer in answers:
+        by_prompt[answer.prompt_id][not answer.right].append(answer)
+
+    def drawn(pair: tuple[Answer, Answer]) -> bytes:
+        key = "\0".join((str(seed), pair[0].prompt_id, pair[0].text, pair[1].text))
+        return hashlib.sha256(key.encode(errors="backslashreplace")).digest()
+
+    pairs: list[tuple[Answer, Answer]] = []
+    for right, wrong in by_prompt.values():
+        closest = sorted(product(right, wrong), key=lambda pair: (abs(pair[0].tokens - pair[1].tokens), drawn(pair)))
+        used: set[str] = set()
+        mine: list[tuple[Answer, Answer]] = []
+        for pair in closest:
+            texts = {answer.text for answer in pair}
+            if len(mine) < per_prompt and not used & texts:
+                mine.append(pair)
+                used |= texts
+        pairs += mine
+    if limit is not None and len(pairs) > limit:
+        kept = set(sorted(pairs, key=drawn)[:limit])
+        pairs = [pair for pair in pairs if pair in kept]
+    return pairs
+
+
+def _of_cycles(run: RunFolder, last: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield verdict and sample of every verified answer of RAFT's cycles."""
+    cycles = [cycle for cycle in run.cycles if cycle.judged]
+    for cycle in cycles[-last:] if last else cycles:
+        for key, line in cycle.texts(set(cycle.judged)).items():
+            yield cycle.judged[key].verdict, line
+
+
+def _of_steps(run: RunFolder, last: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield verdict and sample of every verified answer of GRPO's steps."""
+    verdicts = {key: line.get("verdict") for key, line in _lines(run, "verdicts")}
+    first = max((step for step, *_ in verdicts), default=0) - last if last else -1
+    seen = set()
+    for key, line in _lines(run, "samples"):
+        if key in verdicts and key[0] > first and key not in seen:
+            seen.add(key)
+            yield str(verdicts[key]), line
+
+
+def _lines(run: RunFolder, stem: str) -> Iterator[tuple[tuple[int, str, int], dict[str, Any]]]:
+    # in a running run, each rank has a file of its own
+    paths: list[Path] = sorted(run.path.glob(f"{stem}*.jsonl"))
+    for line in (line for path in paths for line in read_lines(path, problems=run.problems)):
+        step, prompt, sample = line.get("step"), line.get("prompt_id"), line.get("sample")
+        if line.get("phase") == "sample" and type(step) is int and isinstance(prompt, str) and type(sample) is int:
+            yield (step, prompt, sample), line
