@@ -1,7 +1,7 @@
 """LoRA training on pairs of a chosen and a rejected answer (DPO and its kin), on 1…N ranks.
 
-    tune run dpo_rocm --config my_run.yaml
-    tune run --nproc_per_node 8 dpo_rocm --config my_run.yaml
+    tune run dpo_rocm --config strix_halo_qwen3_4b_dpo
+    tune run --nproc_per_node 8 dpo_rocm --config mi300x_qwen3_8b_dpo
 
 This is the SFT recipe with other rows and another loss. A row is a pair, so both sides are in one micro-batch. The
 reference is the model before the first step: it scores all rows once, and its log-probs stay in the output folder.

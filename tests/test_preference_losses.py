@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
 from rocm_ext.errors import UserError
-from rocm_ext.objectives import Preference, objective_of
+from rocm_ext.objectives import Preference, Tally, objective_of
 from rocm_ext.objectives.preference import LOSSES
 
 WORDS, WIDTH, LENGTHS = 40, 12, (3, 8, 17, 1, 10, 10)  # chosen, rejected, chosen, ...
@@ -156,6 +156,28 @@ def test_simpo_equals_trl(smoothing):
     losses, *_ = trainer.CPOTrainer.cpo_loss(itself, *each_sequence(logprobs(head, hidden, targets), mean=True))
     objective = Preference("simpo", beta=2.0, gamma=1.0, label_smoothing=smoothing)
     assert_equal(found(objective, head, hidden, targets, columns), losses.mean(), [hidden, *head.parameters()])
+
+
+def test_measurements():
+    """The divergence's estimate is that of the exact one for answers that the reference wrote, in the mean."""
+    head, hidden, targets, columns = problem()
+    objective = Preference("sigmoid", beta=0.3)
+    objective.tally = Tally()
+    objective(head, hidden, targets, columns, SEQUENCE)
+    found = objective.tally.result(SimpleNamespace(gather=lambda value: [value]))
+    now = logprobs(head, hidden, targets).detach()
+    distance = now - columns["reference_logprobs"]
+    chosen, rejected = (0.3 * score for score in each_sequence(distance))
+    assert found == pytest.approx({
+        "reward_chosen": chosen.mean().item(), "reward_rejected": rejected.mean().item(),
+        "margin": (chosen - rejected).mean().item(), "accuracy": (chosen > rejected).float().mean().item(),
+        "logprobs_chosen": each_sequence(now)[0].mean().item(),
+        "logprobs_rejected": each_sequence(now)[1].mean().item(),
+        "kl": (distance.exp() * (distance - 1) + 1).mean().item(),
+    }, rel=1e-5)  # fmt: skip
+    p, q = torch.rand(2, 50).softmax(-1)
+    ratio = (p / q).log()
+    torch.testing.assert_close((q * (ratio.exp() * (ratio - 1) + 1)).sum(), (p * ratio).sum())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.test_device import CPU, STRIX
 RECIPE = "lora_finetune_rocm"
 CONFIGS = Path(__file__).parents[1] / "recipe_configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-NAMES = [name for name in NAMES if not re.search("_(raft|grpo)(_8gpu)?$", name)]
+NAMES = [name for name in NAMES if not re.search("_(raft|grpo|dpo)(_8gpu)?$", name)]
 FROM_FOLDER = [name for name in NAMES if name != "cpu_pocket"]
 OF_TORCHTUNE = [name for name in NAMES if "differ from torchtune's" in (CONFIGS / f"{name}.yaml").read_text()]
 STOCK = Path(torchtune.__file__).parents[1] / "recipes/configs"

@@ -86,8 +86,8 @@ class Preference(Objective):
     score. A step measures, as means over its pairs: ``reward_chosen`` and ``reward_rejected``, their difference
     ``margin``, the share ``accuracy`` of pairs with a margin above 0, and ``logprobs_chosen`` and
     ``logprobs_rejected``, the sums of the log-probs of an answer. With a reference it also measures ``kl``, the mean
-    of ``exp(d) - d - 1`` with ``d = reference - current`` over all labels, which estimates the KL divergence from the
-    reference as far as the data show it.
+    of ``exp(d) (d - 1) + 1`` with ``d = current - reference`` over all labels. It estimates the KL divergence from the
+    reference per token, without bias for answers that the reference wrote.
 
     Args:
         loss: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo`` or ``apo_zero``.
@@ -150,8 +150,8 @@ class Preference(Objective):
             sums = _sum(-nll * chosen, pair), _sum(-nll * rejected, pair)
             self._measure(self.tally, scores, sums, _sum(chosen, pair) > 0)
             if self.kind.reference:
-                distance = (-logprobs).clamp(max=_HIGHEST)
-                self.tally.mean("kl", distance.exp() - distance - 1)
+                distance = logprobs.clamp(max=_HIGHEST)
+                self.tally.mean("kl", distance.exp() * (distance - 1) + 1)
         derivative = -(up / per[0])[pair] * chosen - (down / per[1])[pair] * rejected  # the NLL is minus the log-prob
         if self.rpo_alpha:
             value = value + self.rpo_alpha * _sum(nll * chosen, pair) / of_chosen

@@ -10,9 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.data.batches import count_labels
+from rocm_ext.data.pairs import SIDE
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.objectives import objective_of
 
 _LONGEST_ROW, _PROMPT = 2048, 128  # tokens assumed if neither the config nor its data tells
 _RIGHT = 0.5  # assumed share of right answers
@@ -94,7 +96,7 @@ def sft_rows(cfg: DictConfig, known: Known) -> Workload:
         rows = tokenize(whole, max_seq_len=limit, too_long=cfg.too_long, progress=False, every=every)
         found = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read")
     else:
-        longest = limit or _LONGEST_ROW
+        longest = (limit or _LONGEST_ROW) * (2 if _has_pairs(cfg) else 1)
         found = Workload(
             longest, longest, 1.0, None, "data not on disk: rows of full length assumed, with a label on every token"
         )
@@ -161,6 +163,11 @@ def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
         count=None if prompts is None else prompts * cfg.samples_per_prompt,
         source=f"{asked.source}; every answer trained on",
     )
+
+
+def _has_pairs(cfg: DictConfig) -> bool:
+    """Whether a row is a pair, of two sequences."""
+    return SIDE in objective_of(config.instantiate(cfg.loss, key="loss")).columns
 
 
 def _is_local(node: Any) -> bool:
