@@ -56,7 +56,10 @@ def test_the_head_says_how_to_run_it(name):
         assert download.endswith(load(name).checkpointer.checkpoint_dir)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_pocket_dpo"])
+LARGE = [name for name in NAMES if name != "cpu_pocket_dpo"]
+
+
+@pytest.mark.parametrize("name", [LARGE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE[1:])])
 def test_a_plan_counts_both_sides(capsys, name):
     """Without the data on disk a row has two sides of full length, and the head's memory is the planned one."""
     assert main(["plan", "--config", name, "--json"]) == 0

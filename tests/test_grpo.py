@@ -17,6 +17,7 @@ from tests.forks import forked, forked_ranks, several_ranks
 from tests.grpo_runs import assert_equal, lines, outcome, write_run
 from tests.raft_runs import WEIGHTS, write_world
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
 
 
@@ -91,7 +92,7 @@ def test_prompts_come_in_turn(reference):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("samples", 3), ("samples", 25), ("verdicts", 20), ("samples", 60), ("verdicts", 80)]
+    ("name", "count"), [("samples", 3), slow("samples", 25), ("verdicts", 20), slow("samples", 60), ("verdicts", 80)]
 )
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
     def prepare() -> None:
@@ -115,8 +116,19 @@ def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, co
     assert_equal(out, reference)
 
 
-@pytest.mark.parametrize("method", ["update", "finish_step", "finish_evaluation", "save_checkpoint"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("when", "method"),
+    [
+        ("before", "update"),
+        slow("after", "update"),
+        slow("before", "finish_step"),
+        ("after", "finish_step"),
+        slow("before", "finish_evaluation"),
+        ("after", "finish_evaluation"),
+        ("before", "save_checkpoint"),
+        slow("after", "save_checkpoint"),
+    ],
+)
 def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, when):
     def prepare() -> None:
         original = getattr(PolicyTrainer, method)
@@ -209,13 +221,13 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
     "changes",
     [
         {"updates_per_step": 2, "minibatches": 2},
-        {"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"},
+        slow({"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"}),
         {"kl_coef": 0.1, "loss": "grpo"},
-        {"loss": "dr_grpo", "scale": "none", "entropy_coef": 0.01},
-        {"loss": "rloo", "center": "leave_one_out", "scale": "none"},
+        slow({"loss": "dr_grpo", "scale": "none", "entropy_coef": 0.01}),
+        slow({"loss": "rloo", "center": "leave_one_out", "scale": "none"}),
         {"loss": "gspo", "updates_per_step": 2},
-        {"loss": "cispo", "minibatches": 2, "scale": "batch"},
-        {"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"},
+        slow({"loss": "cispo", "minibatches": 2, "scale": "batch"}),
+        slow({"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"}),
         {"temperature": 0.7},
     ],
     ids=str,

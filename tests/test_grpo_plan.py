@@ -30,6 +30,7 @@ SERVERS = "engine={_component_: rocm_ext.generation.OpenAIEngine, urls: [http://
 
 
 @as_configured
+@pytest.mark.slow
 def test_where_memory_is_short_the_sampler_keeps_less(capsys, monkeypatch):
     arguments = (*POCKET, "prompts_per_step=4", "engine.slots=16", "enable_activation_checkpointing=False")
     found = plan(capsys, *arguments)
@@ -44,6 +45,7 @@ def test_where_memory_is_short_the_sampler_keeps_less(capsys, monkeypatch):
 
 
 @as_configured
+@pytest.mark.slow
 def test_updates_and_log_probs_before_them_are_counted(capsys):
     def seconds(*changes: str) -> tuple[float, float, int]:
         found = plan(capsys, *POCKET, *changes)
