@@ -125,7 +125,7 @@ def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, co
         ("after", "finish_step"),
         slow("before", "finish_evaluation"),
         ("after", "finish_evaluation"),
-        ("before", "save_checkpoint"),
+        slow("before", "save_checkpoint"),
         slow("after", "save_checkpoint"),
     ],
 )
@@ -225,7 +225,7 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
         {"kl_coef": 0.1, "loss": "grpo"},
         slow({"loss": "dr_grpo", "scale": "none", "entropy_coef": 0.01}),
         slow({"loss": "rloo", "center": "leave_one_out", "scale": "none"}),
-        {"loss": "gspo", "updates_per_step": 2},
+        slow({"loss": "gspo", "updates_per_step": 2}),
         slow({"loss": "cispo", "minibatches": 2, "scale": "batch"}),
         slow({"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"}),
         {"temperature": 0.7},

@@ -25,7 +25,7 @@ def test_a_step_shares_its_memory_with_the_sampler(capsys, tmp_path, monkeypatch
     assert step["run_seconds"] == pytest.approx(whole)
 
 
-POCKET = ("--config", "cpu_pocket_grpo")
+POCKET = ("--config", "cpu_pocket_grpo", "minibatches=1")
 SERVERS = "engine={_component_: rocm_ext.generation.OpenAIEngine, urls: [http://a/v1, http://b/v1]}"
 
 
@@ -60,6 +60,7 @@ def test_updates_and_log_probs_before_them_are_counted(capsys):
 
 
 @as_configured
+@pytest.mark.slow
 def test_the_side_that_waits_for_the_other(capsys):
     def step(*changes: str) -> dict:
         return plan(capsys, *POCKET, SERVERS, *changes)["policy"]

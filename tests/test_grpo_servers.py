@@ -287,6 +287,7 @@ def test_an_error_beside_training_reaches_every_rank(serve, make, out):
     assert fake.rules.adapters == {}
 
 
+@pytest.mark.slow
 def test_a_failed_rank_waits_for_no_other(serve, make, out):
     """A rank that fails alone unloads the adapter, and leaves without a collective operation."""
     fake = serve()
@@ -322,7 +323,9 @@ def at_sample(step: int, count: int, signum: int):
     return prepare
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=["INT", "KILL"])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL], ids=["INT", "KILL"]
+)
 def test_stopped_beside_training(serve, make, out, signum):
     fake = serve()
     path = make(fake, **OVERLAP)
@@ -355,6 +358,7 @@ def test_a_run_that_ends_early_stops_sampling(serve, make, out):
 # ---- records
 
 
+@pytest.mark.slow
 def test_samples_beside_a_rewrite_stay(serve, make, out, monkeypatch):
     """Old samples are removed while the thread records new ones."""
     fake = serve()
@@ -373,6 +377,7 @@ def test_samples_beside_a_rewrite_stay(serve, make, out, monkeypatch):
 
 
 @several_ranks
+@pytest.mark.slow
 def test_an_evaluation_keeps_the_other_ranks_lines(serve, make, out):
     """Both ranks are killed after an evaluation, while the next step's answers are not collected."""
     fake = serve()

@@ -285,7 +285,13 @@ def kill_at_record(name: str, count: int):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("samples.jsonl", 3), ("samples.jsonl", 40), ("verdicts.jsonl", 20), ("samples.jsonl", 58)]
+    ("name", "count"),
+    [
+        ("samples.jsonl", 3),
+        pytest.param("samples.jsonl", 40, marks=pytest.mark.slow),
+        ("verdicts.jsonl", 20),
+        pytest.param("samples.jsonl", 58, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
     out = tmp_path / "out"
@@ -305,7 +311,10 @@ def test_killed_at_random_moments(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
-@pytest.mark.parametrize("written", ["summary.json", "kept.jsonl", "eval.json", "adapter"])
+@pytest.mark.parametrize(
+    "written",
+    ["summary.json", "kept.jsonl", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eval.json", "adapter"))],
+)
 def test_killed_before_a_file_appears(make, reference, tmp_path, written):
     def prepare() -> None:
         for name in ("replace", "rename"):

@@ -110,7 +110,7 @@ def start(base, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("stop", [0, 1, 2])
+@pytest.mark.parametrize("stop", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_one_equals_an_undisturbed_one(start, tmp_path, stop):
     whole = start("whole")
     whole.train()

@@ -319,7 +319,7 @@ def records(path: Path) -> list[dict]:
     )
 
 
-@pytest.mark.parametrize("name", some(*FAST))
+@pytest.mark.parametrize("name", some("gemma 3"))
 def test_a_cycle_of_raft_and_eval(raft, tmp_path, capsys, name):
     path = raft(name, "run")
     code, said = forked(raft_main, path)
@@ -337,6 +337,7 @@ def test_a_cycle_of_raft_and_eval(raft, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("name", some("gemma 3"))
+@pytest.mark.slow
 def test_killed_while_sampling_and_resumed(raft, tmp_path, name):
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert forked(raft_main, raft(name, "whole"))[0] == 0
