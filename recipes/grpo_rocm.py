@@ -88,6 +88,7 @@ class GRPO(RolloutRecipe):
     def check_training(self) -> None:
         """Check what training needs of the learner, before the weights are read."""
         self.learner.check_columns(objective.COLUMNS)
+        objective.check(self.cfg, self.learner.objective)
         self._trainer.try_out(self.learner.cfg, self.learner, self.cfg.steps * objective.updates_of_step(self.cfg))
 
     def setup(self) -> None:
@@ -260,7 +261,8 @@ class GRPO(RolloutRecipe):
             if not more:
                 break
             asked = [*asked, *more]
-            phases.append(self.sampler.phase(*self._round(step, round_, more)))
+            answers = len(selected.samples)
+            phases.append(self.sampler.phase(*self._round(step, round_, more), earlier=answers))
             selected = self.select(phases, [prompt.id for prompt in asked])
         return selected
 

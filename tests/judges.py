@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from rocm_ext.verifiers import Result, Verdict, Verifier
@@ -38,6 +39,20 @@ class Broken(Verifier):
         if "e" in completion:
             raise RuntimeError("the judge is ill")
         return Result(Verdict.CORRECT, 1.0)
+
+
+class Tired(Coin):
+    """A coin that raises at some calls, counted from 1."""
+
+    def __init__(self, fails: Sequence[int] = (), share: float = 0.5) -> None:
+        super().__init__(share=share)
+        self.fails, self.calls = list(fails), 0
+
+    def __call__(self, completion, row):
+        self.calls += 1
+        if self.calls in self.fails:
+            raise RuntimeError("the judge is tired")
+        return super().__call__(completion, row)
 
 
 class Dies(Verifier):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -210,8 +211,12 @@ def test_another_run_is_refused(make, reference):
 def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
     out = tmp_path / "out"
     succeed(make(out), "steps=1")
+    before = lines(out / "samples.jsonl")
+    shutil.copy(out / "samples.jsonl", out / "samples.rank1.jsonl")  # as a killed run of two ranks leaves it
     succeed(make(out), "steps=1", "overwrite_output_dir=True", "seed=7")
-    assert len(lines(out / "samples.jsonl")) == 16 + 2 * 6
+    after = lines(out / "samples.jsonl")
+    assert len(after) == 16 + 2 * 6
+    assert not {line["seed"] for line in before} & {line["seed"] for line in after}
 
 
 # ---- a step
@@ -256,6 +261,15 @@ def test_refill_samples_until_the_step_is_full(make, tmp_path):
         assert step["answers"] == 4 * step["groups"]
     samples = lines(out / "samples.jsonl")
     assert len({(s["step"], s["prompt_id"], s["sample"]) for s in samples}) == len(samples)
+
+
+def test_errors_of_a_refill_are_a_share_of_the_steps_answers(make, tmp_path):
+    """Two errors are 17 % of the 12 answers of the refill, and 8 % of the step's 24."""
+    tired = {"_component_": "tests.judges.Tired", "share": 0.0, "fails": [13, 14]}
+    settings = {"refill": True, "max_refills": 1, "prompts_per_step": 3, "max_error_share": 0.1}
+    succeed(make(tmp_path / "out", steps=1, verifier=tired, eval_prompts=None, **settings))
+    (step,) = lines(tmp_path / "out" / "metrics.jsonl")
+    assert (step["answers"], step["errors"]) == (24, 2)
 
 
 def test_equal_rewards_end_the_run_with_a_reason(make, tmp_path):

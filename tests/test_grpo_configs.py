@@ -31,6 +31,7 @@ DEFAULTS = config.defaults("grpo_rocm")
 OWN = sorted(OmegaConf.load(CONFIGS / "defaults" / "grpo_rocm.yaml").keys() - {"recipe", "extends", "without"})
 SHARED = sorted(["samples_per_prompt", "max_new_tokens", "temperature", "eval_samples", "min_entropy", "verify_workers",
                  "verify_timeout", "max_error_share", "stop_strings"])  # fmt: skip
+OWN_LOSS = {"_component_": "rocm_ext.objectives.PolicyGradient", "loss": "dapo"}
 SERVERS = {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": ["http://localhost:8000/v1"]}
 
 
@@ -291,6 +292,8 @@ def run_line(world, tmp_path, capsys, monkeypatch):
         ({"loss": [1]}, "loss is [1]; expected one _component_"),
         ({"loss": {"_component_": "rocm_ext.objectives.PolicyGradient"}}, "missing a required argument: 'loss'"),
         ({"loss": {"_component_": "rocm_ext.objectives.ClippedRatio", "clip_hi": 1}}, "unknown key loss.clip_hi"),
+        ({"loss": {**OWN_LOSS, "temperature": 0.5}}, "loss computes log-probs at temperature 0.5, and temperature 1"),
+        ({"loss": OWN_LOSS, "minibatches": 2}, "set loss.on_policy=False"),
         ({"max_staleness": 1}, "LocalEngine samples with the weights in training"),
         ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
         ({"top_p": 1.5}, "top_p is 1.5"),

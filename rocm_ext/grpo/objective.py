@@ -5,6 +5,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.config import COMPONENT
+from rocm_ext.errors import UserError
 from rocm_ext.objectives import Objective
 
 # Columns that the rows of a step can have; see :meth:`rocm_ext.recipes.grpo_rocm.GRPO.rows`.
@@ -34,6 +35,25 @@ def node(cfg: DictConfig) -> dict[str, Any]:
         "temperature": cfg.temperature,
         "entropy_coef": cfg.entropy_coef,
     }
+
+
+def check(cfg: DictConfig, objective: Objective) -> None:
+    """Check that an objective, which may be a component of the user's, fits the steps.
+
+    Raises:
+        UserError: its temperature is not that of sampling, or it takes the answers of an earlier policy for those of
+            the current one.
+    """
+    if objective.temperature != cfg.temperature:
+        raise UserError(
+            f"loss computes log-probs at temperature {objective.temperature:g}, and temperature {cfg.temperature:g} "
+            f"samples the answers; both must be equal: set loss.temperature={cfg.temperature:g}, or temperature"
+        )
+    if getattr(objective, "on_policy", False) and updates_of_step(cfg) > 1:
+        raise UserError(
+            f"loss.on_policy is True, and a step has {updates_of_step(cfg)} updates (updates_per_step x minibatches): "
+            "after the first the answers are those of an earlier policy; set loss.on_policy=False"
+        )
 
 
 def logprobs_for(cfg: DictConfig, objective: Objective) -> list[str]:

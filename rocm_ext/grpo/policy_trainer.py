@@ -95,8 +95,9 @@ class PolicyTrainer(Training):
     def _claim(self, out: Path) -> None:
         path = out / "metrics.jsonl"
         if self.fresh:  # of another run, or of one that was killed before its first checkpoint
-            for name in ("samples.jsonl", "verdicts.jsonl"):
-                (out / name).unlink(missing_ok=True)
+            for name in ("samples", "verdicts"):
+                for file in (out / f"{name}.jsonl", *out.glob(f"{name}.rank*.jsonl")):
+                    file.unlink(missing_ok=True)
         # an evaluation after the last checkpoint is done again, from its records
         self.metrics = Metrics(path, lambda line: "eval" not in line or line["step"] <= self.evaluated)
 

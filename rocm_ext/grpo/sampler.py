@@ -61,14 +61,16 @@ class Sampler:
         wanted: Wanted,
         prompts: Sequence[Prompt],
         needs: Sequence[str] = (),
+        *,
+        earlier: int = 0,
     ) -> Phase:
         """Sample and verify with the present adapter; see :meth:`RolloutRecipe.phase`.
 
         Args:
-            name, journals, wanted, prompts: as there.
+            name, journals, wanted, prompts, earlier: as there.
             needs: settings that need the token ids and log-probs of each answer.
         """
-        return self._recipe.phase(name, journals, wanted, prompts, lambda: self._session(wanted, needs))
+        return self._recipe.phase(name, journals, wanted, prompts, lambda: self._session(wanted, needs), earlier)
 
     def begin(
         self,

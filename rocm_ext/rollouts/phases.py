@@ -77,6 +77,7 @@ class Rollouts:
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, Mapping[str, Any]],
         session: Callable[[], AbstractContextManager[Session]],
+        earlier: int = 0,
     ) -> Phase:
         """Complete a phase.
 
@@ -86,6 +87,8 @@ class Rollouts:
             requests: all requests of the phase, the same on every rank.
             rows: columns that the verifier needs, by prompt id.
             session: opens a session of the engine; called only if a rank has something to sample.
+            earlier: answers before the phase that ``max_error_share`` is a share of, too: a few answers more should
+                not end a run because of one error.
 
         Returns:
             The samples and verdicts of all ranks.
@@ -94,7 +97,7 @@ class Rollouts:
             UserError: too many verdicts are ERROR, or the disk is full.
             Interrupted: the user asked to stop.
         """
-        begun = self.begin(name, journals, requests, rows)
+        begun = self.begin(name, journals, requests, rows, earlier)
         if begun.wanted_by_any:
             with session() as engine:
                 begun.sample(engine)
@@ -106,9 +109,10 @@ class Rollouts:
         journals: tuple[Records, Records],
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, Mapping[str, Any]],
+        earlier: int = 0,
     ) -> "Begun":
         """Prepare a phase, and submit the samples that have no verdict yet; arguments as in :meth:`make`."""
-        return Begun(self, name, journals, requests, rows)
+        return Begun(self, name, journals, requests, rows, earlier)
 
 
 class Begun:
@@ -129,13 +133,14 @@ class Begun:
         journals: tuple[Records, Records],
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, Mapping[str, Any]],
+        earlier: int = 0,
     ) -> None:
         self._rollouts, pool, ranks = rollouts, rollouts.pool, rollouts.ranks
         self._interrupt = rollouts.interrupt
         self._name, self._ranks, self._brief = name, ranks, rollouts.brief
         self._max_error_share = rollouts.max_error_share
         self._samples, self._verdicts = journals
-        self._total, self._rows = len(requests), rows
+        self._total, self._rows = earlier + len(requests), rows
         keys = {(request.prompt_id, request.sample) for request, _ in requests}
         groups = _by_group(keys)
         if pool.groups:  # judged in part, or with other answers than this process asks for

@@ -131,6 +131,7 @@ class RolloutRecipe:
         requests: Sequence[tuple[Request, Sampling]],
         prompts: Sequence[Prompt],
         session: Callable[[], AbstractContextManager[Session]],
+        earlier: int = 0,
     ) -> Phase:
         """Complete ``requests`` and verify the completions, inside :meth:`verification`.
 
@@ -140,6 +141,7 @@ class RolloutRecipe:
             requests: requests with their sampling settings, the same on every rank.
             prompts: prompts of the requests.
             session: opens a session of the engine.
+            earlier: see :meth:`rocm_ext.rollouts.phases.Rollouts.make`.
 
         Raises:
             UserError: too many verdicts are ERROR, or the disk is full.
@@ -149,7 +151,7 @@ class RolloutRecipe:
         if signum := self.interrupt.agree(self.ranks):  # a signal may arrive after the previous phase's last check
             raise Interrupted(f"in {name}", signum)
         with self.interrupt:
-            phase = self.rollouts.make(name, journals, requests, {p.id: p.row for p in prompts}, session)
+            phase = self.rollouts.make(name, journals, requests, {p.id: p.row for p in prompts}, session, earlier)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # frees the key-value cache's memory for training
         return phase
