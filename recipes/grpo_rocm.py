@@ -242,7 +242,7 @@ class GRPO(RolloutRecipe):
         return select(phases, asked, self.cfg)
 
     def sample(self, step: int) -> Selected:
-        """Sample and verify the answers of a step; with ``refill``, until enough groups have unequal rewards."""
+        """Sample and verify the answers of a step; with ``refill``, until there are enough groups to train on."""
         cfg, begun = self.cfg, self.next
         if begun is None:
             asked = self.choose(step, cfg.prompts_per_step)
@@ -255,7 +255,7 @@ class GRPO(RolloutRecipe):
             missing = cfg.prompts_per_step - selected.groups
             if missing <= 0:
                 break
-            useful = max(0.25, 1 - len(selected.flat) / len(asked))
+            useful = max(0.25, selected.groups / len(asked))
             count = min(cfg.prompts_per_step, round(missing / useful))
             more = self.choose(step, count, exclude={prompt.id for prompt in asked})
             if not more:

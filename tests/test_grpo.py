@@ -263,6 +263,18 @@ def test_refill_samples_until_the_step_is_full(make, tmp_path):
     assert len({(s["step"], s["prompt_id"], s["sample"]) for s in samples}) == len(samples)
 
 
+def test_refill_replaces_groups_whose_answers_are_all_masked(make, tmp_path):
+    """Nearly all answers are cut here."""
+    coin = {"_component_": "tests.judges.Coin", "share": 0.3}
+    settings = {"refill": True, "truncated": "mask", "prompts_per_step": 3, "max_flat_steps": 9}
+    succeed(make(tmp_path / "out", verifier=coin, eval_prompts=None, **settings))
+    rounds = {}
+    for line in lines(tmp_path / "out" / "verdicts.jsonl"):
+        rounds[line["step"]] = max(rounds.get(line["step"], 0), line.get("round", 0))
+    for step in lines(tmp_path / "out" / "metrics.jsonl"):
+        assert step["trained_groups"] == 3 or rounds[step["step"]] == 3 or step["groups"] == 12
+
+
 def test_errors_of_a_refill_are_a_share_of_the_steps_answers(make, tmp_path):
     """Two errors are 17 % of the 12 answers of the refill, and 8 % of the step's 24."""
     tired = {"_component_": "tests.judges.Tired", "share": 0.0, "fails": [13, 14]}

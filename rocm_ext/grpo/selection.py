@@ -25,7 +25,6 @@ class Selected:
         advantages: of the answers to train on.
         flat: prompts whose answers had equal rewards; nothing is learned from them.
         asked: prompts in the order in which they were asked.
-        surplus: prompts with unequal rewards beyond those that the step needs.
         stats: costs of sampling; see :class:`rocm_ext.rollouts.phases.Phase`.
         length_share: see :func:`rocm_ext.grpo.advantages.length_share`.
     """
@@ -35,14 +34,13 @@ class Selected:
     advantages: Mapping[SampleKey, float]
     flat: set[str]
     asked: Sequence[str]
-    surplus: set[str] = field(default_factory=set)
     stats: Mapping[str, float] = field(default_factory=dict)
     length_share: float | None = None
 
     @property
     def groups(self) -> int:
-        """Number of groups with unequal rewards, up to as many as a step needs."""
-        return len(self.asked) - len(self.flat) - len(self.surplus)
+        """Number of groups with answers to train on."""
+        return len({prompt for prompt, _ in self.advantages})
 
     @property
     def trained(self) -> list[Sample]:
@@ -71,7 +69,7 @@ class Selected:
             "errors": verdicts[Verdict.ERROR],
             "flat": len(self.flat) / max(1, groups),
             "groups": groups,
-            "trained_groups": len({prompt for prompt, _ in self.advantages}),
+            "trained_groups": self.groups,
             "mean_tokens": fmean(lengths) if lengths else None,
             "truncated": fmean(sample.finish_reason == "length" for sample in self.samples.values()),
             "entropy": entropy(self.samples.values()),
@@ -83,7 +81,8 @@ def select(phases: Sequence[Phase], asked: Sequence[str], cfg: DictConfig) -> Se
     """Compare the rewards of each group, and choose the answers to train on.
 
     An answer with the verdict ERROR has no reward: it is neither compared nor trained on. Truncated answers count in
-    their group's mean; ``truncated: mask`` does not train on them.
+    their group's mean; ``truncated: mask`` does not train on them. Of more groups than a step needs, the first are
+    taken.
 
     Args:
         phases: the rounds of the step's sampling.
@@ -104,21 +103,17 @@ def select(phases: Sequence[Phase], asked: Sequence[str], cfg: DictConfig) -> Se
     )
     compared = {prompt for prompt, _ in rewards}
     flat = advantages.flat(rewards) | {prompt for prompt in asked if prompt not in compared}
-    useful = [prompt for prompt in asked if prompt not in flat]
-    wanted = set(useful[: cfg.prompts_per_step])
     values = advantages.advantages(rewards, center=cfg.center, scale=cfg.scale)
-    masked = cfg.truncated == "mask"
+    masked = {key for key, sample in samples.items() if cfg.truncated == "mask" and sample.finish_reason == "length"}
+    trainable = {key: value for key, value in values.items() if key[0] not in flat and key not in masked}
+    useful = {prompt for prompt, _ in trainable}
+    wanted = set([prompt for prompt in asked if prompt in useful][: cfg.prompts_per_step])
     return Selected(
         samples,
         results,
-        {
-            key: values[key]
-            for key, sample in samples.items()
-            if key in values and key[0] in wanted and not (masked and sample.finish_reason == "length")
-        },
+        {key: trainable[key] for key in samples if key in trainable and key[0] in wanted},
         flat,
         asked,
-        set(useful) - wanted,
         _summed([phase.stats for phase in phases]),
         advantages.length_share(rewards, {key: len(sample.tokens) for key, sample in samples.items()}),
     )
