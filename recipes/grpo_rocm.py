@@ -279,7 +279,7 @@ class GRPO(RolloutRecipe):
         return name, journals, wanted, asked, self.logprobs_for()
 
     def stop_sampling(self) -> None:
-        """Stop sampling beside training, on all ranks together; a resumed run goes on with the answers so far."""
+        """Stop sampling beside training, on all ranks together; a resumed run uses the answers so far."""
         if self.next is not None:
             self.next.stop()
             self.next = None

@@ -67,7 +67,10 @@ def flat_reason(rows: Rows, *, max_flat_steps: int) -> str | None:
     many = f"the last {len(flat)} steps" if len(flat) > 1 else "the last step"
     found, cure = _how_flat(flat)
     needed = "training needs groups of unequal rewards"
-    return f"no update in {many} (max_flat_steps {max_flat_steps}): {found}; {needed}. {cure}"
+    return (
+        f"no update in {many} (max_flat_steps {max_flat_steps}): {found}; {needed}. {cure}. To resume this run, raise "
+        "max_flat_steps"
+    )
 
 
 def _how_flat(flat: Rows) -> tuple[str, str]:

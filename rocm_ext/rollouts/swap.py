@@ -57,7 +57,7 @@ class Swap:
             session: a session whose ``ask_each`` asks each of its servers.
             requests: requests to choose prompts from, the same on all ranks.
             adapter: folder of the adapter that the session has loaded; the learner has the same one.
-            earlier: name and weights of an adapter before it, which a server may still have; None: there is none.
+            earlier: name and weights of an adapter that a server may have kept; None for the first adapter.
 
         Raises:
             UserError: a server samples with the earlier adapter, or without an adapter.

@@ -19,7 +19,7 @@ def falling_likelihood(lines: Sequence[Mapping[str, Any]]) -> str | None:
         lines: the run's ``metrics.jsonl``.
 
     Returns:
-        A warning; None if the likelihood does not fall all the way, or cannot be told.
+        A warning; None if the likelihood rises somewhere, or too few lines have it.
     """
     held_out = [line["val_logprobs_chosen"] for line in lines if "val_logprobs_chosen" in line]
     rewards = [line["reward_chosen"] for line in lines if "reward_chosen" in line and "kl" in line]

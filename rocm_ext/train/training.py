@@ -1,4 +1,4 @@
-"""What every training has: optimiser, schedule, step, checkpoints and outputs."""
+"""The base of all trainers: optimiser, schedule, step, checkpoints and outputs."""
 
 import contextlib
 import json

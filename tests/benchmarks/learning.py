@@ -291,7 +291,7 @@ def warns_at(hot: np.ndarray, healthy: np.ndarray) -> int | None:
 
 
 def fell_at(reward: np.ndarray) -> int | None:
-    """Return the first step, from 1, whose reward is below half of the first step's; None if there is none."""
+    """Return the first step, from 1, whose reward is below half of the first step's; None without such a step."""
     fallen = np.flatnonzero(reward < reward[0] / 2)
     return int(fallen[0]) + 1 if len(fallen) else None
 
