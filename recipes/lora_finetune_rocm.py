@@ -71,7 +71,7 @@ class LoRAFinetune:
             self.learner.check_rows(each, self.columns)
         self._trainer.check(cfg, self.learner, len(rows))
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
-        self.learner.setup(workload.describe(rows, len(rows), "the run's rows"))
+        self.learner.setup(workload.describe(rows, len(rows), "the run's rows", self.learner.shares))
         self.add_columns(folder.path, {"dataset": rows, "dataset_val": validation_rows})
         self.trainer = self._trainer(
             self.learner,

@@ -14,6 +14,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from safetensors.torch import load_file
 
 from rocm_ext import config
+from rocm_ext.data.batches import row_sizes
 from rocm_ext.errors import UserError
 from rocm_ext.model import adapter_files
 from rocm_ext.train.likelihood import falling_likelihood
@@ -120,6 +121,8 @@ def test_every_step_equals_stock_torchtune(top, tmp_path, loss):
     cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "initial.pt")
     ours = train(cfg)
     assert len(stock) == 6
+    tokens, rows = metrics(tmp_path / "run", "tokens"), ours.trainer.rows
+    assert sum(tokens[:3]) == sum(row_sizes(rows, share=True)) < sum(map(len, rows.tokens))
     assert metrics(tmp_path / "run") == pytest.approx([step["loss"] for step in stock], rel=1e-5)
     torch.testing.assert_close(adapter_files.adapter_state(ours.learner.decoder), adapter, rtol=1e-4, atol=1e-6)
     names = {"reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected", "margin": "rewards/margins",

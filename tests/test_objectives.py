@@ -138,10 +138,16 @@ def test_other_normalisations_are_refused(normalize):
 # ---- columns
 
 
-def carrying(lengths: list[tuple[int, ...]], seed: int = 0) -> Rows:
-    """Return rows whose columns identify the token: ``old`` has its id, ``ref`` the negated id."""
+def carrying(lengths: list[tuple[int, ...]], seed: int = 0, alike: int = 0) -> Rows:
+    """Return rows whose columns identify the token: ``old`` has its id, ``ref`` the negated id.
+
+    The first ``alike`` tokens of all sequences are the same.
+    """
     rng = np.random.default_rng(seed)
     tokens = [rng.integers(1, 1000, sum(each)).astype(np.int32) for each in lengths]
+    for ids, each in zip(tokens, lengths, strict=True):
+        for start in np.cumsum((0, *each[:-1])):
+            ids[start : start + alike] = np.arange(1, alike + 1)
     labels = [np.where(rng.random(len(ids)) < 0.3, IGNORE, ids).astype(np.int32) for ids in tokens]
     columns = {name: [sign * ids.astype(np.float32) for ids in tokens] for name, sign in (("old", 1), ("ref", -1))}
     return Rows(tokens, labels, lengths, {}, columns)
@@ -151,10 +157,13 @@ packs = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple),
 
 
 @settings(max_examples=60, deadline=None)
-@given(packs, st.booleans(), st.integers(1, 5))
-def test_columns_and_sequences_stay_with_their_labels(lengths, packed, multiple):
-    rows = carrying(lengths)
-    batch = collate(rows, list(range(len(lengths))), packed, pad_id=0, multiple=multiple)
+@given(packs, st.sampled_from([(False, False), (True, False), (True, True)]), st.integers(1, 5))
+def test_columns_and_sequences_stay_with_their_labels(lengths, layout, multiple):
+    packed, share = layout
+    rows = carrying([tuple(20 + n for n in each) for each in lengths] if share else lengths, alike=20 * share)
+    batch = collate(rows, list(range(len(lengths))), packed, pad_id=0, multiple=multiple, share=share)
+    if share:
+        assert batch.tokens.numel() < 20 * len(lengths) + sum(map(sum, lengths)) + multiple
     assert batch.columns.keys() == {"old", "ref"}
     assert torch.equal(batch.columns["old"].long(), batch.targets)
     assert torch.equal(batch.columns["ref"].long(), -batch.targets)
@@ -165,7 +174,7 @@ def test_columns_and_sequences_stay_with_their_labels(lengths, packed, multiple)
     assert counts == (len(batch.targets), batch.sequences)
     labelled = [
         int((labels[1:] != IGNORE).sum())
-        for row, each in zip(rows.labels, lengths, strict=True)
+        for row, each in zip(rows.labels, rows.lengths, strict=True)
         for labels in np.split(row, np.cumsum(each)[:-1])
     ]
     expected = [number for number, count in enumerate(filter(None, labelled)) for _ in range(count)]

@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -27,7 +28,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from transformers import AutoModelForCausalLM
 
 from rocm_ext import config
-from rocm_ext.data.batches import Batch, collate
+from rocm_ext.data.batches import Batch, collate, row_sizes
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError
 from rocm_ext.model import adapter_files
@@ -363,13 +364,13 @@ def test_checkpointing_and_workers_change_no_bit(folders, tmp_path, reference, c
 # ---- packed attention
 
 
-def decoder_pair(family: str):
+def decoder_pair(family: str, max_seq_len: int = 12):
     """Return torchtune's own decoder with random weights, and a copy with packed attention.
 
     Packs may be longer than ``max_seq_len``, because positions restart with each sequence.
     """
     shape = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32,
-             "intermediate_dim": 48, "max_seq_len": 12}  # fmt: skip
+             "intermediate_dim": 48, "max_seq_len": max_seq_len}  # fmt: skip
     torch.manual_seed(0)
     plain = (qwen2 if family == "qwen2" else llama3_1)(**shape)
     packed = copy.deepcopy(plain)
@@ -408,6 +409,43 @@ def test_a_pack_equals_its_sequences_alone(family, lengths, seed, multiple):
     (alone * weights).sum().backward()
     for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_shared_beginnings_equal_sequences_alone(family):
+    """Values and gradients of every label; a label that two sequences share counts for both."""
+    plain, packed = decoder_pair(family, max_seq_len=64)
+    rows = rows_that_begin_alike()
+    batch = collate(rows, [0, 1, 2], packed=True, pad_id=0, multiple=8, share=True)
+    assert batch.shared == (0, 20, 0, 0, 0, 16, 0, 16, 0)
+    assert batch.tokens.numel() % 8 == 0
+    assert batch.real_tokens == sum(map(sum, rows.lengths)) - sum(batch.shared) == sum(row_sizes(rows, True))
+    found = packed.output(hidden_states(packed, batch)[0][batch.index]).log_softmax(-1)
+    found = found.gather(-1, batch.targets[:, None])[:, 0]
+    alone = []
+    for ids, lengths in zip(rows.tokens, rows.lengths, strict=True):
+        for each in torch.from_numpy(ids).long().split(lengths):
+            alone.append(plain(each[None])[0, :-1].log_softmax(-1).gather(-1, each[1:, None])[:, 0])
+    expected = torch.cat(alone)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def rows_that_begin_alike() -> Rows:
+    """Return a pair that shares 20 tokens, one that shares too few, and four sequences; every token has a label."""
+    pairs = random_sequences([20, 7, 1, 15, 9, 3, 16, 5, 6, 30], 5)
+    prompt, a, b, few, c, d, other, e, f, g = (s.numpy() for s in pairs)
+    pieces = [
+        [np.r_[prompt, a], np.r_[prompt, b]],
+        [np.r_[few, c], np.r_[few, 64 - c, d]],
+        [np.r_[other, e], np.r_[other, f], g, np.r_[g[:16], f]],
+    ]
+    tokens = [np.concatenate(row).astype(np.int32) for row in pieces]
+    return Rows(tokens, tokens, [tuple(map(len, row)) for row in pieces], {})
 
 
 @settings(max_examples=15, deadline=None)

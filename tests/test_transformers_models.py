@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
+from rocm_ext.data.batches import collate
 from rocm_ext.errors import UserError
 from rocm_ext.model.attention import takes_packed_rows
 from rocm_ext.model.build import build_model
@@ -44,7 +45,7 @@ from tests.test_families import (
     their_training,
     whole_run,
 )
-from tests.test_parity import pack, random_sequences
+from tests.test_parity import pack, random_sequences, rows_that_begin_alike
 from tests.test_plan import measured_peak
 from tests.tiny import write_rows, write_yaml
 
@@ -81,6 +82,13 @@ def check_logits(folder: Path) -> bool:
         sequences = random_sequences(lengths, 3)
         found = ours.output(ours.hidden_states(pack(sequences, 8))[0])[: sum(lengths)]
         alone = torch.cat([theirs(s[None], use_cache=False).logits[0] for s in sequences])
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.std())))
+    if ours.shares:
+        rows = rows_that_begin_alike()
+        batch = collate(rows, [0, 1, 2], packed=True, pad_id=0, multiple=8, share=True)
+        found = ours.output(ours.hidden_states(batch)[0][batch.index])
+        tokens = [s for ids, each in zip(rows.tokens, rows.lengths, strict=True) for s in torch.tensor(ids).split(each)]
+        alone = torch.cat([theirs(s[None], use_cache=False).logits[0, :-1] for s in tokens])
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.std())))
     assert takes_packed_rows(ours) == ours.packs
     return ours.packs

@@ -6,9 +6,10 @@ attention does not support this get padded rows, sorted by length.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError
 
+_WORTH_SHARING = 16  # tokens
+
 
 @dataclass
 class Batch:
@@ -28,9 +31,12 @@ class Batch:
     Attributes:
         tokens: [b, s] token ids.
         positions: [b, s] position of each token in its own sequence.
-        lengths: lengths of the packed sequences, which fill the only row (b = 1); None if rows are padded on the
+        lengths: tokens of each packed sequence, which fill the only row (b = 1); None if rows are padded on the
             right instead.
-        index: [n] places in the flattened [b * s] hidden states that predict a label.
+        shared: for each packed sequence the number of tokens that it shares with the beginning of the last one before
+            it that shares nothing. They are in the row once, and not part of its length. Empty: none shares any.
+        index: [n] places in the flattened [b * s] hidden states that predict a label. The last shared token predicts
+            a label of each sequence that shares it.
         targets: [n] label at each of these places.
         sequence: [n] number of each label's sequence, from 0 without gaps.
         sequences: number of sequences that have a label.
@@ -47,6 +53,7 @@ class Batch:
     sequences: int
     real_tokens: int
     columns: dict[str, Tensor] = field(default_factory=dict)
+    shared: tuple[int, ...] = ()
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -170,7 +177,60 @@ def _cut_packed(lengths: Sequence[int], longest_first: list[int], ranks: int, bu
         count += ranks
 
 
-def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int) -> Batch:
+class _Sequence(NamedTuple):
+    tokens: np.ndarray
+    labels: np.ndarray
+    columns: Sequence[np.ndarray]
+    shared: int = 0  # see Batch.shared
+
+    @property
+    def own(self) -> int:
+        """Number of tokens that are in the micro-batch for this sequence alone."""
+        return len(self.tokens) - self.shared
+
+
+def _sequences(rows: Rows, i: int, share: bool) -> list[_Sequence]:
+    def split(row: np.ndarray) -> list[np.ndarray]:
+        return np.split(row, np.cumsum(rows.lengths[i])[:-1])
+
+    tokens, labels = split(rows.tokens[i]), split(rows.labels[i])
+    columns = [split(column[i]) for column in rows.columns.values()]
+    shared = shared_beginnings(rows.tokens[i], rows.lengths[i]) if share else [0] * len(tokens)
+    return [_Sequence(tokens[k], labels[k], [c[k] for c in columns], shared[k]) for k in range(len(tokens))]
+
+
+def shared_beginnings(tokens: np.ndarray, lengths: Sequence[int]) -> list[int]:
+    """Return ``Batch.shared`` for the sequences of a row, which are ``tokens`` [s] in pieces of ``lengths``.
+
+    A sequence keeps at least one token of its own. It shares none if it would share fewer than 16, which saves less
+    than the copies cost.
+    """
+    shared, first = [], tokens[:0]
+    for sequence in np.split(tokens, np.cumsum(lengths)[:-1]):
+        most = min(len(first), len(sequence) - 1)
+        differ = np.flatnonzero(first[:most] != sequence[:most])
+        common = int(differ[0]) if len(differ) else most
+        shared.append(common if common >= _WORTH_SHARING else 0)
+        if not shared[-1]:
+            first = sequence
+    return shared
+
+
+def row_sizes(rows: Rows, share: bool) -> list[int]:
+    """Return the number of tokens that each row takes in a micro-batch without padding.
+
+    Args:
+        rows: the rows.
+        share: whether the sequences of a row share their beginnings, see :func:`collate`.
+    """
+    sizes = [sum(each) for each in rows.lengths]
+    if not share:
+        return sizes
+    each = zip(rows.tokens, rows.lengths, strict=True)
+    return [size - sum(shared_beginnings(*row)) for size, row in zip(sizes, each, strict=True)]
+
+
+def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int, share: bool = False) -> Batch:
     """Build a micro-batch.
 
     Args:
@@ -179,62 +239,62 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
         packed: whether rows are packed end to end; otherwise each sequence is a padded row.
         pad_id: token id of padding.
         multiple: the width s of the micro-batch is padded to a multiple of this.
+        share: whether sequences of a row that begin alike, as the sides of a pair, have this beginning once. It needs
+            packed rows.
     """
-    columns = [rows.columns[name] for name in rows.columns]
-    sequences: list[tuple[np.ndarray, ...]] = []  # tokens, labels, columns
-    for i in piece:
-        bounds = np.cumsum(rows.lengths[i])[:-1]
-        parts = (rows.tokens[i], rows.labels[i], *(column[i] for column in columns))
-        sequences += zip(*(np.split(part, bounds) for part in parts), strict=True)
-    real = sum(len(tokens) for tokens, *_ in sequences)
+    sequences = [sequence for i in piece for sequence in _sequences(rows, i, share)]
+    real = sum(sequence.own for sequence in sequences)
     if not sequences:  # no row is left for this rank; one token without a label keeps it in step with the others
-        sequences = [_nothing(1, pad_id, len(columns))]
+        sequences = [_nothing(1, pad_id, len(rows.columns))]
     if packed:
-        width = sum(len(tokens) for tokens, *_ in sequences)
+        width = sum(sequence.own for sequence in sequences)
         if padding := -width % multiple:
-            sequences.append(_nothing(padding, pad_id, len(columns)))
+            sequences.append(_nothing(padding, pad_id, len(rows.columns)))
         grid = [sequences]
     else:
-        width = max(len(tokens) for tokens, *_ in sequences)
+        width = max(len(sequence.tokens) for sequence in sequences)
         grid = [[sequence] for sequence in sequences]
     width += -width % multiple
     tokens = np.full((len(grid), width), pad_id, dtype=np.int64)
     positions = np.zeros((len(grid), width), dtype=np.int64)
-    targets = np.full((len(grid), width), IGNORE, dtype=np.int64)
-    numbers = np.zeros((len(grid), width), dtype=np.int64)
-    carried = np.zeros((len(columns), len(grid), width), dtype=np.float32)
-    number = 0
+    places, wanted = [], []  # of each sequence: places in the grid that predict a label, and which tokens they predict
     for b, row in enumerate(grid):
-        at = 0
-        for ids, labels, *values in row:
-            n = len(ids)
-            tokens[b, at : at + n] = ids
-            positions[b, at : at + n] = np.arange(n)
-            numbers[b, at : at + n] = number
-            targets[b, at : at + n - 1] = labels[1:]  # each token predicts the next of its own sequence
-            for c, column in enumerate(values):
-                carried[c, b, at : at + n - 1] = column[1:]
-            at, number = at + n, number + 1
-    index = np.flatnonzero(targets != IGNORE)
-    labelled, sequence = np.unique(numbers.reshape(-1)[index], return_inverse=True)
+        at = first = 0
+        for sequence in row:
+            shared, end = sequence.shared, at + sequence.own
+            first = first if shared else at
+            tokens[b, at:end] = sequence.tokens[shared:]
+            positions[b, at:end] = np.arange(shared, len(sequence.tokens))
+            before = np.flatnonzero(sequence.labels[1:] != IGNORE)  # each token predicts the next of its own sequence
+            places.append(b * width + before + np.where(before < shared, first, at - shared))
+            wanted.append(before + 1)
+            at = end
+    counts = [len(each) for each in wanted if len(each)]
+
+    def labelled(parts: Iterable[np.ndarray], dtype: type) -> Tensor:
+        picked = [part[at] for part, at in zip(parts, wanted, strict=True)]
+        return torch.from_numpy(np.concatenate(picked).astype(dtype))
+
     return Batch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
-        lengths=tuple(len(ids) for ids, *_ in sequences) if packed else None,
-        index=torch.from_numpy(index),
-        targets=torch.from_numpy(targets.reshape(-1)[index]),
-        sequence=torch.from_numpy(sequence),
-        sequences=len(labelled),
+        lengths=tuple(sequence.own for sequence in sequences) if packed else None,
+        index=torch.from_numpy(np.concatenate(places)),
+        targets=labelled((sequence.labels for sequence in sequences), np.int64),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
+        sequences=len(counts),
         real_tokens=real,
         columns={
-            name: torch.from_numpy(values.reshape(-1)[index])
-            for name, values in zip(rows.columns, carried, strict=True)
+            name: labelled((sequence.columns[c] for sequence in sequences), np.float32)
+            for c, name in enumerate(rows.columns)
         },
+        shared=tuple(sequence.shared for sequence in sequences) if share else (),
     )
 
 
-def _nothing(length: int, pad_id: int, columns: int) -> tuple[np.ndarray, ...]:
-    return np.full(length, pad_id), np.full(length, IGNORE), *[np.zeros(length, np.float32)] * columns
+def _nothing(length: int, pad_id: int, columns: int) -> _Sequence:
+    nothing = np.zeros(length, np.float32)
+    return _Sequence(np.full(length, pad_id), np.full(length, IGNORE), [nothing] * columns)
 
 
 class StepLoader:
@@ -247,7 +307,7 @@ class StepLoader:
         ranks: number of ranks.
         tokens_per_micro_batch: ``budget`` of :func:`cut`, in tokens.
         packed: see :func:`cut`.
-        pad_id, multiple: see :func:`collate`.
+        pad_id, multiple, share: see :func:`collate`.
         num_workers: processes of torch's DataLoader; 0 loads in this process.
         pin_memory: whether to copy batches to page-locked memory.
     """
@@ -263,17 +323,18 @@ class StepLoader:
         packed: bool,
         pad_id: int,
         multiple: int = 1,
+        share: bool = False,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
         self.rows, self.steps = rows, steps
         self._labels = [count_labels(*row) for row in zip(rows.labels, rows.lengths, strict=True)]
-        row_tokens = [sum(lengths) for lengths in rows.lengths]
+        sizes = row_sizes(rows, share)
 
         def load(step: int) -> list[Batch]:
             indices = steps[step]
-            pieces = cut([row_tokens[i] for i in indices], ranks, tokens_per_micro_batch, packed)[rank]
-            return [collate(rows, [indices[i] for i in piece], packed, pad_id, multiple) for piece in pieces]
+            pieces = cut([sizes[i] for i in indices], ranks, tokens_per_micro_batch, packed)[rank]
+            return [collate(rows, [indices[i] for i in piece], packed, pad_id, multiple, share) for piece in pieces]
 
         self._dataset = _Function(load, steps.per_epoch)
         self._num_workers, self._pin_memory = num_workers, pin_memory

@@ -3,7 +3,13 @@
 Each sequence gets its own call of torch's SDPA with ``is_causal``. The fast kernel of every backend
 (flash on CUDA, AOTriton on ROCm, the CPU's own) takes that call; none takes a block-diagonal mask. A few
 dozen launches per layer cost little compared with the matrix products of thousands of tokens.
+
+Sequences that begin alike, as the two sides of a pair, may have that beginning once. Attention puts its queries, keys
+and values before those of each such sequence, so only scores are computed again. The kernels' causal masks are
+aligned to the first query and key; few backends have one that is aligned to the last.
 """
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +25,32 @@ class Lengths:
     This is an object because ``torch.compile`` compiles a new graph for every new tuple.
 
     Attributes:
-        values: tokens per sequence.
+        values: tokens per sequence, without shared ones.
+        shared: tokens that each sequence shares, see :class:`rocm_ext.data.batches.Batch`.
     """
 
-    __slots__ = ("values",)
+    __slots__ = ("shared", "values")
 
-    def __init__(self, values: tuple[int, ...]) -> None:
-        self.values = values
+    def __init__(self, values: tuple[int, ...], shared: tuple[int, ...] = ()) -> None:
+        self.values, self.shared = values, shared or (0,) * len(values)
+
+    def sequences(self, *packed: Tensor) -> Iterator[tuple[list[Tensor], int]]:
+        """Take tensors of packed tokens apart.
+
+        Args:
+            packed: [b, heads, s, head_dim] each.
+
+        Yields:
+            Of each sequence: its part of each tensor, with the shared beginning, and the length of this beginning.
+        """
+        first: list[Tensor] = []
+        each = zip(*(t.split(self.values, dim=2) for t in packed), strict=True)
+        for pieces, shared in zip(each, self.shared, strict=True):
+            if shared:
+                yield [torch.cat([a[:, :, :shared], b], dim=2) for a, b in zip(first, pieces, strict=True)], shared
+            else:
+                first = list(pieces)
+                yield first, 0
 
 
 class HeadNormAttention(MultiHeadAttention):
@@ -138,7 +163,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0
     Args:
         q: [1, s, heads, head_dim].
         k, v: [1, s, kv_heads, head_dim].
-        lengths: tokens per sequence; they sum to s.
+        lengths: of the sequences; the values sum to s.
         dropout: dropout probability on attention weights.
 
     Returns:
@@ -146,10 +171,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0
     """
     groups = q.shape[2] // k.shape[2]
     pieces = []
-    for q1, k1, v1 in zip(*(t.transpose(1, 2).split(lengths.values, dim=2) for t in (q, k, v)), strict=True):
+    for (q1, k1, v1), shared in lengths.sequences(*(t.transpose(1, 2) for t in (q, k, v))):
         if groups > 1:  # enable_gqa falls back to the math path on backends without grouped kernels
             k1, v1 = (t.repeat_interleave(groups, dim=1) for t in (k1, v1))
-        pieces.append(F.scaled_dot_product_attention(q1, k1, v1, dropout_p=dropout, is_causal=True).transpose(1, 2))
+        out = F.scaled_dot_product_attention(q1, k1, v1, dropout_p=dropout, is_causal=True)
+        pieces.append(out[:, :, shared:].transpose(1, 2))
     return torch.cat(pieces, dim=1)
 
 
@@ -161,6 +187,11 @@ def takes_packed_rows(model: nn.Module) -> bool:
     if isinstance(model, ForeignDecoder):
         return model.packs
     return isinstance(getattr(model.layers[0], "attn", None), PackedAttention)  # type: ignore[index]
+
+
+def shares_beginnings(model: nn.Module) -> bool:
+    """Return whether packed sequences of ``model`` may share their beginnings."""
+    return model.shares if isinstance(model, ForeignDecoder) else takes_packed_rows(model)
 
 
 def use_packed_attention(model: nn.Module) -> bool:

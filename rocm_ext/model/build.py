@@ -51,7 +51,7 @@ def hidden_states(decoder: TransformerDecoder, batch: Batch) -> Tensor:
     if isinstance(decoder, ForeignDecoder):
         return decoder.hidden_states(batch)
     h = decoder.tok_embeddings(batch.tokens)
-    mask = Lengths(batch.lengths) if batch.lengths else None
+    mask = Lengths(batch.lengths, batch.shared) if batch.lengths else None
     for layer in decoder.layers:
         h = layer(h, mask=mask, input_pos=batch.positions)
     return decoder.norm(h)

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.data.batches import count_labels
+from rocm_ext.data.batches import count_labels, row_sizes
 from rocm_ext.data.pairs import SIDE
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
@@ -104,9 +104,16 @@ def sft_rows(cfg: DictConfig, known: Known) -> Workload:
     return replace(found, mean=mean, count=known.rows or found.count)
 
 
-def describe(rows: Rows, count: int, source: str) -> Workload:
-    """Summarise tokenised ``rows``, a sample of ``count`` rows."""
-    lengths = [sum(each) for each in rows.lengths]
+def describe(rows: Rows, count: int, source: str, share: bool = False) -> Workload:
+    """Summarise tokenised ``rows``, a sample of ``count`` rows.
+
+    Args:
+        rows: the rows.
+        count: number of rows that the run has.
+        source: origin of the rows, for the user.
+        share: whether sequences of a row share their beginnings, see :func:`rocm_ext.data.batches.collate`.
+    """
+    lengths = row_sizes(rows, share)
     targets = [count_labels(*row)[0] for row in zip(rows.labels, rows.lengths, strict=True)]
     each = tuple(zip(lengths, targets, strict=True))
     return Workload(max(lengths), fmean(lengths), sum(targets) / sum(lengths), count, source, each)

@@ -20,7 +20,7 @@ from rocm_ext.errors import UserError, one_line
 from rocm_ext.hardware import numerics
 from rocm_ext.log import log, warn
 from rocm_ext.model import adapter_files
-from rocm_ext.model.attention import use_packed_attention
+from rocm_ext.model.attention import shares_beginnings, use_packed_attention
 from rocm_ext.model.build import (
     CausalLM,
     Weights,
@@ -42,6 +42,7 @@ from rocm_ext.plan.memory import MemoryPlan
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
+from rocm_ext.train.components import has_dropout
 from rocm_ext.train.runtime import Runtime
 
 
@@ -64,6 +65,8 @@ class Learner:
         objective: function that a step minimises.
         model: decoder and objective as one module.
         packed: whether a micro-batch holds its rows end to end, without padding.
+        shares: whether sequences of a row that begin alike, as the sides of a pair, have this beginning once. Dropout
+            draws other values for each.
 
     Raises:
         UserError: the config's model or loss is not supported, or the machine cannot train it.
@@ -89,6 +92,10 @@ class Learner:
         self.objective = self.setup_loss()
         self.model = CausalLM(self.decoder, self.objective)
         self._first = None if first is None else self._first_adapter(Path(first))
+
+    @property
+    def shares(self) -> bool:
+        return self.packed and shares_beginnings(self.decoder) and not has_dropout(self.decoder)
 
     def setup_model(self) -> TransformerDecoder:
         """Build the decoder: frozen parameters on the meta device, fresh adapters on the runtime's device."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_ext.data.batches import collate, count_labels, cut, width_multiple
+from rocm_ext.data.batches import collate, count_labels, cut, row_sizes, width_multiple
 from rocm_ext.data.rows import Rows
 from rocm_ext.model.lora import adapters
 from rocm_ext.objectives import Objective
@@ -32,8 +32,9 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0) -> list[np.nda
     """
     ranks, device, dtype = learner.runtime.ranks, learner.runtime.device, learner.runtime.dtype
     pad, multiple = getattr(learner.tokenizer, "pad_id", 0) or 0, width_multiple(learner.cfg.compile, device, dtype)
-    lengths = [sum(each) for each in rows.lengths]
-    pieces = cut(lengths, ranks.world, learner.tokens_per_micro_batch, learner.packed)[ranks.rank]
+    pieces = cut(row_sizes(rows, learner.shares), ranks.world, learner.tokens_per_micro_batch, learner.packed)[
+        ranks.rank
+    ]
     plain = Rows(rows.tokens, rows.labels, rows.lengths, {})
     recorder = _Recorder(temperature, learner.objective.chunk_tokens)
     training, objective = learner.model.training, learner.model.objective
@@ -41,7 +42,7 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0) -> list[np.nda
     learner.model.objective = recorder
     try:
         for piece in pieces:
-            learner.model(collate(plain, piece, learner.packed, pad, multiple).to(device))
+            learner.model(collate(plain, piece, learner.packed, pad, multiple, learner.shares).to(device))
     finally:
         learner.model.objective = objective
         learner.model.train(training)

@@ -167,6 +167,7 @@ class Training:
             ranks=self.ranks.world,
             tokens_per_micro_batch=learner.tokens_per_micro_batch,
             packed=learner.packed,
+            share=learner.shares,
             pad_id=getattr(learner.tokenizer, "pad_id", 0) or 0,
             multiple=width_multiple(cfg.compile, self.runtime.device, self.runtime.dtype),
             num_workers=cfg.num_workers,

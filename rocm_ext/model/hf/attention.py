@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from rocm_ext.model.attention import Lengths
+
 PACKED = "rocm_ext_packed"
-_lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths of the packed sequences", default=())
+_lengths: ContextVar[Lengths] = ContextVar("lengths of the packed sequences")
 # Arguments of a layer's call that change nothing here: positions are in q and k already, masks hold the windows.
 _KNOWN = ("position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions")
 
@@ -26,7 +28,7 @@ class Mask:
     """Which token attends to which, in packed rows.
 
     Args:
-        lengths: tokens per sequence.
+        lengths: of the sequences.
         rule: transformers' mask function, ``(batch, head, query, key) -> bool`` on indices.
         window: up to this many tokens per sequence the rule is plain causal attention; None: ``rule`` is plain.
 
@@ -34,7 +36,7 @@ class Mask:
         lengths: as above.
     """
 
-    def __init__(self, lengths: tuple[int, ...], rule: Callable[..., Any], window: int | None) -> None:
+    def __init__(self, lengths: Lengths, rule: Callable[..., Any], window: int | None) -> None:
         self.lengths, self._rule, self._window = lengths, rule, window
         self._dense: dict[int, Tensor] = {}
 
@@ -51,7 +53,7 @@ class Mask:
 
 
 @contextmanager
-def packed(lengths: tuple[int, ...]) -> Iterator[None]:
+def packed(lengths: Lengths) -> Iterator[None]:
     """Give ``lengths`` to the masks that a model makes inside."""
     token = _lengths.set(lengths)
     try:
@@ -65,7 +67,7 @@ class _EachSequence(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         limit = self.config.rope_parameters["original_max_position_embeddings"]  # type: ignore[union-attr, index]
-        beyond = [length > limit for length in _lengths.get() for _ in range(length)]
+        beyond = [length > limit for length in _lengths.get().values for _ in range(length)]
         if all(beyond) or not any(beyond):
             return super().forward(x, position_ids)
         is_long = torch.tensor([beyond]).to(x.device, non_blocking=True)
@@ -74,7 +76,10 @@ class _EachSequence(nn.Module):
 
 
 def scale_each_sequence(model: nn.Module) -> None:
-    """Make LongRoPE's choice between its two sets of frequencies one of each packed sequence."""
+    """Make LongRoPE's choice between its two sets of frequencies one of each packed sequence.
+
+    Such sequences cannot share their beginnings, because the frequencies depend on what follows.
+    """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":
             module.__class__ = type(type(module).__name__, (_EachSequence, type(module)), {})
@@ -139,7 +144,7 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
 def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     pieces = []
-    for q, k, v in zip(*(t.split(mask.lengths, dim=2) for t in (query, key, value)), strict=True):
+    for (q, k, v), shared in mask.lengths.sequences(query, key, value):
         if groups > 1:  # enable_gqa falls back to the math path on backends without grouped kernels
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         allowed = mask.of(q.shape[2], q.device)
@@ -152,7 +157,7 @@ def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> 
                 allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
             score = None if sinks is None else sinks.view(1, -1, 1, 1)
             out = by_scores(q, k, v, allowed, dropout, scaling, softcap, score)
-        pieces.append(out.transpose(1, 2))
+        pieces.append(out[:, :, shared:].transpose(1, 2))
     return torch.cat(pieces, dim=1)
 
 

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 from rocm_ext.data.batches import Batch
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.log import log
+from rocm_ext.model.attention import Lengths
 from rocm_ext.model.families import CONFIG, own_code, refuse_code
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.hf.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
@@ -52,6 +53,7 @@ class TransformersDecoder(ForeignDecoder):
 
     Attributes:
         packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
+        shares: whether packed sequences may share their beginnings. LongRoPE's frequencies depend on what follows.
         layers: the decoder's layers.
         text_part: what it keeps of a multimodal model; None: ``model`` is a text model.
         output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
@@ -96,6 +98,7 @@ class TransformersDecoder(ForeignDecoder):
         self.num_heads = _number(config, "num_attention_heads") or 8
         self.head_dim = _number(config, "head_dim") or config.hidden_size // self.num_heads
         self.packs = config._attn_implementation == PACKED
+        self.shares = self.packs and not any(getattr(part, "rope_type", None) == "longrope" for part in model.modules())
         # kept out of torch's list of parts: its parameters are this module's
         object.__setattr__(self, "model_", model)
         object.__setattr__(self, "output", _Head(model, top))
@@ -137,7 +140,7 @@ class TransformersDecoder(ForeignDecoder):
         """
         if batch.lengths is None:
             return self._run(batch.tokens)
-        with packed(batch.lengths):
+        with packed(Lengths(batch.lengths, batch.shared)):
             # with a mask, transformers does not look for sequences itself
             return self._run(batch.tokens, position_ids=batch.positions, attention_mask=torch.ones_like(batch.tokens))
 
