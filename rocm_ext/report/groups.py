@@ -40,7 +40,8 @@ def choose(run: RunFolder) -> tuple[str, list[Group]]:
         a description of the choice, and the groups; both are empty if the run has none.
     """
     kept = run.answers.steps
-    done = [step for step in kept if step <= max(run.steps["step"], default=0)] or kept
+    last = max(run.steps["step"], default=0)
+    done = [step for step in kept if step <= last] or kept
     steps = list(dict.fromkeys(done[:1] + done[-1:]))
     found = [group for step in steps for group in _choose(run, step)]
     if not found:

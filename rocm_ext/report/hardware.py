@@ -40,7 +40,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Markup]:
     for title, unit, sources in _sources(runs):
         lines = []
         for label, colour, owner, read in sources:
-            y = np.array([read(line) for line in runs[owner].hardware])
+            y = runs[owner].hardware.column((title, label), read)
             if np.isfinite(y).any():
                 clock, pauses = clocks[owner]
                 # a NaN at each pause breaks the line
@@ -81,11 +81,7 @@ def _chart(title: str, unit: str, lines: list[Line], **more: Any) -> Markup:
 
 def gpu_names(run: RunFolder) -> list[str]:
     """The ids of the GPUs that a run recorded."""
-    names: dict[str, None] = {}
-    for line in run.hardware:
-        if is_rows(gpus := line.get("gpus")):
-            names |= dict.fromkeys(str(gpu.get("id", i)) for i, gpu in enumerate(gpus))
-    return list(names)
+    return list(run.hardware.gpus)
 
 
 def _gpu(names: Sequence[str], keys: Sequence[str]) -> _Read:

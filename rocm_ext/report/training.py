@@ -90,7 +90,8 @@ def chart(curve: Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float, 
 
 def lines_with(key: str, columns: Columns) -> Columns:
     """The lines that have a key: a step of GRPO without an update has no loss."""
-    return Columns([line for line in columns.lines if key in line])
+    has = columns.has(key)
+    return columns if has.all() else Columns([line for line, own in zip(columns.lines, has, strict=True) if own])
 
 
 def _cycle_marks(run: RunFolder) -> list[tuple[float, str]]:

@@ -1,16 +1,18 @@
 """The cycles of a RAFT run."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from rocm_ext.files import read_lines
+from rocm_ext.files import json_object
 from rocm_ext.runs.records import MOST, Judged, SampleKey, finite, number, parse_scores, read_json, read_steps
+from rocm_ext.runs.tails import Tails
 
 PHASES = ("sample", "train", "eval")  # of a RAFT cycle
 SELECTION = "selection.json"  # of a RAFT cycle: what the selection of its answers counted
@@ -31,6 +33,46 @@ class Answers:
     entropy: float | None
 
 
+class _Verdicts(dict[SampleKey, Judged]):
+    """The last verdict on each answer."""
+
+    def add(self, content: bytes, place: int) -> bool:
+        """Take a line."""
+        line = json_object(content)
+        if line is not None and (key := _key(line)) is not None and isinstance(line.get("verdict"), str):
+            self[key] = Judged(line["verdict"], number(line.get("reward")), str(line.get("detail") or ""))
+        return line is not None
+
+
+class _Samples:
+    """Where the last line of each answer begins, and of its first: tokens, whether it was cut off, the sum of its
+    log-probs and their number."""
+
+    def __init__(self) -> None:
+        self.places: dict[SampleKey, int] = {}
+        self.sizes: dict[SampleKey, tuple[int, bool, float, int]] = {}
+
+    def add(self, content: bytes, place: int) -> bool:
+        """Take a line."""
+        line = json_object(content)
+        if line is None or (key := _key(line)) is None:
+            return line is not None
+        self.places[key] = place
+        tokens = line.get("tokens")
+        if key not in self.sizes and isinstance(tokens, list):
+            known = finite(line.get("logprobs"))
+            self.sizes[key] = len(tokens), line.get("finish_reason") == "length", float(known.sum()), len(known)
+        return True
+
+
+def _key(line: Mapping[str, Any]) -> SampleKey | None:
+    prompt, sample = line.get("prompt_id"), line.get("sample")
+    return (prompt, sample) if isinstance(prompt, str) and type(sample) is int else None
+
+
+_Read = TypeVar("_Read", _Verdicts, _Samples)
+
+
 class CycleFolder:
     """``cycle_k`` of a RAFT run.
 
@@ -43,9 +85,17 @@ class CycleFolder:
         row: its entry in the run's ``summary.json``; empty for an unfinished cycle.
     """
 
-    def __init__(self, folder: Path, lines: Sequence[Mapping[str, Any]], row: Mapping[str, Any], problems: list[str]):
-        self.folder, self.number, self.row, self._problems = folder, int(folder.name[6:]), row, problems
-        self.steps, _ = read_steps(folder / "metrics.jsonl", problems)
+    def __init__(
+        self,
+        folder: Path,
+        lines: Sequence[Mapping[str, Any]],
+        row: Mapping[str, Any],
+        problems: list[str],
+        tails: Tails,
+    ) -> None:
+        self.folder, self.number, self.row = folder, int(folder.name[6:]), row
+        self._problems, self._tails = problems, tails
+        self.steps, _ = read_steps(folder / "metrics.jsonl", problems, tails)
         self.summary = read_json(folder / "summary.json", problems)
         mine = [line for line in lines if line.get("cycle") == self.number]
         self.phases = {line["phase"]: line for line in mine if line.get("phase") in PHASES}
@@ -87,19 +137,13 @@ class CycleFolder:
         return self._read_verdicts(self.folder / "eval")
 
     def _read_verdicts(self, folder: Path) -> dict[SampleKey, Judged]:
-        found = {}
-        for key, line in self._records(folder, "verdicts"):
-            if isinstance(line.get("verdict"), str):
-                found[key] = Judged(line["verdict"], number(line.get("reward")), str(line.get("detail") or ""))
-        return found
+        files = [read for _, read in self._files(folder, "verdicts", _Verdicts)]
+        return files[0] if len(files) == 1 else {key: judged for read in files for key, judged in read.items()}
 
-    def _records(self, folder: Path, stem: str) -> Iterator[tuple[SampleKey, dict[str, Any]]]:
+    def _files(self, folder: Path, stem: str, kind: Callable[[], _Read]) -> list[tuple[Path, _Read]]:
         # in a running run, each rank has a file of its own
-        for path in sorted(folder.glob(f"{stem}*.jsonl")):
-            for line in read_lines(path, problems=self._problems):
-                prompt, sample = line.get("prompt_id"), line.get("sample")
-                if isinstance(prompt, str) and type(sample) is int:
-                    yield (prompt, sample), line
+        paths = sorted(folder.glob(f"{stem}*.jsonl"))
+        return [(path, self._tails.lines(path, kind, self._problems)) for path in paths]
 
     def verdicts(self) -> Counter[str]:
         """How many answers got each verdict."""
@@ -108,22 +152,24 @@ class CycleFolder:
     @cached_property
     def answers(self) -> Answers:
         """Lengths and entropy of the cycle's answers."""
-        lengths: dict[SampleKey, int] = {}
-        truncated, logprob, tokens = 0, 0.0, 0
-        for key, line in self._records(self.folder, "samples"):
-            if key in lengths or not isinstance(line.get("tokens"), list):
-                continue
-            lengths[key] = len(line["tokens"])
-            truncated += line.get("finish_reason") == "length"
-            known = finite(line.get("logprobs"))
-            logprob, tokens = logprob + float(known.sum()), tokens + len(known)
-        entropy = -logprob / tokens if tokens else None
-        return Answers(np.array(list(lengths.values()), dtype=np.float64), truncated, entropy)
+        found: dict[SampleKey, tuple[int, bool, float, int]] = {}
+        for _, read in self._files(self.folder, "samples", _Samples):
+            found = {**read.sizes, **found}
+        lengths, cut, sums, known = zip(*found.values(), strict=True) if found else ((), (), (), ())
+        entropy = -sum(sums) / sum(known) if sum(known) else None
+        return Answers(np.array(lengths, dtype=np.float64), sum(cut), entropy)
 
     def texts(self, wanted: set[SampleKey], held_out: bool = False) -> dict[SampleKey, dict[str, Any]]:
         """The records of the answers ``wanted``, by key; ``held_out``: those of the evaluation."""
-        records = self._records(self.folder / "eval" if held_out else self.folder, "samples")
-        return {key: line for key, line in records if key in wanted}
+        found: dict[SampleKey, dict[str, Any]] = {}
+        for path, read in self._files(self.folder / "eval" if held_out else self.folder, "samples", _Samples):
+            places = {key: read.places[key] for key in wanted & read.places.keys()}
+            with suppress(OSError), path.open("rb") as file:  # it may have been rewritten or removed since
+                for key, place in places.items():
+                    file.seek(place)
+                    if (line := json_object(file.readline())) is not None and _key(line) == key:
+                        found[key] = line
+        return found
 
     @cached_property
     def kept(self) -> int | None:

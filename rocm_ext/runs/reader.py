@@ -7,6 +7,7 @@ continue from damaged files; and they import torch, which takes longer than all 
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from rocm_ext.runs.cycles import PHASES as PHASES
 from rocm_ext.runs.cycles import SELECTION as SELECTION
 from rocm_ext.runs.cycles import CycleFolder, raft_finished
 from rocm_ext.runs.records import GREEDY as GREEDY
-from rocm_ext.runs.records import MOST, Columns, is_rows, number, read_json, read_steps, read_yaml
+from rocm_ext.runs.records import Columns, Readings, Rows, is_rows, number, read_json, read_steps, read_yaml
 from rocm_ext.runs.records import SampleKey as SampleKey
 from rocm_ext.runs.steps import AnswerLog, Evaluation, read_policy_steps, steps_finished
+from rocm_ext.runs.tails import Tails
 
 _PAUSE = 60.0  # seconds without a line in hardware.jsonl after which a run counts as paused
 _BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
@@ -36,6 +38,7 @@ class RunFolder:
 
     Args:
         path: the folder.
+        tails: what was read of the folder before, if it is read again and again.
 
     Attributes:
         name: the folder's; the report changes it where two runs share it.
@@ -56,13 +59,14 @@ class RunFolder:
         UserError: ``path`` holds no run.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tails: Tails | None = None) -> None:
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
             raise UserError(f"{path} {what}; expected the folder of a run (its output_dir)")
         self.path, self.name = path, path.resolve().name
         self.problems: list[str] = []
-        self.config = with_new_names(read_yaml(path / "config.yaml", self.problems))
+        self._tails = tails = tails or Tails()
+        self.config = with_new_names(deepcopy(tails.whole(path / "config.yaml", read_yaml, self.problems)))
         self.summary = read_json(path / "summary.json", self.problems)
         folders = [p for p in path.glob("cycle_*") if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", p.name) and p.is_dir()]
         shape = self._shape(bool(folders))
@@ -71,27 +75,22 @@ class RunFolder:
         self.cycles: list[CycleFolder] = []
         self.evaluations: list[Evaluation] = []
         self.validations = Columns([])
-        self.answers = AnswerLog(path, self.problems)
+        self.answers = AnswerLog(path, self.problems, tails)
         if self.family == GRPO and folders:  # rocm-ext eval with a config of GRPO: its records are those of a cycle
             self.family = RAFT
         if self.family == RAFT:
             self._read_cycles(sorted(folders, key=lambda p: int(p.name[6:])))
         elif self.family == GRPO:
-            self.steps, self.evaluations = read_policy_steps(path / "metrics.jsonl", self.problems)
+            self.steps, self.evaluations = read_policy_steps(path / "metrics.jsonl", self.problems, tails)
         else:
-            self.steps, self.validations = read_steps(path / "metrics.jsonl", self.problems)
+            self.steps, self.validations = read_steps(path / "metrics.jsonl", self.problems, tails)
         known = {"model", "checkpointer", "output_dir"} <= self.config.keys()
         if not (known or self.cycles or len(self.steps) or len(self.validations) or self.evaluations):
             raise UserError(
                 f"{path} holds no run: neither its config.yaml nor its metrics.jsonl can be read; expected the "
                 f"output_dir of {SFT}, {RAFT} or {GRPO}" + "".join(f" ({p})" for p in self.problems[:1])
             )
-        lines = [
-            line
-            for line in read_lines(path / HARDWARE_LOG, problems=self.problems)
-            if 0 <= number(line.get("time")) < MOST
-        ]
-        self.hardware = sorted(lines, key=lambda line: line["time"])
+        self.hardware = tails.lines(path / HARDWARE_LOG, Readings, self.problems)
 
     def _shape(self, cycles: bool) -> str:
         """The recipe whose records the folder has.
@@ -106,10 +105,12 @@ class RunFolder:
         return RAFT if (self.path / "run.json").exists() else SFT
 
     def _read_cycles(self, folders: Sequence[Path]) -> None:
-        lines = list(read_lines(self.path / "metrics.jsonl", problems=self.problems))
+        lines = self._tails.lines(self.path / "metrics.jsonl", Rows, self.problems)
         listed = self.summary.get("cycles")
         rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
-        self.cycles = [CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), self.problems) for p in folders]
+        self.cycles = [
+            CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), self.problems, self._tails) for p in folders
+        ]
         steps: list[Mapping[str, Any]] = []
         for cycle in self.cycles:
             before = len(steps)

@@ -1,7 +1,9 @@
 """Values and lines of a run's files, read as far as possible."""
 
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -9,8 +11,9 @@ from typing import Any, TypeGuard
 import numpy as np
 import yaml
 
-from rocm_ext.files import json_object, read_lines
+from rocm_ext.files import json_object
 from rocm_ext.runs.scores import wilson
+from rocm_ext.runs.tails import Tails
 
 GREEDY = -1  # index of a held-out prompt's greedy answer; those drawn at random count from 0
 MOST = 1e12  # seconds or prompts; a file with more is damaged
@@ -18,21 +21,119 @@ SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
 class Columns:
-    """The lines of a file such as ``metrics.jsonl``, by column."""
+    """The lines of a file such as ``metrics.jsonl``, by column. Lines may be added at the end."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
         self.lines = lines
+        self._read: dict[str, array[float]] = {}
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def __getitem__(self, key: str) -> np.ndarray:
         """[n] float64; NaN where a line has no number."""
-        return np.array([number(line.get(key)) for line in self.lines], dtype=np.float64)
+        column = self._read.setdefault(key, array("d"))
+        column.extend(number(line.get(key)) for line in self.lines[len(column) :])
+        return np.array(column)
 
     def has(self, key: str) -> np.ndarray:
         """[n] bool: whether a line has the key."""
         return np.array([key in line for line in self.lines], dtype=bool)
+
+
+class Rows(list[dict[str, Any]]):
+    """All lines of a file."""
+
+    def add(self, content: bytes, place: int) -> bool:
+        """Take a line."""
+        if (line := json_object(content)) is not None:
+            self.append(line)
+        return line is not None
+
+
+class Latest:
+    """The last line of each step, in order.
+
+    Attributes:
+        columns: the lines.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[float] = []
+        self._lines: list[Mapping[str, Any]] = []
+        self.columns = Columns(self._lines)
+
+    def add(self, step: float, line: Mapping[str, Any]) -> None:
+        """Take the line of a step."""
+        at = bisect_left(self._steps, step)
+        if at == len(self._steps):
+            self._steps.append(step)
+            self._lines.append(line)
+            return
+        again = self._steps[at] == step
+        self._steps[at : at + again] = [step]
+        self._lines[at : at + again] = [line]
+        self.columns = Columns(self._lines)
+
+
+class Steps:
+    """The training steps and validations in a ``metrics.jsonl``."""
+
+    def __init__(self) -> None:
+        self.steps, self.validations = Latest(), Latest()
+
+    def add(self, content: bytes, place: int) -> bool:
+        """Take a line."""
+        line = json_object(content)
+        if line is not None and math.isfinite(step := number(line.get("step"))):
+            if "loss" in line:
+                self.steps.add(step, line)
+            if "val_loss" in line:
+                self.validations.add(step, line)
+        return line is not None
+
+
+class Readings(list[dict[str, Any]]):
+    """The lines of a ``hardware.jsonl``, by time.
+
+    Attributes:
+        gpus: ids of the GPUs in them, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times: list[float] = []
+        self._columns: dict[Any, array[float]] = {}
+        self.gpus: dict[str, None] = {}
+
+    def add(self, content: bytes, place: int) -> bool:
+        """Take a line."""
+        if (line := json_object(content)) is not None:
+            self.take(line)
+        return line is not None
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Take a reading, unless its time is damaged."""
+        if not 0 <= (time := number(line.get("time"))) < MOST:
+            return
+        at = bisect_right(self._times, time)
+        if at < len(self):
+            self._columns.clear()
+        self._times.insert(at, time)
+        self.insert(at, line)
+        if is_rows(gpus := line.get("gpus")):
+            self.gpus |= dict.fromkeys(str(gpu.get("id", i)) for i, gpu in enumerate(gpus))
+
+    def column(self, name: Any, read: Callable[[Mapping[str, Any]], float]) -> np.ndarray:
+        """[n] float64: what ``read`` makes of each line.
+
+        Args:
+            name: of the function; another one has another name.
+            read: the function.
+        """
+        column = self._columns.setdefault(name, array("d"))
+        column.extend(map(read, self[len(column) :]))
+        return np.array(column)
 
 
 @dataclass(frozen=True)
@@ -87,17 +188,10 @@ def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
-def read_steps(path: Path, problems: list[str]) -> tuple[Columns, Columns]:
+def read_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, Columns]:
     """Training steps and validations in a ``metrics.jsonl``, each in order; the last line of a step counts."""
-    steps: dict[float, dict[str, Any]] = {}
-    validations: dict[float, dict[str, Any]] = {}
-    for line in read_lines(path, problems=problems):
-        if math.isfinite(step := number(line.get("step"))):
-            if "loss" in line:
-                steps[step] = line
-            if "val_loss" in line:
-                validations[step] = line
-    return Columns([steps[step] for step in sorted(steps)]), Columns([validations[s] for s in sorted(validations)])
+    found = tails.lines(path, Steps, problems)
+    return found.steps.columns, found.validations.columns
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -7,16 +7,17 @@ and the places of the answers, whose texts are read when they are wanted.
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from rocm_ext.files import json_object, read_lines
-from rocm_ext.runs.records import Columns, Judged, SampleKey, number, parse_scores
+from rocm_ext.files import json_object
+from rocm_ext.runs.records import Columns, Judged, Latest, SampleKey, number, parse_scores
+from rocm_ext.runs.tails import Tails
 
 _PHASES = ("sample", "eval")
 _BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # of a line as the recipe writes it
@@ -24,7 +25,6 @@ _FILE_BITS = 48  # of a place are the offset in its file
 _MOST_STEPS = 2**31
 _Scope = tuple[int, str]  # step, phase
 _NOWHERE: _Scope = (-1, "")  # of a line without them
-_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,31 @@ class Evaluation:
     truncated: float
 
 
-def read_policy_steps(path: Path, problems: list[str]) -> tuple[Columns, list[Evaluation]]:
-    """The steps and the evaluations in a ``metrics.jsonl``, each in order; the last line of a step counts."""
-    steps: dict[float, dict[str, Any]] = {}
-    evaluations: dict[int, Evaluation] = {}
-    for line in read_lines(path, problems=problems):
-        if not 0 <= (step := number(line.get("step"))) < _MOST_STEPS:
-            continue
+class _PolicySteps:
+    """The steps and the evaluations in a ``metrics.jsonl``; the last line of a step counts."""
+
+    def __init__(self) -> None:
+        self.steps = Latest()
+        self.evaluations: dict[int, Evaluation] = {}
+
+    def add(self, content: bytes, place: int) -> bool:
+        """Take a line."""
+        line = json_object(content)
+        if line is None or not 0 <= (step := number(line.get("step"))) < _MOST_STEPS:
+            return line is not None
         if isinstance(read := line.get("eval"), dict):
             if (scores := parse_scores(read)) is not None:
                 seconds, truncated = number(line.get("seconds")), number(read.get("truncated"))
-                evaluations[int(step)] = Evaluation(int(step), scores, seconds, truncated)
+                self.evaluations[int(step)] = Evaluation(int(step), scores, seconds, truncated)
         elif "reward" in line:
-            steps[step] = {key: value for key, value in line.items() if value is not None}
-    return Columns([steps[step] for step in sorted(steps)]), [evaluations[step] for step in sorted(evaluations)]
+            self.steps.add(step, {key: value for key, value in line.items() if value is not None})
+        return True
+
+
+def read_policy_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, list[Evaluation]]:
+    """The steps and the evaluations in a ``metrics.jsonl``, each in order; the last line of a step counts."""
+    found = tails.lines(path, _PolicySteps, problems)
+    return found.steps.columns, [found.evaluations[step] for step in sorted(found.evaluations)]
 
 
 def steps_finished(summary: Mapping[str, Any], config: Mapping[str, Any], last: float) -> bool:
@@ -71,29 +82,66 @@ def steps_finished(summary: Mapping[str, Any], config: Mapping[str, Any], last: 
     return number(summary.get("steps")) == last and (may_stop or not last < wanted)
 
 
+class _Places(dict[_Scope, "array[int]"]):
+    """Where the lines of each step and phase of a ``samples.jsonl`` begin."""
+
+    def add(self, content: bytes, place: int) -> bool:
+        """Take a line."""
+        if (scope := _scope(content)) is not None:
+            self.setdefault(scope, array("q")).append(place)
+        return scope is not None
+
+
+class _VerdictLines:
+    """The lines of a ``verdicts.jsonl`` as columns."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, int] = {}
+        self.kinds: dict[str, int] = {}
+        self.columns: list[array[Any]] = [array(code) for code in "bqqqqdq"]
+
+    def add(self, content: bytes, place: int) -> bool:
+        """Take a line."""
+        if (line := json_object(content)) is None:
+            return False
+        (step, phase), key, verdict = _scope_of(line), _key(line), line.get("verdict")
+        if step >= 0 and key is not None and isinstance(verdict, str):
+            prompt = self.prompts.setdefault(key[0], len(self.prompts))
+            kind = self.kinds.setdefault(verdict, len(self.kinds))
+            reward = number(line.get("reward"))
+            values: tuple[Any, ...] = (phase == "eval", step, prompt, key[1], kind, reward, place)
+            for column, value in zip(self.columns, values, strict=True):
+                column.append(value)
+        return True
+
+
 class AnswerLog:
     """``samples.jsonl`` and ``verdicts.jsonl`` of a GRPO run; in a running run, each rank has such files.
+
+    A place is the number of the file and an offset in it.
 
     Args:
         folder: the run's.
         problems: takes messages about damaged files.
+        tails: what was read of them before.
     """
 
-    def __init__(self, folder: Path, problems: list[str]) -> None:
-        self._problems = problems
+    def __init__(self, folder: Path, problems: list[str], tails: Tails) -> None:
+        self._problems, self._tails = problems, tails
         self._samples, self._verdicts = _Files(folder, "samples"), _Files(folder, "verdicts")
 
     @cached_property
     def verdicts(self) -> "Verdicts":
         """All verdicts."""
-        return Verdicts(self._verdicts.lines(json_object, self._problems))
+        return Verdicts([self._tails.lines(path, _VerdictLines, self._problems) for path in self._verdicts.paths])
 
     @cached_property
-    def _places(self) -> dict[_Scope, array]:
+    def _places(self) -> dict[_Scope, "array[int]"]:
         """Where the answers of each step and phase are."""
-        found: dict[_Scope, array] = defaultdict(lambda: array("q"))
-        for place, scope in self._samples.lines(_scope, self._problems):
-            found[scope].append(place)
+        found: dict[_Scope, array[int]] = defaultdict(lambda: array("q"))
+        for index, path in enumerate(self._samples.paths):
+            for scope, places in self._tails.lines(path, _Places, self._problems).items():
+                found[scope].extend(place + (index << _FILE_BITS) for place in places)
         return found
 
     @property
@@ -122,33 +170,24 @@ class Verdicts:
     """The verdicts of a run as columns, sorted by phase, step, prompt and sample; the last line of an answer counts.
 
     Args:
-        lines: places of the lines and their objects.
+        files: the lines of each file.
 
     Attributes:
         kinds, prompts: the names that ``kind`` and ``prompt`` index.
         held_out, step, prompt, sample, kind, reward, place: [n] columns; ``reward`` is NaN without one.
     """
 
-    def __init__(self, lines: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+    def __init__(self, files: Sequence[_VerdictLines]) -> None:
         prompts: dict[str, int] = {}
         kinds: dict[str, int] = {}
-        columns: list[array[Any]] = [array(code) for code in "bqqqqdq"]
-        for place, line in lines:
-            (step, phase), key, verdict = _scope_of(line), _key(line), line.get("verdict")
-            if step >= 0 and key is not None and isinstance(verdict, str):
-                prompt, kind = prompts.setdefault(key[0], len(prompts)), kinds.setdefault(verdict, len(kinds))
-                values: tuple[Any, ...] = (
-                    phase == "eval",
-                    step,
-                    prompt,
-                    key[1],
-                    kind,
-                    number(line.get("reward")),
-                    place,
-                )
-                for column, value in zip(columns, values, strict=True):
-                    column.append(value)
-        arrays = [np.frombuffer(column, dtype=column.typecode) if column else np.array([]) for column in columns]
+        parts = []
+        for index, file in enumerate(files):
+            own = [np.array(column) for column in file.columns]
+            for column, names, all_names in ((2, file.prompts, prompts), (4, file.kinds, kinds)):
+                own[column] = np.array([all_names.setdefault(n, len(all_names)) for n in names], np.int64)[own[column]]
+            own[6] += index << _FILE_BITS
+            parts.append(own)
+        arrays = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
         self.kinds, self.prompts = list(kinds), list(prompts)
         order = np.lexsort((np.arange(len(arrays[0])), *arrays[3::-1]))
         key_columns = [column[order] for column in arrays[:4]]
@@ -189,37 +228,10 @@ class Verdicts:
 
 
 class _Files:
-    """A journal with the other ranks' files beside it; a place is the number of the file and an offset in it."""
+    """A journal with the other ranks' files beside it."""
 
     def __init__(self, folder: Path, stem: str) -> None:
-        self._paths = [folder / f"{stem}.jsonl", *sorted(folder.glob(f"{stem}.rank*.jsonl"))]
-
-    def lines(self, read: Callable[[bytes], _Read | None], problems: list[str]) -> Iterator[tuple[int, _Read]]:
-        """Places of the lines and what ``read`` makes of them.
-
-        Args:
-            read: converts a line; None if it is damaged.
-            problems: takes messages about damaged lines.
-        """
-        for index, path in enumerate(self._paths):
-            damaged, place = 0, index << _FILE_BITS
-            try:
-                with path.open("rb") as file:
-                    for content in file:
-                        if (value := read(content)) is not None:
-                            yield place, value
-                        elif content.endswith(b"\n") and not content.isspace():  # else it is being written
-                            damaged += 1
-                        place += len(content)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                problems.append(f"{path} cannot be read: {error.strerror or error}")
-            if damaged:
-                what = (
-                    "1 line that is not a JSON object" if damaged == 1 else f"{damaged} lines that are not JSON objects"
-                )
-                problems.append(f"{path}: skipped {what}")
+        self.paths = [folder / f"{stem}.jsonl", *sorted(folder.glob(f"{stem}.rank*.jsonl"))]
 
     def read(self, places: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         """The objects at these places."""
@@ -228,7 +240,7 @@ class _Files:
             by_file[place >> _FILE_BITS].append(place)
         for number_, own in by_file.items():
             try:
-                with self._paths[number_].open("rb") as file:
+                with self.paths[number_].open("rb") as file:
                     for place in own:
                         file.seek(place & ((1 << _FILE_BITS) - 1))
                         if (line := json_object(file.readline())) is not None:

@@ -1,0 +1,111 @@
+"""Reads files of lines that grow, and parses each line once.
+
+A page that shows a run while it goes on reads its files every few seconds. They may have a million lines, of which a
+handful are new.
+"""
+
+import os
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+
+_CHECKED = 256  # bytes before the new lines that tell whether the file was rewritten
+
+
+class Kept(Protocol):
+    """What is kept of a file's lines."""
+
+    def add(self, content: bytes, place: int) -> bool:
+        """Take a line that begins at byte ``place``; False if it is damaged."""
+
+
+_Kept = TypeVar("_Kept", bound=Kept)
+
+
+@dataclass
+class _Tail(Generic[_Kept]):
+    kept: _Kept
+    sign: tuple[int, ...]
+    end: int = 0  # of the lines that were read
+    before: bytes = b""  # the end of the last of them
+    damaged: int = 0
+
+    def continues(self, file: BinaryIO, sign: tuple[int, ...]) -> bool:
+        """Whether the file still begins with the lines that were read."""
+        if sign[:2] != self.sign[:2] or sign[2] < self.end:
+            return False
+        file.seek(self.end - len(self.before))
+        return file.read(len(self.before)) == self.before
+
+    def read(self, file: BinaryIO) -> None:
+        """Read the new lines, without a last one that is being written."""
+        file.seek(self.end)
+        for content in file:
+            if not self.kept.add(content, self.end):
+                if not content.endswith(b"\n"):
+                    break
+                self.damaged += not content.isspace()
+            self.end += len(content)
+            self.before = content[-_CHECKED:]
+
+
+class Tails:
+    """What was kept of files by earlier readings; it reads a file anew if its earlier lines have changed."""
+
+    def __init__(self) -> None:
+        self._tails: dict[Hashable, _Tail[Any]] = {}
+        self._wholes: dict[Path, tuple[tuple[int, ...], Any, list[str]]] = {}
+
+    def lines(self, path: Path, kind: Callable[[], _Kept], problems: list[str]) -> _Kept:
+        """What is kept of all lines of a file so far.
+
+        Args:
+            path: the file; a missing one is empty.
+            kind: makes an empty object that keeps lines. The next call for the same file and kind continues it, so the
+                caller does not change it.
+            problems: takes messages about a file that cannot be read, or that has damaged lines.
+        """
+        key = path, kind
+        tail: _Tail[_Kept] | None = self._tails.get(key)
+        try:
+            if tail is None or _sign(path.stat()) != tail.sign:
+                with path.open("rb") as file:
+                    sign = _sign(os.fstat(file.fileno()))
+                    if tail is None or not tail.continues(file, sign):
+                        tail = self._tails[key] = _Tail(kind(), sign)
+                    tail.sign = sign
+                    tail.read(file)
+        except FileNotFoundError:
+            self._tails.pop(key, None)
+            return kind()
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror or error}")
+        if tail is None:
+            return kind()
+        if tail.damaged:
+            some = f"{tail.damaged} lines that are not JSON objects"
+            problems.append(f"{path}: skipped {some if tail.damaged > 1 else '1 line that is not a JSON object'}")
+        return tail.kept
+
+    def whole(self, path: Path, read: Callable[[Path, list[str]], Any], problems: list[str]) -> Any:
+        """What ``read`` makes of a file, as long as the file does not change.
+
+        Args:
+            path: the file.
+            read: takes the file and a list for messages. The caller does not change what it returns.
+            problems: takes those messages.
+        """
+        try:
+            sign = _sign(path.stat())
+        except OSError:
+            return read(path, problems)
+        if path not in self._wholes or self._wholes[path][0] != sign:
+            found: list[str] = []
+            self._wholes[path] = sign, read(path, found), found
+        problems += self._wholes[path][2]
+        return self._wholes[path][1]
+
+
+def _sign(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
