@@ -18,7 +18,7 @@ from rocm_ext.errors import UserError
 
 _FULL = (
     "no space left to write {}: the disk is full, or a quota or size limit is reached. "
-    "Earlier files are untouched; free some space and continue with resume_from_checkpoint=True"
+    "Earlier files are untouched; free some space and try again (a run continues with resume_from_checkpoint=True)"
 )
 
 
@@ -26,7 +26,8 @@ _FULL = (
 def replace_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder that becomes ``path`` at the end; an exception removes it.
 
-    Until then an earlier ``path`` stays as it is.
+    Until then an earlier ``path`` stays as it is. Who may read the files is what the umask says: safetensors writes
+    files for the owner alone, and a copy has the mode of its source.
 
     Raises:
         UserError: the disk is full or read-only.
@@ -38,8 +39,10 @@ def replace_folder(path: Path) -> Iterator[Path]:
         with disk_errors(path):
             aside.mkdir(parents=True)
             yield aside
+            mode = aside.stat().st_mode & 0o666
             for file in aside.rglob("*"):
                 if file.is_file():
+                    file.chmod(mode)
                     _sync(file)
             shutil.rmtree(old, ignore_errors=True)
             if path.exists():
@@ -66,7 +69,16 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path``, which keeps its old content until the new one is complete.
+    """Write ``content`` to ``path`` as :func:`replace_file` does."""
+    with replace_file(path) as aside:
+        aside.write_bytes(content)
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file that becomes ``path`` at the end; an exception removes it.
+
+    Until then an earlier ``path`` keeps its content.
 
     Raises:
         UserError: the disk is full or read-only.
@@ -74,7 +86,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with disk_errors(path):
-            aside.write_bytes(content)
+            yield aside
             _sync(aside)
             aside.replace(path)
     except BaseException:
@@ -180,7 +192,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(_FULL.format(path)) from error
-        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another output_dir") from error
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}; choose another folder or output_dir"
+        ) from error
     except (RuntimeError, SafetensorError) as error:  # torch.save and safetensors wrap the system's error
         signs = ("No space left", "File too large", "unexpected pos", "file write failed")
         if any(sign in str(error) for sign in signs):

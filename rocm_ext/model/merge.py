@@ -31,6 +31,20 @@ from rocm_ext.model.peft_config import PeftConfig
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
+def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], dict[str, Tensor]]:
+    """Return a base model's folder, the names of its weight files, and its tensors, memory-mapped.
+
+    Args:
+        cfg_checkpointer: the config's ``checkpointer``, which names the folder and files.
+    """
+    checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
+    base, files = Path(checkpointer["checkpoint_dir"]), checkpointer.get("checkpoint_files")
+    if isinstance(files, dict):
+        files = FormattedCheckpointFiles.from_dict(files).build_checkpoint_filenames()
+    files = files or weight_files(base)
+    return base, files, {name: weight for file in files for name, weight in read_tensors(base / file)}
+
+
 def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Module) -> None:
     """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
 
@@ -47,18 +61,13 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Mo
     Raises:
         UserError: the adapter changes a weight that the base model does not have.
     """
-    checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
-    base, files = Path(checkpointer["checkpoint_dir"]), checkpointer.get("checkpoint_files")
+    base = Path(cfg_checkpointer.checkpoint_dir)
     if not (base / "config.json").is_file():
         log.warning("skipping %s: %s is not a Hugging Face folder (it has no config.json)", out, base)
         return
-    if isinstance(files, dict):
-        files = FormattedCheckpointFiles.from_dict(files).build_checkpoint_filenames()
-    files = files or weight_files(base)
-    state = {name: weight for file in files for name, weight in read_tensors(base / file)}  # mapped, not read
-    merged = _Merged(decoder, state, adapter)
-    if unknown := merged.unknown():
-        raise UserError(f"adapter {adapter} has weights for {unknown[0]}, but {base} does not")
+    base, files, state = base_tensors(cfg_checkpointer)
+    merged = MergedWeights(decoder, state, adapter)
+    merged.check(base)
     with replace_folder(out) as folder:
         index: dict[str, str] = {}
         size = 0
@@ -80,11 +89,17 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Mo
             (folder / OF_PROCESSORS).unlink(missing_ok=True)  # transformers' processors prefer it
 
 
-class _Merged:
-    """A base model's tensors with an adapter, by the names of its files."""
+class MergedWeights:
+    """A base model's tensors with an adapter, by the names of its files.
+
+    Args:
+        decoder: the model that the adapter belongs to.
+        state: the base model's tensors.
+        adapter: PEFT folder.
+    """
 
     def __init__(self, decoder: nn.Module, state: Mapping[str, Tensor], adapter: Path) -> None:
-        self._state = state
+        self._state, self._adapter = state, adapter
         config = PeftConfig.read(adapter)
         self._scale = config.scale
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(adapter / ADAPTER_WEIGHTS).items()}
@@ -102,10 +117,23 @@ class _Merged:
     def _changed(self) -> list[str]:
         return [*self._linear, *self._experts]
 
-    def unknown(self) -> list[str]:
-        """Return the adapted weights that the base model does not have."""
+    def check(self, base: Path) -> None:
+        """Check that the base model has every weight that the adapter changes.
+
+        Args:
+            base: the base model's folder, for the message.
+
+        Raises:
+            UserError: it lacks one.
+        """
         known = self._state if self._converted is None else self._converted
-        return [name for name in self._changed() if name not in known]
+        if unknown := [name for name in self._changed() if name not in known]:
+            raise UserError(f"adapter {self._adapter} has weights for {unknown[0]}, but {base} does not")
+
+    def exact(self, name: str) -> Tensor:
+        """Return a linear layer's weight with its adapter in fp32, not rounded; other tensors as they are stored."""
+        weight = self._state[name]
+        return merged_weight(weight.float(), self._linear[name], self._scale) if name in self._linear else weight
 
     def of(self, name: str) -> Tensor:
         """Return the tensor ``name`` of a file, in memory of its own; each tensor once."""

@@ -1,5 +1,6 @@
 """Run a recipe from set-up to clean-up, as `tune run` does."""
 
+import shlex
 import time
 from pathlib import Path
 from typing import Protocol
@@ -61,3 +62,6 @@ def _run(recipe: Recipe) -> None:
         raise SystemExit(128 + stop.signum) from None
     recipe.cleanup()
     log.info("done in %s", duration(time.monotonic() - began))
+    if (Path(cfg.output_dir) / "adapter").is_dir():
+        out = shlex.quote(str(cfg.output_dir))
+        log.info("try it: rocm-ext chat %s; take it elsewhere: rocm-ext export %s --gguf FILE", out, out)

@@ -1,0 +1,135 @@
+"""Find what to export: the base model, the adapter and the records of a run."""
+
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext import config
+from rocm_ext.config.folder import FROM_CHECKPOINT
+from rocm_ext.data.encoder import TOKENIZER
+from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
+from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.errors import UserError
+from rocm_ext.model.adapter_files import ADAPTER_WEIGHTS, base_model_name
+from rocm_ext.model.build import build_model
+from rocm_ext.model.download import use_downloaded, use_weights
+from rocm_ext.model.families import CONFIG
+from rocm_ext.model.peft_config import ADAPTER_CONFIG, PeftConfig
+from rocm_ext.ranks import Ranks
+from rocm_ext.registry import SFT
+from rocm_ext.runs.reader import RunFolder
+
+_RUN_CONFIG, _TOKENIZER = "config.yaml", "${checkpointer.checkpoint_dir}/" + TOKENIZER
+_HERE = Ranks(torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to export.
+
+    Attributes:
+        base: folder of the base model in Hugging Face's format.
+        adapter: PEFT folder; None: the base model alone.
+        run: records of the run that trained the adapter; None: unknown.
+        cfg: ``model``, ``checkpointer`` and what renders conversations, as in a run's config.
+    """
+
+    base: Path
+    adapter: Path | None
+    run: RunFolder | None
+    cfg: DictConfig
+
+    @property
+    def name(self) -> str:
+        """The base model's name on the hub, or its folder."""
+        return base_model_name(self.base)
+
+    def decoder(self) -> Any:
+        """Build the model that the adapter belongs to, without weights."""
+        return build_model(self.cfg.model, torch.bfloat16, 0, torch.device("meta"))
+
+    @property
+    def _setting(self) -> str:
+        own = self.adapter / TEMPLATE if self.adapter is not None else None
+        return str(own) if own is not None and own.is_file() else "auto"
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template: the run's own, else the base model's; None: it has none."""
+        day = date.fromisoformat(str(self.cfg.chat_template_date))
+        return read_template(self._setting, self.base, self.cfg.chat_template_args, day)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The base model's tokenizer with :attr:`template`; its ``stop_tokens`` end an answer."""
+        setting = "none" if self.template is None else self._setting
+        return open_tokenizer(OmegaConf.merge(self.cfg, {"chat_template": setting}))
+
+
+def open_source(path: Path, base: Path | None = None) -> Source:
+    """Find what ``path`` holds.
+
+    Args:
+        path: ``output_dir`` of a run, a PEFT folder, or a model's folder.
+        base: the base model's folder; None: the one that the run's config or the adapter names.
+
+    Raises:
+        UserError: there is no such model, or its base model is not found.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder; expected the output_dir of a run, an adapter or a model")
+    if (path / ADAPTER_CONFIG).is_file():
+        above = next((each for each in path.resolve().parents[:3] if (each / _RUN_CONFIG).is_file()), None)
+        return _adapted(path, RunFolder(above) if above else None, base)
+    if (path / _RUN_CONFIG).is_file():
+        run = RunFolder(path)
+        if not (path / "adapter" / ADAPTER_WEIGHTS).is_file():
+            raise UserError(f"{path} has no adapter yet: its run has not ended; give one of its checkpoints' adapters")
+        return _adapted(path / "adapter", run, base)
+    if (path / CONFIG).is_file():
+        return Source(path, None, None, OmegaConf.create(_of_folder(str(path))))
+    raise UserError(f"{path} holds no run ({_RUN_CONFIG}), no adapter ({ADAPTER_CONFIG}) and no model ({CONFIG})")
+
+
+def _adapted(adapter: Path, run: RunFolder | None, base: Path | None) -> Source:
+    peft = PeftConfig.read(adapter)
+    content = _of_folder(str(base or peft.base_model), peft)
+    if run is not None and {"model", "checkpointer"} <= run.config.keys():
+        content |= {key: run.config[key] for key in ("chat_template_args", "chat_template_date") if key in run.config}
+        content["model"] = dict(run.config["model"])
+        if base is None:
+            content["checkpointer"] = run.config["checkpointer"]
+        elif "checkpoint_dir" in content["model"]:
+            content["model"]["checkpoint_dir"] = str(base)
+    cfg = OmegaConf.create(content)
+    if not cfg.checkpointer.checkpoint_dir:
+        raise UserError(f"{adapter} does not name its base model; set --base")
+    use_downloaded(cfg, _HERE)
+    folder = Path(cfg.checkpointer.checkpoint_dir)
+    if not (folder / CONFIG).is_file():
+        raise UserError(
+            f"no base model in {folder} ({CONFIG} is missing); start this command in the folder where the run started, "
+            "or set --base"
+        )
+    use_weights(folder, _HERE)
+    return Source(folder, adapter, run, cfg)
+
+
+def _of_folder(folder: str, peft: PeftConfig | None = None) -> dict[str, Any]:
+    """Return the part of a config that :class:`Source` needs, for a model's folder."""
+    model: dict[str, Any] = {config.COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": folder}
+    if peft is not None:
+        model |= {"lora_rank": peft.rank, "lora_alpha": peft.alpha, "use_dora": peft.dora}
+        model |= {"target_parameters": list(peft.parameters)} if peft.parameters else {}
+    defaults = config.defaults(SFT)
+    return {
+        "model": model,
+        "checkpointer": {"checkpoint_dir": folder},
+        "tokenizer": {config.COMPONENT: "rocm_ext.data.HFTokenizer", "path": _TOKENIZER},
+        **{key: defaults[key] for key in ("chat_template_args", "chat_template_date")},
+    }
