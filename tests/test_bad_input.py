@@ -144,7 +144,7 @@ def fails(folder, tmp_path, capsys):
         ("output_dir=/proc/none", "cannot write /proc/none"),
         ("output_dir=''", "output_dir is ''; expected a folder"),
         ("output_dir=[a]", "output_dir is ['a']; expected a folder"),
-        (f"output_dir={'long' * 100}", "File name too long; choose another folder or output_dir"),
+        (f"output_dir={'long' * 100}", "File name too long; choose another output_dir"),
         ('output_dir="a\\0b"', "expected a folder: embedded null byte"),
         ("data_seed=-1", "data_seed is -1; expected a whole number of at least 0"),
         (f"data_seed={2**64}", f"data_seed is {2**64}; expected a whole number from 0 to"),

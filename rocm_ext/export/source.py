@@ -67,8 +67,9 @@ class Source:
     @cached_property
     def tokenizer(self) -> Any:
         """The base model's tokenizer with :attr:`template`; its ``stop_tokens`` end an answer."""
-        setting = "none" if self.template is None else self._setting
-        return open_tokenizer(OmegaConf.merge(self.cfg, {"chat_template": setting}))
+        cfg = self.cfg.copy()
+        cfg.chat_template = "none" if self.template is None else self._setting
+        return open_tokenizer(cfg)
 
 
 def open_source(path: Path, base: Path | None = None) -> Source:
