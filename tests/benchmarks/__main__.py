@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
+from itertools import chain
 from importlib import metadata
 from pathlib import Path
 
 from rocm_ext.bench.busy import OtherPrograms
-from tests.benchmarks import cycle, grpo, sampling, sft, verify
+from tests.benchmarks import cycle, dpo, grpo, sampling, sft, verify
 from tests.benchmarks.protocol import Failed
 from tests.benchmarks.table import table
 from tests.benchmarks.work import SHAPES, Task, is_qwen3
 
 STOCK, BEST, TRL = "torchtune as shipped", "torchtune compiled", "TRL + PEFT"
 BACKED = sft.BACKED
+PLAIN, TRL_FIRST = "torchtune", "TRL + PEFT, reference first"  # of DPO
 ENGINE, GENERATE, CONTINUOUS, TORCHTUNE = list(sampling.PEERS)[:4]
 # 11 and 41 million parameters; Qwen3's shape has 48 and 109 million
 SMALL_SET = (
@@ -28,6 +30,7 @@ SMALL_SET = (
     Task("sft", "small", 152064, "fp32", (STOCK,)),
     Task("sft", "small", 32768, "bf16", (STOCK,)),
     Task("sft", "qwen3-small", 32768, "fp32", (BACKED, TRL)),
+    Task("dpo", "small", 32768, "fp32", (PLAIN, TRL)),
     Task("sampling", "small", 32768, "fp32", (ENGINE, GENERATE, CONTINUOUS)),
 )
 SLOW_SET = (  # slow peers
@@ -36,6 +39,8 @@ SLOW_SET = (  # slow peers
     Task("sft", "small", 152064, "bf16", (STOCK,)),
     Task("sft", "qwen3-small", 151936, "fp32", (BACKED, TRL)),
     Task("sft", "qwen3-small", 32768, "bf16", (BACKED, TRL)),
+    Task("dpo", "small", 32768, "fp32", (STOCK, TRL_FIRST)),
+    Task("dpo", "small", 152064, "fp32", (PLAIN, STOCK, TRL)),
     Task("sampling", "small", 32768, "fp32", (TORCHTUNE,)),
     Task("sampling", "small", 152064, "fp32", (GENERATE, CONTINUOUS)),
     Task("sampling", "small", 32768, "bf16", (GENERATE, CONTINUOUS)),
@@ -44,14 +49,14 @@ GPU_SET = (
     *(
         Task(work, shape, 152064, "bf16", some)
         for shape in ("0.5b", "7b")
-        for work, some in (("sft", (STOCK, BEST, TRL)), ("sampling", (ENGINE, GENERATE, CONTINUOUS, TORCHTUNE)))
+        for work, some in (("sft", (STOCK, BEST, TRL)), ("dpo", (PLAIN, STOCK, TRL)), ("sampling", (ENGINE, GENERATE, CONTINUOUS, TORCHTUNE)))
     ),
     Task("sft", "qwen3-0.6b", 151936, "bf16", (BACKED, TRL)),
 )
-PEERS = {"sft": sft.PEERS, "sampling": sampling.PEERS}
+PEERS = {"sft": sft.PEERS, "dpo": dpo.PEERS, "sampling": sampling.PEERS}
 ALONE = ["grpo", "cycle", "verify"]  # they take no shape
 WORK = [*PEERS, *ALONE]
-COMPARE = {"sft": sft.compare, "sampling": sampling.compare}
+COMPARE = {"sft": sft.compare, "dpo": dpo.compare, "sampling": sampling.compare}
 
 
 def main() -> None:
@@ -108,10 +113,10 @@ def parse() -> argparse.Namespace:
     option("--shape", choices=SHAPES, help="run this shape instead of the default set; see --vocab, --dtype, --peers")
     option("--vocab", type=int, nargs="+", help="vocabulary sizes for --shape (default: 32768)")
     option("--dtype", nargs="+", choices=sft.TOLERANCES, help="dtypes for --shape (default: fp32)")
-    option("--peers", nargs="+", choices=[*sft.PEERS, *sampling.PEERS], help="peers for --shape (default: the set's)")
+    option("--peers", nargs="+", choices=list(dict.fromkeys(chain(*PEERS.values()))), help="peers for --shape (default: the set's)")
     option("--all", action="store_true", help="on a CPU, also run the slow comparisons")
     option("--rounds", type=int, default=6, help="turns of each side; even numbers balance their order (default: 6)")
-    option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config for sft")
+    option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config for sft and dpo")
     option(
         "--attention", default="sdpa", help="transformers' attention on a GPU, e.g. flash_attention_2 (default: sdpa)"
     )
@@ -137,7 +142,7 @@ def chosen(args: argparse.Namespace) -> list[Task]:
     if args.shape is None:
         tasks = GPU_SET if args.gpu else SMALL_SET + (SLOW_SET if args.all else ())
         return [task for task in tasks if task.work in args.work]
-    names = [name for name in args.peers or [STOCK, BACKED, TRL, GENERATE, CONTINUOUS] if runs(name, args.shape)]
+    names = [name for name in args.peers or [STOCK, PLAIN, BACKED, TRL, GENERATE, CONTINUOUS] if runs(name, args.shape)]
     return [
         Task(work, args.shape, vocab, dtype, tuple(name for name in names if name in PEERS[work]))
         for vocab in args.vocab or [32768]
@@ -149,7 +154,8 @@ def chosen(args: argparse.Namespace) -> list[Task]:
 
 def runs(peer: str, shape: str) -> bool:
     """Whether ``peer`` runs models of ``shape``; those that sample are written for Qwen2.5's."""
-    return sft.PEERS[peer].runs(shape) if peer in sft.PEERS else not is_qwen3(shape)
+    ways = [trained[peer] for trained in (sft.PEERS, dpo.PEERS) if peer in trained]
+    return any(way.runs(shape) for way in ways) if ways else not is_qwen3(shape)
 
 
 def gpu() -> bool:

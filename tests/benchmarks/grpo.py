@@ -123,7 +123,7 @@ def start(stack: ExitStack, folder: Path, base: Path, cfg: DictConfig, steps: in
     cfg = OmegaConf.create(OmegaConf.to_container(cfg))
     cfg.update({"steps": steps, "save_every_n_steps": steps, "output_dir": str(folder / "out"),
                 "metric_logger": {"_component_": "tests.benchmarks.sides.talk.StepLogger",
-                                  "value": "grad_norm", "sign": "flat"}})  # fmt: skip
+                                  "values": ["grad_norm"], "sign": "flat"}})  # fmt: skip
     if given:
         cfg.minibatches = 1
     order, answers = make_work(cfg, given)

@@ -167,16 +167,21 @@ def command(
     for ours in ("hardware", "sequences_per_step"):
         cfg.pop(ours)
     cfg["checkpointer"].pop("adapter_checkpoint")
-    cfg |= {
-        "device": "cuda" if args.gpu else "cpu", "batch_size": peer.batch,
-        "gradient_accumulation_steps": SEQUENCES_PER_STEP // peer.batch, "resume_from_checkpoint": False,
-        "enable_activation_checkpointing": False, "compile": False, "log_every_n_steps": 1,
-        "save_adapter_weights_only": True, "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-        # The recipe requires a scheduler; this one keeps the rate constant.
-        "lr_scheduler": {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-                         "num_warmup_steps": 0, "num_cycles": 0.0}, **peer.changes,
-    }  # fmt: skip
+    cfg |= {"batch_size": peer.batch, "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+            **of_torchtune(args, SEQUENCES_PER_STEP // peer.batch), **peer.changes}  # fmt: skip
     return ["-m", f"tests.benchmarks.sides.{peer.module}", base / "adapter.pt", "--config", write_yaml(path, cfg)]
+
+
+def of_torchtune(args: argparse.Namespace, accumulated: int) -> dict[str, Any]:
+    """Return what torchtune's recipes need beside ours, for steps of ``accumulated`` micro-batches."""
+    return {
+        "device": "cuda" if args.gpu else "cpu", "gradient_accumulation_steps": accumulated,
+        "resume_from_checkpoint": False, "enable_activation_checkpointing": False, "compile": False,
+        "log_every_n_steps": 1, "save_adapter_weights_only": True,
+        # The recipes require a scheduler; this one keeps the rate constant.
+        "lr_scheduler": {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+                         "num_warmup_steps": 0, "num_cycles": 0.0},
+    }  # fmt: skip
 
 
 def config(base: Path, name: str, task: Task, steps: int) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 GIB = 2**30
 _COLUMNS = ("work", "model", "against", "speed-up", "of which by skipped work", "peak memory, ours / theirs",
             "until warm, ours / theirs")  # fmt: skip
-NAMES = {"sft": "LoRA SFT", "sampling": "sampling", "grpo": "GRPO, a step"}
+NAMES = {"sft": "LoRA SFT", "dpo": "LoRA DPO, an epoch", "dpo step": "LoRA DPO, a step without the reference's scoring",
+         "sampling": "sampling", "grpo": "GRPO, a step"}  # fmt: skip
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

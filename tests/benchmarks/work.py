@@ -132,6 +132,44 @@ def write_steps(path: Path, vocab: int, short: int, full: int) -> list[list[tupl
     return steps
 
 
+def pair_lengths(rng: np.random.Generator, pairs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draw the token counts of ``pairs`` prompts, chosen and rejected answers.
+
+    Prompts and chosen answers have GSM8K's lengths. Each prompt has 60 tokens more for a system prompt, so most have
+    100 to 200. The rejected answer answers the same question, so its length is the chosen one's times a log-normal
+    factor with deviation 0.3.
+    """
+    prompts, chosen = gsm8k_lengths(rng, pairs)
+    rejected = (chosen * np.exp(rng.normal(0, 0.3, pairs))).clip(10, 600)
+    return prompts + 60, chosen, rejected.astype(int)
+
+
+def write_pair_steps(path: Path, vocab: int, short: int, full: int) -> list[list[tuple[int, int]]]:
+    """Write the pairs of ``short`` equal steps of short answers, for gates, and of ``full`` steps of real lengths.
+
+    The short steps repeat the same pairs, so that their losses move far from the first, which is log 2.
+
+    Returns:
+        For each step, the tokens and the trained tokens of its sequences: of each pair the chosen one, then the
+        rejected one.
+    """
+    rng, steps = np.random.default_rng(1), []
+    pairs = SEQUENCES_PER_STEP // 2
+    with path.open("w") as file:
+        for step in range(1 + full):
+            lengths = [rng.integers(6, 13, pairs) for _ in range(3)] if step == 0 else pair_lengths(rng, pairs)
+            rows, counts = [], []
+            for prompt, *answers in zip(*(each.tolist() for each in lengths), strict=True):
+                asked = rng.integers(10, vocab, prompt).tolist()
+                said = [rng.integers(10, vocab, answer).tolist() for answer in answers]
+                rows.append({"prompt": asked, "chosen": said[0], "rejected": said[1]})
+                counts += [(prompt + answer, answer) for answer in answers]
+            repeats = short if step == 0 else 1
+            file.writelines(json.dumps(row) + "\n" for _ in range(repeats) for row in rows)
+            steps += [counts] * repeats
+    return steps
+
+
 def write_adapter(base: Path, shape: str) -> None:
     """Write the initial adapter of all sides: ``adapter.pt`` in torchtune's format, and ``peft/``."""
     import torch

@@ -1,10 +1,13 @@
-"""The rows of a training benchmark: token ids in the order in which every side trains on them."""
+"""The rows and pairs of a training benchmark: token ids in the order in which every side trains on them."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
+
+
+IGNORE = -100
 
 
 class TokenRows(Dataset):
@@ -18,6 +21,20 @@ class TokenRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         return self._rows[index]
+
+
+class TokenPairs(TokenRows):
+    """A dataset component like torchtune's ``PreferenceDataset``, from a JSONL file of token ids.
+
+    A row has ``prompt``, ``chosen`` and ``rejected``; the prompt has no labels.
+    """
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        row, item = self._rows[index], {}
+        for side in ("chosen", "rejected"):
+            item[f"{side}_input_ids"] = row["prompt"] + row[side]
+            item[f"{side}_labels"] = [IGNORE] * len(row["prompt"]) + row[side]
+        return item
 
 
 def wide_tokenizer(**arguments: Any) -> Any:

@@ -9,10 +9,10 @@ import torchtune.training.precision
 from torchtune.config import parse
 
 
-def load_recipe():
+def load_recipe(name: str = "lora_finetune_single_device"):
     """Load torchtune's recipe module from its file, because its ``recipes`` package refuses imports."""
     root = Path(importlib.util.find_spec("torchtune").origin).parents[1]
-    path = root / "recipes" / "lora_finetune_single_device.py"
+    path = root / "recipes" / f"{name}.py"
     spec = importlib.util.spec_from_file_location("torchtune_lora", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,21 +48,25 @@ def reset_peak() -> None:
 
 
 class Pace:
-    """Lets a trainer run as many steps as the harness orders, then reports the seconds and the loss of each.
+    """Lets a trainer run as many steps as the harness orders, then reports the seconds and the values of each.
 
     The time between a report and the next order does not count.
+
+    Args:
+        score: scores the rows from a first one to before another one under the reference, which the harness orders
+            between steps.
     """
 
-    def __init__(self) -> None:
-        self._steps: list[tuple[float, float]] = []
+    def __init__(self, score: Callable[[int, int], object] | None = None) -> None:
+        self._score = score
+        self._steps: list[tuple[float, ...]] = []
         self._wait()
 
-    def step(self, loss: float) -> None:
+    def step(self, *values: float) -> None:
         """Record the end of a step. The first step's time includes the rest of the set-up."""
-        if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
-            sys.modules["torch"].cuda.synchronize()
+        synchronize()
         now = time.perf_counter()
-        self._steps.append((now - self._began, loss))
+        self._steps.append((now - self._began, *values))
         self._began = now
         if len(self._steps) == self._ordered:
             pipe().send({"steps": self._steps, "peak_memory": peak_memory()})
@@ -70,24 +74,42 @@ class Pace:
             self._wait()
 
     def _wait(self) -> None:
-        self._ordered = hear()["steps"]
+        while "steps" not in (order := hear()):
+            began = time.perf_counter()
+            if self._score is not None:
+                self._score(*order["score"])
+                synchronize()
+            pipe().send({"seconds": time.perf_counter() - began})
+        self._ordered = order["steps"]
         self._began = time.perf_counter()
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        sys.modules["torch"].cuda.synchronize()
 
 
 class StepLogger:
     """A torchtune metric logger that calls :class:`Pace` at every step.
 
     Args:
-        value: name of the measurement that is reported.
+        values: names of the measurements that are reported.
         sign: name of a measurement that every step has, and nothing else.
+        score: see :class:`Pace`.
     """
 
-    def __init__(self, value: str = "loss", sign: str = "loss") -> None:
-        self._pace, self._value, self._sign = Pace(), value, sign
+    def __init__(
+        self,
+        values: Sequence[str] = ("loss",),
+        sign: str = "loss",
+        score: Callable[[int, int], object] | None = None,
+    ) -> None:
+        self._pace, self._values, self._sign = Pace(score), values, sign
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
         if self._sign in payload:
-            self._pace.step(float(payload.get(self._value, 0.0)))
+            self._pace.step(*(float(payload.get(value, 0.0)) for value in self._values))
 
     def log_config(self, config: object) -> None:
         """Do nothing; torchtune's interface requires this method."""
