@@ -238,7 +238,7 @@ def test_a_choice_replaces_the_set():
     assert [(task.work, task.vocab, task.peers) for task in command.chosen(args)] == [
         ("sft", 512, ("TRL + PEFT",)), ("sft", 1024, ("TRL + PEFT",))
     ]  # fmt: skip
-    args.shape = None
+    args.shape, args.work = None, command.WORK
     assert command.chosen(args) == list(command.SMALL_SET)
     args.all = True
     assert command.chosen(args) == [*command.SMALL_SET, *command.SLOW_SET]

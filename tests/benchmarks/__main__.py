@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
-from itertools import chain
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 from rocm_ext.bench.busy import OtherPrograms
@@ -39,7 +39,7 @@ SLOW_SET = (  # slow peers
     Task("sft", "small", 152064, "bf16", (STOCK,)),
     Task("sft", "qwen3-small", 151936, "fp32", (BACKED, TRL)),
     Task("sft", "qwen3-small", 32768, "bf16", (BACKED, TRL)),
-    Task("dpo", "small", 32768, "fp32", (STOCK, TRL_FIRST)),
+    Task("dpo", "small", 32768, "fp32", (STOCK, TRL_FIRST, dpo.WHOLE)),
     Task("dpo", "small", 152064, "fp32", (PLAIN, STOCK, TRL)),
     Task("sampling", "small", 32768, "fp32", (TORCHTUNE,)),
     Task("sampling", "small", 152064, "fp32", (GENERATE, CONTINUOUS)),
@@ -49,11 +49,16 @@ GPU_SET = (
     *(
         Task(work, shape, 152064, "bf16", some)
         for shape in ("0.5b", "7b")
-        for work, some in (("sft", (STOCK, BEST, TRL)), ("dpo", (PLAIN, STOCK, TRL)), ("sampling", (ENGINE, GENERATE, CONTINUOUS, TORCHTUNE)))
+        for work, some in (
+            ("sft", (STOCK, BEST, TRL)),
+            ("dpo", (PLAIN, STOCK, TRL)),
+            ("sampling", (ENGINE, GENERATE, CONTINUOUS, TORCHTUNE)),
+        )
     ),
     Task("sft", "qwen3-0.6b", 151936, "bf16", (BACKED, TRL)),
 )
 PEERS = {"sft": sft.PEERS, "dpo": dpo.PEERS, "sampling": sampling.PEERS}
+NAMES = list(dict.fromkeys(chain(*PEERS.values())))
 ALONE = ["grpo", "cycle", "verify"]  # they take no shape
 WORK = [*PEERS, *ALONE]
 COMPARE = {"sft": sft.compare, "dpo": dpo.compare, "sampling": sampling.compare}
@@ -113,7 +118,12 @@ def parse() -> argparse.Namespace:
     option("--shape", choices=SHAPES, help="run this shape instead of the default set; see --vocab, --dtype, --peers")
     option("--vocab", type=int, nargs="+", help="vocabulary sizes for --shape (default: 32768)")
     option("--dtype", nargs="+", choices=sft.TOLERANCES, help="dtypes for --shape (default: fp32)")
-    option("--peers", nargs="+", choices=list(dict.fromkeys(chain(*PEERS.values()))), help="peers for --shape (default: the set's)")
+    option(
+        "--peers",
+        nargs="+",
+        choices=list(dict.fromkeys(chain(*PEERS.values()))),
+        help="peers for --shape (default: the set's)",
+    )
     option("--all", action="store_true", help="on a CPU, also run the slow comparisons")
     option("--rounds", type=int, default=6, help="turns of each side; even numbers balance their order (default: 6)")
     option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config for sft and dpo")

@@ -30,6 +30,7 @@ from tests.benchmarks.work import (
     SEQUENCES_PER_STEP,
     Task,
     flops,
+    is_qwen3,
     padded,
     write_adapter,
     write_pair_steps,
@@ -37,7 +38,7 @@ from tests.benchmarks.work import (
 )
 from tests.tiny import write_yaml
 
-OURS = sft.OURS
+OURS, WHOLE = sft.OURS, "ours without shared prompts"
 GATE, WARM_UP = 20, 1  # steps
 PAIRS_PER_STEP = SEQUENCES_PER_STEP // 2
 BATCH = 4  # pairs of a micro-batch, for all sides
@@ -59,6 +60,10 @@ class Peer(sft.Peer):
         """Whether it packs pairs end to end; TRL's DPO does not."""
         return self.environment == OURS
 
+    def runs(self, shape: str) -> bool:
+        """Whether it runs ``shape``: torchtune has no Qwen3."""
+        return self.environment != "torchtune" or not is_qwen3(shape)
+
 
 US = Peer("dpo_ours", OURS, BATCH, reference_first=True)
 PEERS = {
@@ -66,6 +71,7 @@ PEERS = {
     "torchtune as shipped": Peer("dpo_torchtune", "torchtune", BATCH, {"enable_activation_checkpointing": True}),
     "TRL + PEFT": Peer("dpo_trl", "trl", BATCH),
     "TRL + PEFT, reference first": Peer("dpo_trl", "trl", BATCH, reference_first=True),
+    WHOLE: US,
 }
 
 
@@ -153,9 +159,16 @@ def command(base: Path, name: str, task: Task, steps: int, args: argparse.Namesp
         cfg |= {
             "hardware": "auto" if args.gpu else "cpu", "overwrite_output_dir": True, "num_workers": 0,
             "sequences_per_step": PAIRS_PER_STEP,
-            "loss": {"_component_": "rocm_ext.objectives.Preference", "beta": BETA}, **peer.changes,
+            "loss": {"_component_": "rocm_ext.objectives.Preference", "beta": BETA},
         }  # fmt: skip
-        return ["-m", module, "--config", write_yaml(base / f"{name}.yaml", cfg), *args.ours]
+        return [
+            "-m",
+            module,
+            "whole" if name == WHOLE else "shared",
+            "--config",
+            write_yaml(base / f"{name}.yaml", cfg),
+            *args.ours,
+        ]
     cfg.pop("hardware")
     cfg.pop("sequences_per_step")
     cfg["checkpointer"].pop("adapter_checkpoint")
@@ -220,7 +233,8 @@ def arithmetic(task: Task, timed: Sequence, name: str, work: str, args: argparse
     """
     peer = of(name)
     tokens, trained = (sum(row[i] for rows in timed for row in rows) for i in (0, 1))
-    computed = tokens if peer.padding_free(args) else padded(timed, 2 * peer.batch)
+    prompts = 0 if name != OURS else sum(row[0] - row[1] for rows in timed for row in rows[::2])
+    computed = tokens - prompts if peer.padding_free(args) else padded(timed, 2 * peer.batch)
     logits = computed if peer.all_logits(args.gpu) else trained
     in_step = work == "dpo" or not peer.reference_first
     # the reference has a forward pass, and no gradients

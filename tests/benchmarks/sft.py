@@ -10,6 +10,7 @@ rows are the same for all sides.
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -202,8 +203,9 @@ def config(base: Path, name: str, task: Task, steps: int) -> dict[str, Any]:
 
 
 def difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference."""
-    return max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
+    """Return the largest relative difference; NaN if one is NaN."""
+    apart = [abs(a - b) / b for a, b in zip(found, expected, strict=True)]
+    return math.nan if any(map(math.isnan, apart)) else max(apart)
 
 
 def measure(

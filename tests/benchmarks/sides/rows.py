@@ -6,7 +6,6 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-
 IGNORE = -100
 
 
