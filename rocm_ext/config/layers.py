@@ -41,13 +41,16 @@ _RIVALS = {
 }
 
 
-def load(recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = ()) -> DictConfig:
+def load(
+    recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = (), content: Mapping[str, Any] | None = None
+) -> DictConfig:
     """The whole config of a run.
 
     Args:
         recipe: that runs it, or its name.
         name: a YAML file, or the name of one in ``recipe_configs``.
         overrides: ``key=value`` or ``~key``, as on the command line.
+        content: of a config that is no file; keys that a run must set may then be missing, and are null.
 
     Returns:
         every key of the recipe's defaults, with ``recipe`` and ``hardware`` resolved to names.
@@ -58,14 +61,17 @@ def load(recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = ()
     """
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
-    path = find(name)
+    folder = find(name).parent if content is None else Path.cwd()
     if isinstance(recipe, str):
-        recipe = registry.find(recipe, path.parent)
-    run, overrides = _without_removed(with_new_names(_read(path)), name, list(overrides))
+        recipe = registry.find(recipe, folder)
+    read = _read(find(name)) if content is None else dict(content)
+    run, overrides = _without_removed(with_new_names(read), name, list(overrides))
     on_command_line = _by_key(overrides)
     for stated in (run.get("recipe"), on_command_line.get("recipe")):
-        _check_recipe(name, stated, recipe, path.parent)
+        _check_recipe(name, stated, recipe, folder)
     known = defaults(recipe)
+    if content is not None:
+        known = {key: None if default == "???" else default for key, default in known.items()}
     requested = on_command_line.get("hardware", run.get("hardware", known["hardware"]))
     hardware, profile = _resolve_hardware(requested)
     _check_known({**run, **{k.lstrip("~").split(".")[0]: None for k in on_command_line}}, known, run)

@@ -59,7 +59,11 @@ def prepare(config: str, overrides: Sequence[str]) -> list[str]:
     Raises:
         UserError: there is no such config, or no profile for this machine.
     """
-    requested = requested_hardware(config, overrides)
+    return prepare_for(requested_hardware(config, overrides))
+
+
+def prepare_for(requested: str) -> list[str]:
+    """Do as :func:`prepare`, for a value of ``hardware``: the name of a profile, or ``auto``."""
     if requested != "auto":
         preset(load_profile(requested))
     machine = detect()

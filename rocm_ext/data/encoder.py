@@ -24,6 +24,7 @@ class TextEncoder:
     Attributes:
         special: the texts that become special tokens.
         ids: ids of the added tokens, by their texts.
+        byte_tokens: ids of the tokens that stand for single bytes, where the vocabulary has such (byte fallback).
 
     Raises:
         UserError: the file cannot be read.
@@ -39,6 +40,8 @@ class TextEncoder:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token.content for token in added.values() if token.special)
         self.ids = {token.content: number for number, token in added.items()}
+        found = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_tokens = frozenset(number for number in found if number is not None)
         # Added tokens split a text before anything else happens to it, so the text behind one is tokenised as if it
         # stood alone. Those that take white space with them, or change with the text around them, are left out.
         plain = {number: t.content for number, t in added.items() if not (t.lstrip or t.rstrip or t.single_word)}

@@ -183,6 +183,25 @@ class LocalSession:
             UserError: a prompt with its answer may exceed the model's context, or memory holds fewer slots than a
                 step needs.
         """
+        for _, completions in self._steps(requests, sampling, MIN_ROWS):
+            yield from completions
+
+    def stream(self, request: Request, sampling: Sampling) -> Iterator[list[int] | Completion]:
+        """Yield the tokens of one answer so far after each step, and at last its completion.
+
+        The answer is that of :meth:`generate`, except for rounding on GPUs, where a step here has one row.
+
+        Raises:
+            UserError: as :meth:`generate`.
+        """
+        least = MIN_ROWS if self._decoder.device.type == "cpu" else 1  # see MIN_ROWS; a row's cache may be gigabytes
+        for running, completions in self._steps([request], sampling, least):
+            yield from ([running[0].tokens] if running else completions)
+
+    def _steps(
+        self, requests: Sequence[Request], sampling: Sampling, least: int
+    ) -> Iterator[tuple[list[Running], list[Completion]]]:
+        """Yield after each step the unfinished answers and those that it finished; ``least`` is as in _take_batch."""
         if not requests:
             return
         longest = max(len(request.tokens) for request in requests) + sampling.max_new_tokens
@@ -191,7 +210,7 @@ class LocalSession:
                 f"the longest prompt and max_new_tokens {sampling.max_new_tokens} are {longest} tokens; the model "
                 f"takes at most {self._decoder.max_seq_len}. Lower max_new_tokens or drop long prompts"
             )
-        batch = self._take_batch(requests, span_for(self._decoder.device, longest), sampling)
+        batch = self._take_batch(requests, span_for(self._decoder.device, longest), sampling, least)
         prompts = deque(
             _Prompt(tokens, deque(same)) for tokens, same in groupby(requests, key=lambda request: request.tokens)
         )
@@ -202,8 +221,7 @@ class LocalSession:
             ended = [(slot, c) for slot in range(rows) if (c := self._completion(batch.running[slot], sampling))]
             batch.release([slot for slot, _ in ended])
             self._count(rows, batch.slots, read, time.perf_counter() - began)
-            for _, completion in ended:
-                yield completion
+            yield batch.running, [completion for _, completion in ended]
         self._batch = batch  # not after an error or an early end, which leave samples in its slots
 
     def _count(self, rows: int, slots: int, read: int, seconds: float) -> None:
@@ -252,10 +270,17 @@ class LocalSession:
         tail = to_text(self._tokenizer, tokens[-window:])
         return any(text in tail for text in sampling.stop_strings)
 
-    def _take_batch(self, requests: Sequence[Request], length: int, sampling: Sampling) -> Batch:
-        """Return the kept batch if it serves these requests, else a new one; the session then keeps none."""
+    def _take_batch(self, requests: Sequence[Request], length: int, sampling: Sampling, least: int) -> Batch:
+        """Return the kept batch if it serves these requests, else a new one; the session then keeps none.
+
+        Args:
+            requests: the requests to answer.
+            length: positions of a slot.
+            sampling: how to draw.
+            least: minimum number of slots; if it is below MIN_ROWS, there are no more.
+        """
         kept, self._batch = self._batch, None
-        most = self._most_slots(len(requests))
+        most = least if least < MIN_ROWS else self._most_slots(len(requests))
         if kept is not None:
             longest = max(length, kept.length)
             slots, _, _ = self._fit(most, requests, longest, sampling, held=kept.nbytes)
@@ -267,10 +292,10 @@ class LocalSession:
                 length = longest  # serves the requests of the kept one, too
             del kept  # frees its memory
         slots, free, memory = self._fit(most, requests, length, sampling)
-        if slots < MIN_ROWS:
+        if slots < least:
             raise UserError(
-                f"{free / 2**30:.1f} GiB are free for sampling; {MIN_ROWS} answers of {length} tokens need "
-                f"{memory.bytes(MIN_ROWS) / 2**30:.1f} GiB. Lower max_new_tokens"
+                f"{free / 2**30:.1f} GiB are free for sampling; {least} answers of {length} tokens need "
+                f"{memory.bytes(least) / 2**30:.1f} GiB. Lower max_new_tokens"
             )
         if slots < most:
             log.info("sampling %d answers at once, the most that fit into %.1f GiB", slots, free / 2**30)

@@ -94,12 +94,7 @@ class RolloutRecipe:
         cfg = self.cfg
         self.prompts = PromptSet(cfg)
         self.verifier_node = self.prompts.check_verifier()
-        self.runtime = Runtime.open(self.training_config())
-        self.ranks = self.runtime.ranks
-        use_downloaded(cfg, self.ranks)
-        cfg.seed = pick_seed(cfg.seed, self.recorded_seed(), self.ranks)
-        tokenizer = open_tokenizer(cfg)
-        check_tokenizer(tokenizer, cfg)
+        tokenizer = self._open_tokenizer()
         self.prompts.render(tokenizer)
         self.learner = self._learner(self.training_config(), self.runtime, tokenizer)
         self.prompts.check_model(self.learner.decoder)
@@ -111,6 +106,28 @@ class RolloutRecipe:
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
         self.learner.setup(self.expected_work(), self.engines.layout_bytes if self.keeps_open else 0)
         self.swap = Swap(self.learner, tell_unclear=not self.brief)
+
+    def open_model(self) -> None:
+        """Prepare model and engines alone, to sample outside of phases.
+
+        Raises:
+            UserError: the config, the weights or the machine do not allow it.
+        """
+        tokenizer = self._open_tokenizer()
+        self.learner = self._learner(self.training_config(), self.runtime, tokenizer)
+        self.engines = open_engines(self.cfg, self.learner, self.stopped, self.sampling, [], False)
+        self.learner.load()
+
+    def _open_tokenizer(self) -> Any:
+        """Open the machine, and then the tokenizer; the config gets the model's folder and a seed."""
+        cfg = self.cfg
+        self.runtime = Runtime.open(self.training_config())
+        self.ranks = self.runtime.ranks
+        use_downloaded(cfg, self.ranks)
+        cfg.seed = pick_seed(cfg.seed, self.recorded_seed(), self.ranks)
+        tokenizer = open_tokenizer(cfg)
+        check_tokenizer(tokenizer, cfg)
+        return tokenizer
 
     def stopped(self) -> bool:
         """Whether engines must end sampling early."""

@@ -165,6 +165,14 @@ class Learner:
         if self.cfg.compile:
             for layer in self.decoder.layers:
                 layer.compile(dynamic=True)
+        self.load()
+
+    def load(self) -> None:
+        """Read the weights and the first adapter, and set ``base_fingerprint``; :meth:`setup` calls this.
+
+        Raises:
+            UserError: the weights are missing, damaged or of another model.
+        """
         weights = self.read_weights()
         if not self.cfg.save_adapter_weights_only:
             check_mergeable(self.decoder, weights.state)

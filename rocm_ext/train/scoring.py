@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rocm_ext.data.batches import collate, count_labels, cut, row_sizes, width_multiple
 from rocm_ext.data.rows import Rows
-from rocm_ext.model.lora import adapters
+from rocm_ext.model.lora import Dora, adapters
 from rocm_ext.objectives import Objective
 from rocm_ext.objectives.objective import Terms
 from rocm_ext.train.learner import Learner
@@ -82,9 +82,31 @@ def reference(learner: Learner, state: Mapping[str, Tensor] | None = None, sourc
     try:
         yield
     finally:
+        _put_back(learner, now)
+
+
+@contextmanager
+def without_adapter(learner: Learner) -> Iterator[None]:
+    """Context in which the adapter's values change nothing, also in a sampler's layout that is refreshed inside.
+
+    Afterwards the learner has the same weights as before, bit for bit.
+    """
+    now = [parameter.detach().clone() for parameter in learner.adapter.values()]
+    try:
         with torch.no_grad():
-            for parameter, value in zip(learner.adapter.values(), now, strict=True):
-                parameter.copy_(value)
+            for _, layer in adapters(learner.decoder):
+                layer.lora_b.weight.zero_()
+                if isinstance(layer, Dora):
+                    layer.initialize_dora_magnitude()
+        yield
+    finally:
+        _put_back(learner, now)
+
+
+@torch.no_grad()
+def _put_back(learner: Learner, values: list[Tensor]) -> None:
+    for parameter, value in zip(learner.adapter.values(), values, strict=True):
+        parameter.copy_(value)
 
 
 class _Recorder(Objective):

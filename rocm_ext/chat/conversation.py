@@ -1,0 +1,217 @@
+"""The conversation: its history, the context's limit, and answers with and without the adapter."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rocm_ext.chat.stream import Reasoning, TextStream
+from rocm_ext.config.target import sample_here, sampling_config
+from rocm_ext.data.render import PlainRenderer, render_prompt, to_text
+from rocm_ext.errors import UserError
+from rocm_ext.files import json_object
+from rocm_ext.generation import Completion, Request, Sampling, sample_seed
+from rocm_ext.rollouts.recipe import RolloutRecipe
+from rocm_ext.train.scoring import without_adapter
+
+_TEMPERATURE = 0.7  # of models that name none
+_LEAST_ROOM = 256  # tokens left for an answer before old turns are dropped
+Message = dict[str, Any]
+
+
+@dataclass
+class Answer:
+    """An answer, complete or stopped.
+
+    Attributes:
+        text: all of it, reasoning included.
+        visible: the text without its reasoning.
+        tokens: number of sampled tokens.
+        first: seconds to the first token, which the prompt takes.
+        seconds: from the first token to the last.
+        finish_reason: ``stop``, ``length`` or ``interrupted``.
+    """
+
+    text: str = ""
+    visible: str = ""
+    tokens: int = 0
+    first: float = 0.0
+    seconds: float = 0.0
+    finish_reason: str = "interrupted"
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed behind the first token."""
+        return (self.tokens - 1) / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Chat:
+    """A conversation with an opened model.
+
+    Attributes:
+        recipe: the opened model with its engines.
+        session: of the engine.
+        sampling: how to draw.
+        seed: with the number of the question it determines each answer.
+        system: system message; empty: none.
+        history: the turns so far, ``{role, content}`` each, without the system message.
+        answer: the last answer, of :meth:`ask` or :meth:`base`.
+        tell: shows the user a notice.
+    """
+
+    recipe: RolloutRecipe
+    session: Any
+    sampling: Sampling
+    seed: int
+    system: str = ""
+    history: list[Message] = field(default_factory=list)
+    answer: Answer = field(default_factory=Answer)
+    tell: Callable[[str], None] = lambda text: None
+    _asked: int = 0
+    _last: list[Message] = field(default_factory=list)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the model has an adapter that :meth:`base` can leave out."""
+        return bool(self.recipe.cfg.checkpointer.get("adapter_checkpoint"))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there are turns; without, the model continues a text."""
+        return not isinstance(getattr(self._tokenizer, "renderer", None), PlainRenderer)
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.recipe.learner.tokenizer
+
+    def ask(self, question: str) -> Iterator[tuple[str, bool]]:
+        """Ask, and yield the answer in pieces: the text, and whether it is reasoning.
+
+        The answer joins the history, also if the caller stops reading; unless nothing but reasoning is there.
+
+        Raises:
+            UserError: the question exceeds the model's context, or the template refuses it.
+        """
+        self._asked += 1
+        self._last = [*self.history, {"role": "user", "content": question}]
+        try:
+            yield from self._stream(self._last)
+        finally:
+            if self.answer.visible.strip() and self.has_template:
+                self.history = [*self._last, {"role": "assistant", "content": self.answer.text}]
+
+    def base(self) -> Iterator[tuple[str, bool]]:
+        """Ask the last question again, with the history that it had, of the model without its adapter.
+
+        The history stays as it is.
+
+        Raises:
+            UserError: nothing was asked, or the model has no adapter.
+        """
+        if not self._last:
+            raise UserError("ask something first")
+        if not self.has_adapter:
+            raise UserError("there is no adapter to leave out; start with --adapter, or name a run's folder")
+        try:
+            with without_adapter(self.recipe.learner):
+                self.session.refresh()
+                yield from self._stream(self._last)
+        finally:
+            self.session.refresh()
+
+    def reset(self) -> None:
+        """Forget the history; the system message stays."""
+        self.history, self._last = [], []
+
+    def _stream(self, messages: list[Message]) -> Iterator[tuple[str, bool]]:
+        tokens, new = self._fit(messages)
+        self.answer = answer = Answer()
+        request = Request("chat", 0, sample_seed(self.seed, "chat", str(self._asked), 0), tuple(tokens))
+        sampling = Sampling(**{**vars(self.sampling), "max_new_tokens": new})
+        decoder = TextStream(self._tokenizer)
+        reasoning = Reasoning(to_text(self._tokenizer, tokens[-16:]))
+        began = time.perf_counter()
+        for step in self.session.stream(request, sampling):
+            now = time.perf_counter()
+            answer.first = answer.first or now - began
+            answer.seconds = now - began - answer.first
+            if isinstance(step, Completion):
+                ended = step.finish_reason == "stop"
+                sampled, answer.tokens, answer.finish_reason = step.tokens, len(step.tokens), step.finish_reason
+                pieces = reasoning.add(decoder.add(sampled[-1]) * (not ended) + decoder.end()) + reasoning.end()
+            else:
+                answer.tokens = len(step)
+                pieces = reasoning.add(decoder.add(step[-1]))
+            for text, hidden in pieces:
+                answer.text += text
+                answer.visible += "" if hidden else text
+                yield text, hidden
+
+    def _fit(self, messages: list[Message]) -> tuple[list[int], int]:
+        """Return the prompt's tokens and the room for the answer; drop the oldest turns if there is too little.
+
+        Raises:
+            UserError: the last question alone is too long.
+        """
+        limit = int(self.recipe.engines.max_seq_len)
+        least = min(self.sampling.max_new_tokens, _LEAST_ROOM, limit // 4)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        first, tokens = 0, render_prompt(self._tokenizer, [*system, *messages])
+        while len(tokens) + least > limit and first + 2 < len(messages):
+            first += 2
+            tokens = render_prompt(self._tokenizer, [*system, *messages[first:]])
+        if len(tokens) + least > limit:
+            raise UserError(
+                f"the question has {len(tokens):,} tokens, and the model takes {limit:,} with its answer; shorten it"
+            )
+        if first:
+            self.tell(f"the conversation exceeds the model's {limit:,} tokens: its first {first} messages are left out")
+            self.history = self.history[first:]
+        return tokens, min(self.sampling.max_new_tokens, limit - len(tokens))
+
+
+def model_sampling(folder: Path) -> dict[str, Any]:
+    """Return how a model's ``generation_config.json`` says to sample: ``temperature``, ``top_p``, ``top_k``."""
+    path = folder / "generation_config.json"
+    found = (json_object(path.read_bytes()) if path.is_file() else None) or {}
+    if found.get("do_sample") is False:
+        return {"temperature": 0}
+    named = {key: found[key] for key in ("temperature", "top_p", "top_k", "min_p") if found.get(key)}
+    return {"temperature": _TEMPERATURE, **named}
+
+
+@contextmanager
+def open_chat(cfg: DictConfig, seed: int | None = None, system: str = "", **sampling: Any) -> Iterator[Chat]:
+    """Open a config's model for a conversation.
+
+    Args:
+        cfg: config of any recipe, from :meth:`rocm_ext.config.target.Target.load`.
+        seed: decides what is drawn; None: a random one.
+        system: system message; empty: none.
+        sampling: values of :class:`~rocm_ext.generation.Sampling`; those that are None, and those not given, are the
+            model's own.
+
+    Raises:
+        UserError: the config, the weights or the machine do not allow it.
+    """
+    cfg = cfg if "engine" in cfg else sampling_config(cfg)
+    sample_here(cfg)
+    cfg.prompts = cfg.eval_prompts = cfg.metric_logger = None
+    cfg.seed = cfg.seed if seed is None else seed
+    given = {key: value for key, value in sampling.items() if value is not None}
+    with TemporaryDirectory() as folder:
+        cfg.output_dir = cfg.checkpointer.output_dir = folder  # nothing is written
+        recipe = RolloutRecipe(cfg)
+        try:
+            recipe.open_model()
+            own = model_sampling(Path(cfg.checkpointer.checkpoint_dir))
+            with recipe.engines.sample.session(None) as session:
+                yield Chat(recipe, session, Sampling(**{**own, **given}), cfg.seed, system)
+        finally:
+            recipe.cleanup()

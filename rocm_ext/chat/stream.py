@@ -1,0 +1,90 @@
+"""Text from tokens as they are sampled, and which part of it is reasoning."""
+
+from typing import Any
+
+from rocm_ext.data.encoder import TextEncoder
+from rocm_ext.data.render import to_text
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_OPEN, _CLOSE = "<think>", "</think>"  # around reasoning; other models' marks are special tokens, which no text shows
+
+
+class TextStream:
+    """Decodes tokens one after another.
+
+    The pieces of :meth:`add` and :meth:`end` together are the text of all tokens. A character whose bytes are in
+    several tokens comes once it is whole.
+
+    Args:
+        tokenizer: a torchtune model tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        encoder = getattr(tokenizer, "encoder", None)
+        self._bytes = encoder.byte_tokens if isinstance(encoder, TextEncoder) else frozenset()
+        self._tokens: list[int] = []
+        self._settled = 0  # tokens whose text is out; it ends with a whole character
+        self._anchor = 0  # decoding begins here; decoders strip the space in front of a text's first word
+
+    def add(self, token: int) -> str:
+        """Return the text that is complete with ``token``: often that of the token, sometimes nothing."""
+        self._tokens.append(token)
+        # One wrong byte makes a decoder with byte fallback replace the whole run of bytes. Tokens without a text, such
+        # as special ones, do not end a run.
+        in_run = token in self._bytes or (self._bytes and not self._text(len(self._tokens) - 1))
+        if in_run or self._text(self._settled).endswith(_BROKEN):
+            return ""
+        return self.end()
+
+    def end(self) -> str:
+        """Return the rest, with replacement characters for bytes that are no characters."""
+        piece = self._text(self._anchor)[len(self._text(self._anchor, self._settled)) :]
+        self._settled = len(self._tokens)
+        last = self._text(self._settled - 1) if self._tokens else ""
+        if last.strip() and _BROKEN not in last:
+            self._anchor = self._settled - 1
+        return piece
+
+    def _text(self, start: int, end: int | None = None) -> str:
+        tokens = self._tokens[start:end]
+        return to_text(self._tokenizer, tokens) if tokens else ""
+
+
+class Reasoning:
+    """Splits an answer into reasoning, which ``<think>`` and ``</think>`` enclose, and the rest.
+
+    Args:
+        prompt: text that the answer continues; it may open the reasoning.
+
+    Attributes:
+        open: whether the text so far ends inside of reasoning.
+    """
+
+    def __init__(self, prompt: str) -> None:
+        self.open = prompt.rstrip().endswith(_OPEN)
+        self._held = ""
+
+    def add(self, piece: str) -> list[tuple[str, bool]]:
+        """Return the new parts of the text, and whether each is reasoning; tags count as reasoning.
+
+        The end of ``piece`` waits for the next one if it may be the beginning of a tag.
+        """
+        text, parts = self._held + piece, []
+        while (at := text.find(tag := self._awaited)) >= 0:
+            cut = at + len(tag) if self.open else at
+            parts += [(text[:cut], self.open), (text[cut : at + len(tag)], True)]
+            self.open, text = not self.open, text[at + len(tag) :]
+        held = max((n for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
+        cut = len(text) - held
+        self._held = text[cut:]
+        return [part for part in [*parts, (text[:cut], self.open)] if part[0]]
+
+    def end(self) -> list[tuple[str, bool]]:
+        """Return the text that waits."""
+        held, self._held = self._held, ""
+        return [(held, self.open)] if held else []
+
+    @property
+    def _awaited(self) -> str:
+        return _CLOSE if self.open else _OPEN

@@ -1,0 +1,203 @@
+"""``rocm-ext chat``: talk with a model, with or without an adapter."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rocm_ext.cli._options import add_overrides, count
+from rocm_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from rocm_ext.chat import Chat
+
+_HELP = '''
+/base [TEXT]   ask the last question, or TEXT, of the model without its adapter, too
+/reset         forget the conversation
+/system TEXT   set the system message and forget the conversation; without TEXT: none
+/help          show this text
+/quit          end; so does Ctrl-D
+Ctrl-C stops an answer. """ begins a question of several lines, and """ ends it.
+'''.strip()
+
+
+def add(commands) -> None:
+    """Add the command's parser to argparse's subparsers."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model in the terminal, with or without an adapter",
+        description="Talk with a model. It samples in this process, as the recipes do, and the answer appears while it "
+        "is sampled. With -p, or with a question from a pipe, it answers once: the answer goes to stdout, and "
+        "everything else to stderr.",
+        epilog=f"Commands in a conversation:\n{_HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option(
+        "model",
+        metavar="MODEL",
+        help="output_dir of a run, folder of a model, model's name on the hub, or config of any recipe",
+    )
+    option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
+    option("-p", "--prompt", metavar="TEXT", help="answer this question and end")
+    option("--system", default="", metavar="TEXT", help="system message")
+    option("--temperature", type=float, metavar="T", help="0: greedy (default: the model's own, else 0.7)")
+    option("--top-p", type=float, metavar="P", help="draw from the most probable tokens with this share of probability")
+    option("--top-k", type=count, metavar="K", help="draw from the K most probable tokens")
+    option("--max-new-tokens", type=count, default=2048, metavar="N", help="limit of an answer (default: 2048)")
+    option("--seed", type=int, metavar="N", help="repeat the same answers (default: others each time)")
+    add_overrides(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer once, or talk until the user ends it; returns the exit code."""
+    from rocm_ext.config import startup
+    from rocm_ext.config.target import find_target
+    from rocm_ext.log import setup_logging
+
+    target = find_target(args.model, args.adapter)
+    for line in startup.prepare_for(target.hardware(args.overrides)):  # may restart this program
+        _note(line)
+    question = args.prompt
+    if question is None and not sys.stdin.isatty():
+        question = sys.stdin.read().strip()
+    if question is not None and not question.strip():
+        raise UserError("the question is empty", code=2)
+    setup_logging()
+    from rocm_ext.chat import open_chat
+
+    sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
+    with open_chat(target.load([*args.overrides, "output_dir=chat"]), args.seed, args.system, **sampling) as chat:
+        chat.tell = _note
+        if question is not None:
+            return _show(chat, chat.ask(question.strip()))
+        _talk(chat)
+    return 0
+
+
+def _talk(chat: "Chat") -> None:
+    with suppress(ImportError):
+        import readline  # noqa: F401 - input() then edits lines and keeps a history
+    _note(f"\n{_sampling(chat)}. /help lists commands.")
+    if not chat.has_template:
+        _note("There is no chat template: the model continues each text by itself, without a history.")
+    while True:
+        try:
+            line = _read("\n> ")
+        except KeyboardInterrupt:
+            _note("\nCtrl-D or /quit ends")
+            continue
+        except EOFError:
+            _note("")
+            return
+        if line == "/quit":
+            return
+        try:
+            _act(chat, line)
+        except UserError as error:
+            _note(f"error: {error}")
+        except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the next token
+            _note("\nstopped")
+
+
+def _act(chat: "Chat", line: str) -> None:
+    """Do what a line says: a command or a question."""
+    command, _, text = line.partition(" ")
+    text = text.strip()
+    if command == "/base":
+        if text:
+            _note("with the adapter:")
+            _show(chat, chat.ask(text))
+        _note("without the adapter:")
+        _show(chat, chat.base())
+    elif command == "/reset":
+        chat.reset()
+        _note("the conversation is forgotten")
+    elif command == "/system":
+        chat.system = text
+        chat.reset()
+        _note(f"system message: {text or 'none'}; the conversation is forgotten")
+    elif command == "/help":
+        _note(_HELP)
+    elif command.startswith("/") and command[1:].isalpha():
+        raise UserError(f"unknown command {command}; /help lists them")
+    elif line.strip():
+        _show(chat, chat.ask(line))
+
+
+def _show(chat: "Chat", pieces: Iterator[tuple[str, bool]]) -> int:
+    """Write an answer as it comes, and its speed; returns an exit code."""
+    from rocm_ext.chat.terminal import Writer
+
+    writer = Writer(sys.stdout)
+    with _stopping() as stopped:
+        for text, hidden in pieces:
+            writer.write(text, hidden)
+            if stopped:
+                break
+        pieces.close()  # type: ignore[attr-defined]
+    writer.end()
+    answer = chat.answer
+    told = f"{answer.tokens} tokens, {answer.tokens_per_second:.1f} tokens/s, first after {answer.first:.1f} s"
+    if answer.finish_reason != "stop":
+        told += "; stopped" if stopped else f"; cut at {answer.tokens} tokens (--max-new-tokens, or the model's limit)"
+    if not answer.visible.strip():
+        told += "; it is reasoning alone, so the conversation leaves it out" if answer.text.strip() else "; it is empty"
+    _note(f"[{told}]")
+    return 128 + signal.SIGINT if stopped else 0
+
+
+@contextmanager
+def _stopping() -> Iterator[list[int]]:
+    """Context in which Ctrl-C fills the list; a second one raises KeyboardInterrupt."""
+    seen: list[int] = []
+
+    def note(signum: int, frame: object) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signum)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _read(prompt: str) -> str:
+    """Read a line, or the lines between two ``\"\"\"``."""
+    line = _input(prompt)
+    if not line.startswith('"""'):
+        return line
+    lines = [line[3:]]
+    while not lines[-1].endswith('"""'):
+        lines.append(_input("… "))
+    lines[-1] = lines[-1][:-3]
+    return "\n".join(lines).strip()
+
+
+def _input(prompt: str) -> str:
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)
+    return input()
+
+
+def _sampling(chat: "Chat") -> str:
+    """Describe how answers are drawn."""
+    sampling = chat.sampling
+    if not sampling.temperature:
+        return "Greedy answers"
+    named = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    return "Answers drawn with " + ", ".join(f"{name} {value:g}" for name, value in named.items() if value is not None)
+
+
+def _note(text: str) -> None:
+    """Write to stderr, dimmed on a terminal."""
+    dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    print(f"\033[2m{text}\033[0m" if dim and text.strip() else text, file=sys.stderr, flush=True)

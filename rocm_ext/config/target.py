@@ -1,0 +1,146 @@
+"""What a command opens to sample from or to measure: a config, a run's output folder, or a folder with a model."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext import registry
+from rocm_ext.config.components import COMPONENT
+from rocm_ext.config.folder import FROM_CHECKPOINT
+from rocm_ext.config.layers import defaults, find, load, recipe_of, requested_hardware
+from rocm_ext.errors import UserError
+from rocm_ext.hub import is_hub_name
+
+_LOCAL = ("rocm_ext.generation.LocalEngine", "rocm_ext.generation.TransformersEngine")
+# Keys of adapter_config.json and those of from_checkpoint
+_ADAPTER = {
+    "r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "use_dora": "use_dora",
+    "target_modules": "target_modules",
+    "target_parameters": "target_parameters",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model with its settings.
+
+    Attributes:
+        name: name or file of the config, or the model's folder.
+        adapter: PEFT folder; None: the model as the config starts from it.
+        content: content of a config that is no file; None: ``name`` is a config.
+        run: whether the user named the output folder of a run.
+    """
+
+    name: str
+    adapter: Path | None
+    content: Mapping[str, Any] | None = None
+    run: bool = False
+
+    def recipe(self, overrides: Iterable[str] = ()) -> registry.Recipe:
+        """Return the recipe that the config is for; for a model, RAFT."""
+        return recipe_of(self.name, overrides) if self.content is None else registry.find(registry.RAFT)
+
+    def hardware(self, overrides: Iterable[str] = ()) -> str:
+        """Return the value of ``hardware`` that :meth:`load` would resolve."""
+        if self.content is None:
+            return requested_hardware(self.name, overrides)
+        stated = [item.partition("=")[2] for item in overrides if item.startswith("hardware=")]
+        return stated[-1] if stated else "auto"
+
+    def load(self, overrides: Iterable[str] = ()) -> DictConfig:
+        """Return the whole config, which starts from :attr:`adapter` if that is set.
+
+        Raises:
+            UserError: as :func:`rocm_ext.config.load`.
+        """
+        cfg = load(self.recipe(overrides), self.name, overrides, self.content)
+        if self.adapter is not None:
+            cfg.checkpointer.adapter_checkpoint = str(self.adapter)
+            cfg.use_rslora = None  # as the adapter was trained
+        return cfg
+
+
+def find_target(name: str, adapter: Path | None = None) -> Target:
+    """Find what the user named.
+
+    Args:
+        name: a config of this library or a file; the ``output_dir`` of a run, which stands for its adapter; a folder
+            with a model in Hugging Face's format; or a model's name on the hub.
+        adapter: PEFT folder that takes the place of the run's.
+
+    Raises:
+        UserError: there is nothing of this name, or it is another kind of folder.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return _model(name, adapter)
+        if (folder / "adapter_config.json").is_file():
+            base = _read_adapter(folder).get("base_model_name_or_path") or "MODEL"
+            raise UserError(f"{folder} is an adapter; name its model, too: {base} --adapter {folder}")
+        if (folder / "config.yaml").is_file():
+            return _run(folder, adapter)
+        raise UserError(
+            f"{folder} holds neither a model (config.json) nor a run (config.yaml); name one of these or a config"
+        )
+    if is_hub_name(name):
+        return _model(name, adapter)
+    try:
+        find(name)
+    except UserError as error:
+        raise UserError(f"{error}, and there is no such folder") from error
+    return Target(name, adapter)
+
+
+def _run(folder: Path, adapter: Path | None) -> Target:
+    """Return the result of a run: its ``adapter``."""
+    if adapter is None and not (folder / "adapter" / "adapter_config.json").is_file():
+        saved = sorted(folder.glob("checkpoints/*/**/adapter_config.json"), key=lambda path: path.stat().st_mtime)
+        hint = f"--adapter {saved[-1].parent} is its newest checkpoint" if saved else "it has no checkpoint either"
+        raise UserError(f"the run in {folder} has no adapter yet; {hint}")
+    return Target(str(folder / "config.yaml"), adapter or folder / "adapter", run=True)
+
+
+def _model(name: str, adapter: Path | None) -> Target:
+    model: dict[str, Any] = {COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": name, "lora_rank": 1}
+    if adapter is not None:
+        found = _read_adapter(adapter)
+        model |= {ours: found[theirs] for theirs, ours in _ADAPTER.items() if found.get(theirs)}
+    optimizer = {COMPONENT: "torch.optim.AdamW"}  # the memory plan counts one
+    return Target(name, adapter, {"recipe": registry.RAFT, "model": model, "optimizer": optimizer})
+
+
+def _read_adapter(folder: Path) -> dict[str, Any]:
+    path = folder / "adapter_config.json"
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"no adapter in {folder}: {path.name} is missing") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    return found
+
+
+def sampling_config(cfg: DictConfig) -> DictConfig:
+    """Return a config of RAFT with the model, data keys and machine of ``cfg``, a config of any recipe.
+
+    Keys that ``cfg`` lacks have RAFT's defaults. It names no training prompts.
+    """
+    whole: Any = OmegaConf.to_container(cfg)
+    unset = {key: None if default == "???" else default for key, default in defaults(registry.RAFT).items()}
+    known = {key: whole.get(key, default) for key, default in unset.items()}
+    return OmegaConf.create(known | {"recipe": registry.RAFT, "prompts": None})
+
+
+def sample_here(cfg: DictConfig) -> None:
+    """Let ``cfg``, a config of RAFT, sample in this process and not on servers."""
+    if cfg.engine[COMPONENT] not in _LOCAL:
+        cfg.engine = {COMPONENT: _LOCAL[0]}
