@@ -22,7 +22,7 @@ from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.errors import UserError
 from rocm_ext.objectives import ClippedRatio, CrossEntropy
 from rocm_ext.ranks import Ranks
-from rocm_ext.rollouts.evaluate import evaluate_adapter
+from rocm_ext.rollouts.evaluate import evaluate
 from rocm_ext.rollouts.journal import Journal
 from rocm_ext.rollouts.samples import read_records
 from rocm_ext.train.trainer import Trainer
@@ -155,7 +155,7 @@ def test_evaluation_of_any_adapter(reference, make, tmp_path):
     for cycle, adapter in ((0, None), (2, reference / "cycle_2" / "adapter")):
         cfg = config.load("raft_rocm", str(path), [f"output_dir={tmp_path / str(cycle)}"])
         scores = json.loads((reference / f"cycle_{cycle}" / "eval.json").read_text())
-        assert evaluate_adapter(cfg, adapter) == scores
+        assert evaluate(cfg, adapter)[0].scores == scores
 
 
 def test_an_evaluation_that_is_stopped(make, tmp_path, monkeypatch):
@@ -168,7 +168,7 @@ def test_an_evaluation_that_is_stopped(make, tmp_path, monkeypatch):
     monkeypatch.setattr(Journal, "append", append)
     cfg = config.load("raft_rocm", str(make(tmp_path / "unused")), [f"output_dir={tmp_path / 'out'}"])
     with pytest.raises(SystemExit) as stop:
-        evaluate_adapter(cfg, None)
+        evaluate(cfg, None)
     assert stop.value.code == 128 + signal.SIGTERM
 
 

@@ -10,7 +10,7 @@ from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import config
 from rocm_ext.errors import UserError
-from rocm_ext.rollouts.evaluate import evaluate_adapter
+from rocm_ext.rollouts.evaluate import evaluate
 from rocm_ext.rollouts.samples import read_records
 from rocm_ext.rollouts.swap import _share
 from tests.forks import forked_ranks
@@ -170,7 +170,7 @@ def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(serve, ma
     # the same scores as of an evaluation with the local engine
     cfg = config.load("raft_rocm", str(path), [f"output_dir={tmp_path}/again"])
     cfg.engine = {"_component_": "rocm_ext.generation.LocalEngine"}
-    scores = evaluate_adapter(cfg, out / "cycle_1" / "adapter")
+    scores = evaluate(cfg, out / "cycle_1" / "adapter")[0].scores
     assert scores == json.loads((out / "cycle_1" / "eval.json").read_text())
     assert raft.engines.sample is not raft.engines.eval
 

@@ -1,38 +1,59 @@
-"""`rocm-ext eval`: measure an adapter on held-out prompts."""
+"""``rocm-ext eval``: measure a model on held-out rows or prompts, with or without an adapter."""
 
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-from rocm_ext.cli._options import add_format, add_overrides
+from rocm_ext.cli._options import add_format, add_overrides, count
+from rocm_ext.cli._text import printable
 from rocm_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from rocm_ext.config.target import Target
+    from rocm_ext.held_out import Measured
+    from rocm_ext.rollouts.evaluate import Evaluation
+
+_PROMPTS = "rocm_ext.data.prompt_dataset"
+_TAIL = 200  # characters shown of a question's beginning and of an answer's end
 
 
 def add(commands) -> None:
     """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "eval",
-        help="measure how often a model's answers are right, with or without an adapter",
-        description="Sample answers to the eval_prompts of a config of RAFT or GRPO, verify them with its verifier, "
-        "and print pass@1 of greedy answers (and pass@k with eval_samples=N) with 95 %% Wilson intervals.",
+        help="measure a model: loss on held-out rows, or how often its answers are right",
+        description="With a config of SFT or DPO, measure loss and perplexity on its held-out rows. With a config of "
+        "RAFT or GRPO, or with --verifier, sample answers to prompts, verify them, and print pass@1 of greedy answers, "
+        "and pass@k of --samples drawn ones, with 95 % intervals.",
     )
     option = parser.add_argument
     option(
         "--config",
         required=True,
         metavar="NAME",
-        help="config of RAFT or GRPO, with model, engine, eval_prompts and verifier",
+        help="config of any recipe, output_dir of a run, or folder of a model",
     )
-    option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the model that the config starts from)")
-    option("--data", metavar="FILE", help="rows to use instead of the config's eval_prompts: a file or a hub name")
+    option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
+    option("--base", action="store_true", help="measure the model that the config starts from, too, and compare them")
+    option("--data", metavar="FILE", help="rows to use instead of the config's: a file or a hub name")
+    option("--split", help="split of a hub data set (default: test)")
+    option("--name", help="configuration of a hub data set (openai/gsm8k: main)")
     add_format(option)
+    option("--verifier", metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
+    option("--samples", type=count, metavar="N", help="answers drawn per prompt for pass@k, beside the greedy one")
+    option("--show", type=int, default=3, metavar="N", help="print this many wrong answers (default: 3)")
     option(
         "--output",
         type=Path,
         metavar="DIR",
-        help="keep the answers, verdicts and scores in this new folder; rocm-ext compare compares two of them",
+        help="keep answers, verdicts and scores, or the losses of rows, in this new folder; rocm-ext compare compares "
+        "two of them",
     )
     option("--json", action="store_true", help="print one JSON object instead of text")
     add_overrides(parser)
@@ -40,35 +61,197 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure the adapter and print its scores."""
-    from rocm_ext import config, registry
+    """Measure the model and print its scores."""
+    from dataclasses import replace
+
+    from rocm_ext import registry
     from rocm_ext.config import startup
+    from rocm_ext.config.target import find_target
     from rocm_ext.log import setup_logging
-    from rocm_ext.runs.scores import Score
 
-    recipe = config.recipe_of(args.config, args.overrides)
-    if registry.family(recipe) not in (registry.RAFT, registry.GRPO):
-        raise UserError(
-            f"config {args.config} is for {recipe.name}; eval needs a config of {registry.RAFT} or {registry.GRPO}, or "
-            "of a recipe that extends one of them"
-        )
-    for line in startup.prepare(args.config, args.overrides):  # may restart this program
+    target = find_target(args.config, args.adapter)
+    adapter, target = target.adapter, replace(target, adapter=None)  # measured beside what the config starts from
+    family = registry.family(target.recipe(args.overrides))
+    answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)
+    _check(args, adapter, target, answers)
+    for line in startup.prepare_for(target.hardware(args.overrides)):  # may restart this program
         print(line, file=sys.stderr)
-    from rocm_ext.rollouts.evaluate import evaluate_adapter
-
-    cfg = config.load(recipe, args.config, [*args.overrides, "output_dir=eval"])
     setup_logging()
-    if args.data:
-        cfg.eval_prompts = {config.COMPONENT: "rocm_ext.data.prompt_dataset", "source": args.data}
-        if args.format:
-            cfg.eval_prompts.format = args.format
+    if answers:
+        _answers(args, target, adapter)
+    else:
+        _rows(args, target, adapter)
+
+
+def _check(args: argparse.Namespace, adapter: Path | None, target: "Target", answers: bool) -> None:
+    if args.base and adapter is None:
+        raise UserError("--base compares an adapter with the model that the config starts from; name one: --adapter")
+    if answers and target.content is not None and not (args.verifier and args.data):
+        raise UserError("a model alone has no prompts and no verifier; set --data and --verifier")
+    if args.verifier and not args.data and "eval_prompts" not in _keys(target, args.overrides):
+        raise UserError("--verifier needs prompts; name them with --data")
+    if not answers and (args.format or args.samples):
+        raise UserError("--format and --samples are for answers that a verifier judges; set --verifier")
+
+
+def _keys(target: "Target", overrides: Sequence[str]) -> Mapping[str, Any]:
+    from rocm_ext import config
+
+    return config.defaults(target.recipe(overrides))
+
+
+# ---- answers and verdicts
+
+
+def _answers(args: argparse.Namespace, target: "Target", adapter: Path | None) -> None:
+    from rocm_ext.rollouts.evaluate import compare, evaluate
+
+    cfg = _sampling(args, target)
     with TemporaryDirectory() as unkept:
         cfg.output_dir = cfg.checkpointer.output_dir = str(args.output or unkept)
-        scores = evaluate_adapter(cfg, args.adapter)
+        found = evaluate(cfg, adapter, args.base)
+    content = dict(found[0].scores)
+    if args.base:
+        content |= {"base": found[1].scores, "paired": compare(*found)}
     if args.json:
-        print(json.dumps(scores))
+        print(json.dumps(content))
         return
-    print(f"pass@1 {Score(scores['correct'], scores['prompts'])}")
+    for evaluation, title in zip(found, ("", "without the adapter: "), strict=False):
+        _print_scores(evaluation, title)
+    if args.base:
+        paired = content["paired"]
+        low, high = paired["interval"]
+        print(
+            f"the adapter gains {paired['gained']} prompts and loses {paired['lost']}: {100 * paired['gain']:+.1f} "
+            f"points, 95 % interval {100 * low:+.1f} – {100 * high:+.1f}; McNemar p = {paired['p']:.2g}"
+        )
+    _print_wrong(found[0], args.show)
+    if args.output:
+        print(f"all answers: {args.output / 'answers.jsonl'}")
+
+
+def _sampling(args: argparse.Namespace, target: "Target") -> "DictConfig":
+    """Return the config of the sampling; keys that only RAFT has may be set for any recipe's config."""
+    from omegaconf import OmegaConf
+
+    from rocm_ext import config, registry
+    from rocm_ext.config.target import sampling_config
+
+    known = _keys(target, args.overrides)
+    more = config.defaults(registry.RAFT).keys() - known.keys()
+    later = [item for item in args.overrides if item.partition("=")[0].split(".")[0] in more]
+    cfg = target.load([*(item for item in args.overrides if item not in later), "output_dir=eval"])
+    cfg = cfg if "eval_prompts" in cfg else sampling_config(cfg)
+    if args.verifier:
+        path = args.verifier if "." in args.verifier else f"rocm_ext.verifiers.{args.verifier}"
+        cfg.verifier = {config.COMPONENT: path}
+    if args.data:
+        cfg.eval_prompts = {config.COMPONENT: _PROMPTS, **_source(args)}
+        if args.format:
+            cfg.eval_prompts.format = args.format
+    cfg.eval_samples = args.samples or cfg.eval_samples
+    return OmegaConf.merge(cfg, OmegaConf.from_dotlist(later))  # type: ignore[return-value]
+
+
+def _source(args: argparse.Namespace) -> dict[str, Any]:
+    from rocm_ext.hub import is_hub_name
+
+    split = args.split or ("test" if is_hub_name(args.data) else "train")  # a file has the split train alone
+    return {"source": args.data, "split": split, **({"name": args.name} if args.name else {})}
+
+
+def _print_scores(evaluation: "Evaluation", title: str) -> None:
+    from rocm_ext.runs.scores import Score
+
+    scores = evaluation.scores
+    print(f"{title}pass@1 {Score(scores['correct'], scores['prompts'])}")
     for k, at in scores["pass_at_k"].items():
         low, high = at["interval"]
-        print(f"pass@{k} of {scores['samples_per_prompt']}: {at['pass']:.1%}, 95 % interval {low:.1%} - {high:.1%}")
+        drawn = f"pass@{k} of {scores['samples_per_prompt']}"
+        print(f"{title}{drawn}: {at['pass']:.1%}, 95 % interval {low:.1%} - {high:.1%}")
+
+
+def _print_wrong(evaluation: "Evaluation", most: int) -> None:
+    """Print why greedy answers are wrong: their verdicts, and the first of them."""
+    wrong = [each for each in evaluation.answers if each["sample"] < 0 and each["verdict"] != "CORRECT"]
+    if not wrong or not most:
+        return
+    verdicts = {name: sum(each["verdict"] == name for each in wrong) for name in sorted({e["verdict"] for e in wrong})}
+    cut = sum(each["finish_reason"] == "length" for each in wrong)
+    counts = ", ".join(f"{number} {name}" for name, number in verdicts.items())
+    print(f"wrong greedy answers: {counts}; {cut} of them are cut at max_new_tokens")
+    for each in wrong[:most]:
+        print(f"  {each['prompt_id']}: {each['verdict']} {printable(each['detail'])}")
+        print(f"    asked: {_short(each['prompt'], _TAIL)}")
+        print(f"    said:  {_short(each['text'], -_TAIL)}")
+
+
+def _short(text: str, most: int) -> str:
+    """Return the first ``most`` characters of a text in one line, or the last if it is negative."""
+    line = printable(" ⏎ ".join(text.strip().splitlines()))
+    if len(line) <= abs(most):
+        return line
+    return f"{line[:most]} …" if most > 0 else f"… {line[most:]}"
+
+
+# ---- held-out rows
+
+
+def _rows(args: argparse.Namespace, target: "Target", adapter: Path | None) -> None:
+    from rocm_ext.held_out import compare, keep, measure
+
+    cfg = target.load(args.overrides)
+    if args.data:
+        if not isinstance(cfg.dataset.get("source"), str):
+            raise UserError("--data takes the place of dataset.source, which this config's dataset does not have")
+        cfg.dataset_val, cfg.validation_fraction = {**cfg.dataset, **_source(args)}, 0.0
+    found = measure(cfg, adapter, args.base)
+    if args.output:
+        keep(found[0], args.output)
+        if args.base:
+            keep(found[1], args.output / "base")
+    content = dict(found[0].scores)
+    if args.base:
+        content |= {"base": found[1].scores, "paired": compare(*found)}
+    if args.json:
+        print(json.dumps(content))
+        return
+    for measured, title in zip(found, ("", "without the adapter: "), strict=False):
+        print(f"{title}{_in_words(measured)}")
+    if args.base:
+        _print_paired(content["paired"])
+    _print_worst(found[0], args.show)
+    if args.output:
+        print(f"all rows: {args.output / 'rows.jsonl'}")
+
+
+def _in_words(measured: "Measured") -> str:
+    scores = dict(measured.scores)
+    text = f"loss {scores.pop('loss'):.4f}, perplexity {scores.pop('perplexity'):.3f}"
+    text += f" ({scores.pop('rows'):,} rows, {scores.pop('tokens'):,} tokens)"
+    return text + "".join(f", {name} {value:.4f}" for name, value in scores.items())
+
+
+def _print_paired(paired: Mapping[str, Any]) -> None:
+    low, high = paired["interval"]
+    print(
+        f"the adapter changes the NLL per token by {paired['difference']:+.4f}, 95 % interval {low:+.4f} – {high:+.4f}"
+    )
+    if "p" in paired:
+        print(
+            f"it makes the chosen answer the more probable one in {paired['gained']} pairs, and no longer so in "
+            f"{paired['lost']}; McNemar p = {paired['p']:.2g}"
+        )
+
+
+def _print_worst(measured: "Measured", most: int) -> None:
+    rows = measured.rows
+    if not most or not rows:
+        return
+    if "loss" in rows[0]:
+        worst = sorted(rows, key=lambda row: -row["loss"])[:most]
+        print("highest losses: " + ", ".join(f"row {row['row']}: {row['loss']:.3f}" for row in worst))
+        return
+    gaps = sorted((row["logprob_chosen"] - row["logprob_rejected"], row["row"]) for row in rows)[:most]
+    if told := [f"row {number}: by {-gap:.2f}" for gap, number in gaps if gap < 0]:
+        print("rejected answers that are the more probable ones: " + ", ".join(told))

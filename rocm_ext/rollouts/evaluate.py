@@ -1,6 +1,10 @@
-"""Evaluate one adapter, without training."""
+"""Evaluate a model's answers, without training: with an adapter, and beside it as the config starts."""
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,50 +14,110 @@ from rocm_ext.errors import UserError
 from rocm_ext.files import read_json, replace_text
 from rocm_ext.rollouts import evaluation
 from rocm_ext.rollouts.journal import journals_in
+from rocm_ext.rollouts.phases import Phase
 from rocm_ext.rollouts.recipe import RolloutRecipe
 from rocm_ext.rollouts.run_record import RunRecord
+from rocm_ext.runs.intervals import mcnemar, paired_gain
+from rocm_ext.runs.reader import GREEDY
 from rocm_ext.train.interrupt import Interrupted
 from rocm_ext.train.lock import hold
+from rocm_ext.train.scoring import reference, without_adapter
+from rocm_ext.verifiers import Verdict
+
+ANSWERS = "answers.jsonl"  # in the output folder: what was asked, answered and judged
 
 
-def evaluate_adapter(cfg: DictConfig, adapter: Path | None) -> dict[str, Any]:
-    """Score an adapter on a config's ``eval_prompts``.
+@dataclass(frozen=True)
+class Evaluation:
+    """The measured answers of one model.
 
-    The records are those of the evaluation before a RAFT run's first cycle, in ``cycle_0`` of ``output_dir``.
+    Attributes:
+        scores: content of ``eval.json``, see :func:`rocm_ext.rollouts.evaluation.score`.
+        answers: lines of ``answers.jsonl``: ``prompt_id``, ``sample`` (-1: the greedy answer), ``prompt``, ``text``,
+            ``verdict``, ``reward``, ``detail`` and ``finish_reason`` each.
+    """
+
+    scores: dict[str, Any]
+    answers: list[dict[str, Any]]
+
+    def right(self) -> dict[str, bool]:
+        """Return whether the greedy answer is right, by prompt."""
+        greedy = [answer for answer in self.answers if answer["sample"] == GREEDY]
+        return {answer["prompt_id"]: answer["verdict"] == Verdict.CORRECT.value for answer in greedy}
+
+
+def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Evaluation]:
+    """Score a model on a config's ``eval_prompts``.
+
+    The records are those of the evaluation before a RAFT run's first cycle, in ``cycle_0`` of ``output_dir``; those of
+    the second evaluation are in ``base/cycle_0``.
 
     Args:
         cfg: config of ``raft_rocm`` or ``grpo_rocm``; its ``output_dir`` receives the records, so it needs one of its
             own.
         adapter: PEFT folder; None evaluates the model that the config starts from.
+        base: evaluate the model that the config starts from, too.
 
     Returns:
-        The content of ``eval.json``, see :func:`rocm_ext.rollouts.evaluation.score`.
+        The evaluation, and the one of the model that the config starts from if ``base`` is set.
 
     Raises:
         UserError: ``eval_prompts`` is not set, or the evaluation cannot run.
         SystemExit: 128 + the signal's number, after Ctrl-C or SIGTERM.
     """
     if cfg.eval_prompts is None:
-        raise UserError("eval_prompts is not set; set it to the prompts to evaluate on")
+        raise UserError("eval_prompts is not set; set it to the prompts to evaluate on, or name them with --data")
+    start = deepcopy(cfg)  # the model that the config starts from
     if adapter is not None:
         cfg.checkpointer.adapter_checkpoint = str(adapter)
-    cfg.prompts = cfg.metric_logger = None  # the evaluation neither reads training prompts nor logs
-    recipe, record = RolloutRecipe(cfg), RunRecord(Path(cfg.output_dir))
+    cfg.prompts = start.prompts = cfg.metric_logger = None  # an evaluation reads no training prompts and does not log
+    recipe = RolloutRecipe(cfg)
+    folders = [recipe.out, *[recipe.out / "base"] * base]
     with hold(recipe.out):
-        record.begun(resume=False, overwrite=cfg.overwrite_output_dir)
+        for folder in folders:
+            RunRecord(folder).begun(resume=False, overwrite=cfg.overwrite_output_dir)
         recipe.open()
         try:
-            return _evaluate(recipe, record)
+            with recipe.verification():
+                found = [_evaluate(recipe, cfg, folders[0], "the evaluation")]
+                if base:
+                    with _as_it_starts(recipe, start):
+                        found.append(_evaluate(recipe, start, folders[1], "the evaluation without the adapter"))
+            return found
         except Interrupted as stop:
             raise SystemExit(128 + stop.signum) from None
         finally:
             recipe.cleanup()
 
 
-def _evaluate(recipe: RolloutRecipe, record: RunRecord) -> dict[str, Any]:
-    cfg, ranks, folder = recipe.cfg, recipe.ranks, recipe.out / "cycle_0"
+def compare(evaluation: Evaluation, base: Evaluation) -> dict[str, Any]:
+    """Compare the greedy answers of two models to the same prompts.
+
+    Returns:
+        ``gained`` and ``lost``: prompts that only one of them got right; ``gain``: the difference of pass@1 with its
+        95 % ``interval``; ``p``: of McNemar's exact test.
+    """
+    before, after = base.right(), evaluation.right()
+    gained = sum(right and not before[prompt] for prompt, right in after.items())
+    lost = sum(right and not after[prompt] for prompt, right in before.items())
+    gain = paired_gain(lost, gained, len(after))
+    interval = [gain.low, gain.high]
+    return {"gained": gained, "lost": lost, "gain": gain.value, "interval": interval, "p": mcnemar(lost, gained)}
+
+
+@contextmanager
+def _as_it_starts(recipe: RolloutRecipe, start: DictConfig) -> Iterator[None]:
+    """Context in which the learner has the adapter of ``start``, a config, or none."""
+    first, learner = start.checkpointer.get("adapter_checkpoint"), recipe.learner
+    with reference(learner, learner.read_adapter(Path(first)), first) if first else without_adapter(learner):
+        yield
+
+
+def _evaluate(recipe: RolloutRecipe, cfg: DictConfig, out: Path, name: str) -> Evaluation:
+    ranks, folder = recipe.ranks, out / "cycle_0"
     if ranks.is_main:
-        record.take(cfg, {"base model": recipe.learner.base_fingerprint, "seed": cfg.seed}, fresh=True)
+        identity = {"base model": recipe.learner.base_fingerprint, "seed": recipe.cfg.seed}
+        RunRecord(out).take(cfg, identity, fresh=True)
     ranks.barrier()
     first, requests = cfg.checkpointer.get("adapter_checkpoint"), recipe.evaluation_requests()
     adapter = Path(first) if first else None
@@ -62,16 +126,37 @@ def _evaluate(recipe: RolloutRecipe, record: RunRecord) -> dict[str, Any]:
         if adapter is not None:
             recipe.swap.check(session, requests, adapter, None)
 
-    with recipe.verification():
-        phase = recipe.phase(
-            "the evaluation",
-            journals_in(folder / "eval", ranks),
-            requests,
-            recipe.prompts.held_out,
-            lambda: recipe.engines.session("eval", adapter, check),
-        )
-    scores = evaluation.score(phase, cfg.eval_samples)
+    phase = recipe.phase(
+        name,
+        journals_in(folder / "eval", ranks),
+        requests,
+        recipe.prompts.held_out,
+        lambda: recipe.engines.session("eval", adapter, check),
+    )
+    scores, answers = evaluation.score(phase, recipe.cfg.eval_samples), _answers(recipe, phase)
     if ranks.is_main:
         replace_text(folder / "eval.json", json.dumps(scores, indent=2) + "\n")
+        replace_text(out / ANSWERS, "".join(json.dumps(answer) + "\n" for answer in answers))
     ranks.barrier()
-    return read_json(folder / "eval.json") or {}
+    return Evaluation(read_json(folder / "eval.json") or {}, answers)
+
+
+def _answers(recipe: RolloutRecipe, phase: Phase) -> list[dict[str, Any]]:
+    """Return what was asked, answered and judged, in the order of the prompts."""
+    order: Mapping[str, int] = {prompt.id: number for number, prompt in enumerate(recipe.prompts.held_out)}
+    found = []
+    for key in sorted(phase.samples, key=lambda key: (order[key[0]], key[1])):
+        sample, result = phase.samples[key], phase.results[key]
+        found.append(
+            {
+                "prompt_id": sample.prompt_id,
+                "sample": sample.sample,
+                "prompt": recipe.prompts[sample.prompt_id].messages[-1]["content"],
+                "text": sample.text,
+                "verdict": result.verdict.value,
+                "reward": result.reward,
+                "detail": result.detail,
+                "finish_reason": sample.finish_reason,
+            }
+        )
+    return found

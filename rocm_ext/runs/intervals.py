@@ -169,6 +169,23 @@ def paired_gain(a_only: int, b_only: int, total: int) -> Interval:
     return Interval(value, center - half, center + half)
 
 
+def paired_ratio(differences: np.ndarray, sizes: np.ndarray) -> Interval:
+    """The sum of ``differences`` over that of ``sizes``, with an interval over independent rows.
+
+    The ratio estimator's linearised variance (Cochran 1977, section 6.4) and the normal quantile.
+
+    Args:
+        differences: [n], of each row.
+        sizes: [n], above 0.
+    """
+    value, n = float(differences.sum() / sizes.sum()), len(sizes)
+    if n < 2:
+        return Interval(value, -math.inf, math.inf)
+    residuals = differences - value * sizes
+    half = Z95 * math.sqrt(float(residuals @ residuals) * n / (n - 1)) / float(sizes.sum())
+    return Interval(value, value - half, value + half)
+
+
 def unpaired_gain(a: tuple[int, int], b: tuple[int, int]) -> Interval:
     """The share of prompts that B got right minus A's, over different prompts; Newcombe's (1998) method 10.
 

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
 from rocm_ext.data.batches import Steps, rows_per_step
@@ -20,6 +19,7 @@ from rocm_ext.train.metrics import peak_memory, summarize
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.resume import check_length
 from rocm_ext.train.training import StepStats, Training
+from rocm_ext.train.validation import validation_loss
 
 
 class Trainer(Training):
@@ -171,7 +171,6 @@ class Trainer(Training):
         patience = self.cfg.early_stopping_patience
         return bool(patience) and self.worse >= patience
 
-    @torch.no_grad()
     def validate(self) -> float | None:
         """Compute the objective on the validation rows, log it, and remember the best adapter.
 
@@ -184,16 +183,7 @@ class Trainer(Training):
         loader, learner = self.validation_loader, self.learner
         if loader is None:
             return None
-        learner.model.eval()
-        summed = labels = sequences = 0.0
-        with self.measuring() as tally:
-            for batches in loader.range(0, loader.steps.per_epoch):
-                for batch in batches:
-                    summed += learner.model(batch.to(self.runtime.device)).item()
-                    labels, sequences = labels + len(batch.targets), sequences + batch.sequences
-        learner.model.train()
-        summed, labels, sequences, measured = self.ranks.sum([summed, labels, sequences, len(tally)])
-        loss = summed / learner.objective.denominator(labels, sequences)
+        loss, labels, measurements = validation_loss(learner, loader)
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
         if self.best is None or loss < self.best["loss"]:
@@ -203,9 +193,8 @@ class Trainer(Training):
             self.worse += 1
         best = f"best {self.best['loss']:.4f} at step {self.best['step']}"
         log.info("step %d: validation loss %.4f (%s)", self.step, loss, best)
-        measurements = tally.result(self.ranks) if measured else {}
         also = {f"val_{name}": value for name, value in measurements.items()}
-        self.write_metrics(True, val_loss=loss, val_tokens=int(labels), **also)
+        self.write_metrics(True, val_loss=loss, val_tokens=labels, **also)
         return loss
 
     def _log_step(self, stats: StepStats, seconds: float) -> None:

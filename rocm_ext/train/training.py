@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.data.batches import Batch, StepLoader, Steps, width_multiple
+from rocm_ext.data.batches import Batch, StepLoader, Steps
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.files import replace_folder, replace_text
@@ -25,6 +25,7 @@ from rocm_ext.train.learner import Learner
 from rocm_ext.train.metrics import peak_memory
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.resume import advance, check_updates, load_for_new_length
+from rocm_ext.train.validation import make_loader
 
 # in a run's identity: the cut of a step decides which masks dropout draws
 _DROPOUT_CUT = "tokens_per_micro_batch, which dropout depends on"
@@ -159,20 +160,7 @@ class Training:
             rows: rows that ``steps`` numbers.
             steps: rows of each update.
         """
-        learner, cfg = self.learner, self.cfg
-        return StepLoader(
-            rows,
-            steps,
-            rank=self.ranks.rank,
-            ranks=self.ranks.world,
-            tokens_per_micro_batch=learner.tokens_per_micro_batch,
-            packed=learner.packed,
-            share=learner.shares,
-            pad_id=getattr(learner.tokenizer, "pad_id", 0) or 0,
-            multiple=width_multiple(cfg.compile, self.runtime.device, self.runtime.dtype),
-            num_workers=cfg.num_workers,
-            pin_memory=cfg.pin_memory,
-        )
+        return make_loader(self.learner, self.cfg, rows, steps)
 
     # ---- what a subclass may change
 

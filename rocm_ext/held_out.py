@@ -1,0 +1,192 @@
+"""Measure a model on held-out rows of SFT or DPO, without training: loss, perplexity, and what the objective measures.
+
+The rows are those on which the recipe validates, and the loss is the recipe's ``val_loss``.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+from rocm_ext import registry
+from rocm_ext.data.batches import Steps, labelled, rows_per_step
+from rocm_ext.data.pairs import SIDE
+from rocm_ext.data.rows import Rows
+from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.errors import UserError
+from rocm_ext.files import replace_text
+from rocm_ext.log import Progress
+from rocm_ext.model.download import use_downloaded
+from rocm_ext.plan import workload
+from rocm_ext.recipes.dpo_rocm import DPO
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from rocm_ext.runs.intervals import mcnemar, paired_ratio
+from rocm_ext.train.components import check_tokenizer
+from rocm_ext.train.learner import Learner
+from rocm_ext.train.output_dir import pick_seed
+from rocm_ext.train.reference import FILE
+from rocm_ext.train.runtime import Runtime
+from rocm_ext.train.scoring import reference, score
+from rocm_ext.train.validation import make_loader, validation_loss
+
+ROWS, RESULT = "rows.jsonl", "eval.json"
+_BLOCK = 64  # rows between two updates of the progress
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model's results on held-out rows.
+
+    Attributes:
+        scores: ``loss``, ``perplexity``, ``rows``, ``tokens``, and what the objective measures.
+        rows: one for each row: ``row``, its number among the held-out rows; of SFT ``tokens`` and ``loss``, the mean
+            NLL of its labels in nats; of pairs ``logprob_chosen`` and ``logprob_rejected`` and the tokens of each.
+    """
+
+    scores: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+def measure(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Measured]:
+    """Measure a model on the validation rows of a config of SFT or DPO.
+
+    The reference of DPO is the model that the config starts from.
+
+    Args:
+        cfg: config of ``lora_finetune_rocm``, ``dpo_rocm`` or a recipe that extends one of them.
+        adapter: PEFT folder; None measures the model that the config starts from.
+        base: measure the model that the config starts from, too.
+
+    Returns:
+        The results, and those of the model that the config starts from if ``base`` is set.
+
+    Raises:
+        UserError: the config has no validation rows, or the model or the rows cannot be read.
+    """
+    of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO
+    recipe = (DPO if of_pairs else LoRAFinetune)(cfg)
+    learner, rows = _open(recipe)
+    try:
+        with TemporaryDirectory() as folder:
+            if (known := Path(cfg.output_dir) / FILE).is_file():
+                shutil.copy(known, folder)
+            recipe.add_columns(Path(folder), {"dataset_val": rows})
+        with _loaded(learner, adapter):
+            found = [_measure(learner, rows)]
+        if base:
+            found.append(_measure(learner, rows))
+        return found
+    finally:
+        recipe.cleanup()
+
+
+def compare(found: Measured, base: Measured) -> dict[str, Any]:
+    """Compare two models on the same rows.
+
+    Returns:
+        ``difference``: the difference of the NLL per token of the answers (of the chosen ones), with its 95 %
+        ``interval`` over rows. Of pairs also ``gained`` and ``lost``, the pairs of which only one model prefers the
+        chosen answer, and ``p`` of McNemar's exact test.
+    """
+    nll, before = (np.array([_nll(row) for row in each.rows]) for each in (found, base))
+    change = paired_ratio(nll - before, np.array([float(_tokens(row)) for row in found.rows]))
+    result: dict[str, Any] = {"difference": change.value, "interval": [change.low, change.high]}
+    if "logprob_chosen" in found.rows[0]:
+        pairs = list(zip(found.rows, base.rows, strict=True))
+        gained = sum(_prefers(row) > _prefers(other) for row, other in pairs)
+        lost = sum(_prefers(row) < _prefers(other) for row, other in pairs)
+        result |= {"gained": gained, "lost": lost, "p": mcnemar(lost, gained)}
+    return result
+
+
+def keep(found: Measured, folder: Path) -> None:
+    """Write ``eval.json`` and ``rows.jsonl`` into a new folder.
+
+    Raises:
+        UserError: the folder holds an evaluation.
+    """
+    if (folder / RESULT).exists():
+        raise UserError(f"{folder} holds an earlier evaluation; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / ROWS, "".join(json.dumps(row) + "\n" for row in found.rows))
+    replace_text(folder / RESULT, json.dumps(found.scores, indent=2) + "\n")
+
+
+def _open(recipe: LoRAFinetune) -> tuple[Learner, Rows]:
+    """Open the model that the config starts from, and the held-out rows."""
+    cfg = recipe.cfg
+    if cfg.dataset_val is None and not cfg.validation_fraction:
+        raise UserError("the config has no held-out rows: set dataset_val or validation_fraction, or name them: --data")
+    recipe.runtime = Runtime.open(cfg)
+    use_downloaded(cfg, recipe.runtime.ranks)
+    cfg.seed = pick_seed(cfg.seed, None, recipe.runtime.ranks)
+    tokenizer = open_tokenizer(cfg)
+    check_tokenizer(tokenizer, cfg)
+    recipe.learner = learner = Learner(cfg, recipe.runtime, tokenizer)
+    if cfg.dataset_val is not None:  # the training rows are not read
+        cfg.dataset, cfg.dataset_val, cfg.early_stopping_patience = cfg.dataset_val, None, None
+        rows, _ = recipe.setup_data(tokenizer)
+    else:
+        _, split = recipe.setup_data(tokenizer)
+        assert split is not None, "validation_fraction is set"
+        rows = split
+    learner.check_rows(rows, recipe.columns)
+    learner.setup(workload.describe(rows, len(rows), "the held-out rows", learner.shares))
+    return learner, rows
+
+
+@contextmanager
+def _loaded(learner: Learner, adapter: Path | None) -> Iterator[None]:
+    """Context in which the learner has the adapter in a folder; None: that of the config."""
+    with nullcontext() if adapter is None else reference(learner, learner.read_adapter(adapter), str(adapter)):
+        yield
+
+
+def _measure(learner: Learner, rows: Rows) -> Measured:
+    cfg, ranks = learner.cfg, learner.runtime.ranks
+    loader = make_loader(learner, cfg, rows, Steps(len(rows), rows_per_step(cfg, ranks.world), shuffle=False))
+    loss, labels, measurements = validation_loss(learner, loader)
+    logprobs: list[np.ndarray] = []
+    progress = Progress(len(rows), 0, ranks.is_main, "row", brief=True)
+    for start in range(0, len(rows), _BLOCK):
+        block = rows.part(range(start, min(start + _BLOCK, len(rows))))
+        for each in score(learner, block):
+            logprobs.append(each)
+            progress.update("")
+    progress.close()
+    found = [_row(rows, i, each) for i, each in enumerate(logprobs)]
+    nll = sum(map(_nll, found)) / sum(map(_tokens, found))
+    scores = {"loss": loss, "perplexity": math.exp(min(nll, 700)), "rows": len(rows), "tokens": labels, **measurements}
+    return Measured(scores, found)
+
+
+def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, Any]:
+    if SIDE not in rows.columns:
+        return {"row": number, "tokens": len(logprobs), "loss": -float(logprobs.mean(dtype=np.float64))}
+    side = rows.columns[SIDE][number][labelled(rows.labels[number], rows.lengths[number])]
+    sums = {name: logprobs[side * sign > 0] for name, sign in (("chosen", 1), ("rejected", -1))}
+    found: dict[str, Any] = {"row": number}
+    for name, values in sums.items():
+        found |= {f"logprob_{name}": float(values.sum(dtype=np.float64)), f"tokens_{name}": len(values)}
+    return found
+
+
+def _nll(row: dict[str, Any]) -> float:
+    """Return the NLL of a row's answer, of a pair's chosen answer."""
+    return row["loss"] * row["tokens"] if "loss" in row else -row["logprob_chosen"]
+
+
+def _tokens(row: dict[str, Any]) -> int:
+    return row["tokens"] if "tokens" in row else row["tokens_chosen"]
+
+
+def _prefers(row: dict[str, Any]) -> bool:
+    return bool(row["logprob_chosen"] > row["logprob_rejected"])
