@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from rocm_ext.recipes.grpo_rocm import GRPO, main
+from safetensors.torch import load_file
 
 from rocm_ext import cli, config
 from rocm_ext.grpo.policy_trainer import PolicyTrainer
 from rocm_ext.grpo.records import RunJournal
+from rocm_ext.train.learner import Learner
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.grpo_runs import assert_equal, lines, outcome, write_run
 from tests.raft_runs import WEIGHTS, write_world
@@ -350,3 +353,20 @@ def test_an_adapter_is_evaluated_with_the_config(reference, make, tmp_path, caps
         }
     assert cli.main(["compare", *map(str, outs.values())]) in (0, 1, 3)
     assert "held-out pass@1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{"minibatches": 2}, slow({"loss": "gspo", "kl_coef": 0.1})], ids=str)
+def test_shared_prompts_change_nothing(make, tmp_path, monkeypatch, changes):
+    """Answers to one prompt are computed with their prompt once; values and weights are those of each answer alone."""
+    changes = {"steps": 2, "eval_prompts": None, "tokens_per_micro_batch": 400, **changes}
+    succeed(make(tmp_path / "shared", **changes))
+    monkeypatch.setattr(Learner, "shares", False)
+    succeed(make(tmp_path / "alone", **changes))
+    shared, alone = (lines(tmp_path / name / "metrics.jsonl") for name in ("shared", "alone"))
+    assert len(shared) == len(alone) == 2
+    for ours, theirs in zip(shared, alone, strict=True):
+        assert 0 < ours["tokens"] < 0.9 * theirs["tokens"]
+        for key in ("loss", "grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-4, abs=1e-6), key
+    weights = [load_file(tmp_path / name / WEIGHTS) for name in ("shared", "alone")]
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=2e-5)

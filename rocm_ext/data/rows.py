@@ -116,6 +116,21 @@ class Rows:
         columns = {name: take(column) for name, column in self.columns.items()}
         return Rows(take(self.tokens), take(self.labels), take(self.lengths), self.counts, columns)
 
+    def joined(self, parts: Iterable[Sequence[int]]) -> "Rows":
+        """Return rows that have all sequences of several of these rows.
+
+        Args:
+            parts: the indices of each new row's rows.
+        """
+        parts = list(parts)
+
+        def join(arrays: list[np.ndarray]) -> list[np.ndarray]:
+            return [np.concatenate([arrays[i] for i in part]) for part in parts]
+
+        lengths = [tuple(n for i in part for n in self.lengths[i]) for part in parts]
+        columns = {name: join(column) for name, column in self.columns.items()}
+        return Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns)
+
     def check_vocabulary(self, size: int) -> None:
         """Check that a model with ``size`` embeddings has all token ids.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.data.batches import Steps
 from rocm_ext.data.rows import Rows
 from rocm_ext.generation import sample_seed
 from rocm_ext.grpo.objective import updates_of_step
@@ -28,6 +29,7 @@ GRPO_FREE_KEYS = FREE_KEYS | frozenset(
     engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
     """.split()  # noqa: SIM905
 )
+_PER_MICRO_BATCH = 4  # rows of joined answers that fit into one
 _WORST = ("_max",)  # ends of measurements whose maximum over updates counts, not their mean
 
 
@@ -143,7 +145,8 @@ class PolicyTrainer(Training):
         if rows is not None:
             self.learner.model.train()
             for number in range(self.cfg.updates_per_step):
-                self.loader = self.make_loader(rows, Parts(self._deal(groups, number)))  # type: ignore[arg-type]
+                parts = self._deal(groups, number)
+                self.loader = self.make_loader(*self._with_shared_prompts(rows, groups, parts))
                 began = time.perf_counter()
                 for place, batches in enumerate(self.loader.range(0, self.loader.steps.per_epoch)):
                     self._update = place
@@ -172,6 +175,38 @@ class PolicyTrainer(Training):
         count = min(self.cfg.minibatches, len(names))
         places = {name: i % count for i, name in enumerate(names)}
         return [[row for row, name in enumerate(groups) if places[name] == part] for part in range(count)]
+
+    def _with_shared_prompts(self, rows: Rows, groups: Sequence[str], parts: list[list[int]]) -> tuple[Rows, Steps]:
+        """Join answers to one prompt to rows, so that micro-batches compute their prompt once.
+
+        Args:
+            rows: a row for each answer.
+            groups: the prompt of each row.
+            parts: the rows of each minibatch.
+
+        Returns:
+            The joined rows, and those of each minibatch.
+        """
+        if not self.learner.shares:
+            return rows, Parts(parts)  # type: ignore[return-value]
+        joined: list[list[int]] = []
+        dealt: list[list[int]] = []
+        for part in parts:
+            first = len(joined)
+            tokens = sum(len(rows.tokens[i]) for i in part)
+            # rows well below a micro-batch, and several for each rank: large ones would fill neither
+            most = min(self.learner.tokens_per_micro_batch, tokens / self.ranks.world) / _PER_MICRO_BATCH
+            together: dict[str, int] = {}
+            size: dict[str, int] = {}
+            for i in part:
+                name = groups[i]
+                if name not in together or size[name] + len(rows.tokens[i]) > most:
+                    together[name], size[name] = len(joined), 0
+                    joined.append([])
+                joined[together[name]].append(i)
+                size[name] += len(rows.tokens[i])
+            dealt.append(list(range(first, len(joined))))
+        return rows.joined(joined), Parts(dealt)  # type: ignore[return-value]
 
     def finish_step(self, values: dict[str, Any]) -> None:
         """Count a step, and log its ``values``."""
