@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rocm_ext.cli import main
 from rocm_ext.report.curves import smooth, thin, tick_labels, ticks, value_range
 from rocm_ext.report.text import visible
+from tests.browser import browser as browser
 from tests.run_folders import curve, raft, sft, step_lines, write_jsonl
 
 RIGHT = [[True] * 3 + [False] * 7, [True] * 5 + [False] * 5, [True] * 8 + [False] * 2]
@@ -414,19 +415,6 @@ def test_visible():
 
 
 # ---- in a browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    program = next((found for name in names if (found := shutil.which(name))), None)
-    if program is None:
-        pytest.skip("no Chromium on PATH (apt-get install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""``rocm-ext monitor``: shows the counters of the GPUs and the host, and the progress of a run."""
+"""``rocm-ext monitor``: shows the counters of the GPUs and the host, and runs, in a terminal or a browser."""
 
 import argparse
 import contextlib
@@ -6,8 +6,9 @@ import io
 import json
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,27 @@ def add(commands) -> None:
     option = parser.add_argument
     option("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
-    option("--run", type=Path, dest="out", metavar="OUTPUT_DIR", help="also show the progress of this run")
+    option(
+        "--run",
+        type=Path,
+        nargs="+",
+        dest="out",
+        metavar="OUTPUT_DIR",
+        help="also show the progress of this run, or of several with --web; they need not have begun",
+    )
     option("--log", type=Path, metavar="FILE", help="also append the readings to FILE, as in a run's hardware.jsonl")
     option("--json", action="store_true", help="print a JSON object per reading, as in a run's hardware.jsonl")
     option(
         "--root", type=Path, default=Path("/"), metavar="DIR", help="read AMD GPUs from DIR/sys, such as a copy of /sys"
+    )
+    web = parser.add_argument_group("in a browser").add_argument
+    web("--web", action="store_true", help="serve the page of `rocm-ext report` and the counters; it follows the runs")
+    web("--port", type=_port, metavar="N", help="listen at this port (default: 8642, or a free one)")
+    web(
+        "--host",
+        metavar="ADDRESS",
+        help="listen at this address of this machine, 0.0.0.0 for all; the page's address then has a random token "
+        "(default: 127.0.0.1, without one)",
     )
     parser.set_defaults(run=run)
 
@@ -44,6 +61,7 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.hardware.counters import Counters
     from rocm_ext.runs.progress import progress
 
+    _check(args)
     if not args.root.is_dir():
         raise UserError(f"--root {args.root} is not a folder; expected one that holds sys/class/drm", code=2)
     counters = Counters(args.root)
@@ -55,12 +73,26 @@ def run(args: argparse.Namespace) -> None:
         if args.log:
             with _log_errors(args.log):
                 log = stack.enter_context(HardwareLog(args.log))
-        show = stack.enter_context(_screen(args))
+        show = stack.enter_context(_browser(args, counters.notes) if args.web else _screen(args))
         for reading in _readings(counters.read, args.interval, args.count):
             if args.log:
                 with _log_errors(args.log):
                     log.write(reading)
-            show(reading, progress(args.out) if args.out else None)
+            show(reading, progress(args.out[0]) if args.out and not args.web else None)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        UserError: the message names them.
+    """
+    if args.web and args.json:
+        raise UserError("--web and --json do not go together; choose one", code=2)
+    if not args.web and (args.host is not None or args.port is not None):
+        raise UserError("--host and --port are for --web; add it", code=2)
+    if not args.web and args.out and len(args.out) > 1:
+        raise UserError(f"--run takes one folder, not {len(args.out)}; add --web to follow several", code=2)
 
 
 @contextlib.contextmanager
@@ -78,6 +110,13 @@ def _seconds(text: str) -> float:
     return number
 
 
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError("must be from 0 to 65535; 0 is a free one")
+    return number
+
+
 def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | None) -> Iterator[dict[str, Any]]:
     due = time.monotonic() + 0.1  # the first processor load covers the time since the counters were opened
     done = 0
@@ -86,6 +125,23 @@ def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | N
         due = max(due + interval, time.monotonic())
         yield read()
         done += 1
+
+
+@contextlib.contextmanager
+def _browser(args: argparse.Namespace, notes: Sequence[str]) -> Iterator[_Show]:
+    """Serve a page and its readings in threads."""
+    from rocm_ext.report.live import LivePage
+    from rocm_ext.report.server import Server
+
+    page = LivePage(args.out or (), args.interval, notes)
+    with _ended_by_sigterm(), Server(page, args.host, args.port) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        print(f"{server.url}  (Ctrl-C ends)", flush=True)
+        try:
+            yield lambda reading, run: page.take(reading)
+        finally:
+            server.shutdown()
 
 
 @contextlib.contextmanager
@@ -108,13 +164,20 @@ def _live(interval: float) -> Iterator[_Show]:
     from rocm_ext.cli._dashboard import Dashboard
     from rocm_ext.cli._tables import console
 
+    dashboard = Dashboard(interval)
+    with _ended_by_sigterm(), Live(console=console(), auto_refresh=False) as live:  # Live restores the cursor
+        yield lambda reading, run: live.update(dashboard.draw(reading, run), refresh=True)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Context in which SIGTERM, by `timeout 60 rocm-ext monitor`, say, leaves the contexts within."""
+
     def stop(signum: int, frame: Any) -> None:
         sys.exit(128 + signum)
 
-    dashboard = Dashboard(interval)
-    earlier = signal.signal(signal.SIGTERM, stop)  # by `timeout 60 rocm-ext monitor`, say: Live restores the cursor
+    earlier = signal.signal(signal.SIGTERM, stop)
     try:
-        with Live(console=console(), auto_refresh=False) as live:
-            yield lambda reading, run: live.update(dashboard.draw(reading, run), refresh=True)
+        yield
     finally:
         signal.signal(signal.SIGTERM, earlier)

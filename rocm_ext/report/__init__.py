@@ -5,12 +5,14 @@ invisible characters. As a second line of defence, a Content-Security-Policy in 
 network.
 """
 
+import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from rocm_ext.errors import UserError
@@ -20,6 +22,9 @@ from rocm_ext.report import cards, groups, grpo, hardware, raft, samples, traini
 from rocm_ext.report.charts import line_style
 from rocm_ext.report.text import visible
 from rocm_ext.runs.reader import RunFolder
+
+HERE = Path(__file__).parent
+STYLE = (HERE / "style.css").read_text()
 
 
 def write(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -36,7 +41,7 @@ def write(folders: Sequence[Path], output: Path | None = None) -> Path:
         UserError: a folder holds no run, or the file cannot be written. Then an earlier file stays as it is.
     """
     runs = [RunFolder(path) for path in {path.resolve(): path for path in folders}.values()]
-    _name_apart(runs)
+    name_apart(runs)
     target = output or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file, such as {target / 'report.html'}")
@@ -45,7 +50,7 @@ def write(folders: Sequence[Path], output: Path | None = None) -> Path:
     return target
 
 
-def _name_apart(runs: Sequence[RunFolder]) -> None:
+def name_apart(runs: Sequence[RunFolder]) -> None:
     """Rename runs whose folders have the same name: add as many parent folders as tell them apart."""
     for depth in range(2, 20):
         names = [run.name for run in runs]
@@ -55,19 +60,16 @@ def _name_apart(runs: Sequence[RunFolder]) -> None:
                 run.name = str(Path(*run.path.resolve().parts[-depth:]))
 
 
-@np.errstate(all="ignore")  # damaged files may hold 1e308
 def render(runs: Sequence[RunFolder]) -> str:
     """The page as HTML."""
-    several = len(runs) > 1
-    sections = [
-        ("Cycles", raft.charts(runs), [run for run in runs if run.cycles]),
-        ("Rewards", grpo.charts(runs), [run for run in runs if run.family == GRPO]),
-        ("Training", training.charts(runs), [run for run in runs if len(run.steps)]),
-        ("Hardware", hardware.charts(runs), [run for run in runs if run.hardware]),
-    ]
-    shown = [(run, *samples.choose(run)) for run in runs]
+    return template("page").render(**content(runs), live=None)
+
+
+@cache
+def template(name: str) -> Template:
+    """The template ``page``, which takes what :func:`content` returns and ``live``, or ``machine``."""
     page = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(HERE),
         autoescape=True,
         finalize=_visible,
         undefined=StrictUndefined,
@@ -76,19 +78,35 @@ def render(runs: Sequence[RunFolder]) -> str:
     )
     page.filters["whole"] = lambda text: escape(visible(str(text), limit=4000))
     page.filters["short"] = lambda text: escape(visible(str(text), limit=1500))
-    return page.get_template("page.html.jinja").render(
-        title=f"{len(runs)} runs" if several else runs[0].name,
-        runs=[(run, line_style(i), cards.facts(run)) for i, run in enumerate(runs)],
-        several=several,
-        sections=[section for section in sections if section[1]],
-        tables=_tables(runs),
-        samples=[(run, of, each) for run, of, each in shown if each],
-        groups=[(run, *found) for run in runs if run.family == GRPO and (found := groups.choose(run))[1]],
-        verdict_styles={verdict: f"v{i}" for i, verdict in enumerate(raft.VERDICTS)},
-        differences=_differences(runs) if several else [],
-        settings=[(run, sorted(run.settings().items())) for run in runs if run.config],
-        problems=[problem for run in runs for problem in dict.fromkeys(run.problems)],
-    )
+    page.filters["clock"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    page.globals["style"] = Markup(STYLE)
+    return page.get_template(f"{name}.html.jinja")
+
+
+@np.errstate(all="ignore")  # damaged files may hold 1e308
+def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """What the page shows of runs, by the template's names."""
+    several = len(runs) > 1
+    sections = [
+        ("Cycles", raft.charts(runs), [run for run in runs if run.cycles]),
+        ("Rewards", grpo.charts(runs), [run for run in runs if run.family == GRPO]),
+        ("Training", training.charts(runs), [run for run in runs if len(run.steps)]),
+        ("Hardware", hardware.charts(runs), [run for run in runs if run.hardware]),
+    ]
+    shown = [(run, *samples.choose(run)) for run in runs]
+    return {
+        "title": f"{len(runs)} runs" if several else "".join(run.name for run in runs),
+        "runs": [(run, line_style(i), cards.facts(run)) for i, run in enumerate(runs)],
+        "several": several,
+        "sections": [section for section in sections if section[1]],
+        "tables": _tables(runs),
+        "samples": [(run, of, each) for run, of, each in shown if each],
+        "groups": [(run, *found) for run in runs if run.family == GRPO and (found := groups.choose(run))[1]],
+        "verdict_styles": {verdict: f"v{i}" for i, verdict in enumerate(raft.VERDICTS)},
+        "differences": _differences(runs) if several else [],
+        "settings": [(run, sorted(run.settings().items())) for run in runs if run.config],
+        "problems": [problem for run in runs for problem in dict.fromkeys(run.problems)],
+    }
 
 
 def _tables(runs: Sequence[RunFolder]) -> dict[str, tuple[Sequence[str], str, list[tuple[RunFolder, list[list[str]]]]]]:

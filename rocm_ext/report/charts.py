@@ -119,7 +119,9 @@ def _figure(title: str, unit: str, body: Markup, said: str, legend: Sequence[tup
     caption = tag("figcaption", tag("b", title), tag("span", unit, class_="unit") if unit else "")
     view = f"0 0 {WIDTH:.0f} {HEIGHT:.0f}"
     drawing = tag("svg", body, viewBox=view, role="img", aria_label=visible(f"{title}, {unit}: {said}", limit=4000))
-    return tag("figure", caption, tag("ul", *keys, class_="legend") if keys else "", drawing, class_="chart")
+    return tag(
+        "figure", caption, tag("ul", *keys, class_="legend") if keys else "", drawing, class_="chart", data_key=title
+    )
 
 
 def line_style(colour: int, dash: int = 0) -> str:

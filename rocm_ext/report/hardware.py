@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from markupsafe import Markup
 
 from rocm_ext.report.charts import Line, line_chart
 from rocm_ext.report.curves import memory_unit, time_unit
-from rocm_ext.runs.reader import RunFolder, running_time
-from rocm_ext.runs.records import is_rows, number
+from rocm_ext.runs.reader import running_time
+from rocm_ext.runs.records import Readings, is_rows, number
 
 _Read = Callable[[Mapping[str, Any]], float]
 _GPU = (
@@ -27,14 +27,32 @@ _HOST = (
 )
 
 
-def charts(runs: Sequence[RunFolder]) -> list[Markup]:
+class Recorded(Protocol):
+    """A run, or anything else with readings of counters."""
+
+    @property
+    def name(self) -> str:
+        """Its name in charts."""
+
+    @property
+    def hardware(self) -> Readings:
+        """The readings."""
+
+
+def charts(runs: Sequence[Recorded], from_now: bool = False) -> list[Markup]:
     """A chart for each counter that some run recorded, over its running time.
 
     A single run has a line for each GPU; of several runs, each has one line, the mean of its GPUs.
+
+    Args:
+        runs: those to show.
+        from_now: count the time from the last reading.
     """
     clocks = [running_time(run.hardware) for run in runs]
     size, x_title = time_unit(max((float(clock[-1]) for clock, _ in clocks if len(clock)), default=0.0))
-    several = len(runs) > 1
+    if from_now:
+        clocks, x_title = [(clock - clock[-1:], pauses) for clock, pauses in clocks], f"{x_title} from now"
+    several = len(runs) != 1
     marks = [] if several else [(float(clocks[0][0][i]) / size, "resumed") for i in clocks[0][1]]
     drawn: list[Markup] = []
     for title, unit, sources in _sources(runs):
@@ -52,7 +70,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Markup]:
     return drawn
 
 
-def _sources(runs: Sequence[RunFolder]) -> list[tuple[str, str, list[tuple[str, int, int, _Read]]]]:
+def _sources(runs: Sequence[Recorded]) -> list[tuple[str, str, list[tuple[str, int, int, _Read]]]]:
     """Title and unit of each counter, with its lines: label, colour, index of the run, and a function that reads it."""
     found = []
     for title, unit, keys in _GPU:
@@ -79,7 +97,7 @@ def _chart(title: str, unit: str, lines: list[Line], **more: Any) -> Markup:
     return line_chart(title, unit, lines, zero=True, whole=False, **more)
 
 
-def gpu_names(run: RunFolder) -> list[str]:
+def gpu_names(run: Recorded) -> list[str]:
     """The ids of the GPUs that a run recorded."""
     return list(run.hardware.gpus)
 

@@ -1,8 +1,10 @@
 """Some answers of a run, with their prompts and verdicts."""
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +87,26 @@ def prompt_texts(run: RunFolder, ids: Collection[str], held_out: bool = False) -
     source = node.get("source")
     if not isinstance(source, str) or not Path(source).is_file():
         return {}
+    try:
+        written = Path(source).stat().st_mtime_ns
+    except OSError:
+        return {}
+    found = _last_turns(json.dumps(node, sort_keys=True, default=str), written)
+    return {prompt: found[prompt] for prompt in ids if prompt in found}
+
+
+@lru_cache(maxsize=4)  # a live page asks again and again
+def _last_turns(node: str, written: int) -> dict[str, str]:
+    """The last turns of all prompts, by id.
+
+    Args:
+        node: the setting as JSON.
+        written: when its file was.
+    """
     from rocm_ext.data.prompts import prompt_dataset  # here: `datasets` takes a second to import
 
+    settings = {key: value for key, value in json.loads(node).items() if key != "_component_"}
     try:
-        prompts = prompt_dataset(**{key: value for key, value in node.items() if key != "_component_"})
+        return {prompt.id: prompt.messages[-1]["content"] for prompt in prompt_dataset(**settings)}
     except Exception:  # the file may have changed since; the report is useful without prompts
         return {}
-    return {prompt.id: prompt.messages[-1]["content"] for prompt in prompts if prompt.id in ids}

@@ -1,0 +1,173 @@
+"""Serves a live page to browsers.
+
+On the loopback address everybody on this machine can open the page, as they can look at its load; a site that a browser
+visits cannot: it does not see answers of another origin, and the ``Host`` of a request must be a name of the loopback
+address, so that a site's own name that leads here (DNS rebinding) is refused. On any other address a random token in
+the path is needed, which no site can guess.
+"""
+
+import errno
+import gzip
+import hmac
+import os
+import secrets
+import socket
+import sys
+from base64 import b64encode
+from hashlib import sha256
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from rocm_ext.errors import UserError
+from rocm_ext.report import STYLE
+from rocm_ext.report.live import SCRIPT, LivePage, tag_of
+
+PORT = 8642
+_LOOPBACK = "127.0.0.1"
+_NAMES = (_LOOPBACK, "localhost", "::1")  # a port that ssh forwards is at one of these, too
+_TIMEOUT = 30  # seconds that a connection may say nothing
+
+
+def _source(text: str) -> str:
+    """The hash of an inline script or style as a Content-Security-Policy names it."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": f"default-src 'none'; script-src {_source(SCRIPT)}; style-src {_source(STYLE)}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "private, no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",  # the token is in the address
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Server(ThreadingHTTPServer):
+    """An HTTP server of one page.
+
+    Args:
+        page: the page.
+        host: name or address to listen at; None: the loopback address, without a token.
+        port: None: :data:`PORT`, or a free one if that is in use.
+
+    Attributes:
+        prefix: the beginning of all paths; it holds the token.
+
+    Raises:
+        UserError: the port is in use, or the host is none of this machine's.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = os.name != "nt"  # there, two servers would share the port
+
+    def __init__(self, page: LivePage, host: str | None = None, port: int | None = None) -> None:
+        self.page, self.names = page, _NAMES if host is None else None
+        self.prefix = "/" if host is None else f"/{secrets.token_urlsafe(24)}/"
+        self.address_family, address = _address(host or _LOOPBACK)
+        try:
+            super().__init__((address, PORT if port is None else port), _Handler)
+        except OSError as error:
+            if port is not None or error.errno != errno.EADDRINUSE:
+                raise _refused(host or _LOOPBACK, PORT if port is None else port, error) from error
+            super().__init__((address, 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        """Address of the page, with the token."""
+        name, port = str(self.server_address[0]), self.server_address[1]
+        if name in ("0.0.0.0", "::"):
+            name = _outward(self.address_family)
+        return f"http://{f'[{name}]' if ':' in name else name}:{port}{self.prefix}"
+
+    def server_bind(self) -> None:
+        """Bind; HTTPServer's own way also looks up the machine's name, which takes seconds without a network."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Show an error, unless a browser only closed its connection."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+def _address(host: str) -> tuple[int, str]:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise UserError(f"--host {host}: {error.strerror or error}; expected an address of this machine") from error
+    return family, str(address[0])
+
+
+def _refused(host: str, port: int, error: OSError) -> UserError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return UserError(f"--host {host} is no address of this machine; 0.0.0.0 stands for all of them")
+    return UserError(f"--port {port} of {host}: {error.strerror or error}; name another with --port")
+
+
+def _outward(family: int) -> str:
+    """The address of this machine towards other networks, or its name."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1" if family == socket.AF_INET else "2001:db8::1", 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "rocm-ext", ""
+    timeout = _TIMEOUT
+
+    def do_GET(self) -> None:
+        page, prefix = self.server.page, self.server.prefix
+        drawn = {"": page.whole, "page": page.page, "machine": page.machine}
+        path = self.path.partition("?")[0].encode()
+        draw = next((draw for name, draw in drawn.items() if hmac.compare_digest(path, (prefix + name).encode())), None)
+        if not self._is_named():
+            self._answer(HTTPStatus.FORBIDDEN, "This page has another host name; open the address that was printed.")
+        elif draw is None:
+            self._answer(HTTPStatus.NOT_FOUND, "Nothing is here; open the whole address that was printed.")
+        else:
+            self._show(draw())
+
+    do_HEAD = do_GET
+
+    def _is_named(self) -> bool:
+        """Whether the request calls the server by one of its names."""
+        if self.server.names is None:
+            return True  # the token is the guard
+        try:
+            return urlsplit(f"//{self.headers.get('Host', '')}").hostname in self.server.names
+        except ValueError:
+            return False
+
+    def _show(self, html: str) -> None:
+        tag = tag_of(html)
+        if self.headers.get("If-None-Match") == tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, "", ETag=tag)
+        else:
+            self._answer(HTTPStatus.OK, html, ETag=tag)
+
+    def _answer(self, status: HTTPStatus, text: str, **more: str) -> None:
+        body = text.encode("ascii", "xmlcharrefreplace")
+        if len(body) > 1000 and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body, more = gzip.compress(body, 1), {**more, "Content-Encoding": "gzip"}
+        self.send_response(status)
+        for name, value in {**_HEADERS, **more}.items():
+            self.send_header(name, value)
+        if status != HTTPStatus.NOT_MODIFIED:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
