@@ -1,8 +1,8 @@
-"""One HTML file that shows runs; it is self-contained and has no script.
+"""A page that shows runs: one HTML file, self-contained and without script, or live, see :mod:`rocm_ext.report.live`.
 
 :mod:`rocm_ext.runs.reader` reads the runs. The template escapes every text, and :mod:`rocm_ext.report.text` replaces
-invisible characters. As a second line of defence, a Content-Security-Policy in the page forbids scripts and the
-network.
+invisible characters. As a second line of defence, a Content-Security-Policy forbids the network and scripts; that of a
+live page allows its own script and its own server.
 """
 
 import time

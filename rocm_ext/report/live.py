@@ -28,7 +28,7 @@ SCRIPT = (HERE / "live.js").read_text()
 _FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*", "cycle_*/eval/*.json*")  # that the page shows
 _JOURNALS = ("*.jsonl", "cycle_*/*.jsonl", "cycle_*/eval/*.jsonl")  # a run that goes on adds lines to these
 _MINUTES = 15  # of the machine's counters that are shown
-_SHARE = 0.1  # most of a processor's time that drawing takes
+_SHARE, _LONGEST = 0.1, 20.0  # most of a core's time that drawing takes; most seconds without drawing
 _QUIET, _LEAST = 120.0, 30.0  # least seconds without a new line after which a run counts as silent, see _patience
 _RECORDED = 600.0  # seconds after its last reading of counters in which a run still records them
 _MACHINE = '<section id="machine" data-own></section>'  # where the template has the machine
@@ -59,7 +59,7 @@ class _History:
 class LivePage:
     """A page that is drawn when it is asked for, if something has changed since.
 
-    Drawing takes at most a tenth of a processor's time: a page that takes 2 s to draw is 20 s old at most.
+    Drawing takes at most a tenth of a core's time if it takes at most 2 s: then the page is drawn every 20 s.
 
     Args:
         folders: output_dirs of runs; they need not exist yet.
@@ -92,10 +92,10 @@ class LivePage:
             if time.monotonic() >= self._due:
                 now = [_sign(path, self._patience.get(path, _QUIET)) for path in self._folders]
                 if now != self._of:
-                    begun = time.monotonic()
-                    self._drawn = self._draw()
-                    self._of, ended = now, time.monotonic()
-                    self._due = ended + (ended - begun) * (1 / _SHARE - 1)
+                    begun = time.thread_time()
+                    self._drawn, self._of = self._draw(), now
+                    pause = (time.thread_time() - begun) * (1 / _SHARE - 1)
+                    self._due = time.monotonic() + min(pause, _LONGEST)  # the first time, it imports and reads all
             return self._drawn
 
     def _draw(self) -> str:
