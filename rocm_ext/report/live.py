@@ -92,10 +92,10 @@ class LivePage:
             if time.monotonic() >= self._due:
                 now = [_sign(path, self._patience.get(path, _QUIET)) for path in self._folders]
                 if now != self._of:
-                    begun = time.thread_time()
+                    first, begun = not self._drawn, time.thread_time()
                     self._drawn, self._of = self._draw(), now
-                    pause = (time.thread_time() - begun) * (1 / _SHARE - 1)
-                    self._due = time.monotonic() + min(pause, _LONGEST)  # the first time, it imports and reads all
+                    pause = 0.0 if first else (time.thread_time() - begun) * (1 / _SHARE - 1)  # the first one imports
+                    self._due = time.monotonic() + min(pause, _LONGEST)
             return self._drawn
 
     def _draw(self) -> str:
