@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rocm_ext.cli import main
+from rocm_ext.report.server import PORT
 from tests import sysfs
 from tests.browser import browser as browser
 from tests.run_folders import curve, grpo, raft, sft, step_lines
@@ -174,12 +175,15 @@ def test_a_port_in_use(tmp_path, capsys):
     assert re.fullmatch(rf"error: --port {port} of 127\.0\.0\.1: .*; name another with --port\n", err)
 
 
-def test_without_a_port_a_free_one(monkeypatch):
+def test_without_a_port_a_free_one(capsys):
+    with pytest.raises(SystemExit):
+        main(["monitor", "--help"])
+    assert f"(default: {PORT}, or a free one)" in " ".join(capsys.readouterr().out.split())
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # something else has it
-            stack.enter_context(socket.create_server(("127.0.0.1", 8642)))
+            stack.enter_context(socket.create_server(("127.0.0.1", PORT)))
         url, _ = stack.enter_context(serving())
-        assert urlsplit(url).port not in (None, 0, 8642)
+        assert urlsplit(url).port not in (None, 0, PORT)
         assert ask(url)[0].status == 200
 
 

@@ -71,11 +71,12 @@
       lost = lost || asked;
     }
     tick();
-    setTimeout(document.hidden ? sleep : update, every);
+    setTimeout(next, every);
   }
 
-  function sleep() {
-    document.addEventListener("visibilitychange", update, { once: true });
+  function next() {  // a hidden page asks when it is shown again
+    if (document.hidden) document.addEventListener("visibilitychange", update, { once: true });
+    else update();
   }
 
   setInterval(tick, 1000);

@@ -207,4 +207,4 @@ def _used(counters: Mapping[str, Any], pool: str) -> str:
     used, total = (counters.get(f"{pool}_{what}") for what in ("used", "total"))
     if used is None:
         return ""
-    return " of ".join(f"{size / _GIB:.{size < 100 * _GIB}f}" for size in (used, total) if size is not None)
+    return " of ".join(f"{size / _GIB:.{int(size < 100 * _GIB)}f}" for size in (used, total) if size is not None)
