@@ -48,9 +48,11 @@
     const answer = await fetch(name, { headers, cache: "no-store", signal: AbortSignal.timeout(60000) });
     if (answer.status === 304) return;
     if (!answer.ok) throw new Error(answer.statusText);
-    put(new DOMParser().parseFromString(await answer.text(), "text/html"));
+    const found = new DOMParser().parseFromString(await answer.text(), "text/html");
     tags[name] = answer.headers.get("ETag");
     ahead = Date.now() - Date.parse(answer.headers.get("Date"));
+    put(found);
+    tick();  // before the browser paints the times as the server wrote them
   }
 
   async function update() {

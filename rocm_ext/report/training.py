@@ -84,7 +84,8 @@ def chart(curve: Curve, runs: Sequence[RunFolder], marks: Sequence[tuple[float, 
     if not lines:
         return None
     if widths:
-        unit += f", mean of {widths.pop()} steps" if len(widths) == 1 else ", smoothed"
+        smoothed = f"mean of {widths.pop()} steps" if len(widths) == 1 else "smoothed"
+        unit = f"{unit}, {smoothed}" if unit else smoothed
     return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks)
 
 
