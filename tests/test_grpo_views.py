@@ -165,7 +165,9 @@ def test_a_long_run_makes_a_small_page(tmp_path):
         if step % 10 == 0:
             lines.append({"step": step, "eval": {"prompts": 100, "correct": int(rng.integers(100))}, "seconds": 3.0})
     write_jsonl(out / "metrics.jsonl", lines)
-    assert len(report(out)) < 900_000
+    page = report(out)
+    assert len(page) < 900_000
+    assert '<b>Loss</b><span class="unit">mean of 81 steps</span>' in page
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
