@@ -167,7 +167,7 @@ def test_a_long_run_makes_a_small_page(tmp_path):
     write_jsonl(out / "metrics.jsonl", lines)
     page = report(out)
     assert len(page) < 900_000
-    assert '<b>Loss</b><span class="unit">mean of 81 steps</span>' in page
+    assert '<b>Loss</b><span class="unit">mean of 79 steps</span>' in page
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
