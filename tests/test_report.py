@@ -464,7 +464,7 @@ OVERLAPS = """() => [...document.querySelectorAll('svg')].flatMap(svg => {
 })"""
 
 
-@pytest.mark.parametrize("width", [360, 1200])
+@pytest.mark.parametrize("width", [360, pytest.param(1200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["sft", "raft", "single", "several", "hostile"])
 def test_in_a_browser(open_page, pages, name, width):
     page = open_page(name, width)

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rocm_ext.cli import main
+from rocm_ext.report.live import LivePage
 from rocm_ext.report.server import PORT
 from tests import sysfs
 from tests.browser import browser as browser
@@ -206,7 +207,9 @@ def test_options_that_are_wrong(capsys, options, named):
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 0), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_it_ends_cleanly(tmp_path, number, code):
     with serving("--port", 0, "--log", tmp_path / "log.jsonl") as (url, process):
         connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=60)
@@ -252,8 +255,7 @@ def test_a_run_from_before_its_begin_to_its_end(tmp_path):
 
 def test_several_runs_one_of_them_to_come(tmp_path):
     folders = [raft(tmp_path / "a", [[True, False]] * 2), grpo(tmp_path / "b", {0: [True]}, steps=3), tmp_path / "c"]
-    with serving("--port", 0, "--run", *folders) as (url, _):
-        html = ask(url)[1]
+    html = LivePage(folders, interval=1).whole()
     text = words(html)
     assert "2 runs" in text
     assert text.count("Finished") == 2
@@ -262,9 +264,7 @@ def test_several_runs_one_of_them_to_come(tmp_path):
 
 
 def test_hostile_text_is_only_text(tmp_path):
-    with serving("--port", 0, "--run", hostile(tmp_path)) as (url, _):
-        html = ask(url)[1]
-    assert html.isascii()
+    html = LivePage([hostile(tmp_path)], interval=1).whole()
     assert html.count("<script") == 1
     assert "<img" not in html
     assert NASTY[:20] not in html
@@ -273,7 +273,7 @@ def test_hostile_text_is_only_text(tmp_path):
 # ---- in a browser
 
 
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [360, pytest.param(1280, marks=pytest.mark.slow)])
 def test_in_a_browser(browser, tmp_path, width):
     """The page follows a run; what the reader opened, scrolled to and points at stays."""
     run = hardware(grpo(tmp_path / "run", {0: [True, False], 6: [True, True]}, steps=6, planned=40, finished=False))
@@ -321,6 +321,7 @@ def test_in_a_browser(browser, tmp_path, width):
     page.close()
 
 
+@pytest.mark.slow
 def test_the_browser_runs_nothing_of_the_runs(browser, tmp_path):
     with serving("--port", 0, "--run", hostile(tmp_path)) as (url, _):
         page = browser.new_page(viewport={"width": 360, "height": 800})
