@@ -41,7 +41,7 @@ from tests.tiny import write_yaml
 OURS, WHOLE = sft.OURS, "ours without shared prompts"
 GATE, WARM_UP = 20, 1  # steps
 PAIRS_PER_STEP = SEQUENCES_PER_STEP // 2
-BATCH = 4  # pairs of a micro-batch, for all sides
+BATCH = 4  # pairs of a micro-batch
 RATE, BETA = 1e-3, 0.1
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (0.05, None)}  # relative, of a step's loss and of its gradient's norm
 
@@ -68,8 +68,10 @@ class Peer(sft.Peer):
 US = Peer("dpo_ours", OURS, BATCH, reference_first=True)
 PEERS = {
     "torchtune": Peer("dpo_torchtune", "torchtune", BATCH),
+    "torchtune batch 1": Peer("dpo_torchtune", "torchtune", 1),
     "torchtune as shipped": Peer("dpo_torchtune", "torchtune", BATCH, {"enable_activation_checkpointing": True}),
     "TRL + PEFT": Peer("dpo_trl", "trl", BATCH),
+    "TRL + PEFT batch 1": Peer("dpo_trl", "trl", 1),
     "TRL + PEFT, reference first": Peer("dpo_trl", "trl", BATCH, reference_first=True),
     WHOLE: US,
 }
