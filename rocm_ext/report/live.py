@@ -124,7 +124,8 @@ class LivePage:
             history.take(reading)
         drawn = hardware.charts([_History(history)], from_now=True) if len(history) > 1 and not self._recorded else []
         columns, rows = _table(readings[-1]) if readings else ([], [])
-        return template("machine").render(columns=columns, rows=rows, notes=self._notes, charts=drawn)
+        notes = [*self._notes, *(_names(readings[-1]) if readings else ())]
+        return template("machine").render(columns=columns, rows=rows, notes=notes, charts=drawn)
 
 
 def _why(path: Path, error: UserError) -> str:
@@ -192,11 +193,19 @@ def _table(reading: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, list[
     for i, gpu in enumerate(reading["gpus"]):
         cells = [_percent(gpu.get("busy")), _used(gpu, "vram"), _used(gpu, "gtt")]
         cells += [f"{gpu[key]:.0f}" if key in gpu else "" for key in ("power", "temperature", "clock")]
-        rows.append((f"{i}: {gpu.get('name', gpu.get('id', 'GPU'))}", cells))
+        rows.append((f"GPU {i}", cells))
     host = reading["host"]
     rows.append(("Host", [_percent(host.get("cpu")), _used(host, "memory"), "", "", "", ""]))
     known = [any(cells[i] for _, cells in rows) for i in range(len(_COLUMNS))]
     return list(compress(_COLUMNS, known)), [(name, list(compress(cells, known))) for name, cells in rows if any(cells)]
+
+
+def _names(reading: Mapping[str, Any]) -> list[str]:
+    """The names of the GPUs, those of one name together."""
+    found: dict[str, list[int]] = {}
+    for i, gpu in enumerate(reading["gpus"]):
+        found.setdefault(str(gpu.get("name", gpu.get("id", "unknown"))), []).append(i)
+    return [f"GPU {', '.join(map(str, numbers))}: {name}" for name, numbers in found.items()]
 
 
 def _percent(value: float | None) -> str:
