@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.raft_runs import SFT_ONLY, WEIGHTS
-from tests.tiny import run_config, write_yaml
+from tests.raft_runs import WEIGHTS, sampling_config
+from tests.tiny import write_yaml
 
 FIT = ("shuffle", "data_seed", "sequences_per_step", "gradient_accumulation_steps", "max_steps_per_epoch", "epochs")
 TIMING = (
@@ -21,26 +21,13 @@ def write_run(folder: Path, out: Path, base: str = "base", **changes) -> Path:
         base: folder of the model.
         changes: other values.
     """
-
-    def prompts(name: str) -> dict:
-        component = "rocm_ext.data.prompt_dataset"
-        return {"_component_": component, "source": str(folder / name), "column_map": {"prompt": "question"}}
-
-    cfg = run_config(folder / base, folder / "prompts.jsonl", out)
-    cfg = {key: value for key, value in cfg.items() if key not in (*SFT_ONLY, *FIT, "loss")} | {
+    cfg = {
+        **{key: value for key, value in sampling_config(folder, out, base).items() if key not in (*FIT, "loss")},
         "recipe": "grpo_rocm",
-        "prompts": prompts("prompts.jsonl"),
-        "eval_prompts": prompts("heldout.jsonl"),
-        "verifier": {"_component_": "tests.judges.Coin"},
-        "verify_workers": 1,
         "steps": 4,
         "prompts_per_step": 4,
-        "samples_per_prompt": 4,
-        "max_new_tokens": 12,
         "truncated": "keep",
         "eval_every_n_steps": 2,
-        "save_every_n_steps": 2,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-3},
         **changes,
     }
     out.parent.mkdir(exist_ok=True, parents=True)

@@ -18,6 +18,26 @@ def write_world(top: Path) -> Path:
     return top
 
 
+def sampling_config(folder: Path, out: Path, base: str) -> dict:
+    """Return what configs of runs that sample in a folder of :func:`write_world` have in common."""
+
+    def prompts(name: str) -> dict:
+        component = "rocm_ext.data.prompt_dataset"
+        return {"_component_": component, "source": str(folder / name), "column_map": {"prompt": "question"}}
+
+    cfg = run_config(folder / base, folder / "prompts.jsonl", out)
+    return {key: value for key, value in cfg.items() if key not in SFT_ONLY} | {
+        "prompts": prompts("prompts.jsonl"),
+        "eval_prompts": prompts("heldout.jsonl"),
+        "verifier": {"_component_": "tests.judges.Coin"},
+        "verify_workers": 1,
+        "samples_per_prompt": 4,
+        "max_new_tokens": 12,
+        "save_every_n_steps": 2,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-3},
+    }
+
+
 def write_run(folder: Path, out: Path, base: str = "base", **changes) -> Path:
     """Write the YAML of a run: 2 cycles of 12 prompts with 4 answers each.
 
@@ -27,26 +47,13 @@ def write_run(folder: Path, out: Path, base: str = "base", **changes) -> Path:
         base: folder of the model.
         changes: other values.
     """
-
-    def prompts(name: str) -> dict:
-        component = "rocm_ext.data.prompt_dataset"
-        return {"_component_": component, "source": str(folder / name), "column_map": {"prompt": "question"}}
-
-    cfg = run_config(folder / base, folder / "prompts.jsonl", out)
-    cfg = {key: value for key, value in cfg.items() if key not in SFT_ONLY} | {
-        "prompts": prompts("prompts.jsonl"),
-        "eval_prompts": prompts("heldout.jsonl"),
-        "verifier": {"_component_": "tests.judges.Coin"},
-        "verify_workers": 1,
+    cfg = {
+        **sampling_config(folder, out, base),
         "cycles": 2,
-        "samples_per_prompt": 4,
-        "max_new_tokens": 12,
         "drop_truncated": False,
         "skip_solved": False,
         "retry_unsolved_after": 1,
         "epochs": 2,
-        "save_every_n_steps": 2,
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-3},
         "optimizer_state": "cycle" if changes.get("start_from") == "base" else "run",
         **changes,
     }

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +23,12 @@ from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import load_profile
 from rocm_ext.log import log
 from rocm_ext.plan.speeds import figures_for
+from tests.forks import ForkedPopen
+from tests.test_plan import _without_search, as_configured  # noqa: F401
 
 GIB = 2**30
+# `runner` starts forks instead of programs, which take five seconds to import torch
+FORKS = SimpleNamespace(PIPE=None, TimeoutExpired=subprocess.TimeoutExpired, Popen=partial(ForkedPopen, child.main))
 
 
 def job(budget: int = 4 * GIB) -> Spec:
@@ -187,6 +193,7 @@ def test_a_damaged_file_is_told_and_not_used(damaged, tmp_path, monkeypatch, mes
     assert "as a file of `rocm-ext bench`" in capsys.readouterr().err
 
 
+@as_configured
 def test_plan_takes_a_file_of_such_a_machine(tmp_path, capsys):
     path = tmp_path / "halo.json"
     machine = {"backend": "rocm", "arch": "gfx1151", "name": "Radeon 8060S", "torch": "2.11.0+rocm7.2", "cores": None}
@@ -311,6 +318,7 @@ def test_a_part_replaces_no_whole_file(tmp_path, loader_alone, monkeypatch, caps
 
 def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "subprocess", FORKS)
     main(["bench", "--quick", "--only", "bandwidth", "gemm", "--output", "b.json", "--json"])
     assert json.loads(capsys.readouterr().out) == json.loads(Path("b.json").read_text())
     assert os.listdir() == ["b.json"]

@@ -363,6 +363,7 @@ def check_resumes(cfg: dict, name: str, moved: Callable[[], str] | None = None) 
     assert run_files(out) == run_files(whole)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(folders, tmp_path):
     """From the config that the run recorded, and from a folder that has moved."""
     base = shutil.copytree(folders["qwen3"], tmp_path / "base")

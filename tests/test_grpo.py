@@ -96,7 +96,8 @@ def test_prompts_come_in_turn(reference):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("samples", 3), slow("samples", 25), ("verdicts", 20), slow("samples", 60), ("verdicts", 80)]
+    ("name", "count"),
+    [("samples", 3), slow("samples", 25), slow("verdicts", 20), slow("samples", 60), ("verdicts", 80)],
 )
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
     def prepare() -> None:
@@ -128,7 +129,7 @@ def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, co
         slow("before", "finish_step"),
         ("after", "finish_step"),
         slow("before", "finish_evaluation"),
-        ("after", "finish_evaluation"),
+        slow("after", "finish_evaluation"),
         slow("before", "save_checkpoint"),
         slow("after", "save_checkpoint"),
     ],
@@ -162,7 +163,7 @@ def test_killed_at_random_moments(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
-@pytest.mark.parametrize("phase", ["sample", "eval"])
+@pytest.mark.parametrize("phase", ["sample", slow("eval")])
 def test_ctrl_c_saves(make, reference, tmp_path, phase):
     def prepare() -> None:
         original = RunJournal.append
@@ -198,6 +199,7 @@ def test_two_ranks_equal_one(make, reference, tmp_path):
         assert ours.get("loss") == pytest.approx(other.get("loss"), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_more_steps_go_on(make, reference, tmp_path):
     out = tmp_path / "out"
     succeed(make(out), "steps=2")
@@ -228,15 +230,16 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"updates_per_step": 2, "minibatches": 2},
+        {"updates_per_step": 2, "minibatches": 2, "kl_coef": 0.1, "loss": "grpo", "temperature": 0.7},
+        slow({"updates_per_step": 2, "minibatches": 2}),
         slow({"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"}),
-        {"kl_coef": 0.1, "loss": "grpo"},
+        slow({"kl_coef": 0.1, "loss": "grpo"}),
         slow({"loss": "dr_grpo", "scale": "none", "entropy_coef": 0.01}),
         slow({"loss": "rloo", "center": "leave_one_out", "scale": "none"}),
         slow({"loss": "gspo", "updates_per_step": 2}),
         slow({"loss": "cispo", "minibatches": 2, "scale": "batch"}),
         slow({"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"}),
-        {"temperature": 0.7},
+        slow({"temperature": 0.7}),
     ],
     ids=str,
 )

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from rocm_ext.generation.base import Request, Sampling
 from rocm_ext.generation.openai import OpenAIEngine
 from rocm_ext.generation.openai_session import OpenAISession
 from rocm_ext.rollouts.samples import read_records
+from tests.forks import start, wait
 from tests.servers import CHAT, COMPLETIONS, LOAD, MODELS, Fake, Vllm, is_check, vllm_form
 from tests.tiny import run_config, write_model, write_rows, write_tokenizer, write_yaml
 
@@ -480,34 +483,25 @@ def test_closing_early_ends_what_is_under_way(vllm, tokenizer, how):
 def test_ctrl_c_ends_a_process_that_waits(vllm, tokenizer, tmp_path):
     gate = threading.Event()
     fake = vllm(lambda body: gate.wait(60) and None)
-    script = tmp_path / "wait.py"
-    script.write_text(
-        "import signal, sys, threading\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
-        "from rocm_ext.generation.base import Request, Sampling\n"
-        "from rocm_ext.generation.openai import OpenAIEngine\n"
-        "from tests.test_openai_engine import load_tokenizer\n"
-        "from pathlib import Path\n"
-        "engine = OpenAIEngine(load_tokenizer(Path(sys.argv[2])), urls=[sys.argv[1]])\n"
-        "with engine.session(None) as session:\n"
-        "    try:\n"
-        "        list(session.generate([Request('p', 0, 0, (1,))], Sampling(8)))\n"
-        "    except KeyboardInterrupt:\n"
-        "        print('ended', [t.name for t in threading.enumerate()], flush=True)\n"
-    )
-    write_tokenizer(tmp_path)
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, str(script), fake.url, str(tmp_path)]
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not fake.bodies() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert fake.bodies(), "the request did not arrive"
-        process.send_signal(2)
-        out, _ = process.communicate(timeout=30)
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+
+    def sample_and_leave() -> NoReturn:
+        with engine.session(None) as session:
+            try:
+                list(session.generate([Request("p", 0, 0, (1,))], Sampling(8)))
+            except KeyboardInterrupt:
+                print("ended", [t.name for t in threading.enumerate()], flush=True)
+                raise SystemExit(0) from None
+
+    pid, receive = start(sample_and_leave, tmp_path, (), None)
+    deadline = time.monotonic() + 60
+    while not fake.bodies() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert fake.bodies(), "the request did not arrive"
+    os.kill(pid, signal.SIGINT)
+    ended = wait(pid, receive)
     gate.set()
-    assert process.returncode == 0
-    assert out == "ended ['MainThread']\n"
+    assert ended == (0, "ended ['MainThread']\n")
 
 
 # ---- token ids and log-probabilities

@@ -16,6 +16,7 @@ from rocm_ext.errors import UserError
 from rocm_ext.model import from_checkpoint
 from rocm_ext.model.published import published_models
 from rocm_ext.plan import speeds
+from tests.test_plan import _without_search, as_configured  # noqa: F401
 
 MODELS = published_models()
 # millions of parameters that the model cards and torchtune's builders state, embeddings counted once
@@ -93,6 +94,7 @@ def test_a_folder_s_name_means_one_model():
     assert len(set(names)) == len(names)
 
 
+@as_configured
 def test_a_plan_without_any_file(capsys):
     found = plan(capsys, "--config", "strix_halo_qwen3_0_6b")
     assert found["shape"].endswith("of Qwen/Qwen3-0.6B, because models/Qwen3-0.6B is not on this machine")
@@ -103,6 +105,7 @@ def test_a_plan_without_any_file(capsys):
     assert f"{found['parameters'] / 1e6:,.1f} million parameters" in said
 
 
+@as_configured
 def test_a_folder_wins(tmp_path, capsys):
     tiny(tmp_path / "models/Qwen3-0.6B")
     found = plan(capsys, "--config", "strix_halo_qwen3_0_6b")

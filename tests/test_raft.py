@@ -289,7 +289,7 @@ def kill_at_record(name: str, count: int):
     [
         ("samples.jsonl", 3),
         pytest.param("samples.jsonl", 40, marks=pytest.mark.slow),
-        ("verdicts.jsonl", 20),
+        pytest.param("verdicts.jsonl", 20, marks=pytest.mark.slow),
         pytest.param("samples.jsonl", 58, marks=pytest.mark.slow),
     ],
 )
@@ -313,7 +313,7 @@ def test_killed_at_random_moments(make, reference, tmp_path):
 
 @pytest.mark.parametrize(
     "written",
-    ["summary.json", "kept.jsonl", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eval.json", "adapter"))],
+    ["kept.jsonl", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eval.json", "summary.json", "adapter"))],
 )
 def test_killed_before_a_file_appears(make, reference, tmp_path, written):
     def prepare() -> None:
@@ -335,7 +335,7 @@ def test_killed_before_a_file_appears(make, reference, tmp_path, written):
     assert_equal(out, reference)
 
 
-@pytest.mark.parametrize("step", [2, -1])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), -1])
 def test_sigterm_while_training(make, reference, tmp_path, step):
     """This includes the last step, after which no step checks for the signal."""
 
@@ -427,16 +427,21 @@ def test_more_cycles_go_on_from_the_last(reference, make, tmp_path):
     ("override", "message"),
     [
         ("temperature=0.7", "temperature: was 1.0, is 0.7"),
-        ("best_fraction=0.9", "best_fraction: was 1.0, is 0.9"),
-        ("replay_cycles=1", "replay_cycles: was None, is 1"),
-        ("optimizer_state=cycle", "optimizer_state: was run, is cycle"),
         ("prompts.limit=7", "prompts changed"),
-        ("eval_prompts.limit=3", "eval prompts changed"),
-        ("model.lora_rank=5", "model.lora_rank: was 4, is 5"),
-        ("max_per_prompt=1", "max_per_prompt: was 4, is 1"),
-        ("seed=2", "seed: was 1, is 2"),
-        ("sequences_per_step=16", "rows per step: was 8, is 16"),
         ("checkpointer.adapter_checkpoint=ANOTHER", "first adapter changed"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("best_fraction=0.9", "best_fraction: was 1.0, is 0.9"),
+                ("replay_cycles=1", "replay_cycles: was None, is 1"),
+                ("optimizer_state=cycle", "optimizer_state: was run, is cycle"),
+                ("eval_prompts.limit=3", "eval prompts changed"),
+                ("model.lora_rank=5", "model.lora_rank: was 4, is 5"),
+                ("max_per_prompt=1", "max_per_prompt: was 4, is 1"),
+                ("seed=2", "seed: was 1, is 2"),
+                ("sequences_per_step=16", "rows per step: was 8, is 16"),
+            )
+        ),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused(reference, make, tmp_path, override, message):
@@ -512,6 +517,7 @@ def test_the_entropy_floor_stops(make, tmp_path):
     assert (out / WEIGHTS).exists()
 
 
+@pytest.mark.slow
 def test_llama_on_the_same_road(make, tmp_path):
     out = tmp_path / "out"
     code, messages = forked(main, make(out, "llama", cycles=1))

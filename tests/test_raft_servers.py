@@ -104,7 +104,10 @@ def test_each_cycle_samples_with_its_adapter(serve, make, tmp_path, messages):
 
 @pytest.mark.parametrize(
     ("stale", "phase", "other"),
-    [("base", "cycle_1/eval", "without an adapter"), ("cycle_1", "cycle_2/eval", "cycle_1")],
+    [
+        ("base", "cycle_1/eval", "without an adapter"),
+        pytest.param("cycle_1", "cycle_2/eval", "cycle_1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_server_that_keeps_its_old_weights_is_an_error(serve, make, tmp_path, stale, phase, other):
     honest, fake = serve(), serve(stale)
@@ -114,6 +117,7 @@ def test_a_server_that_keeps_its_old_weights_is_an_error(serve, make, tmp_path, 
     assert honest.rules.adapters == fake.rules.adapters == {}
 
 
+@pytest.mark.slow
 def test_two_ranks_share_servers(serve, make, tmp_path):
     fakes = [serve(), serve()]
     for code, messages in forked_ranks(main, make(*fakes)):
@@ -125,6 +129,7 @@ def test_two_ranks_share_servers(serve, make, tmp_path):
         assert fake.rules.adapters == {}
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_ends_all(serve, make, tmp_path):
     fake = serve()
     rules = fake.reply

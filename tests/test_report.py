@@ -287,7 +287,7 @@ KEYS = ["step", "loss", "val_loss", "lr", "tokens", "seconds", "peak_memory", "t
 KEYS += ["cycles", "filter", "prompts", "correct", "pass_at_k", "reward", "verdict", "sample", "prompt_id", "logprobs"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_values_in_its_files(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("wild")

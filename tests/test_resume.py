@@ -197,7 +197,14 @@ def test_killed_in_mid_epoch_and_resumed(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),  # as in `test_tune_stopped_by_ctrl_c`
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),  # as in `test_closed_terminal`
+    ],
+)
 def test_stopped(make, reference, tmp_path, signum, code):
     out = tmp_path / "out"
     found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which the run still completes
@@ -383,6 +390,7 @@ def test_raised_epochs_equal_a_run_begun_with_them(make, tmp_path):
     assert_equal(out, whole)
 
 
+@pytest.mark.slow
 def test_raised_max_steps_equal_a_run_begun_with_them(make, tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     options = {"lr_scheduler": None, "epochs": 1, "run_val_every_n_steps": 1}
@@ -483,7 +491,7 @@ def assert_one_line(messages: str, *parts: str) -> None:
     assert "Exception ignored" not in messages
 
 
-@pytest.mark.parametrize("what", ["step_00000002", "metrics.jsonl"])
+@pytest.mark.parametrize("what", [pytest.param("step_00000002", marks=pytest.mark.slow), "metrics.jsonl"])
 def test_file_that_cannot_grow(make, reference, tmp_path, what):
     """The system refuses further writes in the middle of a file."""
     out = tmp_path / "out"

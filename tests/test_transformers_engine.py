@@ -33,6 +33,7 @@ from tests.multimodal_models import MODELS as MULTIMODAL
 from tests.multimodal_models import write_multimodal
 from tests.raft_runs import WEIGHTS, write_run
 from tests.test_families import any_torchao, our_model  # noqa: F401 - any_torchao serves every test here
+from tests.test_plan import _without_search, as_configured  # noqa: F401
 from tests.test_raft import kill_at_record
 from tests.test_transformers_models import TWICE, WIDER, some
 from tests.tiny import SHAPE, write_rows, write_yaml
@@ -267,7 +268,7 @@ def test_memory_decides_on_the_slots(folder_of, caplog):
 def test_planned_peak_of_sampling_covers_the_measured_one(tmp_path, name, dtype):
     twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
     base = write_theirs(tmp_path / "base", name, **WIDER, **twice, vocab_size=2048)
-    decoder, new, slots = our_model(base).to(dtype), 40, 64
+    decoder, new, slots = our_model(base).to(dtype), 40, 32
     tally = Tally()
     tally.ignore([*decoder.parameters(), *decoder.buffers()])
     made = engine(decoder, free=2**40, slots=slots)
@@ -366,6 +367,7 @@ def test_two_ranks_sample_like_one(raft, tmp_path, name):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
+@as_configured
 def test_a_plan_of_raft_samples_with_it(raft, tmp_path, capsys):
     path = raft("gemma 3", "run")
     for file in tmp_path.glob("*/*.safetensors"):

@@ -352,7 +352,7 @@ def bare() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours and name != registry.DECIDED}
 
 
-@pytest.mark.parametrize("how", ["one process", pytest.param("two ranks", marks=several_ranks)])
+@pytest.mark.parametrize("how", ["one process", pytest.param("two ranks", marks=[several_ranks, pytest.mark.slow])])
 def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once(folder, how):
     script = folder / "lora_plus.py"
     script.write_text(MARK + script.read_text())
@@ -383,6 +383,7 @@ def test_a_script_that_is_started_without_tune_is_told_what_comes_late(folder):
     assert "or: export GOMP_SPINCOUNT=20000" in run.stderr
 
 
+@pytest.mark.slow
 def test_other_recipes_of_torchtune_keep_their_messages(tmp_path):
     run = tune("run", "lora_finetune_single_device", "--config", "nothing.yaml", cwd=tmp_path)
     assert run.returncode
