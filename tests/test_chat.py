@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,15 +13,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rocm_ext import cli
+from rocm_ext import cli, config
 from rocm_ext.chat import Reasoning, TextStream
 from rocm_ext.chat.terminal import Writer
 from rocm_ext.data.encoder import HFTokenizer
 from rocm_ext.data.render import to_text
 from rocm_ext.pocket import load_tokenizer
+from tests.hf_models import write_theirs
+from tests.tiny import write_yaml
 
 QUESTIONS = ["What is 47 + 38?", "What is 90 - 12?"]
 
@@ -44,13 +48,13 @@ def adapter(pocket_dir, tmp_path_factory) -> Path:
     return folder
 
 
-def theirs(model: Path, messages: list[dict], adapter: Path | None = None) -> str:
+def theirs(model: Path, messages: list[dict], adapter: Path | None = None, limit: int = 32) -> str:
     """Return the greedy answer of transformers and PEFT."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     net = peft.PeftModel.from_pretrained(net, adapter) if adapter else net
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    out = net.generate(**tokens, max_new_tokens=32, do_sample=False)
+    out = net.generate(**tokens, max_new_tokens=limit, do_sample=False)
     return tokenizer.decode(out[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -116,6 +120,42 @@ def test_history_adapter_and_base_are_those_of_peft(pocket_dir, adapter, monkeyp
     assert code == 0
 
 
+def test_a_runs_folder_stands_for_its_adapter(pocket_dir, adapter, tmp_path, monkeypatch, capfd):
+    content = {
+        "recipe": "lora_finetune_rocm",
+        "pocket": str(pocket_dir),  # a variable of the user's
+        "hardware": "cpu",
+        "output_dir": str(tmp_path / "run"),
+        "model": {
+            "_component_": "rocm_ext.model.from_checkpoint",
+            "checkpoint_dir": "${pocket}",
+            "lora_rank": 4,
+            "lora_alpha": 64,
+            "target_modules": ["q_proj", "down_proj"],
+        },
+        "dataset": {"_component_": "rocm_ext.data.sft_dataset", "source": "${pocket}/train.jsonl"},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+    }
+    shutil.copytree(adapter, tmp_path / "run" / "adapter")
+    cfg = config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", content)))
+    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    out, _, code = chat(monkeypatch, capfd, tmp_path / "run", "-p", QUESTIONS[0], "--max-new-tokens", "32")
+    assert out == theirs(pocket_dir, [{"role": "user", "content": QUESTIONS[0]}], adapter) + "\n"
+    assert code == 0
+
+
+def test_a_model_that_transformers_computes_answers_as_there(tmp_path, monkeypatch, capfd):
+    model = write_theirs(tmp_path / "model", "gemma 3")
+    (model / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+    lines = ["How many clips?", "And in May?"]
+    out, _, code = chat(monkeypatch, capfd, model, "--max-new-tokens", "12", lines=lines)
+    asked = [{"role": "user", "content": line} for line in lines]
+    first = theirs(model, asked[:1], limit=12)
+    second = theirs(model, [asked[0], {"role": "assistant", "content": first}, asked[1]], limit=12)
+    assert out == "".join(text + "\n" * (not text.endswith("\n")) for text in (first, second))
+    assert code == 0
+
+
 def test_a_seed_repeats_the_answers(pocket_dir, monkeypatch, capfd):
     arguments = [pocket_dir, "--temperature", "1", "--max-new-tokens", "24"]
     found = [
@@ -147,7 +187,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(pocket_dir, monkeypatch, ca
 
 def test_old_turns_are_left_out_once_the_context_is_full(pocket_dir, monkeypatch, capfd):
     _, err, code = chat(monkeypatch, capfd, pocket_dir, lines=[QUESTIONS[0]] * 9 + ["1 + " * 200, "/nonsense"])
-    assert "exceeds the model's 256 tokens: its first" in err
+    assert "exceeds the model's 256 tokens: 2 messages are left out" in err
     assert "error: the question has" in err
     assert "unknown command /nonsense" in err
     assert code == 0

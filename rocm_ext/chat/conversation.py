@@ -99,9 +99,9 @@ class Chat:
             UserError: the question exceeds the model's context, or the template refuses it.
         """
         self._asked += 1
-        self._last = [*self.history, {"role": "user", "content": question}]
+        self._last = self._fitting([*self.history, {"role": "user", "content": question}])
         try:
-            yield from self._stream(self._last)
+            yield from self._stream()
         finally:
             if self.answer.visible.strip() and self.has_template:
                 self.history = [*self._last, {"role": "assistant", "content": self.answer.text}]
@@ -121,7 +121,7 @@ class Chat:
         try:
             with without_adapter(self.recipe.learner):
                 self.session.refresh()
-                yield from self._stream(self._last)
+                yield from self._stream()
         finally:
             self.session.refresh()
 
@@ -129,9 +129,11 @@ class Chat:
         """Forget the history; the system message stays."""
         self.history, self._last = [], []
 
-    def _stream(self, messages: list[Message]) -> Iterator[tuple[str, bool]]:
-        tokens, new = self._fit(messages)
+    def _stream(self) -> Iterator[tuple[str, bool]]:
+        """Yield an answer to the last question in pieces."""
         self.answer = answer = Answer()
+        tokens = self._prompt(self._last)
+        new = min(self.sampling.max_new_tokens, self._limit - len(tokens))
         request = Request("chat", 0, sample_seed(self.seed, "chat", str(self._asked), 0), tuple(tokens))
         sampling = Sampling(**{**vars(self.sampling), "max_new_tokens": new})
         decoder = TextStream(self._tokenizer)
@@ -153,27 +155,33 @@ class Chat:
                 answer.visible += "" if hidden else text
                 yield text, hidden
 
-    def _fit(self, messages: list[Message]) -> tuple[list[int], int]:
-        """Return the prompt's tokens and the room for the answer; drop the oldest turns if there is too little.
+    @property
+    def _limit(self) -> int:
+        """Positions that the model takes."""
+        return int(self.recipe.engines.max_seq_len)
+
+    def _prompt(self, messages: list[Message]) -> list[int]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return render_prompt(self._tokenizer, [*system, *messages])
+
+    def _fitting(self, messages: list[Message]) -> list[Message]:
+        """Return the messages without the oldest turns where these leave too little room for an answer.
 
         Raises:
             UserError: the last question alone is too long.
         """
-        limit = int(self.recipe.engines.max_seq_len)
-        least = min(self.sampling.max_new_tokens, _LEAST_ROOM, limit // 4)
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        first, tokens = 0, render_prompt(self._tokenizer, [*system, *messages])
-        while len(tokens) + least > limit and first + 2 < len(messages):
+        most = self._limit - min(self.sampling.max_new_tokens, _LEAST_ROOM, self._limit // 4)
+        first, length = 0, len(self._prompt(messages))
+        while length > most and first + 2 < len(messages):
             first += 2
-            tokens = render_prompt(self._tokenizer, [*system, *messages[first:]])
-        if len(tokens) + least > limit:
+            length = len(self._prompt(messages[first:]))
+        if length > most:
             raise UserError(
-                f"the question has {len(tokens):,} tokens, and the model takes {limit:,} with its answer; shorten it"
+                f"the question has {length:,} tokens, and the model takes {self._limit:,} with its answer; shorten it"
             )
         if first:
-            self.tell(f"the conversation exceeds the model's {limit:,} tokens: its first {first} messages are left out")
-            self.history = self.history[first:]
-        return tokens, min(self.sampling.max_new_tokens, limit - len(tokens))
+            self.tell(f"the conversation exceeds the model's {self._limit:,} tokens: {first} messages are left out")
+        return messages[first:]
 
 
 def model_sampling(folder: Path) -> dict[str, Any]:

@@ -88,7 +88,8 @@ def _talk(chat: "Chat") -> None:
         _note("There is no chat template: the model continues each text by itself, without a history.")
     while True:
         try:
-            line = _read("\n> ")
+            _note("")
+            line = _read("> ")
         except KeyboardInterrupt:
             _note("\nCtrl-D or /quit ends")
             continue

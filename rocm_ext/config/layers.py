@@ -64,8 +64,8 @@ def load(
     folder = find(name).parent if content is None else Path.cwd()
     if isinstance(recipe, str):
         recipe = registry.find(recipe, folder)
-    read = _read(find(name)) if content is None else dict(content)
-    run, overrides = _without_removed(with_new_names(read), name, list(overrides))
+    given = read(find(name)) if content is None else dict(content)
+    run, overrides = _without_removed(with_new_names(given), name, list(overrides))
     on_command_line = _by_key(overrides)
     for stated in (run.get("recipe"), on_command_line.get("recipe")):
         _check_recipe(name, stated, recipe, folder)
@@ -105,7 +105,7 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     recipe = registry.find(recipe) if isinstance(recipe, str) else recipe
     for each in reversed(registry.chain(recipe)):
-        own = _read(each.defaults)
+        own = read(each.defaults)
         own.pop("extends", None)
         for key in own.pop("without", []):
             if key not in merged:
@@ -135,7 +135,7 @@ def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
         UserError: there is no such config, or no such recipe.
     """
     path = find(name)
-    content = _read(path)
+    content = read(path)
     if (stated := _by_key(overrides).get("recipe") or content.get("recipe")) is not None:
         return registry.find(str(stated), path.parent)
     return registry.find(max(registry.TITLES, key=lambda recipe: len(defaults(recipe).keys() & content.keys())))
@@ -152,7 +152,7 @@ def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registr
     Raises:
         UserError: there is no such config, or no such recipe.
     """
-    stated = _by_key(overrides).get("hardware") or _read(find(name)).get("hardware")
+    stated = _by_key(overrides).get("hardware") or read(find(name)).get("hardware")
     return str(stated or defaults(recipe or recipe_of(name, overrides))["hardware"])
 
 
@@ -224,7 +224,12 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[s
     ]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """The content of a config's file, interpolations left as they are.
+
+    Raises:
+        UserError: it cannot be read, or holds no mapping.
+    """
     try:
         node = OmegaConf.load(path)
     except (OSError, UnicodeDecodeError) as error:

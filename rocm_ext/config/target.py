@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext import registry
 from rocm_ext.config.components import COMPONENT
 from rocm_ext.config.folder import FROM_CHECKPOINT
-from rocm_ext.config.layers import defaults, find, load, recipe_of, requested_hardware
+from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
 from rocm_ext.errors import UserError
 from rocm_ext.hub import is_hub_name
 
@@ -59,7 +59,11 @@ class Target:
         Raises:
             UserError: as :func:`rocm_ext.config.load`.
         """
-        cfg = load(self.recipe(overrides), self.name, overrides, self.content)
+        recipe, content = self.recipe(overrides), self.content
+        if self.run:  # its config also has the user's variables, which nothing refers to any more
+            known = defaults(recipe)
+            content = {key: value for key, value in read(Path(self.name)).items() if key in known}
+        cfg = load(recipe, self.name, overrides, content)
         if self.adapter is not None:
             cfg.checkpointer.adapter_checkpoint = str(self.adapter)
             cfg.use_rslora = None  # as the adapter was trained
