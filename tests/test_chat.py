@@ -145,7 +145,7 @@ def test_a_runs_folder_stands_for_its_adapter(pocket_dir, adapter, tmp_path, mon
 
 
 def test_a_model_that_transformers_computes_answers_as_there(tmp_path, monkeypatch, capfd):
-    model = write_theirs(tmp_path / "model", "gemma 3")
+    model = write_theirs(tmp_path / "model", "qwen3 moe")
     (model / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     lines = ["How many clips?", "And in May?"]
     out, _, code = chat(monkeypatch, capfd, model, "--max-new-tokens", "12", lines=lines)
