@@ -122,6 +122,7 @@ def few(pocket_dir, tmp_path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_model_alone_answers_for_a_verifier(pocket_dir, few, tmp_path, capsys):
     own = ["--data", few, "--samples", "2", "max_new_tokens=32", "verify_workers=1", "seed=0"]
     raft = evaluate(capsys, "--config", "cpu_pocket_raft", *own, f"pocket={pocket_dir}")
