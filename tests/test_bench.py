@@ -38,15 +38,16 @@ def job(budget: int = 4 * GIB) -> Spec:
 # ------------------------------------------------------------------------------------ probes that go wrong
 @pytest.fixture(scope="module")
 def misbehaving() -> tuple[list[Measurement], list[Measurement]]:
-    """Return the measurements of :mod:`tests.probes`, at the end and as they came; the processes take seconds."""
+    """Return the measurements of :mod:`tests.probes`, at the end and as they came."""
     of_one = ("environment", "segfault", "hang", "noise", "raise", "out of memory", "exit", "fine")
     one, other = {"PROBED": "5"}, {"PROBED": "7"}
     items = [Item("tests.probes", {"how": how}, one) for how in of_one]
     items.insert(2, Item("tests.probes", {"how": "segfault"}, one, skip="locked here: hangs"))
     items.insert(0, Item("tests.probes", {"how": "environment"}, other))
     told: list[Measurement] = []
-    environ = {"PYTHONPATH": str(Path(__file__).parents[1])}  # children import tests.probes
-    return runner.run(job(), items, 2, told.append, environ), told
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "subprocess", FORKS)
+        return runner.run(job(), items, 2, told.append, {}), told
 
 
 def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on(misbehaving):

@@ -839,7 +839,7 @@ def damage(path: Path, how: str, what) -> None:
         path.write_bytes(new)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_random_damage_to_files_is_never_a_traceback(tmp_path_factory, data):
     name = data.draw(st.sampled_from(["strix_halo", "strix_halo_misconfigured", "mi50", "nvidia", "wsl2", "cpu"]))
@@ -863,7 +863,7 @@ def places(value, path=()):
         yield from places(item, (*path, key))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_random_changes_to_the_recording_are_never_a_traceback(tmp_path_factory, data):
     name = data.draw(st.sampled_from(NAMES))

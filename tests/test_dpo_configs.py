@@ -12,6 +12,7 @@ from rocm_ext import config
 from rocm_ext.cli import main
 from rocm_ext.hardware.profile import check_locked, load_profile
 from rocm_ext.objectives import Preference, objective_of
+from tests.test_plan import _without_search, as_configured  # noqa: F401
 from tests.test_run_configs import CONFIGS, head
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*_dpo.yaml"))
@@ -59,6 +60,7 @@ def test_the_head_says_how_to_run_it(name):
 LARGE = [name for name in NAMES if name != "cpu_pocket_dpo"]
 
 
+@as_configured
 @pytest.mark.parametrize("name", [LARGE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE[1:])])
 def test_a_plan_counts_both_sides(capsys, name):
     """Without the data on disk a row has two sides of full length, and the head's memory is the planned one."""
