@@ -168,6 +168,15 @@ def test_stock_config_runs_as_it_is(top, tmp_path, name):
     assert (tmp_path / "run" / WEIGHTS).is_file()
 
 
+@pytest.mark.parametrize("name", ["llama3_1/8B_lora_dpo_single_device", "llama2/7B_lora_dpo_single_device"])
+def test_a_config_without_a_recipe_is_for_dpo_if_its_loss_is_of_pairs(name, tmp_path):
+    assert config.recipe_of(name).name == "dpo_rocm"
+    assert config.recipe_of(name, ["recipe=lora_finetune_rocm"]).name == "lora_finetune_rocm"
+    assert config.recipe_of(name, ["loss=rocm_ext.objectives.CrossEntropy"]).name == "lora_finetune_rocm"
+    ours = write_yaml(tmp_path / "ours.yaml", {"loss": {"_component_": "rocm_ext.objectives.Preference"}})
+    assert config.recipe_of(str(ours)).name == "dpo_rocm"
+
+
 # ---- the reference
 
 
@@ -338,6 +347,8 @@ def test_the_wrong_rows_are_refused(top, tmp_path):
         prepare(dpo_config(top, tmp_path / "run", dataset_val=answers))
     with pytest.raises(UserError, match="the rows are pairs, and loss CrossEntropy would train on the rejected"):
         prepare(dpo_config(top, tmp_path / "run"), LoRAFinetune, "lora_finetune_rocm")
+    with pytest.raises(UserError, match="needs the columns reference_logprobs, .*; start dpo_rocm on pairs"):
+        prepare(dpo_config(top, tmp_path / "run", loss=DPO_LOSS), LoRAFinetune, "lora_finetune_rocm")
     with pytest.raises(UserError, match=r"loss\.loss is 'kto'"):
         prepare(
             dpo_config(top, tmp_path / "run", loss={"_component_": "rocm_ext.objectives.Preference", "loss": "kto"})

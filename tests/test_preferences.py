@@ -306,3 +306,38 @@ def test_a_pair_stays_in_one_micro_batch(read, packed):
         assert count == 2 * len(rows)
     batch = collate(rows, [0], packed, 0, 1)
     assert batch.targets.tolist() == [label for _, labels in sides(rows) for label in labels if label != IGNORE]
+
+
+# ---- validation
+
+
+def prompts_of(rows):
+    """Return the prompt of each pair: the tokens before its first label."""
+    chosen = [sides(rows, i)[0] for i in range(len(rows))]
+    return [tokens[: next(i for i, label in enumerate(labels) if label != IGNORE)] for tokens, labels in chosen]
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.01, 4), (0.1, 8), (0.5, 40)])
+def test_pairs_of_one_prompt_stay_on_one_side(read, fraction, expected):
+    """Validation on a prompt that was trained on would measure memory; `pairs --per-prompt 4` makes four of each."""
+    rows = read(*({"prompt": f"{i % 20}+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(80)))
+    training, validation = rows.split(fraction, 0)
+    assert (len(training), len(validation)) == (80 - expected, expected)
+    held_out = {tuple(prompt) for prompt in prompts_of(validation)}
+    assert len(held_out) == expected / 4
+    assert not held_out & {tuple(prompt) for prompt in prompts_of(training)}
+    again = rows.split(fraction, 0)
+    assert [part.fingerprint() for part in again] == [training.fingerprint(), validation.fingerprint()]
+    assert rows.split(fraction, 1)[1].fingerprint() != validation.fingerprint(), "the seed draws the prompts"
+
+
+def test_pairs_of_different_prompts_split_as_rows_of_sft_do(read):
+    rows = read(*({"prompt": f"{i}+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(20)))
+    drawn = sorted(np.random.default_rng(3).permutation(20)[:5].tolist())
+    assert rows.split(0.25, 3)[1].fingerprint() == rows.part(drawn).fingerprint()
+
+
+def test_pairs_of_a_single_prompt_cannot_be_split(read):
+    rows = read(*({"prompt": "1+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(8)))
+    with pytest.raises(UserError, match="validation_fraction 0.25: the 8 pairs have one prompt .* set dataset_val"):
+        rows.split(0.25, 0)

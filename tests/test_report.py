@@ -257,6 +257,8 @@ def test_no_run(tmp_path, capsys, kind):
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1
     assert str(folder) in err
+    if kind in ("empty", "stranger", "junk"):
+        assert "expected the output_dir of lora_finetune_rocm, raft_rocm, grpo_rocm or dpo_rocm" in err
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -39,6 +39,7 @@ _RIVALS = {
     "gradient_accumulation_steps": "sequences_per_step",
     "sequences_per_step": "gradient_accumulation_steps",
 }
+_LOSSES_OF_PAIRS = {"Preference", "DPOLoss", "RSOLoss"}  # ours and torchtune's
 
 
 def load(
@@ -129,15 +130,21 @@ def trainer_config(cfg: DictConfig) -> dict[str, Any]:
 
 def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
     """The recipe that a config is for: the one that ``recipe=…`` or the config names. One that names none, as
-    torchtune's own do, is for the first recipe of this library that knows the most of its keys.
+    torchtune's own do, is for DPO if its loss is one of pairs, else for the first recipe of this library that knows the
+    most of its keys.
 
     Raises:
         UserError: there is no such config, or no such recipe.
     """
     path = find(name)
     content = read(path)
-    if (stated := _by_key(overrides).get("recipe") or content.get("recipe")) is not None:
+    on_command_line = _by_key(overrides)
+    if (stated := on_command_line.get("recipe") or content.get("recipe")) is not None:
         return registry.find(str(stated), path.parent)
+    loss = on_command_line.get("loss") or content.get("loss")
+    component = loss.get(COMPONENT) if isinstance(loss, Mapping) else loss
+    if str(component).rpartition(".")[2] in _LOSSES_OF_PAIRS:
+        return registry.find(registry.DPO)
     return registry.find(max(registry.TITLES, key=lambda recipe: len(defaults(recipe).keys() & content.keys())))
 
 

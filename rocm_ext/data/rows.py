@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from torchtune.config import instantiate
 from tqdm import tqdm
 
-from rocm_ext.data.pairs import Limits, PairReader, is_pair
+from rocm_ext.data.pairs import SIDE, Limits, PairReader, is_pair
 from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
@@ -88,10 +88,11 @@ class Rows:
         return len(self.tokens)
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
-        """Split the rows at random into two disjoint parts.
+        """Split the rows at random into two disjoint parts. Pairs of one prompt stay together.
 
         Args:
-            fraction: share of the rows in the second part, which gets at least one.
+            fraction: share of the rows in the second part, which gets at least one. Where prompts have several pairs,
+                it gets the rows of as many whole prompts as fit into this share, but at least one prompt.
             seed: seed of the random choice.
 
         Returns:
@@ -103,8 +104,35 @@ class Rows:
         second = max(1, round(len(self) * fraction))
         if second >= len(self):
             raise UserError(f"validation_fraction {fraction} of {len(self)} rows leaves nothing to train on")
-        drawn = set(np.random.default_rng(seed).permutation(len(self))[:second].tolist())
+        together = self._together()
+        order = np.random.default_rng(seed).permutation(len(self)).tolist()
+        drawn: set[int] = set()
+        for row in order:
+            if row not in drawn and len(drawn) + len(together[row]) <= second:
+                drawn.update(together[row])
+        drawn = drawn or set(min((together[row] for row in order), key=len))
+        if len(drawn) == len(self):
+            raise UserError(
+                f"validation_fraction {fraction}: the {len(self)} pairs have one prompt and stay together, which leaves "
+                "nothing to train on; set dataset_val"
+            )
         return self.part(i for i in range(len(self)) if i not in drawn), self.part(sorted(drawn))
+
+    def _together(self) -> list[list[int]]:
+        """Return for each row the rows that a split keeps together: the pairs of its prompt, or the row alone.
+
+        The prompt of a pair is what comes before its first label.
+        """
+        if SIDE not in self.columns:
+            return [[i] for i in range(len(self))]
+        by_prompt: dict[bytes, list[int]] = {}
+        prompts = [
+            tokens[: int(np.argmax(labels != IGNORE))].tobytes()
+            for tokens, labels in zip(self.tokens, self.labels, strict=True)
+        ]
+        for i, prompt in enumerate(prompts):
+            by_prompt.setdefault(prompt, []).append(i)
+        return [by_prompt[prompt] for prompt in prompts]
 
     def part(self, indices: Iterable[int]) -> "Rows":
         """Return the rows with these indices."""

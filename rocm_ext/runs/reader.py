@@ -19,7 +19,7 @@ from rocm_ext.files import read_lines
 from rocm_ext.hardware.counters import HARDWARE_LOG
 from rocm_ext.importing import with_new_names
 from rocm_ext.nested import flatten
-from rocm_ext.registry import GRPO, RAFT, SFT, TITLES
+from rocm_ext.registry import DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.runs.cycles import PHASES as PHASES
 from rocm_ext.runs.cycles import SELECTION as SELECTION
 from rocm_ext.runs.cycles import CycleFolder, raft_finished
@@ -34,7 +34,7 @@ _BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
 
 
 class RunFolder:
-    """``output_dir`` of a run of ``lora_finetune_rocm``, ``raft_rocm`` or ``grpo_rocm``.
+    """``output_dir`` of a run of one of this library's recipes, or of a recipe that extends one.
 
     Args:
         path: the folder.
@@ -45,7 +45,7 @@ class RunFolder:
         recipe: its name.
         family: the recipe of this library that it is or extends; its records are of that kind.
         config: content of ``config.yaml``, with components by their names of today.
-        summary: content of ``summary.json``; empty before the end of SFT or of RAFT's first cycle.
+        summary: content of ``summary.json``; empty before the end of SFT and DPO, or of RAFT's first cycle.
         steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … A RAFT run counts them across its cycles. Those of
             GRPO may have several updates, or none and no loss.
         validations: ``step``, ``val_loss``.
@@ -86,9 +86,10 @@ class RunFolder:
             self.steps, self.validations = read_steps(path / "metrics.jsonl", self.problems, tails)
         known = {"model", "checkpointer", "output_dir"} <= self.config.keys()
         if not (known or self.cycles or len(self.steps) or len(self.validations) or self.evaluations):
+            *others, last = TITLES
             raise UserError(
                 f"{path} holds no run: neither its config.yaml nor its metrics.jsonl can be read; expected the "
-                f"output_dir of {SFT}, {RAFT} or {GRPO}" + "".join(f" ({p})" for p in self.problems[:1])
+                f"output_dir of {', '.join(others)} or {last}" + "".join(f" ({p})" for p in self.problems[:1])
             )
         self.hardware = tails.lines(path / HARDWARE_LOG, Readings, self.problems)
 
@@ -99,9 +100,11 @@ class RunFolder:
         """
         if cycles:
             return RAFT
-        lines = islice(read_lines(self.path / "metrics.jsonl", problems=[]), 2)
+        lines = list(islice(read_lines(self.path / "metrics.jsonl", problems=[]), 2))
         if (self.path / "samples.jsonl").exists() or any({"reward", "eval"} & line.keys() for line in lines):
             return GRPO
+        if any("reward_chosen" in line for line in lines):
+            return DPO
         return RAFT if (self.path / "run.json").exists() else SFT
 
     def _read_cycles(self, folders: Sequence[Path]) -> None:

@@ -138,7 +138,8 @@ class Learner:
         """
         if missing := [name for name in self.objective.columns if name not in available]:
             loss = type(self.objective).__name__
-            raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have")
+            cure = "; start dpo_rocm on pairs" if SIDE in self.objective.columns else ""
+            raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have{cure}")
 
     def setup(self, work: Workload, beside: int = 0) -> None:
         """Make the model ready to train.
