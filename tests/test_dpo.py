@@ -294,6 +294,63 @@ def test_a_killed_run_goes_on_bit_for_bit(top, tmp_path):
         assert metrics(tmp_path / "killed", key) == metrics(tmp_path / "whole", key)
 
 
+# ---- early stopping
+
+
+def test_a_killed_run_stops_early_by_the_same_metric(top, tmp_path):
+    """The divergence from the reference grows, so the first validation is the best by it, and not by the loss."""
+    pytest.importorskip("resource", reason="forks and POSIX signals")
+
+    def run(out: str, *overrides: str, prepare=None):
+        cfg = dpo_config(top, tmp_path / out, run_val_every_n_steps=1, save_every_n_steps=1, epochs=4,
+                         keep_last_n_checkpoints=9, validation_fraction=0.2, early_stopping_patience=2,
+                         early_stopping_metric="val_kl")  # fmt: skip
+        return forked(main, write_yaml(tmp_path / f"{out}.yaml", cfg), *overrides, prepare=prepare)
+
+    code, said = run("whole")
+    assert code == 0, said
+    assert "stopped early at step 3: 2 validations without a better val_kl" in said
+    distances, losses = (metrics(tmp_path / "whole", key) for key in ("val_kl", "val_loss"))
+    assert (len(distances), min(distances)) == (3, distances[0])
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["best_validation"] == {"loss": losses[0], "step": 1, "val_kl": distances[0]}
+    assert summary["adapter_is"] == "best by val_kl"
+    adapter = (tmp_path / "whole" / WEIGHTS).read_bytes()
+    assert adapter == (tmp_path / "whole/checkpoints/step_00000001/adapter_model.safetensors").read_bytes()
+
+    assert run("killed", prepare=kill_before(14))[0] == -9
+    assert 0 < len(metrics(tmp_path / "killed", "val_kl")) < 3, "the kill is between two validations"
+    code, said = run("killed", "resume_from_checkpoint=True")
+    assert code == 0, said
+    assert "stopped early at step 3" in said
+    assert (tmp_path / "killed" / WEIGHTS).read_bytes() == adapter
+    assert metrics(tmp_path / "killed", "val_kl") == distances
+
+    code, said = run("killed", "resume_from_checkpoint=True", "early_stopping_metric=val_margin")
+    assert code == 0, said
+    assert "early_stopping_metric is now val_margin: the best validation is one of those to come" in said
+    margins = metrics(tmp_path / "killed", "val_margin")[3:]
+    summary = json.loads((tmp_path / "killed" / "summary.json").read_text())
+    assert (summary["adapter_is"], len(margins)) == ("best by val_margin", 9)
+    assert summary["best_validation"]["val_margin"] == max(margins) > min(margins)
+
+
+def test_unknown_metrics_of_early_stopping_are_refused(top, tmp_path):
+    with pytest.raises(
+        UserError, match=r"val_margins is unknown for loss Preference; did you mean val_margin\?.*val_kl"
+    ):
+        prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margins"))
+    simpo = {"_component_": "rocm_ext.objectives.Preference", "loss": "simpo", "beta": 2.0}
+    with pytest.raises(UserError, match="val_kl is unknown for loss Preference"):  # without a reference
+        prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_kl", loss=simpo))
+    rows = {"_component_": "rocm_ext.data.sft_dataset", "source": str(write_rows(tmp_path / "rows.jsonl", 8)),
+            "column_map": {"prompt": "question", "completion": "answer"}}  # fmt: skip
+    plain = {"_component_": "rocm_ext.objectives.CrossEntropy"}
+    with pytest.raises(UserError, match="val_margin is unknown for loss CrossEntropy; known: val_loss"):
+        prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margin", dataset=rows, loss=plain),
+                LoRAFinetune, "lora_finetune_rocm")  # fmt: skip
+
+
 # ---- what a run says
 
 
@@ -347,7 +404,7 @@ def test_the_wrong_rows_are_refused(top, tmp_path):
         prepare(dpo_config(top, tmp_path / "run", dataset_val=answers))
     with pytest.raises(UserError, match="the rows are pairs, and loss CrossEntropy would train on the rejected"):
         prepare(dpo_config(top, tmp_path / "run"), LoRAFinetune, "lora_finetune_rocm")
-    with pytest.raises(UserError, match="needs the columns reference_logprobs, .*; start dpo_rocm on pairs"):
+    with pytest.raises(UserError, match=r"needs the columns reference_logprobs, .*; start dpo_rocm on pairs"):
         prepare(dpo_config(top, tmp_path / "run", loss=DPO_LOSS), LoRAFinetune, "lora_finetune_rocm")
     with pytest.raises(UserError, match=r"loss\.loss is 'kto'"):
         prepare(

@@ -339,5 +339,5 @@ def test_pairs_of_different_prompts_split_as_rows_of_sft_do(read):
 
 def test_pairs_of_a_single_prompt_cannot_be_split(read):
     rows = read(*({"prompt": "1+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(8)))
-    with pytest.raises(UserError, match="validation_fraction 0.25: the 8 pairs have one prompt .* set dataset_val"):
+    with pytest.raises(UserError, match=r"validation_fraction 0\.25: all 8 pairs have one prompt, .* set dataset_val"):
         rows.split(0.25, 0)

@@ -455,7 +455,7 @@ def test_early_stopping(make, tmp_path):
     assert_equal(out, whole)
     code, messages = resume(make(out, **options, epochs=3))
     assert code == 0
-    assert f"stopped early at step {best + 3}: 3 validations without a better loss" in messages
+    assert f"stopped early at step {best + 3}: 3 validations without a better validation loss" in messages
     assert_equal(out, whole)
 
 

@@ -171,6 +171,9 @@ def _step_table(plan: "RunPlan") -> Any:
     elif not plan.policy:  # its own table says more
         what = "training in a cycle" if plan.cycle else "all epochs"
         made.add_row(f"{what}, {plan.steps} steps", *[_duration(plan.steps * step.seconds) for step in steps])
+    if plan.reference is not None:
+        before = [plan.reference * step.forward_seconds / plan.now.step.forward_seconds for step in steps]
+        made.add_row("before, the reference's log-probs", *map(_duration, before))
     return made
 
 
@@ -273,6 +276,7 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
         "changes": plan.changes(),
         "steps": plan.steps,
         "training_seconds": plan.training_seconds,
+        "reference_seconds": plan.reference,
         "cycle": None if plan.cycle is None else {
             "questions": vars(plan.cycle.asked),
             "sampling": vars(plan.cycle.sampling),

@@ -110,11 +110,11 @@ class Rows:
         for row in order:
             if row not in drawn and len(drawn) + len(together[row]) <= second:
                 drawn.update(together[row])
-        drawn = drawn or set(min((together[row] for row in order), key=len))
+        drawn = drawn or set(together[min(order, key=lambda row: len(together[row]))])
         if len(drawn) == len(self):
             raise UserError(
-                f"validation_fraction {fraction}: the {len(self)} pairs have one prompt and stay together, which leaves "
-                "nothing to train on; set dataset_val"
+                f"validation_fraction {fraction}: all {len(self)} pairs have one prompt, and pairs of one prompt stay "
+                "together; set dataset_val"
             )
         return self.part(i for i in range(len(self)) if i not in drawn), self.part(sorted(drawn))
 

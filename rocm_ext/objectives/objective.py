@@ -35,6 +35,8 @@ class Objective(ABC):
       sum over sequences. A micro-batch always holds whole sequences, so these sums are complete. This costs a second
       pass through the output layer: the first pass computes only the NLLs.
     - ``temperature``: the logits are divided by it before anything else.
+    - ``better``: whether ``higher`` or ``lower`` values are better, by the name of a measurement.
+      ``early_stopping_metric`` may name these with ``val_`` before them.
     - ``entropy_coef``: this times the entropy of each label's distribution, in nats, is subtracted from its value.
 
     While a training step runs, ``tally`` takes what :meth:`terms` measures beside the loss; otherwise it is None. The
@@ -55,6 +57,7 @@ class Objective(ABC):
     whole_sequences: bool = False
     temperature: float = 1.0
     entropy_coef: float = 0.0
+    better: Mapping[str, str] = {}
     tally: Tally | None = None
 
     def __init__(self, normalize: str | float = "tokens", chunk_tokens: int | None = None) -> None:

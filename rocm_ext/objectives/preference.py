@@ -12,6 +12,10 @@ from rocm_ext.objectives.objective import Objective, Terms
 from rocm_ext.objectives.tally import Tally
 
 _HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
+_BETTER = {
+    **dict.fromkeys(("margin", "accuracy", "reward_chosen", "logprobs_chosen"), "higher"),
+    **dict.fromkeys(("reward_rejected", "logprobs_rejected"), "lower"),
+}
 # scores of both sides, beta, label smoothing, gamma -> value, derivatives with respect to both scores
 Loss = Callable[[Tensor, Tensor, float, float, float], tuple[Tensor, Tensor, Tensor]]
 
@@ -135,6 +139,7 @@ class Preference(Objective):
         self.gamma = (kind.gamma or 0.0) if gamma is None else gamma
         self.length_normalized = kind.normalized if length_normalized is None else length_normalized
         self.columns = ("side", *["reference_logprobs"] * kind.reference)
+        self.better = _BETTER | ({"kl": "lower"} if kind.reference else {})
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Return the terms as :meth:`Objective.terms` does; the labels of a pair share its value equally."""

@@ -103,7 +103,7 @@ def plan_memory(
     Args:
         decoder: model with adapters; frozen weights are on the meta device.
         objective: computes the loss from hidden states.
-        lengths: tokens of each row of the largest micro-batch.
+        lengths: tokens of each sequence in the largest micro-batch.
         dtype: of weights and activations.
         device: the target.
         optimizer: its node in the config.

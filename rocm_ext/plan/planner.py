@@ -130,12 +130,12 @@ class TrainingPlanner:
         """
         if not self.rows.each:  # a micro-batch has at most the rows of a step
             most = min(micro_batch, math.ceil(self.rows_per_step / self.ranks) * self.rows.longest)
-            return self._plan(worst_rows(self.rows.longest, most), most)
+            return self._plan(worst_rows(math.ceil(self.rows.longest / self.rows.sequences), most), most)
         lengths, targets = self._largest(micro_batch)
         return self._plan(lengths, targets)
 
     def _largest(self, micro_batch: int) -> tuple[list[int], int]:
-        """Return the row lengths of the largest micro-batch, and the largest number of labels in any micro-batch."""
+        """Return the sequences' lengths in the largest micro-batch, and the most labels in any micro-batch."""
         cfg, each = self.cfg, self.rows.each
         steps = Steps(len(each), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
         packed = takes_packed_rows(self.decoder)
@@ -143,8 +143,8 @@ class TrainingPlanner:
         targets = 1
         for step in range(steps.per_epoch * cfg.epochs):
             rows = [each[i] for i in steps[step]]
-            for piece in chain(*cut([length for length, _ in rows], self.ranks, micro_batch, packed)):
-                lengths = [rows[i][0] for i in piece]
+            for piece in chain(*cut([sum(lengths) for lengths, _ in rows], self.ranks, micro_batch, packed)):
+                lengths = [length for i in piece for length in rows[i][0]]
                 largest = max(largest, lengths, key=sum if packed else _padded)
                 targets = max(targets, sum(rows[i][1] for i in piece))
         multiple = width_multiple(self.cfg.compile, self.device, self.dtype)
@@ -184,10 +184,11 @@ class TrainingPlanner:
         tokens = self.rows_per_step * self.rows.mean / self.ranks
         count = max(1, math.ceil(tokens / micro_batch))
         each = max(1, round(tokens / count))
-        typical = worst_rows(min(each, max(1, round(self.rows.mean))), each)
+        typical = worst_rows(min(each, max(1, round(self.rows.mean / self.rows.sequences))), each)
         plan = self._plan(typical, max(1, round(self.rows.supervised * each)))
         passes = [(plan.loss.operations, 1.0)]
-        forward = [(plan.loss.operations, 0.5)]  # the frozen output layer: a product forward, and one backward
+        # the frozen output layer: a product forward, one more for losses of whole sequences, and one backward
+        forward = [(plan.loss.operations, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
         for costs in {id(costs): costs for costs in plan.each}.values():
             alike = [i for i, other in enumerate(plan.each) if other is costs]
             again = sum(i in checkpointed for i in alike)

@@ -12,6 +12,7 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext import config, registry
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.batches import micro_batch_budget
+from rocm_ext.data.pairs import SIDE
 from rocm_ext.errors import UserError
 from rocm_ext.generation.foreign import use_fitting_engine
 from rocm_ext.hardware.budget import memory_budget, nominal_budget
@@ -51,6 +52,8 @@ class RunPlan:
             unknown.
         cycle: the plan of RAFT's sampling; None without sampling in this process.
         policy: the plan of a step of GRPO; None for other recipes.
+        reference: seconds to score all rows once under DPO's reference; None without one, or if the number of rows is
+            unknown.
     """
 
     machine: str
@@ -67,6 +70,7 @@ class RunPlan:
     steps: int | None
     cycle: "CyclePlan | None"
     policy: PolicyPlan | None
+    reference: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -187,6 +191,7 @@ def plan_run(
         steps=_steps(cfg, family, planner),
         cycle=cycle,
         policy=policy,
+        reference=_reference(planner, now),
     )
 
 
@@ -239,6 +244,13 @@ def _steps(cfg: DictConfig, family: str, planner: TrainingPlanner) -> int | None
         return None
     steps = math.ceil(planner.rows.count / planner.rows_per_step)
     return cfg.epochs * min(steps, cfg.max_steps_per_epoch or steps)
+
+
+def _reference(planner: TrainingPlanner, choice: Choice) -> float | None:
+    """Seconds of a forward pass over all pairs, if the objective needs the reference's log-probs."""
+    if not {SIDE, "reference_logprobs"} <= {*planner.objective.columns} or planner.rows.count is None:
+        return None
+    return planner.rows.count / planner.rows_per_step * choice.step.forward_seconds
 
 
 def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget: int) -> Choice:

@@ -46,7 +46,8 @@ class Workload:
         supervised: share of tokens with a label.
         count: number of rows; None: unknown.
         source: origin of these numbers.
-        each: tokens and labels of every row; empty: unknown.
+        each: lengths of the sequences and number of labels of every row; empty: unknown.
+        sequences: mean number of sequences in a row: 1, or 2 of a pair. Attention does not cross from one to another.
     """
 
     longest: int
@@ -54,7 +55,8 @@ class Workload:
     supervised: float
     count: int | None
     source: str
-    each: tuple[tuple[int, int], ...] = ()
+    each: tuple[tuple[tuple[int, ...], int], ...] = ()
+    sequences: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,10 @@ def sft_rows(cfg: DictConfig, known: Known) -> Workload:
         rows = tokenize(whole, max_seq_len=limit, too_long=cfg.too_long, progress=False, every=every)
         found = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read")
     else:
-        longest = (limit or _LONGEST_ROW) * (2 if _has_pairs(cfg) else 1)
-        found = Workload(
-            longest, longest, 1.0, None, "data not on disk: rows of full length assumed, with a label on every token"
-        )
+        sequences = 2 if _has_pairs(cfg) else 1
+        longest = (limit or _LONGEST_ROW) * sequences
+        source = "data not on disk: rows of full length assumed, with a label on every token"
+        found = Workload(longest, longest, 1.0, None, source, sequences=sequences)
     mean = min(known.row_tokens or found.mean, found.longest)
     return replace(found, mean=mean, count=known.rows or found.count)
 
@@ -115,8 +117,9 @@ def describe(rows: Rows, count: int, source: str, share: bool = False) -> Worklo
     """
     lengths = row_sizes(rows, share)
     targets = [count_labels(*row)[0] for row in zip(rows.labels, rows.lengths, strict=True)]
-    each = tuple(zip(lengths, targets, strict=True))
-    return Workload(max(lengths), fmean(lengths), sum(targets) / sum(lengths), count, source, each)
+    each = tuple(zip(rows.lengths, targets, strict=True))
+    sequences = fmean(map(len, rows.lengths))
+    return Workload(max(lengths), fmean(lengths), sum(targets) / sum(lengths), count, source, each, sequences)
 
 
 def questions(cfg: DictConfig, known: Known) -> Questions:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from omegaconf import DictConfig
 
 from rocm_ext.data.batches import Steps, rows_per_step
 from rocm_ext.data.rows import Rows
-from rocm_ext.errors import UserError
+from rocm_ext.errors import UserError, nearest
 from rocm_ext.log import Progress, log
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.interrupt import Interrupt, Interrupted
@@ -40,7 +41,8 @@ class Trainer(Training):
     Attributes:
         step: optimiser steps done; it determines all other progress.
         total_steps: optimiser steps of all epochs.
-        best: loss, step and adapter of the best validation so far; None before the first.
+        best: loss, step and adapter of the best validation by ``early_stopping_metric`` so far, with the metric and its
+            value; None before the first.
 
     Raises:
         UserError: the rows do not fit the model, a component cannot be built, or the checkpoint belongs to another
@@ -90,14 +92,16 @@ class Trainer(Training):
             rows: number of training rows, or an estimate.
 
         Raises:
-            UserError: optimiser, schedule or profiler cannot be built, or does not work.
+            UserError: optimiser, schedule or profiler cannot be built, or does not work; or validations do not measure
+                ``early_stopping_metric``.
         """
+        _way(cfg, learner)
         steps = Steps(rows, rows_per_step(cfg, learner.runtime.ranks.world), cfg.max_steps_per_epoch).per_epoch
         cls.try_out(cfg, learner, steps * cfg.epochs)
 
     @property
     def takes_best(self) -> bool:
-        """Whether ``adapter/`` gets the best adapter by validation loss: with ``early_stopping_patience``."""
+        """Whether ``adapter/`` gets the best adapter by validation: with ``early_stopping_patience``."""
         return bool(self.cfg.early_stopping_patience) and self.best is not None
 
     def position(self) -> dict[str, int]:
@@ -118,8 +122,13 @@ class Trainer(Training):
         return {"worse": self.worse}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over the number of validations since the best one."""
-        self.worse = state["worse"]
+        """Take over the number of validations since the best one; after a change of the metric, start anew."""
+        metric = self.cfg.early_stopping_metric
+        if self.best is None or self.best.get("metric", "val_loss") == metric:  # earlier versions wrote no metric
+            self.worse = state["worse"]
+            return
+        log.info("early_stopping_metric is now %s: the best validation is one of those to come", metric)
+        self.best = None
 
     def check_length(self, path: Path, state: dict[str, Any]) -> bool:
         """Check ``epochs`` and ``max_steps_per_epoch`` as :meth:`Training.check_length` does."""
@@ -159,7 +168,9 @@ class Trainer(Training):
                         break
                     began = time.perf_counter()
         if self.stopped_early:
-            log.info("stopped early at step %d: %d validations without a better loss", self.step, self.worse)
+            log.info(
+                "stopped early at step %d: %d validations without a better %s", self.step, self.worse, self._metric_name
+            )
         self.write_outputs()
 
     def _due(self, every: int | None, epoch_end: bool) -> bool:
@@ -186,16 +197,38 @@ class Trainer(Training):
         loss, labels, measurements = validation_loss(learner, loader)
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
-        if self.best is None or loss < self.best["loss"]:
-            self.best = {"loss": loss, "step": self.step, "adapter": learner.adapter_state()}
+        also = {f"val_{name}": value for name, value in measurements.items()}
+        self._compare({"val_loss": loss, **also})
+        self.write_metrics(True, val_loss=loss, val_tokens=labels, **also)
+        return loss
+
+    def _compare(self, values: Mapping[str, float]) -> None:
+        """Compare a validation with the best one so far, by ``early_stopping_metric``, and log it.
+
+        Raises:
+            UserError: its value is not finite.
+        """
+        metric, loss = self.cfg.early_stopping_metric, values["val_loss"]
+        value = values.get(metric, math.nan)
+        if not math.isfinite(value):
+            raise UserError(f"step {self.step}: {metric} is {value}; set early_stopping_metric=val_loss")
+        sign = 1 if _way(self.cfg, self.learner) == "higher" else -1
+        best = self.best
+        # earlier versions wrote the loss alone
+        if best is None or sign * value > sign * best.get("value", best["loss"]):
+            adapter = self.learner.adapter_state()
+            self.best = best = {"loss": loss, "step": self.step, "adapter": adapter, "metric": metric, "value": value}
             self.worse = 0
         else:
             self.worse += 1
-        best = f"best {self.best['loss']:.4f} at step {self.best['step']}"
-        log.info("step %d: validation loss %.4f (%s)", self.step, loss, best)
-        also = {f"val_{name}": value for name, value in measurements.items()}
-        self.write_metrics(True, val_loss=loss, val_tokens=labels, **also)
-        return loss
+        also = "" if metric == "val_loss" else f", {metric} {value:.4f}"
+        found = f"best {best.get('value', best['loss']):.4f} at step {best['step']}"
+        log.info("step %d: validation loss %.4f%s (%s)", self.step, loss, also, found)
+
+    @property
+    def _metric_name(self) -> str:
+        metric = self.cfg.early_stopping_metric
+        return "validation loss" if metric == "val_loss" else metric
 
     def _log_step(self, stats: StepStats, seconds: float) -> None:
         values: dict[str, Any] = {
@@ -217,7 +250,28 @@ class Trainer(Training):
         return {
             **summarize(self.folder.path / "metrics.jsonl"),
             "rows": self.rows.counts,
-            "best_validation": {k: self.best[k] for k in ("loss", "step")} if self.best else None,
-            "adapter_is": "best by validation loss" if self.takes_best else "last",
+            "best_validation": self._best_validation(),
+            "adapter_is": f"best by {self._metric_name}" if self.takes_best else "last",
             **super().summary(),
         }
+
+    def _best_validation(self) -> dict[str, Any] | None:
+        """Return loss and step of the best validation, with the metric that chose it unless that is the loss."""
+        if self.best is None:
+            return None
+        by, found = self.cfg.early_stopping_metric, {key: self.best[key] for key in ("loss", "step")}
+        return found if by == "val_loss" else {**found, by: self.best["value"]}
+
+
+def _way(cfg: DictConfig, learner: Learner) -> str:
+    """Return whether ``higher`` or ``lower`` values of ``early_stopping_metric`` are better.
+
+    Raises:
+        UserError: the objective does not say.
+    """
+    objective = learner.objective
+    ways = {"val_loss": "lower", **{f"val_{name}": way for name, way in objective.better.items()}}
+    if (metric := cfg.early_stopping_metric) not in ways:
+        loss = type(objective).__name__
+        raise UserError(f"early_stopping_metric {metric} is unknown for loss {loss}{nearest(metric, ways)}")
+    return ways[metric]

@@ -50,6 +50,8 @@ def check_values(cfg: DictConfig) -> None:
         raise UserError(f"hardware_overrides is {overrides!r}; expected a list of keys")
     if (mode := cfg.cudnn_deterministic_mode) not in _DETERMINISM:
         raise UserError(f"cudnn_deterministic_mode is {mode!r}; expected True, False or null")
+    if not isinstance(cfg.early_stopping_metric, str):
+        raise UserError(f"early_stopping_metric is {cfg.early_stopping_metric!r}; expected a name, such as val_loss")
     check_named(cfg, "loss")
     _check_model(cfg.model)
     _check_checkpointer(cfg.checkpointer)
