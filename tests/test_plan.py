@@ -77,9 +77,9 @@ def write_config(root, name: str, out, lora: dict | None = None, **changes):
     return write_yaml(out.with_suffix(".yaml"), cfg)
 
 
-def measured_peak(path) -> tuple[int, LoRAFinetune]:
+def measured_peak(path, made=LoRAFinetune) -> tuple[int, LoRAFinetune]:
     """Run two real steps; return the peak bytes of tensors, including the model."""
-    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
+    recipe = made(config.load(config.recipe_of(str(path)), str(path)))
     recipe.setup()
     recipe.trainer.write_outputs = recipe.trainer.save_checkpoint = lambda: None
     decoder = recipe.learner.decoder

@@ -190,8 +190,18 @@ def takes_packed_rows(model: nn.Module) -> bool:
 
 
 def shares_beginnings(model: nn.Module) -> bool:
-    """Return whether packed sequences of ``model`` may share their beginnings."""
-    return model.shares if isinstance(model, ForeignDecoder) else takes_packed_rows(model)
+    """Return whether packed sequences of ``model`` may share their beginnings. Dropout draws other values for each."""
+    packed = model.shares if isinstance(model, ForeignDecoder) else takes_packed_rows(model)
+    return packed and not has_dropout(model)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether a training step of ``model`` draws dropout masks."""
+    modules = list(model.modules())
+    attention = [getattr(m, key, 0) or 0 for m in modules for key in ("attn_dropout", "attention_dropout")]
+    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules) or any(
+        isinstance(p, float | int) and p > 0 for p in attention
+    )
 
 
 def use_packed_attention(model: nn.Module) -> bool:

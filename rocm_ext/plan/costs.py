@@ -168,7 +168,12 @@ class Kernels:
 
 
 def simulate_layer(
-    layer: nn.Module, width: int, lengths: Sequence[int], dtype: torch.dtype, kernels: Kernels
+    layer: nn.Module,
+    width: int,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    kernels: Kernels,
+    shared: Sequence[int] = (),
 ) -> LayerCosts:
     """Run a layer forward and backward on fake tensors.
 
@@ -178,6 +183,7 @@ def simulate_layer(
         lengths: tokens of each sequence in the micro-batch.
         dtype: of weights and activations.
         kernels: of the device.
+        shared: of each packed sequence, see :class:`rocm_ext.data.batches.Batch`.
     """
     packed = isinstance(getattr(layer, "attn", None), PackedAttention)
     shape = (1, sum(lengths)) if packed else (len(lengths), max(lengths))
@@ -186,7 +192,7 @@ def simulate_layer(
         entry = tally.now
         positions = torch.zeros(shape, dtype=torch.long)
         tally.restart()
-        y: Tensor = fake(x, mask=Lengths(tuple(lengths)) if packed else None, input_pos=positions)
+        y: Tensor = fake(x, mask=Lengths(tuple(lengths), tuple(shared)) if packed else None, input_pos=positions)
         kept, forward = tally.now - entry - _bytes(y), tally.operations
         grad = torch.empty_like(y)
         tally.restart()

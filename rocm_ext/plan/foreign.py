@@ -19,7 +19,12 @@ from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, Tally, on_fake_t
 
 
 def simulate_foreign(
-    decoder: ForeignDecoder, objective: Objective, lengths: Sequence[int], targets: int, kernels: Kernels
+    decoder: ForeignDecoder,
+    objective: Objective,
+    lengths: Sequence[int],
+    targets: int,
+    kernels: Kernels,
+    shared: Sequence[int] = (),
 ) -> tuple[list[LayerCosts], LossCosts, int]:
     """Run a step of ``decoder`` on fake tensors.
 
@@ -29,6 +34,7 @@ def simulate_foreign(
         lengths: tokens of each sequence in the micro-batch.
         targets: number of its tokens with a label.
         kernels: of the device.
+        shared: of each packed sequence, see :class:`rocm_ext.data.batches.Batch`.
 
     Returns:
         Costs of each layer, those of all after the layers, and the bytes of what the layers share beside hidden
@@ -44,7 +50,7 @@ def simulate_foreign(
             decoder.layers[i] = _Stand(layer if first else None, layer, run.measure, (kind, i == last))
         with on_fake_tensors(decoder, kernels) as (fake, tally):
             run.tally = tally
-            batch = _batch(lengths, targets, objective, decoder.packs)
+            batch = _batch(lengths, targets, objective, decoder.packs, shared)
             hidden = fake.hidden_states(batch).flatten(0, 1)[batch.index]
             objective(fake.output, hidden, batch.targets, batch.columns, batch.sequence).backward()
             loss = LossCosts(tally.peak - run.held, tally.operations)
@@ -139,7 +145,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     return (type(layer), shapes, *map(str, settings))
 
 
-def _batch(lengths: Sequence[int], targets: int, objective: Objective, packs: bool) -> Batch:
+def _batch(lengths: Sequence[int], targets: int, objective: Objective, packs: bool, shared: Sequence[int]) -> Batch:
     shape = (1, sum(lengths)) if packs else (len(lengths), max(lengths))
     index, labels, sequence = (torch.zeros(targets, dtype=torch.long) for _ in range(3))
     return Batch(
@@ -152,4 +158,5 @@ def _batch(lengths: Sequence[int], targets: int, objective: Objective, packs: bo
         sequences=len(lengths),
         real_tokens=sum(lengths),
         columns={name: torch.zeros(targets) for name in objective.columns},
+        shared=tuple(shared),
     )

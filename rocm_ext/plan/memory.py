@@ -97,6 +97,7 @@ def plan_memory(
     ranks: int = 1,
     targets: int,
     kernels: Kernels,
+    shared: Sequence[int] = (),
 ) -> MemoryPlan:
     """Plan the memory of training. Call it before the model is sharded, wrapped or loaded.
 
@@ -110,15 +111,16 @@ def plan_memory(
         ranks: number of ranks that share the frozen weights.
         targets: number of the micro-batch's tokens with a label.
         kernels: of ``device``.
+        shared: of each sequence, see :class:`rocm_ext.data.batches.Batch`.
     """
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
     chunked = copy.copy(objective)
     chunked.chunk_tokens = objective.chunk_for(device)
     if isinstance(decoder, ForeignDecoder):
-        each, loss, shared = simulate_foreign(decoder, chunked, lengths, targets, kernels)
+        each, loss, shared = simulate_foreign(decoder, chunked, lengths, targets, kernels, shared)
     else:
         vocabulary, width = decoder.tok_embeddings.weight.shape
-        layer = simulate_layer(decoder.layers[0], width, lengths, dtype, kernels)  # type: ignore[arg-type]
+        layer = simulate_layer(decoder.layers[0], width, lengths, dtype, kernels, shared)  # type: ignore[arg-type]
         each, shared = [layer] * len(decoder.layers), 0
         loss = simulate_loss(decoder.norm, width, vocabulary, chunked, lengths, targets, dtype, kernels)
     return MemoryPlan(

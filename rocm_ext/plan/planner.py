@@ -110,7 +110,7 @@ class TrainingPlanner:
     ) -> None:
         self.cfg, self.decoder, self.objective, self.dtype, self.device = cfg, decoder, objective, dtype, device
         self.rows, self.ranks, self._ask, self.kernels = rows, ranks, figures, kernels
-        self._plans: dict[tuple[tuple[int, ...], int], MemoryPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], tuple[int, ...], int], MemoryPlan] = {}
 
     @cached_property
     def figures(self) -> Figures:
@@ -131,29 +131,30 @@ class TrainingPlanner:
         if not self.rows.each:  # a micro-batch has at most the rows of a step
             most = min(micro_batch, math.ceil(self.rows_per_step / self.ranks) * self.rows.longest)
             return self._plan(worst_rows(math.ceil(self.rows.longest / self.rows.sequences), most), most)
-        lengths, targets = self._largest(micro_batch)
-        return self._plan(lengths, targets)
+        lengths, shared, targets = self._largest(micro_batch)
+        return self._plan(lengths, targets, shared)
 
-    def _largest(self, micro_batch: int) -> tuple[list[int], int]:
-        """Return the sequences' lengths in the largest micro-batch, and the most labels in any micro-batch."""
+    def _largest(self, micro_batch: int) -> tuple[list[int], list[int], int]:
+        """Return the sequences' lengths in the largest micro-batch, what each shares, and the most labels in any."""
         cfg, each = self.cfg, self.rows.each
         steps = Steps(len(each), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
         packed = takes_packed_rows(self.decoder)
-        largest: list[int] = []
+        largest: tuple[list[int], list[int]] = ([], [])
         targets = 1
         for step in range(steps.per_epoch * cfg.epochs):
             rows = [each[i] for i in steps[step]]
-            for piece in chain(*cut([sum(lengths) for lengths, _ in rows], self.ranks, micro_batch, packed)):
-                lengths = [length for i in piece for length in rows[i][0]]
-                largest = max(largest, lengths, key=sum if packed else _padded)
-                targets = max(targets, sum(rows[i][1] for i in piece))
+            for piece in chain(*cut([sum(lengths) for lengths, *_ in rows], self.ranks, micro_batch, packed)):
+                lengths, shared = ([n for i in piece for n in rows[i][part]] for part in (0, 1))
+                largest = max(largest, (lengths, shared), key=lambda each: sum(each[0]) if packed else _padded(each[0]))
+                targets = max(targets, sum(rows[i][2] for i in piece))
         multiple = width_multiple(self.cfg.compile, self.device, self.dtype)
-        if packed and (padding := -sum(largest) % multiple):
-            largest = [*largest, padding]
-        return largest, targets
+        lengths, shared = largest
+        if packed and (padding := -sum(lengths) % multiple):
+            lengths, shared = [*lengths, padding], [*shared, 0]
+        return lengths, shared, targets
 
-    def _plan(self, lengths: Sequence[int], targets: int) -> MemoryPlan:
-        key = (tuple(lengths), targets)
+    def _plan(self, lengths: Sequence[int], targets: int, shared: Sequence[int] = ()) -> MemoryPlan:
+        key = (tuple(lengths), tuple(shared), targets)
         if key not in self._plans:
             self._plans[key] = plan_memory(
                 self.decoder,
@@ -165,6 +166,7 @@ class TrainingPlanner:
                 ranks=self.ranks,
                 targets=targets,
                 kernels=self.kernels,
+                shared=shared,
             )
         return self._plans[key]
 
@@ -184,8 +186,7 @@ class TrainingPlanner:
         tokens = self.rows_per_step * self.rows.mean / self.ranks
         count = max(1, math.ceil(tokens / micro_batch))
         each = max(1, round(tokens / count))
-        typical = worst_rows(min(each, max(1, round(self.rows.mean / self.rows.sequences))), each)
-        plan = self._plan(typical, max(1, round(self.rows.supervised * each)))
+        plan = self._plan(*self._typical(each))
         passes = [(plan.loss.operations, 1.0)]
         # the frozen output layer: a product forward, one more for losses of whole sequences, and one backward
         forward = [(plan.loss.operations, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
@@ -202,6 +203,23 @@ class TrainingPlanner:
             seconds=count * max(self._of_passes(passes), self._gathering(plan)),
             forward_seconds=count * max(self._of_passes(forward), self._gathering(plan) / 2),
         )
+
+    def _typical(self, tokens: int) -> tuple[list[int], int, list[int]]:
+        """Return lengths, number of labels and shared tokens of the sequences in a micro-batch of ``tokens`` tokens."""
+        rows = self.rows
+        targets = max(1, round(rows.supervised * tokens))
+        if not rows.shared:
+            return worst_rows(min(tokens, max(1, round(rows.mean / rows.sequences))), tokens), targets, []
+        lengths: list[int] = []
+        shared: list[int] = []
+        count, sequences = max(1, round(tokens / rows.mean)), round(rows.sequences)
+        for i in range(count):  # rows of sequences that are equally long with what they share
+            size = tokens * (i + 1) // count - tokens * i // count
+            common = rows.shared / (sequences - 1)
+            own = max(1, int((size - common) / sequences))
+            lengths += [size - (sequences - 1) * own, *[own] * (sequences - 1)]
+            shared += [0, *[min(round(common), lengths[-sequences])] * (sequences - 1)]
+        return lengths, targets, shared
 
     def _of_passes(self, passes: Sequence[tuple[Sequence[Operation], float]]) -> float:
         return sum(times * self._seconds(operations) for operations, times in passes)

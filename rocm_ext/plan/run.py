@@ -20,7 +20,7 @@ from rocm_ext.hardware.machine import Machine
 from rocm_ext.hardware.numerics import DTYPES, pick_dtype
 from rocm_ext.hardware.profile import Profile, check_locked, load_profile
 from rocm_ext.model import adapter_files
-from rocm_ext.model.attention import use_packed_attention
+from rocm_ext.model.attention import shares_beginnings, use_packed_attention
 from rocm_ext.model.build import build_model, check_quantized
 from rocm_ext.model.download import use_shape
 from rocm_ext.objectives import objective_of
@@ -157,7 +157,7 @@ def plan_run(
         objective_of(config.instantiate(cfg.loss, key="loss")),
         dtype,
         target,
-        rows=_rows(cfg, family, asked, known),
+        rows=_rows(cfg, family, asked, known, shares_beginnings(decoder)),
         ranks=ranks,
         figures=lambda: figures,
         kernels=Kernels.on(target, "bf16" in figures.flops),
@@ -195,10 +195,10 @@ def plan_run(
     )
 
 
-def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known) -> Workload:
+def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, share: bool) -> Workload:
     """Estimate the rows to train on; for GRPO, set the config's rows of an update."""
     if asked is None:
-        return sft_rows(cfg, known)
+        return sft_rows(cfg, known, share)
     if family == registry.RAFT:
         return kept_rows(cfg, asked)
     if known.rows:

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.data.batches import count_labels, row_sizes
+from rocm_ext.data.batches import count_labels, shared_beginnings
 from rocm_ext.data.pairs import SIDE
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
@@ -46,8 +46,11 @@ class Workload:
         supervised: share of tokens with a label.
         count: number of rows; None: unknown.
         source: origin of these numbers.
-        each: lengths of the sequences and number of labels of every row; empty: unknown.
+        each: of every row the lengths of its sequences and what each shares, as in
+            :class:`rocm_ext.data.batches.Batch`, and the number of labels; empty: unknown.
         sequences: mean number of sequences in a row: 1, or 2 of a pair. Attention does not cross from one to another.
+        shared: mean number of tokens of a row that its second sequence shares with the first, and that only attention
+            computes twice; not part of ``mean``.
     """
 
     longest: int
@@ -55,8 +58,9 @@ class Workload:
     supervised: float
     count: int | None
     source: str
-    each: tuple[tuple[tuple[int, ...], int], ...] = ()
+    each: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = ()
     sequences: float = 1.0
+    shared: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Questions:
     source: str
 
 
-def sft_rows(cfg: DictConfig, known: Known) -> Workload:
+def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
     """Estimate the rows of an SFT config.
 
     It tokenises up to 2,000 rows if data and tokenizer are on disk. Otherwise it assumes rows of full length.
@@ -88,6 +92,7 @@ def sft_rows(cfg: DictConfig, known: Known) -> Workload:
     Args:
         cfg: the config.
         known: sizes given by the user, which take precedence.
+        share: as in :func:`describe`.
     """
     limit = cfg.tokenizer.get("max_seq_len")
     if _is_local(cfg.dataset) and _tokenizer_is_here(cfg):
@@ -96,7 +101,7 @@ def sft_rows(cfg: DictConfig, known: Known) -> Workload:
         count = len(whole)  # type: ignore[arg-type]
         every = max(1, -(-count // _LOOKED_AT))
         rows = tokenize(whole, max_seq_len=limit, too_long=cfg.too_long, progress=False, every=every)
-        found = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read")
+        found = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read", share)
     else:
         sequences = 2 if _has_pairs(cfg) else 1
         longest = (limit or _LONGEST_ROW) * sequences
@@ -115,11 +120,22 @@ def describe(rows: Rows, count: int, source: str, share: bool = False) -> Worklo
         source: origin of the rows, for the user.
         share: whether sequences of a row share their beginnings, see :func:`rocm_ext.data.batches.collate`.
     """
-    lengths = row_sizes(rows, share)
-    targets = [count_labels(*row)[0] for row in zip(rows.labels, rows.lengths, strict=True)]
-    each = tuple(zip(rows.lengths, targets, strict=True))
-    sequences = fmean(map(len, rows.lengths))
-    return Workload(max(lengths), fmean(lengths), sum(targets) / sum(lengths), count, source, each, sequences)
+    each = []
+    for tokens, labels, lengths in zip(rows.tokens, rows.labels, rows.lengths, strict=True):
+        shared = shared_beginnings(tokens, lengths) if share else [0] * len(lengths)
+        own = tuple(length - common for length, common in zip(lengths, shared, strict=True))
+        each.append((own, tuple(shared), count_labels(labels, lengths)[0]))
+    sizes = [sum(own) for own, _, _ in each]
+    return Workload(
+        longest=max(sizes),
+        mean=fmean(sizes),
+        supervised=sum(targets for _, _, targets in each) / sum(sizes),
+        count=count,
+        source=source,
+        each=tuple(each),
+        sequences=fmean(map(len, rows.lengths)),
+        shared=fmean(sum(shared) for _, shared, _ in each),
+    )
 
 
 def questions(cfg: DictConfig, known: Known) -> Questions:

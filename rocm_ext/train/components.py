@@ -115,15 +115,6 @@ def log_config(logger: Any, cfg: DictConfig) -> None:
 # ---- optimiser, schedule and profiler
 
 
-def has_dropout(decoder: nn.Module) -> bool:
-    """Return whether a training step of ``decoder`` draws dropout masks."""
-    modules = list(decoder.modules())
-    attention = [getattr(m, key, 0) or 0 for m in modules for key in ("attn_dropout", "attention_dropout")]
-    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules) or any(
-        isinstance(p, float | int) and p > 0 for p in attention
-    )
-
-
 def setup_optimizer(node: DictConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Build the optimiser that ``node`` names over ``parameters``."""
     return config.instantiate(node, list(parameters), key="optimizer")

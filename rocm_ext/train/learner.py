@@ -42,7 +42,6 @@ from rocm_ext.plan.memory import MemoryPlan
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
-from rocm_ext.train.components import has_dropout
 from rocm_ext.train.runtime import Runtime
 
 
@@ -95,7 +94,7 @@ class Learner:
 
     @property
     def shares(self) -> bool:
-        return self.packed and shares_beginnings(self.decoder) and not has_dropout(self.decoder)
+        return self.packed and shares_beginnings(self.decoder)
 
     def setup_model(self) -> TransformerDecoder:
         """Build the decoder: frozen parameters on the meta device, fresh adapters on the runtime's device."""

@@ -16,6 +16,7 @@ from rocm_ext.errors import UserError, one_line
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.hardware import numerics
 from rocm_ext.log import log
+from rocm_ext.model.attention import has_dropout
 from rocm_ext.model.merge import merge
 from rocm_ext.objectives import Tally
 from rocm_ext.train import components
@@ -184,7 +185,7 @@ class Training:
             "base model": self.learner.base_fingerprint,
             "dtype": str(self.runtime.dtype),
             "seed": self.cfg.seed,
-            _DROPOUT_CUT: self.learner.tokens_per_micro_batch if components.has_dropout(self.learner.decoder) else None,
+            _DROPOUT_CUT: self.learner.tokens_per_micro_batch if has_dropout(self.learner.decoder) else None,
         }
 
     def extra_state(self) -> dict[str, Any]:
