@@ -14,6 +14,7 @@ from rocm_ext.log import duration
 
 _GIB = 2**30
 _WIDTH = {"busy": 14, "memory": 13}  # of bars, histories and their columns
+_SHARES = ("held_out", "flat", "accuracy", "val_accuracy")
 _LEVELS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
@@ -50,7 +51,11 @@ def run_text(run: Mapping[str, Any]) -> str:
         "step": "step {:.0f}" + (f" of {run['steps']:.0f}" if "steps" in run else ""),
         "epoch": "epoch {:.0f}",
         "loss": "loss {:.4f}",
+        "margin": "margin {:.3f}",
+        "accuracy": "accuracy {:.1f} %",
         "val_loss": "validation loss {:.4f}",
+        "val_margin": "validation margin {:.3f}",
+        "val_accuracy": "validation accuracy {:.1f} %",
         "tokens_per_second": "{:,.0f} tok/s",
         "reward": "reward {:.3f}",
         "held_out": "held-out {:.1f} %",
@@ -58,7 +63,7 @@ def run_text(run: Mapping[str, Any]) -> str:
         "entropy": "entropy {:.2f}",
         "seconds": "{:.3g} s a step",
     }
-    shares = {key: 100 * run[key] for key in ("held_out", "flat") if key in run}
+    shares = {key: 100 * run[key] for key in _SHARES if key in run}
     told = [text.format({**run, **shares}[key]) for key, text in formats.items() if key in run]
     if "seconds_left" in run:
         told.append(f"{duration(run['seconds_left'])} left")

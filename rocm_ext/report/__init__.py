@@ -17,8 +17,8 @@ from markupsafe import Markup, escape
 
 from rocm_ext.errors import UserError
 from rocm_ext.files import replace_text
-from rocm_ext.registry import GRPO
-from rocm_ext.report import cards, groups, grpo, hardware, raft, samples, training
+from rocm_ext.registry import DPO, GRPO
+from rocm_ext.report import cards, dpo, groups, grpo, hardware, raft, samples, training
 from rocm_ext.report.charts import line_style
 from rocm_ext.report.text import visible
 from rocm_ext.runs.reader import RunFolder
@@ -90,6 +90,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
     sections = [
         ("Cycles", raft.charts(runs), [run for run in runs if run.cycles]),
         ("Rewards", grpo.charts(runs), [run for run in runs if run.family == GRPO]),
+        ("Preferences", dpo.charts(runs), [run for run in runs if run.family == DPO]),
         ("Training", training.charts(runs), [run for run in runs if len(run.steps)]),
         ("Hardware", hardware.charts(runs), [run for run in runs if run.hardware]),
     ]

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from rocm_ext.hub import hub_name
-from rocm_ext.registry import GRPO, RAFT, SFT, TITLES
+from rocm_ext.registry import DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.report.curves import short_number
 from rocm_ext.report.hardware import gpu_names
 from rocm_ext.runs.held_out import held_out
@@ -18,7 +18,7 @@ from rocm_ext.runs.records import number
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """Names and values of the facts that are known."""
-    own = {RAFT: _raft, GRPO: _grpo}.get(run.family, _sft)
+    own = {RAFT: _raft, GRPO: _grpo, DPO: _dpo}.get(run.family, _sft)
     found = [*_setup(run), *_progress(run), *own(run)]
     return [(name, value) for name, value in found if value]
 
@@ -44,7 +44,7 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "State", "finished" if run.finished else f"not finished{_last_sign(run)}"
     steps, epochs = run.steps["step"], run.steps["epoch"]
     if len(steps):
-        epoch = f", epoch {epochs[-1]:.0f}" if run.family == SFT and math.isfinite(epochs[-1]) else ""
+        epoch = f", epoch {epochs[-1]:.0f}" if run.family in (SFT, DPO) and math.isfinite(epochs[-1]) else ""
         planned = number(run.setting("steps")) if run.family == GRPO else math.nan
         of = f" of {planned:,.0f}" if planned != len(steps) and math.isfinite(planned) else ""
         yield "Steps", f"{len(steps):,}{of}{epoch}"
@@ -89,6 +89,14 @@ def _sft(run: RunFolder) -> Iterator[tuple[str, str]]:
             at if best == len(validation) - 1 else f"{at}, last {short_number(validation[-1])}",
         )
     yield from _adapter(run)
+
+
+def _dpo(run: RunFolder) -> Iterator[tuple[str, str]]:
+    for what, lines, prefix in (("", run.steps, ""), ("Validation ", run.validations, "val_")):
+        yield f"{what}margin".capitalize(), _ends(lines[f"{prefix}margin"])
+        accuracy = _ends(100 * lines[f"{prefix}accuracy"])
+        yield f"{what}accuracy".capitalize(), f"{accuracy} (%)" if accuracy else ""
+    yield from _sft(run)
 
 
 def _ends(values: np.ndarray) -> str:

@@ -10,7 +10,7 @@ from rocm_ext.registry import GRPO
 from rocm_ext.report.charts import Line, Spans, line_chart, span_chart, stacked_chart
 from rocm_ext.report.curves import short_number, smooth, smoothing_width, thin
 from rocm_ext.report.raft import time_text, verdict_styles
-from rocm_ext.report.training import Curve, chart, lines_with
+from rocm_ext.report.training import Colours, Curve, chart, columns_chart
 from rocm_ext.runs.held_out import HeldOut, held_out
 from rocm_ext.runs.reader import RunFolder
 
@@ -48,7 +48,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Markup]:
         _passes_by_answers(runs) if several else None,
         _passes_at_k(own, several),
         *(chart(curve, runs) for curve in _CURVES),
-        *(_pair(*pair, own, several) for pair in _PAIRS),
+        *(columns_chart(*pair, own, several) for pair in _PAIRS),
         _policy_lag(runs),
         *(_verdicts(run, several) for _, run in own),
         *(_times(run, several) for _, run in own),
@@ -57,10 +57,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Markup]:
     return [each for each in drawn if each is not None]
 
 
-_Colours = Sequence[tuple[int, RunFolder]]
-
-
-def _passes(runs: _Colours) -> Markup | None:
+def _passes(runs: Colours) -> Markup | None:
     found: list[Spans] = []
     for colour, run in runs:
         at = {each.number: [100 * value for value in each.scores["pass"]] for each in _few(held_out(run), _POINTS)}
@@ -68,7 +65,7 @@ def _passes(runs: _Colours) -> Markup | None:
     return _spans("Held-out pass@1", "%, greedy, with 95 % intervals", found)
 
 
-def _passes_at_k(runs: _Colours, several: bool) -> Markup | None:
+def _passes_at_k(runs: Colours, several: bool) -> Markup | None:
     found: list[Spans] = []
     for colour, run in runs:
         shown = _few(held_out(run), _POINTS)
@@ -102,29 +99,12 @@ def _passes_by_answers(runs: Sequence[RunFolder]) -> Markup | None:
     return line_chart("Held-out pass@1 by answers", "%, greedy", lines, x_title="answers sampled") if lines else None
 
 
-def _pair(
-    title: str, unit: str, scale: float, columns: Sequence[tuple[str, str]], runs: _Colours, several: bool
-) -> Markup | None:
-    """A chart of several columns."""
-    lines, widths = [], set()
-    for colour, run in runs:
-        for i, (key, label) in enumerate(columns):
-            known = lines_with(key, run.steps)
-            x, y = known["step"], scale * known[key]
-            if np.isfinite(y).any():
-                widths.add(width := smoothing_width(len(y)))
-                name = f"{run.name}, {label}" if several else label
-                lines.append(Line(name, x, smooth(y, width), colour if several else i, i if several else 0))
-    smoothed = ", smoothed" if widths - {1} else ""
-    return line_chart(title, unit + smoothed, lines, zero=True, legend=True) if lines else None
-
-
 def _policy_lag(runs: Sequence[RunFolder]) -> Markup | None:
     late = any(np.nanmax(lag, initial=0.0) > 0 for run in runs if len(lag := run.steps["policy_lag"]))
     return chart(Curve("policy_lag", "Age of the policy", "steps, of the one that sampled"), runs) if late else None
 
 
-def _sampling_speed(runs: _Colours) -> Markup | None:
+def _sampling_speed(runs: Colours) -> Markup | None:
     lines = []
     for colour, run in runs:
         y = run.steps["sampled_tokens"] / run.steps["sample_seconds"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from markupsafe import Markup
 
-from rocm_ext.registry import GRPO, RAFT
+from rocm_ext.registry import DPO, GRPO, RAFT
 from rocm_ext.report.charts import Line, line_chart
 from rocm_ext.report.curves import memory_unit, smooth, smoothing_width
 from rocm_ext.runs.reader import RunFolder
@@ -44,14 +44,15 @@ _CURVES = (
     Curve("padding", "Padding", "% of computed tokens", scale=100),
     Curve("peak_memory", "Peak memory", "", zero=True),
 )
+Colours = Sequence[tuple[int, RunFolder]]
 _FEW = 3  # runs; the noise of more would hide the curves
 
 
 def charts(runs: Sequence[RunFolder]) -> list[Markup]:
     """A chart for each column in which some run has values."""
     marks = _cycle_marks(runs[0]) if len(runs) == 1 else []
-    policy = any(run.family == GRPO for run in runs)  # whose loss is no cross-entropy
-    curves = [replace(curve, unit="") if curve.key == "loss" and policy else curve for curve in _CURVES]
+    other = any(run.family in (GRPO, DPO) for run in runs)  # whose loss is no cross-entropy
+    curves = [replace(curve, unit="") if curve.key in ("loss", "val_loss") and other else curve for curve in _CURVES]
     return [drawn for curve in curves if (drawn := chart(curve, runs, marks)) is not None]
 
 
@@ -93,6 +94,34 @@ def lines_with(key: str, columns: Columns) -> Columns:
     """The lines that have a key: a step of GRPO without an update has no loss."""
     has = columns.has(key)
     return columns if has.all() else Columns([line for line, own in zip(columns.lines, has, strict=True) if own])
+
+
+def columns_chart(
+    title: str, unit: str, scale: float, columns: Sequence[tuple[str, str]], runs: Colours, several: bool
+) -> Markup | None:
+    """A chart of several columns.
+
+    Args:
+        title, unit: of the chart.
+        scale: factor from the columns to the unit.
+        columns: names in ``metrics.jsonl`` and labels of the lines; ``val_`` begins the name of one of validations.
+        runs: with their colours.
+        several: whether the report shows several runs.
+
+    Returns:
+        The chart; None if no run has values.
+    """
+    lines, widths = [], set()
+    for colour, run in runs:
+        for i, (key, label) in enumerate(columns):
+            known = lines_with(key, run.validations if key.startswith("val_") else run.steps)
+            x, y = known["step"], scale * known[key]
+            if np.isfinite(y).any():
+                widths.add(width := smoothing_width(len(y)))
+                name = f"{run.name}, {label}" if several else label
+                lines.append(Line(name, x, smooth(y, width), colour if several else i, i if several else 0))
+    smoothed = ", smoothed" if widths - {1} else ""
+    return line_chart(title, unit + smoothed, lines, zero=True, legend=True) if lines else None
 
 
 def _cycle_marks(run: RunFolder) -> list[tuple[float, str]]:

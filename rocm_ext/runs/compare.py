@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.errors import UserError
-from rocm_ext.registry import GRPO, RAFT
+from rocm_ext.registry import DPO, GRPO, RAFT
 from rocm_ext.runs import compare_sampling
 from rocm_ext.runs.compare_sampling import WARM_UP
 from rocm_ext.runs.comparison import Comparison, Losses, Stability
@@ -23,6 +23,7 @@ from rocm_ext.runs.records import number
 _DATA = {"dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long"}
 _STEP_SIZE = {"sequences_per_step", "gradient_accumulation_steps", "batch_size"}
 _RATE = {"optimizer.lr", "lr_scheduler", "epochs", "max_steps_per_epoch"}
+_PREFERENCES = ("margin", "accuracy", "reward_chosen", "reward_rejected", "kl")
 _PLACES = ("source", "data_files", "path", "_path", "_file", "_dir")  # settings that say where a file is
 
 
@@ -91,8 +92,23 @@ def _compare_sft(a: RunFolder, b: RunFolder, settings: dict, memory: tuple[float
         },
         _stability(a, b, columns),
         losses,
+        learning=_preferences(a, b, in_a, in_b) if a.family == DPO else {},
         notes=_loss_notes(losses),
     )
+
+
+def _preferences(a: RunFolder, b: RunFolder, in_a: np.ndarray, in_b: np.ndarray) -> dict[str, tuple[float, float]]:
+    """What two DPO runs measure: means over the last half of their common steps, and their last common validation."""
+    found = {}
+    half = len(in_a) // 2
+    for name in _PREFERENCES:
+        means = (float(np.mean(run.steps[name][at[half:]])) for run, at in ((a, in_a), (b, in_b)))
+        found[f"{name.replace('_', ' ')}, last {len(in_a) - half:,} steps"] = (next(means), next(means))
+    steps, at_a, at_b = np.intersect1d(a.validations["step"], b.validations["step"], return_indices=True)
+    for name in _PREFERENCES if len(steps) else ():
+        last = (float(run.validations[f"val_{name}"][at[-1]]) for run, at in ((a, at_a), (b, at_b)))
+        found[f"validation {name.replace('_', ' ')} at step {steps[-1]:,.0f}"] = (next(last), next(last))
+    return {name: values for name, values in found.items() if np.isfinite(values).any()}
 
 
 def _losses(a: RunFolder, b: RunFolder, columns: Mapping[str, tuple[np.ndarray, np.ndarray]], settings: dict) -> Losses:
@@ -104,6 +120,7 @@ def _losses(a: RunFolder, b: RunFolder, columns: Mapping[str, tuple[np.ndarray, 
     if len(columns["step"][0]) and columns["step"][0][0] == 1 and finite[0] and x[0] > 0:
         first = float((y[0] - x[0]) / x[0])
     means = (float(np.mean(x[half:])), float(np.mean(y[half:]))) if len(x) else (math.nan, math.nan)
+    functions = _functions_differ(a, settings)
     return Losses(
         steps=len(x),
         first=first,
@@ -111,10 +128,19 @@ def _losses(a: RunFolder, b: RunFolder, columns: Mapping[str, tuple[np.ndarray, 
         all=relative_difference(x, y),
         values=means,
         validation=_last_validation(a, b),
-        best_validation=_best_validations(a, b),
-        not_comparable=_rows_differ(columns, settings) or _rate_differs(columns),
+        best_validation=None if functions else _best_validations(a, b),
+        not_comparable=functions or _rows_differ(columns, settings) or _rate_differs(columns),
         attributable="seed" not in settings,
     )
+
+
+def _functions_differ(run: RunFolder, settings: Mapping[str, Any]) -> str:
+    """Why the losses of the two runs are different functions; empty if they are the same."""
+    named = [key for key in settings if key == "loss.normalize"]
+    if run.family == DPO:  # whose losses measure against the model that the run began with
+        named = [key for key in settings if key.startswith("loss.") or key == "checkpointer.adapter_checkpoint"]
+        named = [key for key in named if key != "loss.chunk_tokens"]
+    return f"the runs have different losses ({', '.join(named)})" if named else ""
 
 
 def _rows_differ(columns: Mapping[str, tuple[np.ndarray, np.ndarray]], settings: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from rocm_ext.runs.reader import RunFolder
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of two SFT runs.
+    """The losses of two SFT or DPO runs.
 
     Attributes:
         steps: number of steps that both runs have.
@@ -98,16 +98,17 @@ class Comparison:
     Attributes:
         a, b: the runs.
         settings: those that differ, by name: A's value, B's.
-        speed: of B, as a multiple of A's. SFT: ratio of median tokens/s after warm-up. RAFT: ratio of the time that
-            both runs' cycles took for the same work; the slowest and the fastest cycle are the ends of the interval.
+        speed: of B, as a multiple of A's. SFT and DPO: ratio of median tokens/s after warm-up. RAFT: ratio of the time
+            that both runs' cycles took for the same work, with the slowest and the fastest cycle as its interval.
             GRPO: ratio of the medians of sampled tokens per second of a whole step. RAFT against GRPO: ratio of
             sampled tokens per second of sampling and training.
         memory: peak bytes of A and B; NaN if unknown.
         rates: other measures of speed and size by name: A's value, B's.
         stability: what went wrong.
-        losses: of SFT runs.
+        losses: of SFT and DPO runs.
         scores: of RAFT and GRPO runs, in order.
-        learning: of two GRPO runs: means over the last half of the common steps by name, A's and B's.
+        learning: of two GRPO or DPO runs: means over the last half of the common steps by name, A's and B's; of DPO
+            also values of the last common validation.
         notes: messages for the reader.
     """
 

@@ -23,7 +23,7 @@ _WRITTEN_BY = {  # file of a RAFT cycle -> the phase that writes it
     "eval/verdicts.jsonl": "evaluating",
 }
 _RECENT = 20  # steps that tell the speed of a GRPO run
-_TOLD = ("step", "epoch", "loss", "tokens_per_second", "val_loss")
+_TOLD = ("step", "epoch", "loss", "margin", "accuracy", "tokens_per_second", "val_loss", "val_margin", "val_accuracy")
 
 
 def progress(out: Path) -> dict[str, Any]:
@@ -31,8 +31,9 @@ def progress(out: Path) -> dict[str, Any]:
 
     Returns:
         ``cycle`` and ``phase`` of a RAFT run; ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss`` of
-        the current or last training; those of a GRPO run, see :func:`_policy_progress`; ``seconds_ago``, since the last
-        write; ``finished``; or ``problem``, why there is no run to show.
+        the current or last training, of DPO also margin and accuracy; those of a GRPO run, see
+        :func:`_policy_progress`; ``seconds_ago``, since the last write; ``finished``; or ``problem``, why there is no
+        run to show.
     """
     if not out.is_dir():
         return {"problem": f"{out} {'is a file' if out.exists() else 'does not exist'}"}
