@@ -1,8 +1,10 @@
 """Runs on pairs: equal to torchtune's recipe, the same for every cut and number of ranks, and resumed bit for bit."""
 
+import contextlib
 import importlib.util
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from rocm_ext.data.batches import row_sizes
 from rocm_ext.errors import UserError
 from rocm_ext.model import adapter_files
 from rocm_ext.train.likelihood import falling_likelihood
-from rocm_ext.train.reference import FILE
+from rocm_ext.train.reference import FILE, PARTS
 from rocm_ext.train.scoring import score
 from tests.forks import forked, forked_ranks, kill_before, several_ranks
 from tests.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
@@ -203,6 +205,51 @@ def test_the_reference_is_scored_once_and_kept(top, tmp_path, monkeypatch):
     cfg["checkpointer"]["adapter_checkpoint"] = None
     with pytest.raises(AssertionError, match="the reference is kept"):  # and another first adapter
         prepare({**cfg, "overwrite_output_dir": True})
+
+
+def test_scoring_the_reference_goes_on_where_it_was_killed(top, tmp_path, monkeypatch, messages):
+    """Each block is saved. Fresh adapters add nothing, so a start with another seed continues, too."""
+    scored = []
+
+    def scoring(learner, rows, fail_at: int = 0):
+        scored.append(len(rows))
+        if len(scored) == fail_at:
+            raise KeyboardInterrupt
+        return score(learner, rows)
+
+    def prepared(out: str, seed: int):
+        cfg = dpo_config(top, tmp_path / out, validation_fraction=0.25, seed=seed)
+        cfg["checkpointer"]["adapter_checkpoint"] = None
+        return prepare(cfg)
+
+    monkeypatch.setattr("rocm_ext.train.reference._BLOCK", 5)
+    monkeypatch.setattr("rocm_ext.train.reference.score", scoring)
+    prepared("whole", 1)
+    assert scored == [5, 5, 5, 3, 5, 1]
+    whole = (tmp_path / "whole" / FILE).read_bytes()
+    for fail_at, seed in ((3, 2), (9, 3)):
+        scored.clear()
+        monkeypatch.setattr("rocm_ext.train.reference.score", partial(scoring, fail_at=fail_at))
+        with contextlib.suppress(KeyboardInterrupt):
+            prepared("killed", seed)
+        assert scored == {3: [5, 5, 5], 9: [5, 3, 5, 1]}[fail_at]
+    assert any("reference log-probs of dataset: 2 of 4 blocks were kept" in line for line in messages)
+    assert (tmp_path / "killed" / FILE).read_bytes() == whole
+    assert not (tmp_path / "killed" / PARTS).exists()
+
+
+def test_a_reference_that_is_not_finite_is_refused(top, tmp_path, monkeypatch):
+    def broken(learner, rows):
+        found = score(learner, rows)
+        found[2][0] = math.nan
+        return found
+
+    monkeypatch.setattr("rocm_ext.train.reference.score", broken)
+    with pytest.raises(
+        UserError, match="dataset: the reference's log-probs of 1 rows are not finite, the first of row 2"
+    ):
+        prepare(dpo_config(top, tmp_path / "run"))
+    assert not (tmp_path / "run" / FILE).exists()
 
 
 @pytest.mark.parametrize(

@@ -117,14 +117,14 @@ def plan_memory(
     chunked = copy.copy(objective)
     chunked.chunk_tokens = objective.chunk_for(device)
     if isinstance(decoder, ForeignDecoder):
-        each, loss, shared = simulate_foreign(decoder, chunked, lengths, targets, kernels, shared)
+        each, loss, tables = simulate_foreign(decoder, chunked, lengths, targets, kernels, shared)
     else:
         vocabulary, width = decoder.tok_embeddings.weight.shape
         layer = simulate_layer(decoder.layers[0], width, lengths, dtype, kernels, shared)  # type: ignore[arg-type]
-        each, shared = [layer] * len(decoder.layers), 0
+        each, tables = [layer] * len(decoder.layers), 0
         loss = simulate_loss(decoder.norm, width, vocabulary, chunked, lengths, targets, dtype, kernels)
     return MemoryPlan(
-        weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())) + shared,
+        weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())) + tables,
         gathered=0 if ranks == 1 else _gathered(decoder),
         adapter=adapter,
         gradients=adapter,

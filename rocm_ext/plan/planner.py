@@ -144,7 +144,8 @@ class TrainingPlanner:
         for step in range(steps.per_epoch * cfg.epochs):
             rows = [each[i] for i in steps[step]]
             for piece in chain(*cut([sum(lengths) for lengths, *_ in rows], self.ranks, micro_batch, packed)):
-                lengths, shared = ([n for i in piece for n in rows[i][part]] for part in (0, 1))
+                lengths = [n for i in piece for n in rows[i][0]]
+                shared = [n for i in piece for n in rows[i][1]]
                 largest = max(largest, (lengths, shared), key=lambda each: sum(each[0]) if packed else _padded(each[0]))
                 targets = max(targets, sum(rows[i][2] for i in piece))
         multiple = width_multiple(self.cfg.compile, self.device, self.dtype)
