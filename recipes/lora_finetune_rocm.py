@@ -103,6 +103,7 @@ class LoRAFinetune:
         validation = self._rows(cfg.dataset_val, "dataset_val", tokenizer) if cfg.dataset_val is not None else None
         if cfg.validation_fraction:
             rows, validation = rows.split(cfg.validation_fraction, cfg.data_seed)
+            log.info("validation_fraction: %s rows are set aside", f"{len(validation):,}")
         if cfg.early_stopping_patience and validation is None:
             raise UserError("early_stopping_patience needs validation rows: set dataset_val or validation_fraction")
         return rows, validation
