@@ -245,7 +245,7 @@ def test_a_reference_that_is_not_finite_is_refused(top, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr("rocm_ext.train.reference.score", broken)
-    with pytest.raises(UserError, match="dataset: the reference's log-probs of 1 rows are not finite, .* of row 2"):
+    with pytest.raises(UserError, match=r"dataset: the reference's log-probs of 1 rows are not finite, .* of row 2"):
         prepare(dpo_config(top, tmp_path / "run"))
     assert not (tmp_path / "run" / FILE).exists()
 

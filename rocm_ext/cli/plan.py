@@ -30,7 +30,7 @@ def add(commands) -> None:
         "--rows",
         type=count,
         metavar="N",
-        help="training rows, in DPO pairs, in RAFT prompts per cycle, in GRPO prompts per step (default: counted if on disk)",
+        help="training rows (of DPO: pairs), in RAFT prompts per cycle, in GRPO per step (default: counted if on disk)",
     )
     option("--row-tokens", type=count, metavar="N", help="mean tokens of a row, in RAFT and GRPO of a prompt")
     option(
