@@ -123,6 +123,7 @@ class LoRAFinetune:
             positions=self.learner.decoder.max_seq_len,
             too_long=self.cfg.too_long,
             progress=self.runtime.ranks.is_main and os.isatty(2),
+            name=key,
         )
         log.info("%s: %s", key, ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in rows.counts.items()))
         return rows

@@ -2,6 +2,7 @@
 
 import json
 import re
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +123,7 @@ def test_a_report_draws_what_pairs_measure(tmp_path):
         assert drawn[: len(PREFERENCES)] == PREFERENCES
         assert drawn[len(PREFERENCES) : len(PREFERENCES) + 2] == ["Loss", "Validation loss"]
         assert "nats per token: loss" not in html, "the loss of pairs has no unit"
-    text = " ".join(re.sub(r"<[^>]*>", " ", html).split())
+    text = " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
     for fact in ("Recipe DPO", "Steps 60, epoch 1", "Margin 0.08475 → 1.915, means of 6 steps", "Validation margin",
                  "Accuracy 51.69 → 88.31, means of 6 steps (%)", "Best validation loss 0.4 at step 60"):  # fmt: skip
         assert fact in text, fact

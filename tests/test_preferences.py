@@ -156,6 +156,14 @@ def test_columns_files_and_systems(read, open_one, tmp_path):
     assert sides(found)[0] == rendered(tokenizer, system, user(PAIR["prompt"]), assistant(PAIR["chosen"]))
 
 
+def test_a_null_in_parquet_is_no_answer(read, tmp_path):
+    rows = [{"question": "a", "response_j": "b", "response_k": worse} for worse in (None, "c")]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "pairs.parquet"))
+    columns = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+    found = read(source=str(tmp_path / "pairs.parquet"), column_map=columns)
+    assert (len(found), found.counts["dropped_empty"]) == (1, 1)
+
+
 def test_base_models_take_pairs_as_they_are(read, open_one):
     rows = read({"prompt": "2+2=", "chosen": " 4", "rejected": " 5"}, chat_template="none")
     tokenizer = open_one(chat_template="none")
@@ -192,6 +200,8 @@ def test_torchtunes_components_get_the_models_template(open_one, tmp_path, compo
         ({**PAIR, "rejected": ""}, "dropped_empty"),
         ({**PAIR, "chosen": " \n"}, "dropped_empty"),
         ({**PAIR, "chosen": []}, "dropped_empty"),
+        ({**PAIR, "chosen": None}, "dropped_empty"),
+        ({**FORMS["conversations"], "rejected": None}, "dropped_empty"),
         ({"chosen": FORMS["conversations"]["chosen"], "rejected": EMPTY}, "dropped_empty"),
         ({"chosen": FORMS["conversations"]["chosen"], "rejected": [user("6*7?")]}, "dropped_empty"),
         ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant:"}, "dropped_empty"),
@@ -201,7 +211,7 @@ def test_pairs_without_a_preference_are_dropped_and_counted(read, row, reason):
     rows = read(row, PAIR)
     assert len(rows) == 1
     assert {what: count for what, count in rows.counts.items() if count} == {"rows": 2, reason: 1}
-    with pytest.raises(UserError, match=f"0 of 1 rows left: .*1 {reason.replace('_', ' ')}"):
+    with pytest.raises(UserError, match=f"dataset: 0 of 1 rows left: .*1 {reason.replace('_', ' ')}"):
         read(row)
 
 

@@ -82,6 +82,9 @@ class PreferenceDataset(SourceDataset):
     def _fields(self, index: int) -> dict[str, Any]:
         """Return the values of a row under our column names."""
         row, fields = self._mapped(index)
+        columns = getattr(self.rows, "column_names", row)
+        nulls = (side for side in SIDES if side not in fields and self.column_map.get(side, side) in columns)
+        fields |= {side: [] for side in nulls}  # no answer
         if missing := [side for side in SIDES if side not in fields]:
             raise UserError(f"the columns {list(row)} lack {' and '.join(missing)}; use column_map")
         self._used.update(self.column_map.get(ours, ours) for ours in FIELDS)

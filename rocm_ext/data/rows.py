@@ -200,6 +200,7 @@ def tokenize(
     progress: bool,
     positions: int | None = None,
     every: int = 1,
+    name: str = "dataset",
 ) -> Rows:
     """Read the rows of a map-style dataset into memory.
 
@@ -214,6 +215,7 @@ def tokenize(
         positions: maximum length of a sequence that the model takes, in tokens; None: unknown. It limits rows as
             ``max_seq_len`` does.
         every: 1 reads all rows, 2 every second one, and so on.
+        name: key of the dataset in the config, for messages.
 
     Raises:
         UserError: the policy is unknown, a row cannot be tokenised or is too long under ``error``, or no rows are
@@ -243,7 +245,7 @@ def tokenize(
     for part in getattr(dataset, "datasets", [dataset]):
         warn(part.warnings() if isinstance(part, SourceDataset) else [])
     if not rows.tokens:
-        raise UserError(f"0 of {len(chosen)} rows left{'' if reader is None else f': {reader.dropped()}'}")
+        raise UserError(f"{name}: 0 of {len(chosen)} rows left{'' if reader is None else f': {reader.dropped()}'}")
     if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
         log.warning(
             "the last token of every row is masked, so the model will not learn to stop: torchtune's tokenizers mask "
