@@ -40,7 +40,7 @@ SLOW_SET = (  # slow peers
     Task("sft", "qwen3-small", 151936, "fp32", (BACKED, TRL)),
     Task("sft", "qwen3-small", 32768, "bf16", (BACKED, TRL)),
     Task("dpo", "small", 32768, "fp32", (STOCK, TRL_FIRST, dpo.WHOLE)),
-    Task("dpo", "small", 152064, "fp32", (PLAIN, STOCK, TRL)),
+    Task("dpo", "small", 152064, "fp32", (PLAIN, "torchtune batch 1", "TRL + PEFT batch 1")),
     Task("sampling", "small", 32768, "fp32", (TORCHTUNE,)),
     Task("sampling", "small", 152064, "fp32", (GENERATE, CONTINUOUS)),
     Task("sampling", "small", 32768, "bf16", (GENERATE, CONTINUOUS)),
