@@ -1,14 +1,19 @@
 """`rocm-ext export`: merged models, files as other programs read them, and their modes."""
 
+import inspect
 import json
 import logging
 import os
+import re
 import shutil
+from datetime import date
 from pathlib import Path
 
+import huggingface_hub
 import peft
 import pytest
 import torch
+import yaml
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from transformers import AutoModelForCausalLM
 
@@ -103,7 +108,7 @@ def test_what_cannot_be_exported(trained, bases, tmp_path, capsys):
         assert export(*arguments) in (1, 2)
         return capsys.readouterr().err
 
-    assert "nothing to write; set --merged DIR" in fails(trained)
+    assert "nothing to write; set --merged DIR, --gguf FILE" in fails(trained)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     assert "full exists; choose a new folder" in fails(trained, "--merged", tmp_path / "full")
@@ -115,3 +120,125 @@ def test_what_cannot_be_exported(trained, bases, tmp_path, capsys):
     assert "no base model in nowhere" in fails(trained, "--base", "nowhere", "--merged", tmp_path / "x")
     assert not (tmp_path / "x").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lone"]
+
+
+def head_of(card: str) -> dict:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_the_card_tells_base_model_data_settings_and_results(trained, bases, tmp_path):
+    base = shutil.copytree(bases("llama"), tmp_path / "base")
+    (base / "README.md").write_text("---\nlicense: llama3.1\nlanguage: en\n---\n# Base\n")
+    (base / "original_repo_id.json").write_text('{"repo_id": "someone/Base-1B"}')
+    assert export(trained, "--base", base, "--card", tmp_path / "card.md", "--merged", tmp_path / "merged") == 0
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert card == (tmp_path / "card.md").read_text()
+    assert head_of(card) == {
+        "tags": ["lora", "peft", "torchtune-rocm"],
+        "pipeline_tag": "text-generation",
+        "library_name": "transformers",
+        "base_model": "someone/Base-1B",
+        "base_model_relation": "finetune",
+        "license": "llama3.1",
+    }
+    losses = [json.loads(line)["loss"] for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    for row in ("rank | 4", "alpha | 8", "optimizer.lr | 0.02", "1 | rows.jsonl", "recipe | lora_finetune_rocm"):
+        assert f"| {row} |" in card
+    assert f"| training loss, first and last | {losses[0]:.4f}, {losses[-1]:.4f} |" in card
+    assert str(trained.parent) not in card
+
+
+class FakeHub:
+    """Keeps what huggingface_hub's client is asked to upload."""
+
+    def __init__(self):
+        self.private, self.files = None, {}
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        self.private = private
+        return f"https://huggingface.co/{repo_id}"
+
+    def upload_file(self, *, path_or_fileobj, path_in_repo, repo_id):
+        content = path_or_fileobj if isinstance(path_or_fileobj, bytes) else Path(path_or_fileobj).read_bytes()
+        self.files[repo_id, path_in_repo] = content
+
+    def upload_folder(self, *, repo_id, folder_path, ignore_patterns):
+        for path in Path(folder_path).iterdir():
+            if path.name not in ignore_patterns:
+                self.files[repo_id, path.name] = path.read_bytes()
+
+
+def test_push_uploads_the_adapter_or_what_was_written(trained, tmp_path, monkeypatch, capsys):
+    from rocm_ext.export import push
+
+    fakes = []
+    monkeypatch.setattr(push, "HfApi", lambda: fakes.append(FakeHub()) or fakes[-1])
+    for name in FakeHub.__dict__.keys() - object.__dict__.keys() - {"__module__", "__dict__", "__weakref__"}:
+        theirs = inspect.signature(getattr(huggingface_hub.HfApi, name)).parameters
+        assert inspect.signature(getattr(FakeHub, name)).parameters.keys() <= theirs.keys()
+    assert export(trained, "--push", "me/adapter", "--private") == 0
+    assert capsys.readouterr().out == "https://huggingface.co/me/adapter\n"
+    assert fakes[0].private is True
+    uploaded = {name for _, name in fakes[0].files}
+    assert uploaded == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert head_of(fakes[0].files["me/adapter", "README.md"].decode())["library_name"] == "peft"
+    assert export(trained, "--merged", tmp_path / "merged", "--push", "me/merged") == 0
+    assert {name for _, name in fakes[1].files} == {path.name for path in (tmp_path / "merged").iterdir()}
+    assert fakes[1].private is False
+    assert export(trained, "--push", "me") == 1
+    assert "me is no name on the hub; expected OWNER/NAME" in capsys.readouterr().err
+
+
+def go(template: str, messages: list[dict[str, str]]) -> str:
+    """Render the templates of Modelfiles, as Go does: ``if .System``, ``range .Messages``, ``if eq .Role``."""
+    system = next((each["content"] for each in messages if each["role"] == "system"), "")
+    head, _, rest = template.partition("{{ range .Messages }}")
+    if found := re.fullmatch(r"(.*)\{\{ if \.System \}\}(.*)\{\{ else \}\}(.*)\{\{ end \}\}", head, re.DOTALL):
+        head = found[1] + (found[2].replace("{{ .System }}", system) if system else found[3])
+    body = rest.removesuffix("{{ end }}").removesuffix("{{ end }}")
+    user, answer = body.split('{{ else if eq .Role "assistant" }}')
+    user = user.removeprefix('{{ if eq .Role "user" }}')
+    by_role = {"user": user, "assistant": answer, "system": ""}
+    return head + "".join(by_role[each["role"]].replace("{{ .Content }}", each["content"]) for each in messages)
+
+
+QWEN = (  # with a system message of its own
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
+    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% else %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("text", "system"), [(CHATML, True), (QWEN, True), (LLAMA3, True), (MISTRAL, False)])
+def test_ollamas_template_renders_as_the_models(text, system):
+    from rocm_ext.data.messages import to_turns
+    from rocm_ext.data.template import ChatTemplate
+    from rocm_ext.export.ollama import parts
+
+    template = ChatTemplate(text, {"bos_token": "<s>"}, date(2024, 7, 26), "a test")
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "Go"},
+    ]
+    found = parts(template)
+    for chat in [talk, talk[:1], *([[{"role": "system", "content": "Be brief."}, *talk]] if system else [])]:
+        expected = template.render(to_turns(chat), None, prompt=True)
+        assert go(found.go(""), chat) == expected
+        assert go(found.go("<s>"), chat) == expected.removeprefix("<s>")
+
+
+def test_a_template_that_depends_on_more_than_the_role_has_no_equal_in_ollama():
+    from rocm_ext.data.template import ChatTemplate
+    from rocm_ext.export.ollama import parts
+
+    numbered = "{% for m in messages %}{{ loop.index }} {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert parts(ChatTemplate(numbered, {}, date(2024, 7, 26), "a test")) is None

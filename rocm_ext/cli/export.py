@@ -23,19 +23,50 @@ def add(commands) -> None:
     )
     option("--base", type=Path, metavar="DIR", help="the base model's folder (default: the one in the run's config)")
     option("--merged", type=Path, metavar="DIR", help="write the merged model in Hugging Face's format")
+    option("--gguf", type=Path, metavar="FILE", help="write the merged model as one file for llama.cpp and Ollama")
+    option("--type", choices=("f16", "bf16", "q8_0"), default="f16", help="of the weights in --gguf (default: f16)")
+    option("--gguf-adapter", type=Path, metavar="FILE", help="write the adapter for llama.cpp's --lora")
+    option("--card", type=Path, metavar="FILE", help="write the model card (with --merged: README.md in DIR)")
+    option("--push", metavar="OWNER/NAME", help="upload what this command writes, or else the adapter, with its card")
+    option("--private", action="store_true", help="make the new repository of --push private")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Write what the options name, and print each path."""
-    if not args.merged:
-        raise UserError("nothing to write; set --merged DIR", code=2)
-    from rocm_ext.export import open_source
+    if not (args.merged or args.gguf or args.gguf_adapter or args.card or args.push):
+        named = "--merged DIR, --gguf FILE, --gguf-adapter FILE, --card FILE or --push OWNER/NAME"
+        raise UserError(f"nothing to write; set {named}", code=2)
+    from rocm_ext.export import gguf_adapter, gguf_model, open_source
+    from rocm_ext.export.card import card
     from rocm_ext.export.merged import write_merged
+    from rocm_ext.export.ollama import write_modelfile
+    from rocm_ext.export.push import push
+    from rocm_ext.files import replace_text
     from rocm_ext.log import setup_logging
 
     setup_logging()
     source = open_source(args.source, args.base)
+    if source.adapter is None and (args.card or args.push):
+        raise UserError(f"{args.source} has no adapter; --card and --push are for what a run trained")
+    files: list[Path] = []
     if args.merged:
         write_merged(source, args.merged)
+        replace_text(args.merged / "README.md", card(source, merged=True))
         print(args.merged)
+    if args.gguf:
+        gguf_model.write_model(source, args.gguf, args.type)
+        files += [args.gguf, write_modelfile(source, args.gguf)]
+    if args.gguf_adapter:
+        gguf_adapter.write_adapter(source, args.gguf_adapter)
+        files += [args.gguf_adapter, write_modelfile(source, args.gguf_adapter, adapter=True)]
+    if args.card:
+        replace_text(args.card, card(source, bool(args.merged or args.gguf)))
+        files.append(args.card)
+    for path in files:
+        print(path)
+    if args.push:
+        uploaded = [path for path in files if path != args.card]
+        folder = args.merged or (None if uploaded else source.adapter)
+        text = card(source, bool(args.merged or args.gguf))
+        print(push(source, args.push, text, folder, uploaded, args.private))

@@ -130,10 +130,16 @@ class MergedWeights:
         if unknown := [name for name in self._changed() if name not in known]:
             raise UserError(f"adapter {self._adapter} has weights for {unknown[0]}, but {base} does not")
 
-    def exact(self, name: str) -> Tensor:
-        """Return a linear layer's weight with its adapter in fp32, not rounded; other tensors as they are stored."""
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of a native model: in ``dtype`` where the adapter changes it, else as it is stored.
+
+        16 bits are rounded as in a merged model, so fp32 alone is exact.
+        """
         weight = self._state[name]
-        return merged_weight(weight.float(), self._linear[name], self._scale) if name in self._linear else weight
+        if name not in self._linear:
+            return weight
+        exact = merged_weight(weight.float(), self._linear[name], self._scale)
+        return _round_by_chance(exact, dtype, crc32(name.encode()))
 
     def of(self, name: str) -> Tensor:
         """Return the tensor ``name`` of a file, in memory of its own; each tensor once."""
@@ -154,10 +160,7 @@ class MergedWeights:
                 return _round_by_chance(exact, weight.dtype, crc32(f"{name}.{expert}".encode()))
 
             return merged_experts(weight, a, b, self._scale, transposed, rounded)
-        if name in self._linear:
-            exact = merged_weight(weight.float(), self._linear[name], self._scale)
-            return _round_by_chance(exact, weight.dtype, crc32(name.encode()))
-        return weight.clone()
+        return self.weight(name, weight.dtype) if name in self._linear else weight.clone()
 
 
 def _round_by_chance(exact: Tensor, dtype: torch.dtype, seed: int) -> Tensor:

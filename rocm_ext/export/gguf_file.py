@@ -1,0 +1,94 @@
+"""Write GGUF files one tensor at a time; the file appears once it is complete."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_ext.errors import UserError
+from rocm_ext.files import replace_file
+from rocm_ext.log import Progress
+
+TYPES = ("f16", "bf16", "q8_0")
+_LARGEST = torch.finfo(torch.float16).max
+
+
+def library() -> Any:
+    """Return the package ``gguf``.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError("GGUF files need the extra: pip install 'torchtune-rocm[export]'") from error
+    return gguf
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a GGUF file.
+
+    Attributes:
+        name: in llama.cpp.
+        shape: as in torch.
+        kind: ``f32`` or one of :data:`TYPES`.
+        read: returns the values.
+    """
+
+    name: str
+    shape: Sequence[int]
+    kind: str
+    read: Callable[[], Tensor]
+
+
+def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
+    """Write a file with the metadata that ``writer`` already has.
+
+    Args:
+        path: the file; it must not exist.
+        writer: a ``gguf.GGUFWriter``.
+        entries: the tensors, which are read in this order, each once.
+
+    Raises:
+        UserError: ``path`` exists, a value is out of the type's range, or the disk is full.
+    """
+    if path.exists():
+        raise UserError(f"{path} exists; choose another name")
+    gguf = library()
+    for each in entries:
+        kind = gguf.GGMLQuantizationType[each.kind.upper()]
+        row = gguf.quant_shape_to_byte_shape(each.shape, kind)
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), int(np.prod(row)), raw_dtype=kind)
+    progress = Progress(len(entries), 0, enabled=True, unit="tensor", brief=True)
+    with replace_file(path) as aside:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            writer.write_header_to_file(aside)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for each in entries:
+                writer.write_tensor_data(_stored(each, gguf))
+                progress.update(each.name)
+        finally:
+            writer.close()
+            progress.close()
+
+
+def _stored(entry: Entry, gguf: Any) -> np.ndarray:
+    """Return a tensor's bytes."""
+    tensor = entry.read().detach().contiguous()
+    if entry.kind == "bf16":
+        return tensor.to(torch.bfloat16).view(torch.uint8).numpy()
+    if entry.kind == "f16":
+        half = tensor.to(torch.float16)
+        if half.isinf().any():
+            raise UserError(f"{entry.name} has values above {_LARGEST:,.0f}, the largest of f16; set --type bf16")
+        return half.numpy()
+    values = tensor.float().numpy()
+    return values if entry.kind == "f32" else gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)

@@ -1,0 +1,148 @@
+"""Write the ``Modelfile`` that tells Ollama how to run a GGUF file.
+
+Ollama renders conversations with a Go template of its own. This module reads the parts of the model's chat template
+off rendered conversations, and keeps them only if they render longer conversations as the model's template does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rocm_ext.data.encoder import TOKENIZER, TextEncoder
+from rocm_ext.data.messages import to_turns
+from rocm_ext.data.template import ChatTemplate
+from rocm_ext.errors import UserError
+from rocm_ext.export.source import Source
+from rocm_ext.export.vocabulary import end_of_turn
+from rocm_ext.files import replace_text
+
+_SYSTEM = {"role": "system", "content": "first-3141"}
+_TALK = [
+    {"role": "user", "content": "second-2718"},
+    {"role": "assistant", "content": "third-1618"},
+    {"role": "user", "content": "fourth-1414"},
+]
+_LONGER = [*_TALK, {"role": "assistant", "content": "c: 1"}, {"role": "user", "content": "Why?"}]
+Messages = Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a chat template writes around the texts of a conversation.
+
+    Attributes:
+        start: where there is no system message, before the first user's.
+        system: before and after a system message; None: the template takes none.
+        user: before a user's message, and from there to the assistant's.
+        end: after the assistant's message.
+    """
+
+    start: str
+    system: tuple[str, str] | None
+    user: tuple[str, str]
+    end: str
+
+    def render(self, messages: Messages) -> str:
+        """Render a conversation."""
+        around = {"system": self.system or ("", ""), "user": self.user, "assistant": ("", self.end)}
+        text = "" if messages[0]["role"] == "system" else self.start
+        return text + "".join(around[each["role"]][0] + each["content"] + around[each["role"]][1] for each in messages)
+
+    def go(self, begin: str) -> str:
+        """Return the template in Ollama's language.
+
+        Args:
+            begin: text of the token that Ollama adds before a prompt by itself.
+        """
+        start = self.start.removeprefix(begin)
+        if self.system is not None:
+            before = self.system[0].removeprefix(begin)
+            start = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{self.system[1]}{{{{ else }}}}{start}{{{{ end }}}}"
+        user = f'{{{{ if eq .Role "user" }}}}{self.user[0]}{{{{ .Content }}}}{self.user[1]}'
+        answer = f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{self.end}{{{{ end }}}}'
+        return f"{start}{{{{ range .Messages }}}}{user}{answer}{{{{ end }}}}"
+
+
+def parts(template: ChatTemplate) -> Parts | None:
+    """Read off what ``template`` writes around the texts.
+
+    Returns:
+        None if that depends on more than a message's role, or cannot stand in a Modelfile.
+    """
+    try:
+        talk, alone = _cut(template, _TALK), _cut(template, _TALK[:1])
+    except UserError:  # the template takes other conversations alone
+        return None
+    try:
+        whole = _cut(template, [_SYSTEM, *_TALK])
+    except UserError:
+        whole = None
+    if talk is None or alone is None:
+        return None
+    headers = [talk[0], talk[2], *([whole[1]] if whole else [])]  # each ends with a user's header
+    header = next(end for at in range(len(talk[0]) + 1) if all(each.endswith(end := talk[0][at:]) for each in headers))
+    system = (whole[0], _without(whole[1], header)) if whole else None
+    found = Parts(_without(talk[0], header), system, (header, talk[1]), _without(talk[2], header))
+    conversations: list[Messages] = [_TALK[:1], _TALK, _LONGER]
+    conversations += [[_SYSTEM, *each] for each in conversations] if system else []
+    text = "".join([found.start, *(system or ()), *found.user, found.end])
+    if '"""' in text or "{{" in text or any(found.render(each) != _text(template, each) for each in conversations):
+        return None
+    return found
+
+
+def _without(text: str, end: str) -> str:
+    return text[: len(text) - len(end)]
+
+
+def _text(template: ChatTemplate, messages: Messages) -> str:
+    return template.render(to_turns(list(messages)), None, prompt=True)
+
+
+def _cut(template: ChatTemplate, messages: Messages) -> list[str] | None:
+    """Return what stands before, between and behind the messages; None: a text is not there once, in order."""
+    rest, found = _text(template, messages), []
+    for message in messages:
+        before, mark, rest = rest.partition(message["content"])
+        if not mark:
+            return None
+        found.append(before)
+    return [*found, rest]
+
+
+def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
+    """Write ``NAME.Modelfile`` beside a GGUF file.
+
+    Args:
+        source: the model.
+        gguf: the file, ``NAME.gguf``.
+        adapter: whether the file holds an adapter, which needs the base model beside it.
+
+    Returns:
+        The Modelfile's path.
+    """
+    encoder = TextEncoder(source.base / TOKENIZER)
+    texts = {number: text for text, number in encoder.ids.items()}
+    lines = [f"# ollama create NAME -f {gguf.stem}.Modelfile"]
+    if adapter:
+        lines += [
+            "# or: FROM a GGUF file of this base model",
+            f"FROM {source.base.resolve()}",
+            f"ADAPTER ./{gguf.name}",
+        ]
+    else:
+        lines.append(f"FROM ./{gguf.name}")
+    if source.template is not None:
+        found = parts(source.template)
+        begin = "".join(texts.get(number, "") for number in encoder.prefix())
+        if found is None:
+            lines.append(
+                "# The chat template has no equal in Ollama's language; the one that Ollama guesses may differ"
+            )
+        else:
+            lines.append(f'TEMPLATE """{found.go(begin)}"""')
+    stops = [number for number in (end_of_turn(source), *source.tokenizer.stop_tokens) if number in texts]
+    lines += [f'PARAMETER stop "{texts[number]}"' for number in dict.fromkeys(stops)]
+    path = gguf.with_suffix(".Modelfile")
+    replace_text(path, "\n".join(lines) + "\n")
+    return path

@@ -1,0 +1,175 @@
+"""A model's tokenizer and chat template as llama.cpp reads them.
+
+llama.cpp has the rules by which a BPE splits text into words built in, by names (``tokenizer.ggml.pre``). This module
+finds the name by the rules in ``tokenizer.json``, and refuses rules that it does not know.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.data.encoder import TOKENIZER, TextEncoder, ids_in
+from rocm_ext.data.render import render_conversation
+from rocm_ext.errors import UserError
+from rocm_ext.export.gguf_file import library
+from rocm_ext.export.source import Source
+from rocm_ext.files import json_object
+
+CONVERTER = "python convert_hf_to_gguf.py FOLDER, of llama.cpp's own sources, converts a merged model (--merged FOLDER)"
+_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {  # expressions of tokenizer.json, and llama.cpp's names
+    rf"{_WORD}\p{{N}}{{1,3}}{_REST}": "llama-bpe",
+    rf"{_WORD}\p{{N}}{_REST}": "qwen2",
+    _TEKKEN: "tekken",
+}
+_WHOLE_WORDS = ("llama-bpe", "tekken")  # llama.cpp takes words that are tokens before it merges
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACE = "\u2581"  # SentencePiece's
+_TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def add_vocabulary(writer: Any, source: Source, size: int) -> None:
+    """Add tokens, merges, special ids and the chat template to a GGUF file's metadata.
+
+    Args:
+        writer: a ``gguf.GGUFWriter``.
+        source: the model.
+        size: rows of the embeddings; ids without a token are unused.
+
+    Raises:
+        UserError: llama.cpp has no such tokenizer.
+    """
+    path = source.base / TOKENIZER
+    content = json_object(path.read_bytes()) if path.is_file() else None
+    if content is None:
+        raise UserError(f"{path} is missing or damaged; GGUF files need it")
+    model = content.get("model") or {}
+    if model.get("type") != "BPE":
+        raise _unknown(path, f"model.type is {model.get('type')!r}")
+    pieces = _SentencePiece(path, content) if model.get("byte_fallback") else None
+    writer.add_tokenizer_model("gpt2" if pieces is None else "llama")
+    writer.add_tokenizer_pre(_splitting(path, content) if pieces is None else "default")
+    tokens, types = _tokens(content, size)
+    writer.add_token_list(tokens)
+    if pieces is None:
+        writer.add_token_merges([_joined(merge) for merge in model["merges"]])
+    else:
+        writer.add_add_space_prefix(pieces.prefixes)
+        writer.add_token_scores([pieces.score(token) for token in tokens])
+    writer.add_token_types(types)
+    _add_special(writer, source, model)
+    if source.template is not None:
+        writer.add_chat_template(source.template.text)
+
+
+def _unknown(path: Path, what: str) -> UserError:
+    return UserError(f"{path}: {what}, which this command does not write to GGUF files; {CONVERTER}")
+
+
+def _splitting(path: Path, content: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name of the rules by which text is split into words.
+
+    Raises:
+        UserError: they are unknown.
+    """
+    normalizer, model = content.get("normalizer"), content["model"]
+    if normalizer not in (None, {"type": "NFC"}) and normalizer != {"type": "Sequence", "normalizers": []}:
+        raise _unknown(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
+    found = content.get("pre_tokenizer") or {}
+    steps = found.get("pretokenizers", [found])
+    kinds = [step.get("type") for step in steps]
+    byte_level = steps[-1] if kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space") else None
+    name = None
+    if byte_level and kinds == ["ByteLevel"] and byte_level.get("use_regex", True):
+        name = "gpt-2"
+    elif byte_level and kinds == ["Digits", "ByteLevel"] and byte_level.get("use_regex", True):
+        name = "smollm" if steps[0].get("individual_digits") else None
+    elif byte_level and kinds == ["Split", "ByteLevel"] and not byte_level.get("use_regex", True):
+        plain = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
+        name = _SPLITS.get(str((steps[0].get("pattern") or {}).get("Regex"))) if plain else None
+    if name is None or (model.get("ignore_merges") and name not in _WHOLE_WORDS):
+        raise _unknown(path, f"pre_tokenizer {' and '.join(map(str, kinds))} has unknown rules")
+    return name
+
+
+class _SentencePiece:
+    """A SentencePiece BPE that was converted to ``tokenizer.json``: its merges come in the order of its scores."""
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        steps = content.get("normalizer") or {}
+        steps = steps.get("normalizers", [steps] if steps else [])
+        before = content.get("pre_tokenizer")
+        replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        if before is None and steps[-1:] == [replaces] and steps[:-1] in ([], [{"type": "Prepend", "prepend": _SPACE}]):
+            self.prefixes = len(steps) == 2
+        elif not steps and before and before.get("type") == "Metaspace" and not before.get("split", True):
+            self.prefixes = before.get("prepend_scheme") != "never"
+        else:
+            raise _unknown(path, "its rules for spaces are unknown")
+        self._ranks: dict[str, int] = {}
+        for rank, merge in enumerate(content["model"]["merges"]):
+            self._ranks.setdefault(_joined(merge).replace(" ", ""), rank)
+
+    def score(self, token: str) -> float:
+        """Return a score for which llama.cpp merges in the same order."""
+        return -float(self._ranks.get(token, len(self._ranks)))
+
+
+def _joined(merge: Any) -> str:
+    return merge if isinstance(merge, str) else " ".join(merge)
+
+
+def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Return each id's text and llama.cpp's type of it."""
+    kind = library().TokenType
+    texts = [f"[PAD{number}]" for number in range(size)]
+    types = [int(kind.UNUSED)] * size
+    model = content["model"]
+    for text, number in model["vocab"].items():
+        texts[number], types[number] = text, int(kind.NORMAL)
+        if model.get("byte_fallback") and _BYTE.fullmatch(text):
+            types[number] = int(kind.BYTE)
+    if (unknown := model.get("unk_token")) in model["vocab"]:
+        types[model["vocab"][unknown]] = int(kind.UNKNOWN)
+    for token in content.get("added_tokens") or []:
+        number, text = token["id"], token["content"]
+        if types[number] != kind.UNKNOWN:
+            control = token.get("special") or (text.startswith("<|") and text.endswith("|>"))
+            types[number] = int(kind.CONTROL if control else kind.USER_DEFINED)
+        texts[number] = text
+    return texts, types
+
+
+def _add_special(writer: Any, source: Source, model: Mapping[str, Any]) -> None:
+    """Add the ids of special tokens. ``eos`` ends a text, and ``eot`` a turn where that is another token."""
+    encoder = TextEncoder(source.base / TOKENIZER)
+    before = encoder.prefix()
+    begins = before or ids_in(source.base, "bos_token_id")
+    if begins:
+        writer.add_bos_token_id(begins[0])
+    writer.add_add_bos_token(bool(before))
+    writer.add_eos_token_id(source.tokenizer.end_of_text)
+    if (turn := end_of_turn(source)) not in (None, source.tokenizer.end_of_text):
+        writer.add_eot_token_id(turn)
+    if pads := ids_in(source.base, "pad_token_id"):
+        writer.add_pad_token_id(pads[0])
+    if (unknown := model.get("unk_token")) in model["vocab"]:
+        writer.add_unk_token_id(model["vocab"][unknown])
+
+
+def end_of_turn(source: Source) -> int | None:
+    """Return the token that ends the assistant's turn in training; None: the template shows none."""
+    if source.template is None:
+        return None
+    try:
+        tokens, _ = render_conversation(source.tokenizer, _TURN)
+    except UserError:  # a template that takes other conversations alone
+        return None
+    return next((token for token in reversed(tokens) if token in source.tokenizer.stop_tokens), None)

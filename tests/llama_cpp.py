@@ -1,0 +1,83 @@
+"""llama.cpp's server, from the package xllamacpp, in a process of its own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+_PROGRAM = """
+import sys, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.port, params.n_ctx, params.n_parallel = sys.argv[1], 0, 512, 1
+params.use_jinja, params.warmup, params.verbosity = True, False, 0
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = params.n_threads_http = 1
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+params.cache_ram_mib = 0
+if len(sys.argv) > 2:
+    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(sys.argv[2], 1.0)]
+server = xllamacpp.Server(params)
+print("listening", server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
+class LlamaCpp:
+    """A running server.
+
+    Attributes:
+        url: its address.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """Post ``body`` and return the answer."""
+        request = Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+
+    def greedy(self, prompt: list[int], count: int) -> tuple[list[int], list[tuple[int, float]]]:
+        """Return the ``count`` most probable tokens behind ``prompt``, and ids with log-probs.
+
+        llama.cpp leaves out the log-probs of tokens that end within a character.
+        """
+        plain = {"temperature": 0, "samplers": ["top_k"], "top_k": 1, "ignore_eos": True, "cache_prompt": False}
+        answer = self.ask(
+            "/completion", {"prompt": prompt, "n_predict": count, "n_probs": 1, "return_tokens": True, **plain}
+        )
+        return answer["tokens"], [(each["id"], each["logprob"]) for each in answer["completion_probabilities"]]
+
+    def tokens(self, text: str, special: bool = False) -> list[int]:
+        """Tokenise ``text``; ``special``: with the tokens that the model expects before it."""
+        return self.ask("/tokenize", {"content": text, "add_special": special, "parse_special": True})["tokens"]
+
+    def rendered(self, messages: list[dict[str, str]]) -> str:
+        """Render a conversation with the file's chat template."""
+        return self.ask("/apply-template", {"messages": messages})["prompt"]
+
+
+@contextmanager
+def llama_cpp(model: Path, adapter: Path | None = None) -> Iterator[LlamaCpp]:
+    """Serve a GGUF file, with an adapter's beside it."""
+    command = [sys.executable, "-c", _PROGRAM, str(model), *([str(adapter)] if adapter else [])]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        said: list[str] = []
+        try:
+            for line in process.stdout:
+                said.append(line)
+                if line.startswith("listening "):
+                    break
+            else:
+                raise AssertionError(f"llama.cpp does not open {model}:\n{''.join(said[-40:])}")
+            yield LlamaCpp(said[-1].split()[1])
+        finally:
+            process.kill()
