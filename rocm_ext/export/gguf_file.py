@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from errno import ENOSPC
+from os import strerror
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +75,20 @@ def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for each in entries:
-                writer.write_tensor_data(_stored(each, gguf))
+                _append(writer, _stored(each, gguf))
                 progress.update(each.name)
         finally:
             writer.close()
             progress.close()
+
+
+def _append(writer: Any, values: np.ndarray) -> None:
+    try:
+        writer.write_tensor_data(values)
+    except OSError as error:
+        if error.errno is None:  # numpy's own, of a short write
+            raise OSError(ENOSPC, strerror(ENOSPC)) from error
+        raise
 
 
 def _stored(entry: Entry, gguf: Any) -> np.ndarray:

@@ -131,14 +131,16 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
     kind = library().TokenType
     texts = [f"[PAD{number}]" for number in range(size)]
     types = [int(kind.UNUSED)] * size
-    model = content["model"]
+    model, added = content["model"], content.get("added_tokens") or []
+    if (most := max([*model["vocab"].values(), *(token["id"] for token in added)])) >= size:
+        raise UserError(f"{TOKENIZER} has the token {most}, but the model has {size} tokens; download both again")
     for text, number in model["vocab"].items():
         texts[number], types[number] = text, int(kind.NORMAL)
         if model.get("byte_fallback") and _BYTE.fullmatch(text):
             types[number] = int(kind.BYTE)
     if (unknown := model.get("unk_token")) in model["vocab"]:
         types[model["vocab"][unknown]] = int(kind.UNKNOWN)
-    for token in content.get("added_tokens") or []:
+    for token in added:
         number, text = token["id"], token["content"]
         if types[number] != kind.UNKNOWN:
             control = token.get("special") or (text.startswith("<|") and text.endswith("|>"))

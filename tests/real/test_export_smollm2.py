@@ -22,6 +22,7 @@ pytestmark = [
 ]
 pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
 
+END = 2  # <|im_end|>
 CHATS = [
     [{"role": "user", "content": "What is the capital of France?"}],
     [{"role": "system", "content": "You answer in one word."}, {"role": "user", "content": "Is water wet?"}],
@@ -66,9 +67,10 @@ def check(server: LlamaCpp, folder: Path, model: torch.nn.Module) -> None:
         assert server.tokens(server.rendered(chat)) == prompt
         text = "\n".join(each["content"] for each in chat)
         assert server.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids
-        found, _ = server.greedy(prompt, len(answer))
-        ends = [number in (0, 2) for number in found]
-        assert found[: ends.index(True) + 1 if True in ends else None] == answer
+        said = answer[: answer.index(END)] if END in answer else answer
+        assert server.greedy(prompt, len(said))[0] == said
+        stopped = server.ask("/completion", {"prompt": prompt, "n_predict": 24, "temperature": 0, "top_k": 1})
+        assert stopped["stop_type"] == ("eos" if END in answer else "limit")
 
 
 def load(folder: Path) -> torch.nn.Module:
