@@ -51,7 +51,7 @@ class LlamaCpp:
         answer = self.ask(
             "/completion", {"prompt": prompt, "n_predict": count, "n_probs": 1, "return_tokens": True, **plain}
         )
-        return answer["tokens"], [(each["id"], each["logprob"]) for each in answer["completion_probabilities"]]
+        return answer["tokens"], [(each["id"], each["logprob"]) for each in answer.get("completion_probabilities", [])]
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Tokenise ``text``; ``special``: with the tokens that the model expects before it."""

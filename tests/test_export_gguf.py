@@ -61,7 +61,7 @@ def test_greedy_answers_equal_transformers(bases, tmp_path, name):  # noqa: F811
             {"role": "assistant", "content": "a\n"},
             {"role": "user", "content": "b"},
         ]
-        assert server.tokens(server.rendered(chat)) == render_prompt(open_source(base).tokenizer, chat)
+        assert server.tokens(server.rendered(chat), special=True) == render_prompt(open_source(base).tokenizer, chat)
 
 
 def test_the_merged_file_and_the_adapters_answer_as_the_trained_model(bases, trained, tmp_path):  # noqa: F811
@@ -205,6 +205,6 @@ def test_a_tokenizer_from_sentencepiece(bases, tmp_path):  # noqa: F811
             assert server.tokens(text, special=True) == tokenizer.encode(text).ids
         chat = [{"role": "user", "content": "In May?"}, {"role": "assistant", "content": "No"}]
         chat += [{"role": "user", "content": "Why"}]
-        assert server.tokens(server.rendered(chat)) == render_prompt(open_source(base).tokenizer, chat)
+        assert server.tokens(server.rendered(chat), special=True) == render_prompt(open_source(base).tokenizer, chat)
     modelfile = out.with_suffix(".Modelfile").read_text()
     assert 'TEMPLATE """{{ range .Messages }}{{ if eq .Role "user" }}[INST] ' in modelfile

@@ -64,7 +64,7 @@ def check(server: LlamaCpp, folder: Path, model: torch.nn.Module) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     expected = answers(model, folder)
     for chat, prompt, answer in zip(CHATS, prompts(folder), expected, strict=True):
-        assert server.tokens(server.rendered(chat)) == prompt
+        assert server.tokens(server.rendered(chat), special=True) == prompt
         text = "\n".join(each["content"] for each in chat)
         assert server.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids
         said = answer[: answer.index(END)] if END in answer else answer
