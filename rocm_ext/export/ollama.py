@@ -33,60 +33,66 @@ class Parts:
     Attributes:
         start: where there is no system message, before the first user's.
         system: before and after a system message; None: the template takes none.
-        user: before a user's message, and from there to the assistant's.
-        end: after the assistant's message.
+        user: before and after a user's message, the header of the assistant's included.
+        answer: before and after the assistant's message.
     """
 
     start: str
     system: tuple[str, str] | None
     user: tuple[str, str]
-    end: str
+    answer: tuple[str, str]
 
     def render(self, messages: Messages) -> str:
         """Render a conversation."""
-        around = {"system": self.system or ("", ""), "user": self.user, "assistant": ("", self.end)}
+        around = {"system": self.system or ("", ""), "user": self.user, "assistant": self.answer}
         text = "" if messages[0]["role"] == "system" else self.start
         return text + "".join(around[each["role"]][0] + each["content"] + around[each["role"]][1] for each in messages)
 
-    def go(self, begin: str) -> str:
-        """Return the template in Ollama's language.
-
-        Args:
-            begin: text of the token that Ollama adds before a prompt by itself.
-        """
-        start = self.start.removeprefix(begin)
+    def go(self) -> str:
+        """Return the template in Ollama's language."""
+        start = self.start
         if self.system is not None:
-            before = self.system[0].removeprefix(begin)
-            start = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{self.system[1]}{{{{ else }}}}{start}{{{{ end }}}}"
+            before, after = self.system
+            start = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{start}{{{{ end }}}}"
         user = f'{{{{ if eq .Role "user" }}}}{self.user[0]}{{{{ .Content }}}}{self.user[1]}'
-        answer = f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{self.end}{{{{ end }}}}'
-        return f"{start}{{{{ range .Messages }}}}{user}{answer}{{{{ end }}}}"
+        answer = f'{{{{ else if eq .Role "assistant" }}}}{self.answer[0]}{{{{ .Content }}}}{self.answer[1]}'
+        return f"{start}{{{{ range .Messages }}}}{user}{answer}{{{{ end }}}}{{{{ end }}}}"
 
 
-def parts(template: ChatTemplate) -> Parts | None:
+def parts(template: ChatTemplate, begin: str = "") -> Parts | None:
     """Read off what ``template`` writes around the texts.
+
+    Args:
+        template: the model's.
+        begin: text of the token that Ollama adds before a prompt by itself, which its template must leave out.
 
     Returns:
         None if that depends on more than a message's role, or cannot stand in a Modelfile.
     """
     try:
-        talk, alone = _cut(template, _TALK), _cut(template, _TALK[:1])
+        talk = _cut(_text(template, _TALK, begin), _TALK)
+        alone = _cut(_text(template, _TALK[:1], begin), _TALK[:1])
     except UserError:  # the template takes other conversations alone
         return None
     try:
-        whole = _cut(template, [_SYSTEM, *_TALK])
+        whole = _cut(_text(template, [_SYSTEM, *_TALK], begin), [_SYSTEM, *_TALK])
     except UserError:
         whole = None
-    if talk is None or alone is None:
+    if talk is None or alone is None or not talk[1].startswith(alone[1]):
         return None
     headers = [talk[0], talk[2], *([whole[1]] if whole else [])]  # each ends with a user's header
     header = next(end for at in range(len(talk[0]) + 1) if all(each.endswith(end := talk[0][at:]) for each in headers))
     system = (whole[0], _without(whole[1], header)) if whole else None
-    found = Parts(_without(talk[0], header), system, (header, talk[1]), _without(talk[2], header))
+    answer = (talk[1][len(alone[1]) :], _without(talk[2], header))
+    found = Parts(_without(talk[0], header), system, (header, alone[1]), answer)
     conversations: list[Messages] = [_TALK[:1], _TALK, _LONGER]
     conversations += [[_SYSTEM, *each] for each in conversations] if system else []
-    text = "".join([found.start, *(system or ()), *found.user, found.end])
-    if '"""' in text or "{{" in text or any(found.render(each) != _text(template, each) for each in conversations):
+    text = "".join([found.start, *(system or ()), *found.user, *found.answer])
+    if (
+        '"""' in text
+        or "{{" in text
+        or any(found.render(each) != _text(template, each, begin) for each in conversations)
+    ):
         return None
     return found
 
@@ -95,13 +101,13 @@ def _without(text: str, end: str) -> str:
     return text[: len(text) - len(end)]
 
 
-def _text(template: ChatTemplate, messages: Messages) -> str:
-    return template.render(to_turns(list(messages)), None, prompt=True)
+def _text(template: ChatTemplate, messages: Messages, begin: str) -> str:
+    return template.render(to_turns(list(messages)), None, prompt=True).removeprefix(begin)
 
 
-def _cut(template: ChatTemplate, messages: Messages) -> list[str] | None:
+def _cut(rest: str, messages: Messages) -> list[str] | None:
     """Return what stands before, between and behind the messages; None: a text is not there once, in order."""
-    rest, found = _text(template, messages), []
+    found = []
     for message in messages:
         before, mark, rest = rest.partition(message["content"])
         if not mark:
@@ -133,14 +139,13 @@ def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
     else:
         lines.append(f"FROM ./{gguf.name}")
     if source.template is not None:
-        found = parts(source.template)
-        begin = "".join(texts.get(number, "") for number in encoder.prefix())
+        found = parts(source.template, "".join(texts.get(number, "") for number in encoder.prefix()))
         if found is None:
             lines.append(
                 "# The chat template has no equal in Ollama's language; the one that Ollama guesses may differ"
             )
         else:
-            lines.append(f'TEMPLATE """{found.go(begin)}"""')
+            lines.append(f'TEMPLATE """{found.go()}"""')
     stops = [number for number in (end_of_turn(source), *source.tokenizer.stop_tokens) if number in texts]
     lines += [f'PARAMETER stop "{texts[number]}"' for number in dict.fromkeys(stops)]
     path = gguf.with_suffix(".Modelfile")
