@@ -20,9 +20,10 @@ from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.errors import UserError
 from rocm_ext.log import log
+from rocm_ext.model import adapter_files
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
-from rocm_ext.train.components import check_tokenizer, log_config, setup_metric_logger
+from rocm_ext.train.components import check_tokenizer, log_config, nothing_changed, setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.output_dir import OutputDir
@@ -72,6 +73,7 @@ class LoRAFinetune:
         self._trainer.check(cfg, self.learner, len(rows))
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
         self.learner.setup(workload.describe(rows, len(rows), "the run's rows", self.learner.shares))
+        self._first = adapter_files.fingerprint(self.learner.adapter_state())
         self.add_columns(folder.path, {"dataset": rows, "dataset_val": validation_rows})
         self.trainer = self._trainer(
             self.learner,
@@ -129,13 +131,15 @@ class LoRAFinetune:
         return rows
 
     def train(self) -> None:
-        """Train to the last step, then write the outputs.
+        """Train to the last step, write the outputs, and warn if the adapter is the one that the run began with.
 
         Raises:
             Interrupted: the user asked to stop; the last step is saved.
             UserError: a loss is not finite, or the disk is full.
         """
         self.trainer.train()
+        if adapter_files.fingerprint(self.learner.adapter_state()) == self._first:
+            log.warning("%s", nothing_changed(self.trainer.step, "the run"))
 
     def cleanup(self) -> None:
         """Close files and leave the process group."""

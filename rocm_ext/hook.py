@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def register() -> None:
     """torch's hook. In `tune`: append our recipes to torchtune's registry. In a program that runs a recipe: complete
     the environment before anything else is imported. Never raises, but ends ``tune`` with one line where the installed
-    torchtune or torchao cannot work."""
+    torchtune or torchao cannot work, or where it is asked for a recipe that does not exist."""
     what = "its recipes are not registered"
     try:
         tune, script = _is_tune(), _script()
@@ -32,6 +32,8 @@ def register() -> None:
             if problem and named:
                 sys.exit(problem)
             _add_recipes(table)
+            if sys.argv[1:2] == ["run"] and (unknown := _unknown_recipe(sys.argv[2:])):
+                sys.exit(f"error: {unknown}")
             if not named:
                 return
         elif not script.endswith((*_RECIPES, *_COMMANDS)) and registry.DECIDED not in os.environ:
@@ -74,6 +76,31 @@ def _names_us(argv: list[str], table: Mapping[str, registry.Recipe]) -> bool:
     # `tune ls` fails in torchtune itself if the pair is broken; other people's recipes are not our business
     names = {*table, *(path.stem for recipe in table.values() for path in recipe.configs)}
     return len(argv) < 3 or any(name in names or registry.is_recipe_file(name) for name in argv[2:])
+
+
+def _unknown_recipe(arguments: list[str]) -> str | None:
+    """The message about the recipe in `tune run ARGUMENTS`, unless it is one of `tune`'s, a file or a module."""
+    import contextlib
+    import io
+    from importlib.machinery import PathFinder
+    from pathlib import Path
+
+    from torchtune._recipe_registry import get_all_recipes
+
+    known = {recipe.name for recipe in get_all_recipes()}
+    if not arguments or not known.isdisjoint(arguments) or not {"-h", "--help"}.isdisjoint(arguments):
+        return None
+    from torch.distributed.run import get_args_parser  # only here: it takes long
+
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        name = get_args_parser().parse_known_args(arguments)[0].training_script
+        top = os.path.splitext(name)[0].replace("\\", "/").replace("/", ".").partition(".")[0]
+        if not Path(name).exists() and PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None:
+            from rocm_ext.errors import nearest
+
+            near = "" if name.endswith(".py") else nearest(name, known)
+            return f"there is no recipe {name}, neither in `tune ls` nor as a file here{near}"
+    return None  # `tune` itself reports what is wrong
 
 
 def _add_recipes(table: Mapping[str, registry.Recipe]) -> None:

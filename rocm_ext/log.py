@@ -14,13 +14,21 @@ log = logging.getLogger("rocm_ext")
 
 
 def setup_logging() -> None:
-    """Log plain lines to stderr. Ranks other than 0 log warnings only."""
+    """Log plain lines to stderr. Ranks other than 0 log warnings only, and so does torchtune."""
+    logging.getLogger("torchtune.utils._logging").addFilter(_of_use)
     if not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
         log.propagate = False
     log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+
+
+def _of_use(record: logging.LogRecord) -> bool:
+    """Whether a line of torchtune's says something: a warning, or where a profile is written."""
+    if record.module == "_profiler":
+        return "Profiling disabled" not in record.getMessage()
+    return record.levelno >= logging.WARNING
 
 
 def warn(lines: Iterable[str]) -> None:

@@ -32,6 +32,7 @@ TITLES = {SFT: "LoRA fine-tuning", RAFT: "RAFT", GRPO: "GRPO", DPO: "DPO"}  # of
 GROUP = "rocm_ext.recipes"  # of entry points
 # Environment variable with the names of those that this library has set, comma separated. Child processes inherit it
 DECIDED = "ROCM_EXT_ENVIRONMENT"
+VALIDATE = "ROCM_EXT_VALIDATE"  # environment variable: recipes end before they read the weights
 
 
 # ----------------------------------------------------------------------------------------------- the recipes
@@ -189,6 +190,25 @@ def extended(recipe: Recipe) -> str:
     if not (name := family(recipe)):
         raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends neither {' nor '.join(TITLES)}")
     return name
+
+
+def check_system(recipe: Recipe, system: str) -> None:
+    """Refuse recipes that verify answers on Windows, whose own error would be a missing module.
+
+    Args:
+        recipe: to run.
+        system: ``platform.system()``.
+
+    Raises:
+        UserError: saying what to do.
+    """
+    from rocm_ext.errors import UserError
+
+    if system == "Windows" and family(recipe) in (RAFT, GRPO):
+        raise UserError(
+            f"{recipe.name} does not run on Windows, because its verifiers limit processes in ways that Windows does "
+            "not have; run it in WSL2, with a config for Linux"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

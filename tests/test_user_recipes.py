@@ -132,7 +132,7 @@ def test_files_that_are_no_recipe(folder, script, message):
 def test_a_config_of_another_recipe_is_refused(folder, tiny, wanted, asked):
     run = write_run(folder, tiny, name="run.yaml") if wanted == "lora_plus" else "cpu_pocket_raft"
     start = "lora_plus.py" if wanted == "lora_plus" else wanted
-    with pytest.raises(UserError, match=f"is for recipe {wanted}, this is {asked}; start it with `tune run {start}`"):
+    with pytest.raises(UserError, match=f"is for recipe {wanted}, this is {asked}; start it with `tune run {start} --"):
         config.load(registry.find(asked, folder), str(run))
 
 

@@ -10,10 +10,24 @@ import signal
 import sys
 from typing import NoReturn
 
-from rocm_ext.cli import bench, chat, compare, doctor, eval, export, monitor, pairs, plan, pocket, report, verify
+from rocm_ext.cli import (
+    bench,
+    chat,
+    compare,
+    doctor,
+    eval,
+    export,
+    monitor,
+    pairs,
+    plan,
+    pocket,
+    report,
+    validate,
+    verify,
+)
 from rocm_ext.errors import UserError
 
-_COMMANDS = (pocket, chat, eval, export, verify, pairs, plan, bench, monitor, compare, doctor, report)
+_COMMANDS = (pocket, chat, eval, export, verify, pairs, validate, plan, bench, monitor, compare, doctor, report)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from rocm_ext.config.layers import (
     load,
     recipe_of,
     requested_hardware,
+    startable,
     trainer_config,
 )
 from rocm_ext.config.main import command_line, guarded, recipe_main
@@ -24,6 +25,7 @@ __all__ = [
     "recipe_main",
     "recipe_of",
     "requested_hardware",
+    "startable",
     "takes",
     "trainer_config",
     "without",

@@ -1,8 +1,16 @@
-"""The blocks that a config may leave out where its model comes from a folder in Hugging Face's format."""
+"""The folder that a config's model comes from: whether it is there, and the blocks that follow from it."""
 
+import os
+import re
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
+from rocm_ext.errors import UserError
+from rocm_ext.hub import how_to_download, is_hub_name
 from rocm_ext.importing import COMPONENT
 
 FROM_CHECKPOINT = "rocm_ext.model.from_checkpoint"
@@ -39,3 +47,37 @@ def complete(merged: dict[str, Any], on_command_line: Mapping[str, str]) -> None
         given = {} if given in (None, "???") else given
         if isinstance(given, Mapping) and given.get(COMPONENT, block[COMPONENT]) == block[COMPONENT]:
             merged[key] = {**block, **given}
+
+
+def check_model_folder(cfg: DictConfig, config: Path) -> None:
+    """Refuse a config whose model is a folder that does not exist. A name on the hub is fine: the run downloads it.
+
+    Args:
+        cfg: the whole config.
+        config: its file, whose comments may have the command that downloads the model.
+
+    Raises:
+        UserError: with that command.
+    """
+    node = cfg.get("checkpointer")
+    if not isinstance(node, DictConfig) or not str(node.get(COMPONENT)).startswith(("rocm_ext.", "torchtune.")):
+        return
+    folder = node.get("checkpoint_dir")
+    if not (isinstance(folder, str) and folder) or os.path.exists(folder):
+        return
+    if is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder:
+        return
+    command = _download_in(config.read_text(), Path(folder))
+    how = f"download it: {command}" if command else how_to_download(Path(folder))
+    raise UserError(f"the model's folder {folder} does not exist; {how}")
+
+
+def _download_in(text: str, folder: Path) -> str | None:
+    """The command in a config's comments that downloads the model of ``folder``."""
+    for command in re.findall(r"^# *(tune download .*\S)", text, re.MULTILINE):
+        name, *options = shlex.split(command)[2:]
+        if "--output-dir" in options and Path(options[options.index("--output-dir") + 1]) == folder:
+            return command
+        if name.rpartition("/")[2] == folder.name:
+            return f"tune download {name} --output-dir {folder}"
+    return None

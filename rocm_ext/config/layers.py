@@ -68,14 +68,17 @@ def load(
     given = read(find(name)) if content is None else dict(content)
     run, overrides = _without_removed(with_new_names(given), name, list(overrides))
     on_command_line = _by_key(overrides)
-    for stated in (run.get("recipe"), on_command_line.get("recipe")):
-        _check_recipe(name, stated, recipe, folder)
     known = defaults(recipe)
+    told = [stated for stated in (run.get("recipe"), on_command_line.get("recipe")) if stated is not None]
+    for stated in told:
+        _check_recipe(name, str(stated), recipe, folder)
+    if not told and content is None:
+        _check_guessed(name, run, overrides, recipe, known)
     if content is not None:
         known = {key: None if default == "???" else default for key, default in known.items()}
     requested = on_command_line.get("hardware", run.get("hardware", known["hardware"]))
     hardware, profile = _resolve_hardware(requested)
-    _check_known({**run, **{k.lstrip("~").split(".")[0]: None for k in on_command_line}}, known, run)
+    _check_known({**run, **{k.lstrip("~").split(".")[0]: None for k in on_command_line}}, known, run, recipe)
     merged: dict[str, Any] = {}
     for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
         _unset_rivals(merged, layer, known)
@@ -179,21 +182,49 @@ def _without_removed(run: dict[str, Any], name: str, overrides: list[str]) -> tu
     return run, [item for item in overrides if item not in removed]
 
 
-def _check_recipe(name: str, stated: Any, recipe: registry.Recipe, folder: Path) -> None:
+def _check_recipe(name: str, stated: str, recipe: registry.Recipe, folder: Path) -> None:
     """Refuse a config of another recipe. A recipe also runs configs of those that it extends, up to this library's."""
-    if stated is None:
+    fits = _fitting(recipe)
+    if stated in fits:  # the running recipe's own file may be in any folder
         return
+    wanted = registry.find(stated, folder)
+    if wanted.name not in fits:
+        raise UserError(
+            f"config {name} is for recipe {wanted.name}, this is {recipe.name}; {_start_with(wanted, name)}"
+        )
+
+
+def _check_guessed(
+    name: str, run: Mapping[str, Any], overrides: list[str], recipe: registry.Recipe, known: Mapping[str, Any]
+) -> None:
+    """Refuse a config that names no recipe, as torchtune's own do, where its keys or its loss show another one."""
+    guess, fits = recipe_of(name, overrides), _fitting(recipe)
+    if guess.name in fits:
+        return
+    theirs = [key for key in run if key not in known and key in defaults(guess)]
+    if not theirs and isinstance(run.get("loss"), Mapping) and {guess.name, *fits} & {registry.DPO}:
+        theirs = ["loss"]
+    if theirs:
+        raise UserError(
+            f"config {name} is for {guess.name} (by its {', '.join(theirs[:3])}), this is {recipe.name}; "
+            f"{_start_with(guess, name)}"
+        )
+
+
+def _fitting(recipe: registry.Recipe) -> list[str]:
+    """The recipes whose configs ``recipe`` runs."""
     chain = [each.name for each in registry.chain(recipe)]
     family = registry.family(recipe)
-    fits = chain[: chain.index(family) + 1] if family else chain
-    if str(stated) in fits:  # the running recipe's own file may be in any folder
-        return
-    wanted = registry.find(str(stated), folder)
-    if wanted.name not in fits:
-        start = wanted.name if wanted.name in registry.recipes() else _from_here(wanted.file)
-        raise UserError(
-            f"config {name} is for recipe {wanted.name}, this is {recipe.name}; start it with `tune run {start}`"
-        )
+    return chain[: chain.index(family) + 1] if family else chain
+
+
+def _start_with(recipe: registry.Recipe, config: str) -> str:
+    return f"start it with `tune run {startable(recipe)} --config {config}`"
+
+
+def startable(recipe: registry.Recipe) -> str:
+    """What `tune run` calls a recipe: its name, or a user's file."""
+    return recipe.name if recipe.name in registry.recipes() else _from_here(recipe.file)
 
 
 def _from_here(file: Path) -> str:
@@ -302,13 +333,17 @@ def _expand_home(node: Any) -> None:
             node[key] = os.path.expanduser(value)
 
 
-def _check_known(given: Mapping[str, Any], defaults: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+def _check_known(
+    given: Mapping[str, Any], defaults_: Mapping[str, Any], run: Mapping[str, Any], recipe: registry.Recipe
+) -> None:
     text = str(run)
     for key in given:
         # a key that another key refers to is a variable of the user's
-        if key in defaults or re.search(rf"\$\{{\.*{re.escape(str(key))}[.\[}}]", text):
+        if key in defaults_ or re.search(rf"\$\{{\.*{re.escape(str(key))}[.\[}}]", text):
             continue
-        raise UserError(f"unknown key {key}{nearest(key, list(defaults))}")
+        if others := [other for other in registry.TITLES if key in defaults(other)]:
+            raise UserError(f"unknown key {key}: it is a key of {' and '.join(others)}, not of {recipe.name}")
+        raise UserError(f"unknown key {key}{nearest(key, list(defaults_))}")
 
 
 def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rocm_ext import registry
-from rocm_ext.config.layers import load
+from rocm_ext.config.folder import check_model_folder
+from rocm_ext.config.layers import find, load
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.environment import apply_environment, preset
 from rocm_ext.hardware.machine import detect
@@ -41,7 +42,9 @@ def recipe_main(
         def action() -> None:
             setup_logging()
             made = registry.made_by(recipe, defaults, Path(main.__code__.co_filename).resolve())
-            cfg = load(made, *command_line(sys.argv[1:], main.__doc__ or ""))
+            name, overrides = command_line(sys.argv[1:], main.__doc__ or "")
+            cfg = load(made, name, overrides)
+            check_model_folder(cfg, find(name))
             profile = load_profile(cfg.hardware)
             for line in [*preset(profile), *apply_environment(profile, detect())]:
                 log.info("%s", line)

@@ -8,6 +8,7 @@ the variables and its ranks inherit them. The script of a recipe has not begun b
 
 import gc
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,7 +34,7 @@ from rocm_ext.process import report_ranks
 
 def begin(tune: bool) -> None:
     """Complete the environment of this program, which may replace it. What a user can set wrong is left to the recipe
-    to report.
+    to report, but a recipe that cannot be imported on this system ends here with one line.
 
     Args:
         tune: this is `tune`, and its arguments name a recipe or a config of ours.
@@ -45,6 +46,7 @@ def begin(tune: bool) -> None:
             return
         script = Path(sys.argv[0]).resolve()
         if script.stem in registry.TITLES and (recipe := registry.find(script.stem)).file.resolve() == script:
+            _end_on_wrong_system(recipe)
             gc.disable()  # imports leave hardly any garbage to look for; recipe_main enables it
             ensure_environment(*_profile(recipe, sys.argv[1:]))
 
@@ -84,6 +86,7 @@ def _begin_tune(arguments: Sequence[str]) -> None:
     elif os.environ.get(_LAUNCHER) == str(os.getpid()):  # replaced already; looking again would take a GPU's memory
         return
     recipe = table.get(arguments[at]) or registry.read_recipe(Path(arguments[at]))
+    _end_on_wrong_system(recipe)
     profile, machine = _profile(recipe, arguments[at + 1 :])
     ranks = _ranks(arguments[:at], machine)
     environ = {**os.environ, "WORLD_SIZE": str(ranks)} if ranks > 1 else os.environ
@@ -98,6 +101,13 @@ def _begin_tune(arguments: Sequence[str]) -> None:
 
 
 _LAUNCHER = "ROCM_EXT_LAUNCHER"  # process id of a launcher that was replaced, which keeps its id
+
+
+def _end_on_wrong_system(recipe: registry.Recipe) -> None:
+    try:
+        registry.check_system(recipe, platform.system())
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
 def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile, Machine]:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from rocm_ext.errors import UserError
 from rocm_ext.files import remove_folder
 from rocm_ext.raft.cycles import Cycle
+from rocm_ext.train.components import nothing_changed
 from rocm_ext.train.learner import Learner
 
 
@@ -62,11 +63,7 @@ class Adapters:
         before, after = self._state(start), self._state(cycle)
         if all(torch.equal(before[name], tensor) for name, tensor in after.items()):
             steps = Cycle(self._out, cycle).training()["steps"]
-            raise UserError(
-                f"cycle {cycle}: {steps} optimiser steps changed nothing, bit for bit. Either the warm-up is as long "
-                "as the cycle, or the loss scale of fp16 never settles: remove lr_scheduler, keep more answers, or "
-                "set another dtype"
-            )
+            raise UserError(f"cycle {cycle}: {nothing_changed(steps, 'the cycle')}")
 
     def prune(self, keep: Collection[int], trained: Sequence[int]) -> None:
         """Remove the adapters of the cycles in ``trained`` that are not in ``keep``."""

@@ -17,7 +17,9 @@ from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 from rocm_ext.errors import UserError
 from rocm_ext.log import warn
 from rocm_ext.plan import workload
+from rocm_ext.ranks import rank
 from rocm_ext.verifiers import build
+from rocm_ext.verifiers.trial import try_out
 
 
 class PromptSet:
@@ -69,13 +71,16 @@ class PromptSet:
         return self._by_id[prompt_id]
 
     def check_verifier(self) -> dict[str, Any]:
-        """Check that the verifier can run here and can verify every prompt's row.
+        """Check that the verifier can run here and can verify every prompt's row, and try it on an answer.
+
+        The main rank tries it, unless ``max_error_share`` allows every answer to fail.
 
         Returns:
             The verifier's node in the config; worker processes build the verifier from it.
 
         Raises:
-            UserError: the verifier cannot run, or rejects a row; the message then names the row and the field.
+            UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails
+                on an answer.
         """
         node: Any = OmegaConf.to_container(self._cfg.verifier, resolve=True)
         verifier = build(node)
@@ -85,6 +90,8 @@ class PromptSet:
                 verifier.check_row(prompt.row)
             except (UserError, ValueError) as error:
                 raise UserError(f"{prompt.origin}: {error}") from error
+        if rank() == 0 and self._cfg.max_error_share < 1:
+            try_out(node, [prompt.row for prompt in self], self._cfg.verify_timeout)
         return node
 
     def check_model(self, decoder: TransformerDecoder) -> None:

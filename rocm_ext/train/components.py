@@ -1,6 +1,7 @@
 """Components that every recipe builds from its config."""
 
 import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 from torchtune.training import DummyProfiler
 from torchtune.training.metric_logging import TensorBoardLogger, WandBLogger
 
-from rocm_ext import config
+from rocm_ext import config, registry
 from rocm_ext.data.encoder import HFTokenizer
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.log import log
@@ -78,12 +79,12 @@ def setup_metric_logger(cfg: DictConfig, runtime: Runtime) -> Any:
     """Build the config's metric logger.
 
     Returns:
-        The logger; None on ranks other than the main one, and if the config names no logger.
+        The logger; None on ranks other than the main one, for `rocm-ext validate`, and if the config names no logger.
 
     Raises:
         UserError: the logger cannot be built.
     """
-    if cfg.metric_logger is None or not runtime.ranks.is_main:
+    if cfg.metric_logger is None or not runtime.ranks.is_main or registry.VALIDATE in os.environ:
         return None
     logger = config.instantiate(cfg.metric_logger, key="metric_logger")
     if not all(callable(getattr(logger, method, None)) for method in ("log_dict", "close")):
@@ -210,6 +211,19 @@ def _try_schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, steps: int)
                 f"lr_scheduler: {name}: step {step + 1} of {steps}: {one_line(error)}; a schedule gets neither a "
                 "metric nor other arguments here, and must be as long as the run"
             ) from error
+
+
+def nothing_changed(steps: int, length: str) -> str:
+    """What to say of a training of ``steps`` optimiser steps that left the adapter as it was.
+
+    Args:
+        steps: optimiser steps.
+        length: what the warm-up may be as long as, such as ``the run``.
+    """
+    return (
+        f"{steps} optimiser steps changed nothing, bit for bit. Either the warm-up is as long as {length}, or the loss "
+        "scale of fp16 never settles: remove lr_scheduler, train on more rows, or set another dtype"
+    )
 
 
 def warn_of_warmup(node: DictConfig | None, steps: int) -> None:

@@ -1,6 +1,7 @@
 """The model to train. It is built once; each run over it is a :class:`~rocm_ext.train.trainer.Trainer`."""
 
 import contextlib
+import os
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
-from rocm_ext import config
+from rocm_ext import config, registry
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.pairs import SIDE
 from rocm_ext.data.rows import Rows
@@ -43,6 +44,10 @@ from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
 from rocm_ext.train.runtime import Runtime
+
+
+class Validated(Exception):
+    """All that `rocm-ext validate` checks is right."""
 
 
 class Learner:
@@ -153,6 +158,7 @@ class Learner:
 
         Raises:
             UserError: the weights are missing, damaged or of another model, or the memory plan is impossible.
+            Validated: `rocm-ext validate` asks for no more than this.
         """
         try:
             self.tokens_per_micro_batch, self.planned_peak = self._plan(work, beside)
@@ -162,6 +168,8 @@ class Learner:
                 f"model: {component} cannot compute a step with these arguments: {one_line(error)}"
             ) from error
         self.offloading = self._offloading()
+        if registry.VALIDATE in os.environ:
+            raise Validated
         if self.cfg.compile:
             for layer in self.decoder.layers:
                 layer.compile(dynamic=True)

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from rocm_ext.hardware.counter_log import recording
 from rocm_ext.log import duration, log
 from rocm_ext.train.interrupt import Interrupted
+from rocm_ext.train.learner import Validated
 from rocm_ext.train.lock import hold
 from rocm_ext.train.runtime import Runtime
 
@@ -38,7 +39,7 @@ class Recipe(Protocol):
 def run(recipe: Recipe) -> None:
     """Set ``recipe`` up, train while recording the hardware's counters, and clean up.
 
-    The run holds its output folder meanwhile.
+    The run holds its output folder meanwhile. For `rocm-ext validate` it ends where the weights would be read.
 
     Raises:
         UserError: another run uses the folder, or the recipe fails.
@@ -51,7 +52,12 @@ def run(recipe: Recipe) -> None:
 
 def _run(recipe: Recipe) -> None:
     began, cfg = time.monotonic(), recipe.cfg
-    recipe.setup()
+    try:
+        recipe.setup()
+    except Validated:
+        recipe.cleanup()
+        log.info("valid: all checks that need no weights have passed")
+        return
     seconds = cfg.hardware_log_seconds if recipe.runtime.ranks.is_main else None
     try:
         with recording(Path(cfg.output_dir), seconds):

@@ -4,7 +4,13 @@ Nothing here imports torch: verification runs in separate processes (:class:`Poo
 second.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":  # the imports below fail there with less to say
+    from rocm_ext.errors import UserError
+
+    raise UserError("verifiers limit processes in ways that Windows does not have; use WSL2")
 
 from rocm_ext.verifiers.answers import ExactMatch, Regex
 from rocm_ext.verifiers.base import Result, Verdict, Verifier

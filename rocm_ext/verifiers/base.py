@@ -124,8 +124,9 @@ def checked(verifier: Verifier, result: Any) -> Result:
 
 
 def name_of(verifier: Verifier) -> str:
-    """The name of a verifier's class, as the user knows it."""
-    return type(getattr(verifier, "inner", verifier)).__name__
+    """The name of a verifier's class, or of a function, as the user knows it."""
+    inner = getattr(verifier, "inner", verifier)
+    return getattr(inner, "__name__", type(inner).__name__)
 
 
 def short(text: object, length: int = DETAIL) -> str:

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import math
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -105,6 +105,10 @@ class RewardFunction(Verifier):
             import asyncio  # here, since it takes a quarter of a worker's start
 
             rewards = asyncio.run(_result_of(rewards))
+        if not isinstance(rewards, Iterable) or isinstance(rewards, (str, Mapping)):
+            raise TypeError(
+                f"it returned {short(repr(rewards), 40)}; expected a list with a reward for each completion"
+            )
         rewards = list(rewards)
         if len(rewards) != len(rows):
             raise ValueError(f"it returned {len(rewards)} rewards for {len(rows)} completions")

@@ -1,0 +1,37 @@
+"""`rocm-ext validate`: let a recipe check a config, up to the weights."""
+
+import argparse
+
+from rocm_ext.cli._options import add_overrides, count
+
+
+def add(commands) -> None:
+    """Add the command's parser to argparse's subparsers."""
+    parser = commands.add_parser(
+        "validate",
+        help="check a config on this machine: everything that needs no weights",
+        description="Start the config's recipe and end it before it reads the weights. By then it has checked keys and "
+        "values, the machine, data or prompts, tokenizer, verifier, optimiser and memory. Needs the model's folder "
+        "without its weights. Starts no metric logger and trains nothing. Exits with 1 and one line if a run would end "
+        "that way.",
+    )
+    option = parser.add_argument
+    option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
+    option("--ranks", type=count, default=1, metavar="N", help="processes, as --nproc_per_node (default: 1)")
+    add_overrides(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Replace this process by `tune run`, with the variable that ends the recipe before the weights."""
+    import os
+    import sys
+
+    from rocm_ext import config, registry
+    from rocm_ext.hardware.environment import replace_process
+
+    recipe = config.recipe_of(args.config, args.overrides)
+    os.environ[registry.VALIDATE] = "1"
+    ranks = ["--nproc_per_node", str(args.ranks)] if args.ranks > 1 else []
+    start = [config.startable(recipe), "--config", args.config, *args.overrides]
+    replace_process([sys.executable, "-m", "torchtune._cli.tune", "run", *ranks, *start])
