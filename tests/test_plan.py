@@ -424,6 +424,7 @@ def test_every_config_fits_its_machine(capsys):
         (["--config", "cpu_pocket", "device=cuda"], "device"),
         (["--config", "strix_halo_qwen7b", "num_workers=4"], "hardware_overrides: [num_workers]"),
         (["--config", "cpu_pocket_raft", "max_new_tokens=100000"], "the model takes"),
+        (["--config", "cpu_pocket_raft", "hardware=strix_halo_windows"], "does not run on Windows"),
     ],
 )
 def test_bad_input_is_one_line(arguments, found, capsys, tmp_path):

@@ -1,5 +1,6 @@
 """The commands in the shipped run configs' heads work, and ``config.load`` merges layers and reports typos."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from torchtune import _recipe_registry
 from torchtune import config as torchtune_config
 
 from rocm_ext import config, hook, registry
+from rocm_ext.cli import main
 from rocm_ext.config import layers
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.profile import check_locked, load_profile
@@ -113,6 +115,28 @@ def test_the_head_says_how_to_run_it(name):
     assert "rocm_ext.data.sft_dataset" in text(name), "how to use one's own rows"
     assert re.search(r"# Memory: .*\d+ GiB", head(name))
     assert name in str(cfg.output_dir)
+
+
+def peak(capsys, name: str, *arguments: str) -> float:
+    """GiB that `rocm-ext plan` computes for a training step as configured."""
+    main(["plan", "--config", name, *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)["configured"]["memory"]["peak"] / 2**30
+
+
+FAST = ("strix_halo_qwen3_8b", "mi50_qwen1_5b")
+
+
+@pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in FROM_FOLDER if name not in FAST)]
+)
+def test_the_head_s_memory_is_what_plan_prints(name, capsys):
+    said = re.search(r"# Memory: (.*)", head(name))[1]
+    expected = [peak(capsys, name, *(["--ranks", "8"] if " per GPU" in said else []))]
+    if "on one" in said:
+        expected.append(peak(capsys, name))
+    if "down to" in said:
+        expected.append(peak(capsys, name, "enable_activation_checkpointing=True"))
+    assert [int(number) for number in re.findall(r"(\d+) GiB", said)] == [pytest.approx(x, abs=0.6) for x in expected]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_pocket"])

@@ -58,12 +58,14 @@ def run(args: argparse.Namespace) -> int:
     from rocm_ext.config.checks import check_grpo_values, check_raft_values, check_values
     from rocm_ext.grpo import objective
     from rocm_ext.hardware.machine import detect
+    from rocm_ext.hardware.profile import load_profile
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
 
     recipe = config.recipe_of(args.config, args.overrides)
     family = registry.extended(recipe)
     cfg = config.load(recipe, args.config, args.overrides)
+    registry.check_system(recipe, load_profile(cfg.hardware).match.get("system", ""))
     check_values(OmegaConf.create(config.trainer_config(cfg)))
     if family == registry.RAFT:
         check_raft_values(cfg)
