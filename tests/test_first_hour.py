@@ -215,17 +215,17 @@ REWARD = "rocm_ext.verifiers.RewardFunction"
 @pytest.mark.parametrize(
     ("verifier", "found"),
     [
-        ({"_component_": "judges.Bool"}, "verifier judges.Bool fails on a made-up answer: Bool returned bool, not a "),
-        ({"_component_": "judges.Group"}, "verifier judges.Group fails on a made-up answer: ValueError: Group.judge_"),
-        ({"_component_": "judges.make"}, "verifier judges.make fails on a made-up answer: TypeError: plain() takes 1 "),
-        ({"_component_": REWARD, "function": "judges.true"}, "verifier judges.true fails on a made-up answer: the "
+        ({"_component_": "judges.Bool"}, "verifier judges.Bool fails on a trial answer: Bool returned bool, not a "),
+        ({"_component_": "judges.Group"}, "verifier judges.Group fails on a trial answer: ValueError: Group.judge_"),
+        ({"_component_": "judges.make"}, "verifier judges.make fails on a trial answer: TypeError: plain() takes 1 "),
+        ({"_component_": REWARD, "function": "judges.true"}, "verifier judges.true fails on a trial answer: the "
          "reward function failed: TypeError: it returned True; expected a list"),
-        ({"_component_": REWARD, "function": "judges.text"}, "judges.text fails on a made-up answer: the reward "
+        ({"_component_": REWARD, "function": "judges.text"}, "judges.text fails on a trial answer: the reward "
          "function failed: TypeError: it returned the text 'good' as a reward"),
         ({"_component_": REWARD, "function": "judges.signature"}, "prompts.jsonl:1: field 'threshold' is missing"),
         ({"_component_": REWARD, "function": "judges.crash"}, "ZeroDivisionError"),
         ({"_component_": "rocm_ext.verifiers.Command", "command": ["false"]}, "rocm_ext.verifiers.Command fails on a "
-         "made-up answer: false ended with 1"),
+         "trial answer: false ended with 1"),
         ({"_component_": "rocm_ext.verifiers.All", "verifiers": [{"_component_": "judges.Bool"}]}, "returned bool"),
     ],
 )  # fmt: skip

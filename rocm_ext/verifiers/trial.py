@@ -32,7 +32,7 @@ def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout:
             if result.reward is not None:
                 return
             reasons.append(result.detail)
-    raise UserError(f"verifier {_named(node)} fails on a made-up answer: {reasons[0]}")
+    raise UserError(f"verifier {_named(node)} fails on a trial answer: {reasons[0]}")
 
 
 def _judged(pool: Pool, row: Mapping[str, Any]) -> Result:
