@@ -199,7 +199,7 @@ def _check_guessed(
 ) -> None:
     """Refuse a config that names no recipe, as torchtune's own do, where its keys or its loss show another one."""
     guess, fits = recipe_of(name, overrides), _fitting(recipe)
-    if guess.name in fits:
+    if guess.name in fits or not registry.family(recipe):
         return
     theirs = [key for key in run if key not in known and key in defaults(guess)]
     if not theirs and isinstance(run.get("loss"), Mapping) and {guess.name, *fits} & {registry.DPO}:
