@@ -166,7 +166,8 @@ def test_on_windows_verifying_recipes_end_with_one_line(argv, tmp_path):
         then = f"from rocm_ext.cli import main; sys.exit(main({[*argv, *arguments]}))"
     code = ON_WINDOWS.format(argv=[*argv, *arguments], then=then)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    (line,) = done.stderr.splitlines()
+    *_, line = done.stderr.splitlines()
+    assert "Traceback" not in done.stderr
     assert (done.returncode, line[:7]) == (1, "error: ")
     assert "Windows does not have" in line
     assert "WSL2" in line
@@ -239,7 +240,6 @@ def test_a_verifier_that_cannot_judge_ends_the_set_up(folder, tmp_path, monkeypa
     assert last.startswith("error: ")
     assert found in last
     assert not (tmp_path / "out").exists(), "nothing was sampled"
-    os.chdir(tmp_path.parent)
 
 
 def test_a_row_s_fault_is_not_the_verifier_s(folder, tmp_path, monkeypatch):
@@ -256,12 +256,12 @@ def test_a_row_s_fault_is_not_the_verifier_s(folder, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------- validate
 @pytest.fixture
 def validate(monkeypatch, capsys):
-    """``validate(main, *arguments)``: exit code and output of what `rocm-ext validate` starts."""
+    """``validate(main, *arguments)``: exit code and last line of what `rocm-ext validate` starts."""
     monkeypatch.setenv(registry.VALIDATE, "1")
 
     def validate(main, *arguments) -> tuple[int, str]:
         code = call(main, "--config", *arguments)
-        return code, capsys.readouterr().err
+        return code, [*capsys.readouterr().err.splitlines(), ""][-2 if code else -1]
 
     return validate
 
