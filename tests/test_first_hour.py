@@ -128,6 +128,7 @@ def test_a_config_without_recipe_goes_by_what_it_sets(tmp_path, folder):
     ("name", "overrides", "command"),
     [
         ("strix_halo_qwen7b", [], "tune download Qwen/Qwen2.5-7B-Instruct --output-dir models/Qwen2.5-7B-Instruct"),
+        ("cpu_pocket", [], "rocm-ext pocket demo/pocket"),
         ("strix_halo_llama3_2_1b", ["model.checkpoint_dir=/disk/Llama-3.2-1B-Instruct"],
          "tune download meta-llama/Llama-3.2-1B-Instruct --output-dir /disk/Llama-3.2-1B-Instruct"),
         ("strix_halo_qwen7b", ["model.checkpoint_dir=models/Qwen3-8B"],

@@ -67,15 +67,19 @@ def check_model_folder(cfg: DictConfig, config: Path) -> None:
         return
     if is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder:
         return
-    command = _download_in(config.read_text(), Path(folder))
-    how = f"download it: {command}" if command else how_to_download(Path(folder))
+    command = _command_in(config.read_text(), Path(folder))
+    how = f"first run {command}" if command else how_to_download(Path(folder))
     raise UserError(f"the model's folder {folder} does not exist; {how}")
 
 
-def _download_in(text: str, folder: Path) -> str | None:
-    """The command in a config's comments that downloads the model of ``folder``."""
-    for command in re.findall(r"^# *(tune download .*\S)", text, re.MULTILINE):
+def _command_in(text: str, folder: Path) -> str | None:
+    """The command in a config's comments that downloads or makes the model of ``folder``."""
+    for command in re.findall(r"^# *((?:tune download|rocm-ext pocket) .*\S)", text, re.MULTILINE):
         name, *options = shlex.split(command)[2:]
+        if command.startswith("rocm-ext"):
+            if Path(name) == folder:
+                return command
+            continue
         if "--output-dir" in options and Path(options[options.index("--output-dir") + 1]) == folder:
             return command
         if name.rpartition("/")[2] == folder.name:

@@ -44,10 +44,10 @@ def recipe_main(
             made = registry.made_by(recipe, defaults, Path(main.__code__.co_filename).resolve())
             name, overrides = command_line(sys.argv[1:], main.__doc__ or "")
             cfg = load(made, name, overrides)
-            check_model_folder(cfg, find(name))
             profile = load_profile(cfg.hardware)
             for line in [*preset(profile), *apply_environment(profile, detect())]:
                 log.info("%s", line)
+            check_model_folder(cfg, find(name))
             main(cfg)
 
         @wraps(main)
