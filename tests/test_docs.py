@@ -56,7 +56,7 @@ def test_commands_and_configs_are_real(page):
         else:
             configs = [words[words.index("--config") + 1]]
         for each in configs:
-            assert each in THEIRS or config.find(each).is_file()
+            assert each in THEIRS or (page.parent / each).is_file() or config.find(each).is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

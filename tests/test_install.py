@@ -1,10 +1,12 @@
 """What an installation leaves in ``site-packages``, and what happens when the checkout it links to is gone."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import venv
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,15 @@ for hook in entry_points(group="torch.backends"):
     hook.load()()
 print("rocm_ext.hook" in sys.modules)
 """
+
+
+def test_containers_get_what_an_installation_needs():
+    """Their context holds the files that the other tests install from; the extras that they install exist."""
+    ignored = (ROOT / ".containerignore").read_text().splitlines()
+    assert {line[1:] for line in ignored if line.startswith("!")} == set(PROJECT)
+    wanted = re.findall(r'"/opt/torchtune-rocm\[([\w,]+)\]"', (ROOT / "Containerfile").read_text())
+    assert len(wanted) == 2
+    assert {*",".join(wanted).split(",")} <= {*metadata("torchtune-rocm").get_all("Provides-Extra")}
 
 
 @pytest.fixture
