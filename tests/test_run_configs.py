@@ -436,7 +436,10 @@ def test_variables_are_keys_that_others_refer_to(run):
     lines = "data: rows\nsource: x\n"
     base = COMPONENTS.replace("rows.jsonl", "'${data}/${source}.jsonl'") + "output_dir: out\n"
     assert run(lines, base=base).dataset.source == "rows/x.jsonl"
-    assert run(lines, "data=/else", base=base).dataset.source == "/else/x.jsonl"
+    cfg = run(lines, "data=/else", base=base)
+    assert cfg.dataset.source == "/else/x.jsonl"
+    recorded = OmegaConf.to_yaml(cfg, resolve=True)  # as a run does, whose config.yaml can be started again
+    assert run("", base=recorded) == cfg
     with pytest.raises(UserError, match="unknown key output_di; did you mean output_dir"):
         run("output_di: out", base=COMPONENTS)  # a prefix of the key in ${output_dir}
     with pytest.raises(UserError, match="unknown key data"):

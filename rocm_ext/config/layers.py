@@ -91,6 +91,8 @@ def load(
         cfg.recipe, cfg.hardware = recipe.name, hardware
         _check_complete(cfg, known, name)
         OmegaConf.resolve(cfg)
+        for variable in [key for key in cfg if key not in known]:  # nothing refers to it any more
+            del cfg[variable]
         _expand_home(cfg)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {_first_line(error)}") from error

@@ -244,7 +244,8 @@ def check_same_run(
         UserError: the runs differ in something that changes the results; the message names every difference.
     """
     now: Any = OmegaConf.to_container(cfg, resolve=True)
-    begun = now | state["config"]  # a run of an earlier version lacks the keys that came later
+    # a run of an earlier version lacks the keys that came later, and may have variables of the user's
+    begun = now | {key: value for key, value in state["config"].items() if key in now}
     problems = difference(begun, now, free)
     for what, is_ in identity.items():
         was = state["identity"].get(what, is_)  # a run of an earlier version lacks what came later
