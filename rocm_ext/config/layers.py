@@ -8,12 +8,15 @@ replaces the lower one whole; single arguments change on the command line (``opt
 torchtune is imported by :func:`load` alone: the start of a run reads configs before anything heavy is imported.
 """
 
+import copy
 import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from importlib.resources import files
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +274,16 @@ def read(path: Path) -> dict[str, Any]:
         UserError: it cannot be read, or holds no mapping.
     """
     try:
-        node = OmegaConf.load(path)
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read config {path}: {error}") from error
+    return copy.deepcopy(_parsed(path, text))
+
+
+@lru_cache(maxsize=32)  # a run reads the defaults of its recipe dozens of times
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        node = OmegaConf.load(StringIO(text))
     except yaml.YAMLError as error:
         raise UserError(f"config {path} is no valid YAML: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
