@@ -410,6 +410,6 @@ def test_eval_has_the_environment_before_torch_is_imported(tmp_path):
     assert "Skipping import of cpp extensions" not in run.stderr
 
 
-def test_eval_wants_a_recipe_that_samples(tmp_path, capsys):
+def test_eval_says_which_rows_it_needs(capsys):
     line = fails(capsys, lambda: rocm_ext(["eval", "--config", "cpu_pocket"]))
-    assert "config cpu_pocket is for lora_finetune_rocm; eval needs a config of raft_rocm or grpo_rocm, or " in line
+    assert "no held-out rows: set dataset_val or validation_fraction, or name them: --data" in line

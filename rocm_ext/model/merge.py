@@ -136,8 +136,9 @@ class MergedWeights:
         16 bits are rounded as in a merged model, so fp32 alone is exact.
         """
         weight = self._state[name]
-        if name not in self._linear:
-            return weight
+        return self._with_update(name, weight, dtype) if name in self._linear else weight
+
+    def _with_update(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
         exact = merged_weight(weight.float(), self._linear[name], self._scale)
         return _round_by_chance(exact, dtype, crc32(name.encode()))
 
@@ -160,7 +161,7 @@ class MergedWeights:
                 return _round_by_chance(exact, weight.dtype, crc32(f"{name}.{expert}".encode()))
 
             return merged_experts(weight, a, b, self._scale, transposed, rounded)
-        return self.weight(name, weight.dtype) if name in self._linear else weight.clone()
+        return self._with_update(name, weight, weight.dtype) if name in self._linear else weight.clone()
 
 
 def _round_by_chance(exact: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
