@@ -448,8 +448,8 @@ def test_the_wrong_rows_are_refused(top, tmp_path):
         prepare(dpo_config(top, tmp_path / "run", dataset_val=answers))
     with pytest.raises(UserError, match="the rows are pairs, and loss CrossEntropy would train on the rejected"):
         prepare(dpo_config(top, tmp_path / "run"), LoRAFinetune, "lora_finetune_rocm")
+    cfg = dpo_config(top, tmp_path / "run", loss=DPO_LOSS, recipe="lora_finetune_rocm")
     with pytest.raises(UserError, match=r"needs the columns reference_logprobs, .*; start dpo_rocm on pairs"):
-        cfg = dpo_config(top, tmp_path / "run", loss=DPO_LOSS, recipe="lora_finetune_rocm")
         prepare(cfg, LoRAFinetune, "lora_finetune_rocm")
     with pytest.raises(UserError, match=r"loss\.loss is 'kto'"):
         prepare(
