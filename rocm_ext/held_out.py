@@ -22,7 +22,7 @@ from rocm_ext.data.pairs import SIDE
 from rocm_ext.data.rows import Rows
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.errors import UserError
-from rocm_ext.files import replace_text
+from rocm_ext.files import disk_errors, replace_text
 from rocm_ext.log import Progress
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
@@ -111,11 +111,10 @@ def keep(found: Measured, folder: Path) -> None:
     """Write ``eval.json`` and ``rows.jsonl`` into a new folder.
 
     Raises:
-        UserError: the folder holds an evaluation.
+        UserError: the disk is full, or the folder is not writable.
     """
-    if (folder / RESULT).exists():
-        raise UserError(f"{folder} holds an earlier evaluation; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / ROWS, "".join(json.dumps(row) + "\n" for row in found.rows))
     replace_text(folder / RESULT, json.dumps(found.scores, indent=2) + "\n")
 

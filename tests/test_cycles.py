@@ -480,4 +480,4 @@ def test_evaluations_can_be_kept_and_compared(reference, make, tmp_path, capsys)
     assert "no trained cycle" not in found["decision"]["text"]
     assert "held-out pass@1" in found["decision"]["text"]
     assert cli.main(["eval", "--config", path, "--output", str(a)]) == 1  # holds an evaluation
-    assert "holds an earlier run" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err

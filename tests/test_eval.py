@@ -89,8 +89,23 @@ def test_the_loss_is_the_recipes_own(run, tmp_path, capsys):
         assert said["paired"]["gained"] - said["paired"]["lost"] == sum(prefers[0]) - sum(prefers[1])
     low, high = said["paired"]["interval"]
     assert low < said["paired"]["difference"] < high
-    assert cli.main(["eval", "--config", str(run), "--output", str(tmp_path / "kept")]) == 1
-    assert "holds an earlier evaluation" in capsys.readouterr().err
+
+
+def test_files_of_the_user_stay(run, tmp_path, capsys):
+    (mine := tmp_path / "rows.jsonl").write_text("{}\n")
+    rows, adapter = ["--data", str(run.parent / "rows.jsonl")], ["--adapter", str(run / "adapter")]
+    for more in ([], ["--verifier", "MathAnswer", *rows]):
+        assert cli.main(["eval", "--config", str(run), *adapter, "--output", str(tmp_path), *more]) == 1
+        assert f"{tmp_path} exists and is not empty; choose a new folder" in capsys.readouterr().err
+    assert mine.read_text() == "{}\n"
+    assert list(tmp_path.iterdir()) == [mine]
+
+
+def test_a_file_takes_the_place_of_a_hub_data_set(run, tmp_path, capsys):
+    rows = (run.parent / "rows.jsonl").read_text().splitlines()[:4]
+    (tmp_path / "some.jsonl").write_text("\n".join(rows))
+    on_hub = ["dataset.source=someone/rows", "dataset.name=main"]
+    assert evaluate(capsys, "--config", run, "--data", tmp_path / "some.jsonl", *on_hub)["rows"] == 4
 
 
 def test_rows_can_be_named(run, tmp_path, capsys):

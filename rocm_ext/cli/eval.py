@@ -94,6 +94,12 @@ def _check(args: argparse.Namespace, adapter: Path | None, target: "Target", ans
         raise UserError("--format and --samples are for answers that a verifier judges; set --verifier")
 
 
+def _check_new(folder: Path | None) -> None:
+    """Refuse to write among other files: some may have the names of ours."""
+    if folder is not None and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"--output {folder} exists and is not empty; choose a new folder")
+
+
 def _keys(target: "Target", overrides: Sequence[str]) -> Mapping[str, Any]:
     from rocm_ext import config
 
@@ -107,6 +113,8 @@ def _answers(args: argparse.Namespace, target: "Target", adapter: Path | None) -
     from rocm_ext.rollouts.evaluate import compare, evaluate
 
     cfg = _sampling(args, target)
+    if not cfg.overwrite_output_dir:
+        _check_new(args.output)
     with TemporaryDirectory() as unkept:
         cfg.output_dir = cfg.checkpointer.output_dir = str(args.output or unkept)
         found = evaluate(cfg, adapter, args.base)
@@ -200,11 +208,13 @@ def _short(text: str, most: int) -> str:
 def _rows(args: argparse.Namespace, target: "Target", adapter: Path | None) -> None:
     from rocm_ext.held_out import compare, keep, measure
 
+    _check_new(args.output)
     cfg = target.load(args.overrides)
     if args.data:
         if not isinstance(cfg.dataset.get("source"), str):
             raise UserError("--data takes the place of dataset.source, which this config's dataset does not have")
-        cfg.dataset_val, cfg.validation_fraction = {**cfg.dataset, **_source(args)}, 0.0
+        own = {key: value for key, value in cfg.dataset.items() if key not in ("data_files", "name")}  # of its source
+        cfg.dataset_val, cfg.validation_fraction = {**own, **_source(args)}, 0.0
     found = measure(cfg, adapter, args.base)
     if args.output:
         keep(found[0], args.output)
