@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli, config
-from rocm_ext.chat import Reasoning, TextStream
+from rocm_ext.chat import Reasoning, TextStream, open_chat
 from rocm_ext.chat.terminal import Writer
 from rocm_ext.data.encoder import HFTokenizer
 from rocm_ext.data.render import to_text
@@ -162,6 +162,10 @@ def test_a_seed_repeats_the_answers(pocket_dir, monkeypatch, capfd):
         chat(monkeypatch, capfd, *arguments, "--seed", seed, lines=[QUESTIONS[0]] * 3)[0] for seed in ("5", "5", "6")
     ]
     assert found[0] == found[1] != found[2]
+    cfg = config.load("raft_rocm", "cpu_pocket_raft", [f"pocket={pocket_dir}"])
+    trained_with = cfg.seed
+    with open_chat(cfg, max_new_tokens=8) as opened:
+        assert opened.seed != trained_with, "without a seed, answers are others each time"
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(pocket_dir, monkeypatch, capfd):
@@ -186,10 +190,12 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(pocket_dir, monkeypatch, ca
 
 
 def test_old_turns_are_left_out_once_the_context_is_full(pocket_dir, monkeypatch, capfd):
-    _, err, code = chat(monkeypatch, capfd, pocket_dir, lines=[QUESTIONS[0]] * 9 + ["1 + " * 200, "/nonsense"])
+    _, err, code = chat(
+        monkeypatch, capfd, pocket_dir, lines=[QUESTIONS[0]] * 9 + ["1 + " * 200, "/nonsense", "/quit ", "/more"]
+    )
     assert "exceeds the model's 256 tokens: 2 messages are left out" in err
     assert "error: the question has" in err
-    assert "unknown command /nonsense" in err
+    assert err.count("unknown command") == err.count("unknown command /nonsense") == 1
     assert code == 0
 
 

@@ -211,7 +211,7 @@ def open_chat(cfg: DictConfig, seed: int | None = None, system: str = "", **samp
     cfg = cfg if "engine" in cfg else sampling_config(cfg)
     sample_here(cfg)
     cfg.prompts = cfg.eval_prompts = cfg.metric_logger = None
-    cfg.seed = cfg.seed if seed is None else seed
+    cfg.seed = seed  # a run's config names the seed of its training
     given = {key: value for key, value in sampling.items() if value is not None}
     with TemporaryDirectory() as folder:
         cfg.output_dir = cfg.checkpointer.output_dir = folder  # nothing is written

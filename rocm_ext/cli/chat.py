@@ -96,7 +96,7 @@ def _talk(chat: "Chat") -> None:
         except EOFError:
             _note("")
             return
-        if line == "/quit":
+        if line.strip() == "/quit":
             return
         try:
             _act(chat, line)
