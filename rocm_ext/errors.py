@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+_MOST = 24  # names that a message lists
+
 
 class UserError(Exception):
     """An error that the user can fix; the recipes and ``rocm-ext`` print it without a traceback.
@@ -25,10 +27,14 @@ def nearest(name: object, known: Iterable[str]) -> str:
         known: the names that exist.
 
     Returns:
-        ``; did you mean …?`` if one is similar, and the known names if they are few or none is similar.
+        ``; did you mean …?`` if one is similar, and the known names if they are few or none is similar; of many names,
+        the nearest.
     """
     names = sorted(known)
     match = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
+    if not match and len(names) > _MOST:
+        near = difflib.get_close_matches(str(name), names, n=5, cutoff=0.0)
+        return f"; the nearest of {len(names)} known names are {', '.join(near)}"
     guess = f"; did you mean {match[0]}?" if match else ""
     return guess if match and len(names) > 9 else f"{guess or ';'} known: {', '.join(names)}"
 

@@ -307,7 +307,7 @@ def test_auto_on_a_machine_without_a_gpu(run, monkeypatch):
     ("lines", "overrides", "message"),
     [
         ("batchsize: 4", [], "unknown key batchsize; did you mean batch_size"),
-        ("wandb: 4", [], r"unknown key wandb; known: batch_size, .*validation_fraction"),
+        ("wandb: 4", [], r"unknown key wandb; the nearest of \d+ known names are (\w+, ){4}\w+$"),
         ("3: 4", [], "unknown key 3"),
         ("", ["batchsize=4"], "unknown key batchsize; did you mean batch_size"),
         ("", ["=4"], "unknown key"),
@@ -411,7 +411,7 @@ def test_names(monkeypatch, tmp_path):
     for typo in ("strix_halo_qwen7", "strixhalo_qwen7b", "strix_halo_qwen7b.yaml"):
         with pytest.raises(UserError, match=r"did you mean strix_halo_qwen7b\?"):
             load(typo)
-    with pytest.raises(UserError, match=r"known: .*mi300x_qwen72b"):
+    with pytest.raises(UserError, match=r"known names are (\w+, ){4}\w+$"):
         load("foo/bar")
     (tmp_path / "strix_halo_qwen7b").write_text("epochs: 2")
     with pytest.raises(UserError, match="must be set"):  # a file in the current folder takes precedence
