@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,8 @@ def replace_file(path: Path) -> Iterator[Path]:
             _sync(aside)
             aside.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # the error before says more
+            aside.unlink()
         raise
 
 

@@ -119,6 +119,13 @@ def test_what_cannot_be_exported(trained, bases, tmp_path, capsys):
     assert "has no adapter yet" in fails(lone, "--merged", tmp_path / "x")
     assert "no base model in nowhere" in fails(trained, "--base", "nowhere", "--merged", tmp_path / "x")
     assert not (tmp_path / "x").exists()
+    (mine := tmp_path / "full" / "mine.Modelfile").write_text("FROM me\n")
+    for option, name in (("--card", "mine"), ("--gguf", "mine.gguf"), ("--gguf-adapter", "mine.gguf")):
+        assert "exists; choose another name" in fails(trained, option, tmp_path / "full" / name)
+    both = ("--gguf", tmp_path / "x.f16", "--gguf-adapter", tmp_path / "x.lora")
+    assert "x.Modelfile would be written twice" in fails(trained, *both)
+    assert mine.read_text() == "FROM me\n"
+    assert fails(trained, "--card", mine / "card.md").count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lone"]
 
 
@@ -141,11 +148,21 @@ def test_the_card_tells_base_model_data_settings_and_results(trained, bases, tmp
         "base_model_relation": "finetune",
         "license": "llama3.1",
     }
+    assert not (tmp_path / "merged" / "original_repo_id.json").exists(), "an adapter of it would name the base model"
     losses = [json.loads(line)["loss"] for line in (trained / "metrics.jsonl").read_text().splitlines()]
     for row in ("rank | 4", "alpha | 8", "optimizer.lr | 0.02", "1 | rows.jsonl", "recipe | lora_finetune_rocm"):
         assert f"| {row} |" in card
     assert f"| training loss, first and last | {losses[0]:.4f}, {losses[-1]:.4f} |" in card
     assert str(trained.parent) not in card
+    # a path of the run's folder is no name on the hub; a data set has one
+    for source, named in (("elsewhere/rows.jsonl", None), ("someone/rows", ["someone/rows"])):
+        other = shutil.copytree(trained, tmp_path / source.replace("/", "_"))
+        settings = (other / "config.yaml").read_text()
+        (other / "config.yaml").write_text(settings.replace(str(trained.parent / "rows.jsonl"), source))
+        assert export(other, "--base", base, "--card", other / "card.md") == 0
+        card = (other / "card.md").read_text()
+        assert head_of(card).get("datasets") == named
+        assert f"| 1 | {source if named else 'rows.jsonl'} |" in card
 
 
 class FakeHub:
@@ -185,6 +202,9 @@ def test_push_uploads_the_adapter_or_what_was_written(trained, tmp_path, monkeyp
     assert export(trained, "--merged", tmp_path / "merged", "--push", "me/merged") == 0
     assert {name for _, name in fakes[1].files} == {path.name for path in (tmp_path / "merged").iterdir()}
     assert fakes[1].private is False
+    assert export(trained, "--gguf-adapter", tmp_path / "mine.gguf", "--push", "me/gguf") == 0
+    assert {name for _, name in fakes[2].files} == {"README.md", "mine.gguf"}, "its Modelfile names a folder here"
+    assert (tmp_path / "mine.Modelfile").exists()
     assert export(trained, "--push", "me") == 1
     assert "me is no name on the hub; expected OWNER/NAME" in capsys.readouterr().err
 

@@ -45,11 +45,13 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.files import replace_text
     from rocm_ext.log import setup_logging
 
+    _check_new(args)
     setup_logging()
     source = open_source(args.source, args.base)
     if source.adapter is None and (args.card or args.push):
         raise UserError(f"{args.source} has no adapter; --card and --push are for what a run trained")
     files: list[Path] = []
+    modelfile = None
     if args.merged:
         write_merged(source, args.merged)
         replace_text(args.merged / "README.md", card(source, merged=True))
@@ -59,14 +61,28 @@ def run(args: argparse.Namespace) -> None:
         files += [args.gguf, write_modelfile(source, args.gguf)]
     if args.gguf_adapter:
         gguf_adapter.write_adapter(source, args.gguf_adapter)
-        files += [args.gguf_adapter, write_modelfile(source, args.gguf_adapter, adapter=True)]
+        modelfile = write_modelfile(source, args.gguf_adapter, adapter=True)
+        files += [args.gguf_adapter, modelfile]
     if args.card:
         replace_text(args.card, card(source, bool(args.merged or args.gguf)))
         files.append(args.card)
     for path in files:
         print(path)
     if args.push:
-        uploaded = [path for path in files if path != args.card]
+        here = (args.card, modelfile)  # the adapter's Modelfile names a folder of this machine
+        uploaded = [path for path in files if path not in here]
         folder = args.merged or (None if uploaded else source.adapter)
         text = card(source, bool(args.merged or args.gguf))
         print(push(source, args.push, text, folder, uploaded, args.private))
+
+
+def _check_new(args: argparse.Namespace) -> None:
+    """Refuse names of files that exist, or that two options share, before the weights are read."""
+    files = [path for path in (args.gguf, args.gguf_adapter) if path]
+    files += [path.with_suffix(".Modelfile") for path in files]
+    files += [args.card] if args.card else []
+    for number, path in enumerate(files):
+        if path.exists():
+            raise UserError(f"{path} exists; choose another name")
+        if path in files[:number]:
+            raise UserError(f"{path} would be written twice; choose another name")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from rocm_ext.data.loading import LOADERS
 from rocm_ext.export.source import Source
 from rocm_ext.hub import is_hub_name
 from rocm_ext.model.peft_config import PeftConfig
@@ -39,7 +40,7 @@ def card(source: Source, merged: bool) -> str:
     licence = _licence(source.base)
     head |= licence
     run = source.run
-    if run is not None and (named := [each for each in _sources(run) if is_hub_name(each)]):
+    if run is not None and (named := [each for each in _sources(run) if _is_data_set(each)]):
         head["datasets"] = list(dict.fromkeys(named))
     terms = licence.get("license_name", licence.get("license"))
     lines = [
@@ -87,9 +88,16 @@ def _sources(run: RunFolder) -> list[str]:
     return [each for each in found if isinstance(each, str)]
 
 
+def _is_data_set(source: str) -> bool:
+    """Whether a source is a data set on the hub, and not a file in a folder that is not below this one."""
+    return is_hub_name(source) and Path(source).suffix not in LOADERS
+
+
 def _data(run: RunFolder) -> dict[str, str]:
     # a path may tell more about a machine than its file's name
-    return {str(number): each if is_hub_name(each) else Path(each).name for number, each in enumerate(_sources(run), 1)}
+    return {
+        str(number): each if _is_data_set(each) else Path(each).name for number, each in enumerate(_sources(run), 1)
+    }
 
 
 def _results(run: RunFolder) -> dict[str, str]:

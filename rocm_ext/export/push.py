@@ -41,7 +41,7 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
         address = str(api.create_repo(repo, private=private, exist_ok=True))
         api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo)
         if folder is not None:
-            api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=["README.md", "original_repo_id.json"])
+            api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=["README.md"])
         for path in files:
             api.upload_file(path_or_fileobj=path, path_in_repo=path.name, repo_id=repo)
     except Exception as error:  # the client raises those of its HTTP library, too

@@ -25,6 +25,7 @@ from rocm_ext.model.peft_config import ADAPTER_CONFIG, PeftConfig
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+REPO_ID = "original_repo_id.json"  # name on the hub, by `tune download`
 _PARTS = {
     ".lora_a.weight": ".lora_A.weight",
     ".lora_b.weight": ".lora_B.weight",
@@ -299,7 +300,7 @@ def base_model_name(folder: Path) -> str:
     if name := hub_name(folder):
         return name
     try:
-        return json.loads((folder / "original_repo_id.json").read_text())["repo_id"]
+        return json.loads((folder / REPO_ID).read_text())["repo_id"]
     except (OSError, ValueError, KeyError):
         return str(folder.resolve())
 

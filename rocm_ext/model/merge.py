@@ -22,7 +22,7 @@ from rocm_ext.errors import UserError
 from rocm_ext.files import replace_folder
 from rocm_ext.log import log
 from rocm_ext.model import peft_experts
-from rocm_ext.model.adapter_files import ADAPTER_WEIGHTS, PREFIX, merged_weight, updates_by_weight
+from rocm_ext.model.adapter_files import ADAPTER_WEIGHTS, PREFIX, REPO_ID, merged_weight, updates_by_weight
 from rocm_ext.model.checkpointer import read_tensors, weight_files
 from rocm_ext.model.foreign import ForeignDecoder, ForeignWeights
 from rocm_ext.model.lora import ExpertLora, adapters, merged_experts
@@ -82,6 +82,8 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Mo
             content = {"metadata": {"total_size": size}, "weight_map": index}
             (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
         for path in base.iterdir():  # everything except weights: config, tokenizer, licence
+            if path.name == REPO_ID:  # the merged model is another one
+                continue
             if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
                 shutil.copy2(path, folder / path.name)
         if (adapter / TEMPLATE).is_file():  # the run had a chat template of its own
