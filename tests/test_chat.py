@@ -199,11 +199,18 @@ def test_old_turns_are_left_out_once_the_context_is_full(pocket_dir, monkeypatch
     assert code == 0
 
 
-@pytest.mark.parametrize("case", ["adapter", "empty", "missing", "unfinished", "question"])
+@pytest.mark.parametrize("case", ["config", "elsewhere", "adapter", "empty", "missing", "unfinished", "question"])
 def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, monkeypatch, capfd):
     if case == "unfinished":
         (tmp_path / "config.yaml").write_text("recipe: lora_finetune_rocm\n")
+    if case == "elsewhere":
+        shutil.copytree(adapter, tmp_path / "adapter")
+        cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["pocket=models/pocket"])
+        (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    monkeypatch.chdir(tmp_path)
     arguments, expected = {
+        "config": (["cpu_pocket"], "the model's folder demo/pocket does not exist; first run rocm-ext pocket"),
+        "elsewhere": ([tmp_path], "start this command in the folder where the run started"),
         "adapter": ([adapter], f"name its model, too: {pocket_dir} --adapter {adapter}"),
         "empty": ([tmp_path], "holds neither a model (config.json) nor a run (config.yaml)"),
         "missing": (["cpu_poket"], "there is no such folder"),

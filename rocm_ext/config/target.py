@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import registry
 from rocm_ext.config.components import COMPONENT
-from rocm_ext.config.folder import FROM_CHECKPOINT
+from rocm_ext.config.folder import FROM_CHECKPOINT, check_model_folder
 from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
 from rocm_ext.errors import UserError
 from rocm_ext.hub import is_hub_name
@@ -57,17 +57,30 @@ class Target:
         """Return the whole config, which starts from :attr:`adapter` if that is set.
 
         Raises:
-            UserError: as :func:`rocm_ext.config.load`.
+            UserError: as :func:`rocm_ext.config.load`, or the model's folder does not exist.
         """
         recipe, content = self.recipe(overrides), self.content
         if self.run:  # its config also has the user's variables, which nothing refers to any more
             known = defaults(recipe)
             content = {key: value for key, value in read(Path(self.name)).items() if key in known}
         cfg = load(recipe, self.name, overrides, content)
+        if self.run:
+            _check_here(cfg)
+        elif self.content is None:
+            check_model_folder(cfg, find(self.name))
         if self.adapter is not None:
             cfg.checkpointer.adapter_checkpoint = str(self.adapter)
             cfg.use_rslora = None  # as the adapter was trained
         return cfg
+
+
+def _check_here(cfg: DictConfig) -> None:
+    """Refuse a run whose model's folder does not exist; a relative one begins where the run started."""
+    folder = cfg.checkpointer.get("checkpoint_dir")
+    if not folder or Path(folder).exists() or (is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder):
+        return
+    where = "" if Path(folder).is_absolute() else "; start this command in the folder where the run started"
+    raise UserError(f"the model's folder {folder} does not exist{where}")
 
 
 def find_target(name: str, adapter: Path | None = None) -> Target:
