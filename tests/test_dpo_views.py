@@ -156,6 +156,14 @@ def test_compare_decides_by_loss_and_shows_margins(tmp_path, capsys):
     assert main(["compare", str(a), str(sft(tmp_path / "sft", [1.0] * 60))]) == 2
 
 
+@pytest.mark.filterwarnings("error")
+def test_runs_without_a_common_step_are_compared_in_silence(tmp_path, capsys):
+    a, b = dpo(tmp_path / "a"), dpo(tmp_path / "b")
+    (b / "metrics.jsonl").write_text("")
+    assert main(["compare", str(a), str(b), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["learning"] == {}
+
+
 def test_monitor_shows_margin_and_accuracy(tmp_path):
     told = run_text(progress(dpo(tmp_path / "run")))
     assert "step 60, epoch 1, loss 0.1269, margin 2.000, accuracy 90.0 %" in told

@@ -360,8 +360,18 @@ def test_an_adapter_is_evaluated_with_the_config(reference, make, tmp_path, caps
 
 @pytest.mark.parametrize("changes", [{"minibatches": 2}, slow({"loss": "gspo", "kl_coef": 0.1})], ids=str)
 def test_shared_prompts_change_nothing(make, tmp_path, monkeypatch, changes):
-    """Answers to one prompt are computed with their prompt once; values and weights are those of each answer alone."""
-    changes = {"steps": 2, "eval_prompts": None, "tokens_per_micro_batch": 400, **changes}
+    """Answers to one prompt are computed with their prompt once; values and weights are those of each answer alone.
+
+    Attention keeps the prompt for each answer, and the memory plan knows of no shared ones.
+    """
+    changes = {"steps": 2, "eval_prompts": None, "tokens_per_micro_batch": 330, **changes}
+    train_step = PolicyTrainer.train_step
+
+    def checked(self, batches):
+        assert all(sum(batch.lengths) + sum(batch.shared) <= 330 for batch in batches)
+        return train_step(self, batches)
+
+    monkeypatch.setattr(PolicyTrainer, "train_step", checked)
     succeed(make(tmp_path / "shared", **changes))
     monkeypatch.setattr(Learner, "shares", False)
     succeed(make(tmp_path / "alone", **changes))

@@ -6,6 +6,7 @@ import shutil
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -14,6 +15,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext import config, registry
 from rocm_ext.bench.training import RandomWeights
 from rocm_ext.cli import main
+from rocm_ext.data.rows import Rows
 from rocm_ext.generation import Request, Sampling
 from rocm_ext.generation.decoder import merged
 from rocm_ext.generation.local import LocalSession
@@ -222,13 +224,14 @@ def test_time_is_bound_by_compute_or_memory():
 
 
 # ------------------------------------------------------------------------------------------------ what fits
-def planner(folders, tmp_path, **changes) -> TrainingPlanner:
+def planner(folders, tmp_path, rows: Workload | None = None, **changes) -> TrainingPlanner:
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run", **changes)))
     decoder = build_model(cfg.model, torch.float32, 0, torch.device("meta"))
     figures = Figures("", True, {"fp32": 1e12}, 1e10)
     return TrainingPlanner(
         cfg, decoder, CrossEntropy(), torch.float32, torch.device("cpu"),
-        rows=Workload(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures, kernels=Kernels(True, False),
+        rows=rows or Workload(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures,
+        kernels=Kernels(True, False),
     )  # fmt: skip
 
 
@@ -243,6 +246,18 @@ def test_the_best_fit_stays_within_any_budget(folders, tmp_path):
     assert chosen[-1].checkpointed == []
     too_small = planned.fit(int(least * 0.5))
     assert (too_small.micro_batch, len(too_small.checkpointed)) == (256, 3)
+
+
+def test_packs_of_hardly_more_than_one_sequence_may_share_a_beginning(folders, tmp_path):
+    """As those of torchtune's packed data, whose conversations begin with one system prompt."""
+    tokens, one, two = np.arange(200, dtype=np.int32) % 50, (200,), (100, 100)
+    rows = Rows([tokens] * 4, [tokens] * 4, [one, one, one, two], {})
+    packs = workload.describe(rows, 4, "test", share=True)
+    assert 1 < packs.sequences < 1.5
+    assert packs.shared > 0
+    alone = Workload(packs.longest, packs.mean, packs.supervised, 4, "test", packs.each)
+    shared, expected = (planner(folders, tmp_path, each).choice(800, [], 10**12).step for each in (packs, alone))
+    assert shared.flops == pytest.approx(expected.flops, rel=0.2)
 
 
 def test_fewest_checkpointed_layers_is_the_least_that_fits(folders, tmp_path):

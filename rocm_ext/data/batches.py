@@ -308,6 +308,7 @@ class StepLoader:
         tokens_per_micro_batch: ``budget`` of :func:`cut`, in tokens.
         packed: see :func:`cut`.
         pad_id, multiple, share: see :func:`collate`.
+        whole: whether the budget counts shared tokens for each sequence that shares them, as attention does.
         num_workers: processes of torch's DataLoader; 0 loads in this process.
         pin_memory: whether to copy batches to page-locked memory.
     """
@@ -324,12 +325,13 @@ class StepLoader:
         pad_id: int,
         multiple: int = 1,
         share: bool = False,
+        whole: bool = False,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
         self.rows, self.steps = rows, steps
         self._labels = [count_labels(*row) for row in zip(rows.labels, rows.lengths, strict=True)]
-        sizes = row_sizes(rows, share)
+        sizes = row_sizes(rows, share and not whole)
 
         def load(step: int) -> list[Batch]:
             indices = steps[step]

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.data.batches import Steps
+from rocm_ext.data.batches import StepLoader, Steps
 from rocm_ext.data.rows import Rows
 from rocm_ext.generation import sample_seed
 from rocm_ext.grpo.objective import updates_of_step
@@ -20,6 +20,7 @@ from rocm_ext.train.learner import Learner
 from rocm_ext.train.metrics import Metrics, peak_memory, read_metrics
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.training import StepStats, Training
+from rocm_ext.train.validation import make_loader
 
 # Keys that a resumed GRPO run may change, in addition to those that a resumed SFT run may change
 GRPO_FREE_KEYS = FREE_KEYS | frozenset(
@@ -168,6 +169,13 @@ class PolicyTrainer(Training):
             "updates": len(done),
             **_combined([s.measurements for s in done]),
         }
+
+    def make_loader(self, rows: Rows, steps: Steps) -> StepLoader:
+        """Return a loader as :meth:`Training.make_loader` does, which counts a shared prompt for each answer.
+
+        Attention keeps it for each, and the memory plan cannot know which answers will share one.
+        """
+        return make_loader(self.learner, self.cfg, rows, steps, whole=True)
 
     def _deal(self, groups: Sequence[str], number: int) -> list[list[int]]:
         """Deal the rows of pass ``number`` out to minibatches, whole groups at a time."""

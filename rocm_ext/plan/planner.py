@@ -213,7 +213,7 @@ class TrainingPlanner:
             return worst_rows(min(tokens, max(1, round(rows.mean / rows.sequences))), tokens), targets, []
         lengths: list[int] = []
         shared: list[int] = []
-        count, sequences = max(1, round(tokens / rows.mean)), round(rows.sequences)
+        count, sequences = max(1, round(tokens / rows.mean)), max(2, round(rows.sequences))
         for i in range(count):  # rows of sequences that are equally long with what they share
             size = tokens * (i + 1) // count - tokens * i // count
             common = rows.shared / (sequences - 1)

@@ -101,7 +101,7 @@ def _preferences(a: RunFolder, b: RunFolder, in_a: np.ndarray, in_b: np.ndarray)
     """What two DPO runs measure: means over the last half of their common steps, and their last common validation."""
     found = {}
     half = len(in_a) // 2
-    for name in _PREFERENCES:
+    for name in _PREFERENCES if len(in_a) else ():
         means = (float(np.mean(run.steps[name][at[half:]])) for run, at in ((a, in_a), (b, in_b)))
         found[f"{name.replace('_', ' ')}, last {len(in_a) - half:,} steps"] = (next(means), next(means))
     steps, at_a, at_b = np.intersect1d(a.validations["step"], b.validations["step"], return_indices=True)

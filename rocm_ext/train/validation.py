@@ -9,7 +9,7 @@ from rocm_ext.objectives import Tally
 from rocm_ext.train.learner import Learner
 
 
-def make_loader(learner: Learner, cfg: DictConfig, rows: Rows, steps: Steps) -> StepLoader:
+def make_loader(learner: Learner, cfg: DictConfig, rows: Rows, steps: Steps, whole: bool = False) -> StepLoader:
     """Return a loader of this rank's micro-batches.
 
     Args:
@@ -17,6 +17,7 @@ def make_loader(learner: Learner, cfg: DictConfig, rows: Rows, steps: Steps) -> 
         cfg: the run's config.
         rows: rows that ``steps`` numbers.
         steps: rows of each update.
+        whole: see :class:`StepLoader`.
     """
     runtime = learner.runtime
     return StepLoader(
@@ -27,6 +28,7 @@ def make_loader(learner: Learner, cfg: DictConfig, rows: Rows, steps: Steps) -> 
         tokens_per_micro_batch=learner.tokens_per_micro_batch,
         packed=learner.packed,
         share=learner.shares,
+        whole=whole,
         pad_id=getattr(learner.tokenizer, "pad_id", 0) or 0,
         multiple=width_multiple(cfg.compile, runtime.device, runtime.dtype),
         num_workers=cfg.num_workers,
