@@ -215,17 +215,21 @@ def go(template: str, messages: list[dict[str, str]]) -> str:
     head, _, rest = template.partition("{{ range .Messages }}")
     if found := re.fullmatch(r"(.*)\{\{ if \.System \}\}(.*)\{\{ else \}\}(.*)\{\{ end \}\}", head, re.DOTALL):
         head = found[1] + (found[2].replace("{{ .System }}", system) if system else found[3])
-    body = rest.removesuffix("{{ end }}").removesuffix("{{ end }}")
+    body, _, last = rest.rpartition("{{ end }}{{ end }}")
     user, answer = body.split('{{ else if eq .Role "assistant" }}')
     user = user.removeprefix('{{ if eq .Role "user" }}')
     by_role = {"user": user, "assistant": answer, "system": ""}
-    return head + "".join(by_role[each["role"]].replace("{{ .Content }}", each["content"]) for each in messages)
+    return head + "".join(by_role[each["role"]].replace("{{ .Content }}", each["content"]) for each in messages) + last
 
 
 QWEN = (  # with a system message of its own
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}{% for m in messages %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = (  # without reasoning: answers begin behind an empty one, and turns of the history do not show it
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
 )
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
@@ -237,7 +241,9 @@ MISTRAL = (
 )
 
 
-@pytest.mark.parametrize(("text", "system"), [(CHATML, True), (QWEN, True), (LLAMA3, True), (MISTRAL, False)])
+@pytest.mark.parametrize(
+    ("text", "system"), [(CHATML, True), (QWEN, True), (QWEN3, True), (LLAMA3, True), (MISTRAL, False)]
+)
 def test_ollamas_template_renders_as_the_models(text, system):
     from rocm_ext.data.messages import to_turns
     from rocm_ext.data.template import ChatTemplate

@@ -35,18 +35,21 @@ class Parts:
         system: before and after a system message; None: the template takes none.
         user: before and after a user's message, the header of the assistant's included.
         answer: before and after the assistant's message.
+        last: where the answer is to begin; Qwen3 without reasoning has an empty reasoning there.
     """
 
     start: str
     system: tuple[str, str] | None
     user: tuple[str, str]
     answer: tuple[str, str]
+    last: str
 
     def render(self, messages: Messages) -> str:
-        """Render a conversation."""
+        """Render a conversation that ends with a user's message."""
         around = {"system": self.system or ("", ""), "user": self.user, "assistant": self.answer}
         text = "" if messages[0]["role"] == "system" else self.start
-        return text + "".join(around[each["role"]][0] + each["content"] + around[each["role"]][1] for each in messages)
+        turns = [around[each["role"]][0] + each["content"] + around[each["role"]][1] for each in messages]
+        return text + "".join(turns) + self.last
 
     def go(self) -> str:
         """Return the template in Ollama's language."""
@@ -56,7 +59,7 @@ class Parts:
             start = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{start}{{{{ end }}}}"
         user = f'{{{{ if eq .Role "user" }}}}{self.user[0]}{{{{ .Content }}}}{self.user[1]}'
         answer = f'{{{{ else if eq .Role "assistant" }}}}{self.answer[0]}{{{{ .Content }}}}{self.answer[1]}'
-        return f"{start}{{{{ range .Messages }}}}{user}{answer}{{{{ end }}}}{{{{ end }}}}"
+        return f"{start}{{{{ range .Messages }}}}{user}{answer}{{{{ end }}}}{{{{ end }}}}{self.last}"
 
 
 def parts(template: ChatTemplate, begin: str = "") -> Parts | None:
@@ -78,16 +81,17 @@ def parts(template: ChatTemplate, begin: str = "") -> Parts | None:
         whole = _cut(_text(template, [_SYSTEM, *_TALK], begin), [_SYSTEM, *_TALK])
     except UserError:
         whole = None
-    if talk is None or alone is None or not talk[1].startswith(alone[1]):
+    if talk is None or alone is None:
         return None
     headers = [talk[0], talk[2], *([whole[1]] if whole else [])]  # each ends with a user's header
     header = next(end for at in range(len(talk[0]) + 1) if all(each.endswith(end := talk[0][at:]) for each in headers))
     system = (whole[0], _without(whole[1], header)) if whole else None
-    answer = (talk[1][len(alone[1]) :], _without(talk[2], header))
-    found = Parts(_without(talk[0], header), system, (header, alone[1]), answer)
+    after = next(start for at in range(len(alone[1]), -1, -1) if talk[1].startswith(start := alone[1][:at]))
+    answer = (talk[1][len(after) :], _without(talk[2], header))
+    found = Parts(_without(talk[0], header), system, (header, after), answer, alone[1][len(after) :])
     conversations: list[Messages] = [_TALK[:1], _TALK, _LONGER]
     conversations += [[_SYSTEM, *each] for each in conversations] if system else []
-    text = "".join([found.start, *(system or ()), *found.user, *found.answer])
+    text = "".join([found.start, *(system or ()), *found.user, *found.answer, found.last])
     if (
         '"""' in text
         or "{{" in text
