@@ -131,28 +131,33 @@ class TrainingPlanner:
         if not self.rows.each:  # a micro-batch has at most the rows of a step
             most = min(micro_batch, math.ceil(self.rows_per_step / self.ranks) * self.rows.longest)
             return self._plan(worst_rows(math.ceil(self.rows.longest / self.rows.sequences), most), most)
-        lengths, shared, targets = self._largest(micro_batch)
-        return self._plan(lengths, targets, shared)
+        pieces, targets = self._largest(micro_batch)
+        return max((self._plan(lengths, targets, shared) for lengths, shared in pieces), key=lambda plan: plan.peak(()))
 
-    def _largest(self, micro_batch: int) -> tuple[list[int], list[int], int]:
-        """Return the sequences' lengths in the largest micro-batch, what each shares, and the most labels in any."""
+    def _largest(self, micro_batch: int) -> tuple[list[tuple[list[int], list[int]]], int]:
+        """Return lengths and shared tokens of the sequences in the largest micro-batches, and the most labels in any.
+
+        One has the most tokens. Where sequences share some, another one may have the most tokens for attention.
+        """
         cfg, each = self.cfg, self.rows.each
         steps = Steps(len(each), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
         packed = takes_packed_rows(self.decoder)
-        largest: tuple[list[int], list[int]] = ([], [])
+        sizes = [lambda piece: sum(piece[0]) if packed else _padded(piece[0])]
+        if self.rows.shared:
+            sizes.append(lambda piece: sum(map(sum, piece)))
+        largest: list[tuple[list[int], list[int]]] = [([], [])] * len(sizes)
         targets = 1
         for step in range(steps.per_epoch * cfg.epochs):
             rows = [each[i] for i in steps[step]]
             for piece in chain(*cut([sum(lengths) for lengths, *_ in rows], self.ranks, micro_batch, packed)):
                 lengths = [n for i in piece for n in rows[i][0]]
                 shared = [n for i in piece for n in rows[i][1]]
-                largest = max(largest, (lengths, shared), key=lambda each: sum(each[0]) if packed else _padded(each[0]))
+                largest = [max(most, (lengths, shared), key=size) for most, size in zip(largest, sizes, strict=True)]
                 targets = max(targets, sum(rows[i][2] for i in piece))
         multiple = width_multiple(self.cfg.compile, self.device, self.dtype)
-        lengths, shared = largest
-        if packed and (padding := -sum(lengths) % multiple):
-            lengths, shared = [*lengths, padding], [*shared, 0]
-        return lengths, shared, targets
+        if packed:
+            largest = [_widened(*piece, -sum(piece[0]) % multiple) for piece in largest]
+        return largest, targets
 
     def _plan(self, lengths: Sequence[int], targets: int, shared: Sequence[int] = ()) -> MemoryPlan:
         key = (tuple(lengths), tuple(shared), targets)
@@ -251,6 +256,10 @@ class TrainingPlanner:
         if other.peak <= budget and (choice.peak > budget or other.step.seconds * _GAIN < choice.step.seconds):
             return other
         return choice
+
+
+def _widened(lengths: list[int], shared: list[int], padding: int) -> tuple[list[int], list[int]]:
+    return ([*lengths, padding], [*shared, 0]) if padding else (lengths, shared)
 
 
 def _padded(lengths: Sequence[int]) -> int:
