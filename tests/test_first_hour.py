@@ -324,7 +324,8 @@ def test_validate_refuses_what_the_recipe_refuses(validate, folder, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_validate_from_the_command_line(folder, tmp_path):
+def test_validate_from_the_command_line(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # for tests.judges
     raft = write_run(folder, tmp_path / "raft")
     command = [str(Path(sys.executable).with_name("rocm-ext")), "validate", "--config", str(raft)]
     for ranks in ((), ("--ranks", "2")):
