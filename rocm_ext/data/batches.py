@@ -205,6 +205,8 @@ def shared_beginnings(tokens: np.ndarray, lengths: Sequence[int]) -> list[int]:
     A sequence keeps at least one token of its own. It shares none if it would share fewer than 16, which saves less
     than the copies cost.
     """
+    if len(lengths) == 1:
+        return [0]
     shared, first = [], tokens[:0]
     for sequence in np.split(tokens, np.cumsum(lengths)[:-1]):
         most = min(len(first), len(sequence) - 1)
