@@ -199,7 +199,9 @@ def test_old_turns_are_left_out_once_the_context_is_full(pocket_dir, monkeypatch
     assert code == 0
 
 
-@pytest.mark.parametrize("case", ["config", "elsewhere", "adapter", "empty", "missing", "unfinished", "question"])
+@pytest.mark.parametrize(
+    "case", ["config", "elsewhere", "adapter", "empty", "missing", "unfinished", "question", "seed"]
+)
 def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, monkeypatch, capfd):
     if case == "unfinished":
         (tmp_path / "config.yaml").write_text("recipe: lora_finetune_rocm\n")
@@ -216,6 +218,7 @@ def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, mon
         "missing": (["cpu_poket"], "there is no such folder"),
         "unfinished": ([tmp_path], "has no adapter yet"),
         "question": ([pocket_dir, "-p", " "], "the question is empty"),
+        "seed": ([pocket_dir, "-p", "1+1?", "seed=3"], "--seed N repeats the same answers"),
     }[case]
     _, err, code = chat(monkeypatch, capfd, *arguments, lines=[])
     assert expected in err

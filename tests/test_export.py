@@ -103,7 +103,7 @@ def test_the_merged_model_stops_where_the_template_ends_a_turn(bases, tmp_path):
     assert written == {"eos_token_id": [text, turn], "top_p": 0.9}
 
 
-def test_what_cannot_be_exported(trained, bases, tmp_path, capsys):
+def test_what_cannot_be_exported(trained, bases, tmp_path, capsys, monkeypatch):
     def fails(*arguments: object) -> str:
         assert export(*arguments) in (1, 2)
         return capsys.readouterr().err
@@ -112,6 +112,9 @@ def test_what_cannot_be_exported(trained, bases, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     assert "full exists; choose a new folder" in fails(trained, "--merged", tmp_path / "full")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert ". exists; choose a new folder" in fails(trained, "--merged", ".")
     assert "no_such is not a folder" in fails(tmp_path / "no_such", "--merged", tmp_path / "x")
     assert "full holds no run" in fails(tmp_path / "full", "--merged", tmp_path / "x")
     assert "has no adapter to merge" in fails(bases("llama"), "--merged", tmp_path / "x")
@@ -126,7 +129,7 @@ def test_what_cannot_be_exported(trained, bases, tmp_path, capsys):
     assert "x.Modelfile would be written twice" in fails(trained, *both)
     assert mine.read_text() == "FROM me\n"
     assert fails(trained, "--card", mine / "card.md").count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lone"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "here", "lone"]
 
 
 def head_of(card: str) -> dict:

@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         question = sys.stdin.read().strip()
     if question is not None and not question.strip():
         raise UserError("the question is empty", code=2)
+    if any(override.startswith("seed=") for override in args.overrides):
+        raise UserError("seed= is the seed of trainings; --seed N repeats the same answers", code=2)
     setup_logging()
     from rocm_ext.chat import open_chat
 

@@ -27,7 +27,7 @@ def write_merged(source: Source, out: Path) -> None:
     """
     if source.adapter is None:
         raise UserError(f"{source.base} has no adapter to merge")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name to write beside
         raise UserError(f"{out} exists; choose a new folder")
     merge(source.cfg.checkpointer, source.adapter, out, source.decoder())
     known = eos_ids(source.base)
