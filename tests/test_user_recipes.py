@@ -408,8 +408,3 @@ def test_eval_has_the_environment_before_torch_is_imported(tmp_path):
     assert "GOMP_SPINCOUNT=20000 (" in run.stderr
     assert "torch was imported before" not in run.stderr
     assert "Skipping import of cpp extensions" not in run.stderr
-
-
-def test_eval_says_which_rows_it_needs(capsys):
-    line = fails(capsys, lambda: rocm_ext(["eval", "--config", "cpu_pocket"]))
-    assert "no held-out rows: set dataset_val or validation_fraction, or name them: --data" in line
