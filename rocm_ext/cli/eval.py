@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,14 @@ def _keys(target: "Target", overrides: Sequence[str]) -> Mapping[str, Any]:
     return config.defaults(target.recipe(overrides))
 
 
+def _content(found: Sequence[Any], compare: Callable[..., Any]) -> dict[str, Any]:
+    """What ``--json`` prints: the scores, and with ``--base`` those of both and their comparison."""
+    content = dict(found[0].scores)
+    if len(found) > 1:
+        content |= {"base": found[1].scores, "paired": compare(*found)}
+    return content
+
+
 # ---- answers and verdicts
 
 
@@ -118,9 +126,7 @@ def _answers(args: argparse.Namespace, target: "Target", adapter: Path | None) -
     with TemporaryDirectory() as unkept:
         cfg.output_dir = cfg.checkpointer.output_dir = str(args.output or unkept)
         found = evaluate(cfg, adapter, args.base)
-    content = dict(found[0].scores)
-    if args.base:
-        content |= {"base": found[1].scores, "paired": compare(*found)}
+    content = _content(found, compare)
     if args.json:
         print(json.dumps(content))
         return
@@ -220,9 +226,7 @@ def _rows(args: argparse.Namespace, target: "Target", adapter: Path | None) -> N
         keep(found[0], args.output)
         if args.base:
             keep(found[1], args.output / "base")
-    content = dict(found[0].scores)
-    if args.base:
-        content |= {"base": found[1].scores, "paired": compare(*found)}
+    content = _content(found, compare)
     if args.json:
         print(json.dumps(content))
         return

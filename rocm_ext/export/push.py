@@ -45,5 +45,7 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
         for path in files:
             api.upload_file(path_or_fileobj=path, path_in_repo=path.name, repo_id=repo)
     except Exception as error:  # the client raises those of its HTTP library, too
-        raise UserError(f"cannot upload to {repo}: {one_line(error)[:300]}; log in with `hf auth login`") from error
+        raise UserError(
+            f"cannot upload to {repo}: {one_line(error)[:300]}; if it asks who you are, log in with `hf auth login`"
+        ) from error
     return address

@@ -1,5 +1,6 @@
 """Updates of the policy on the answers of each step, through a whole run."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -204,15 +205,8 @@ class PolicyTrainer(Training):
             tokens = sum(len(rows.tokens[i]) for i in part)
             # rows well below a micro-batch, and several for each rank: large ones would fill neither
             most = min(self.learner.tokens_per_micro_batch, tokens / self.ranks.world) / _PER_MICRO_BATCH
-            together: dict[str, int] = {}
-            size: dict[str, int] = {}
-            for i in part:
-                name = groups[i]
-                if name not in together or size[name] + len(rows.tokens[i]) > most:
-                    together[name], size[name] = len(joined), 0
-                    joined.append([])
-                joined[together[name]].append(i)
-                size[name] += len(rows.tokens[i])
+            for prompt in dict.fromkeys(groups[i] for i in part):
+                joined += _filled([i for i in part if groups[i] == prompt], rows, most)
             dealt.append(list(range(first, len(joined))))
         return rows.joined(joined), Parts(dealt)  # type: ignore[return-value]
 
@@ -278,6 +272,19 @@ class PolicyTrainer(Training):
             "stopped": self.stopped,
             **super().summary(),
         }
+
+
+def _filled(answers: Sequence[int], rows: Rows, most: float) -> list[list[int]]:
+    """Split the rows of a prompt's answers, in their order, where they would have more than ``most`` tokens."""
+    pieces: list[list[int]] = []
+    tokens = math.inf
+    for i in answers:
+        tokens += len(rows.tokens[i])
+        if tokens > most:
+            pieces.append([])
+            tokens = len(rows.tokens[i])
+        pieces[-1].append(i)
+    return pieces
 
 
 def _combined(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -60,7 +60,7 @@ class Server(ThreadingHTTPServer):
         prefix: the beginning of all paths; it holds the token.
 
     Raises:
-        UserError: the port is in use, or the host is none of this machine's.
+        UserError: the port is in use, or this machine does not have the host's address.
     """
 
     daemon_threads = True
