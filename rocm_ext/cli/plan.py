@@ -25,6 +25,12 @@ def add(commands) -> None:
     )
     option = parser.add_argument
     option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
+    option(
+        "--machine",
+        metavar="NAME",
+        help="plan for a machine with this chip: MI355X, W7900, RTX 4090, 'Strix Halo', gfx950 (default: the config's "
+        "hardware)",
+    )
     option("--ranks", type=count, default=1, metavar="N", help="processes that share the work (default: 1)")
     option(
         "--rows",
@@ -62,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
 
+    chip = _take_machine(args)
     recipe = config.recipe_of(args.config, args.overrides)
     family = registry.extended(recipe)
     cfg = config.load(recipe, args.config, args.overrides)
@@ -73,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         check_grpo_values(cfg)
         cfg.loss = objective.node(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
-    plan = plan_run(cfg, detect(), family=family, bench=args.bench, ranks=args.ranks, known=known)
+    plan = plan_run(cfg, detect(), family=family, bench=args.bench, ranks=args.ranks, known=known, chip=chip)
     if args.fit:
         _print_fit(plan)
     elif args.json:
@@ -81,6 +88,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(args.config, plan)
     return 0 if plan.fits else 1
+
+
+def _take_machine(args: argparse.Namespace) -> str | None:
+    """Turn ``--machine`` into ``hardware=…``; return the chip's name."""
+    from rocm_ext.hardware.chips import find_chip
+
+    if args.machine is None:
+        return None
+    hardware = [override.partition("=")[2] for override in args.overrides if override.startswith("hardware=")]
+    profile, chip = find_chip(args.machine, hardware[-1] if hardware else None)
+    args.overrides = [f"hardware={profile}", *args.overrides]
+    return chip
 
 
 def _print_fit(plan: "RunPlan") -> None:

@@ -41,6 +41,31 @@ class Variable:
 
 
 @dataclass(frozen=True)
+class Chip:
+    """The data sheet of one GPU as sold.
+
+    Attributes:
+        arch: the architecture, as :class:`rocm_ext.hardware.machine.Machine` names it.
+        memory: GiB.
+        bandwidth: of memory, GB/s.
+        fp32: TFLOPS of dense matrix products; so are fp16 and bf16.
+        fp16: None: not computed natively.
+        bf16: None: not computed natively.
+        link: GB/s that it receives from the other GPUs of a machine; None: not known.
+        also: further names, such as torch's.
+    """
+
+    arch: str
+    memory: float
+    bandwidth: float
+    fp32: float
+    fp16: float | None = None
+    bf16: float | None = None
+    link: float | None = None
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Profile:
     """One file of ``recipe_configs/hardware``.
 
@@ -53,7 +78,8 @@ class Profile:
         locked: the settings that other values would break.
         environment: variables to set before torch starts.
         floor: versions of torch, rocm and kernel that the machine needs: min, below, also and fix.
-        figures: data-sheet speeds by architecture; see :mod:`rocm_ext.plan.speeds`.
+        chips: data sheets by the GPU's name; the first of an architecture stands for it.
+        reached: the shares of a data sheet's compute and bandwidth that :mod:`rocm_ext.plan.speeds` assumes.
         bench_config: the config whose model ``rocm-ext bench`` trains.
         install: the command that installs torch for this machine.
     """
@@ -66,7 +92,8 @@ class Profile:
     locked: dict[str, Lock] = field(default_factory=dict)
     environment: dict[str, Variable] = field(default_factory=dict)
     floor: dict[str, dict[str, Any]] = field(default_factory=dict)
-    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    chips: dict[str, Chip] = field(default_factory=dict)
+    reached: dict[str, float] = field(default_factory=dict)
     bench_config: str = ""
     install: str = ""
 

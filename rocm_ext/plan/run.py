@@ -119,7 +119,14 @@ class CyclePlan:
 
 
 def plan_run(
-    cfg: DictConfig, machine: Machine, *, family: str, bench: Path | None, ranks: int, known: Known
+    cfg: DictConfig,
+    machine: Machine,
+    *,
+    family: str,
+    bench: Path | None,
+    ranks: int,
+    known: Known,
+    chip: str | None = None,
 ) -> RunPlan:
     """Plan a run.
 
@@ -130,13 +137,15 @@ def plan_run(
         bench: file that ``rocm-ext bench`` wrote; None: this machine's default file, if it exists.
         ranks: processes that share the work.
         known: sizes that the user gives for data that are not on disk.
+        chip: plan for a machine as sold with this chip of the profile's; None: for this machine where ``cfg.hardware``
+            describes it.
 
     Raises:
         UserError: the recipe would refuse the config, or the machine's speeds are unknown.
     """
     profile = load_profile(cfg.hardware)
-    on_machine = profile.memory["of"] == "host" or profile.fits(machine)
-    figures = figures_for(profile, machine, bench)
+    on_machine = chip is None and (profile.memory["of"] == "host" or profile.fits(machine))
+    figures = figures_for(profile, machine, bench, chip)
     budget = memory_budget(profile, machine) if on_machine else nominal_budget(profile, figures.memory or 0)
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     dtype = pick_dtype(cfg.dtype, machine)[0] if on_machine else DTYPES[_nominal_dtype(cfg.dtype, figures)]
@@ -177,7 +186,7 @@ def plan_run(
         else:
             cycle = _cycle(cfg, asked, sampler, best, budget[0], ranks)
     return RunPlan(
-        machine=str(machine) if on_machine else f"{profile.title}; this is another machine",
+        machine=str(machine) if on_machine else f"{chip or profile.title}; this is another machine",
         here=on_machine,
         figures=figures,
         dtype=dtype_name(dtype),

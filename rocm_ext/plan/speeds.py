@@ -11,8 +11,9 @@ import torch
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.bench_file import BenchFile, of_this_machine
 from rocm_ext.hardware.budget import GIB
+from rocm_ext.hardware.chips import chips_of
 from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.profile import Profile
+from rocm_ext.hardware.profile import Chip, Profile
 from rocm_ext.plan.costs import Operation
 
 
@@ -60,46 +61,80 @@ class Figures:
         return self.flops[dtype]
 
 
-def figures_for(profile: Profile, machine: Machine, bench: Path | None = None) -> Figures:
+def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, chip: str | None = None) -> Figures:
     """Return the best figures available for the machine that ``profile`` describes.
 
     Args:
         profile: the run's hardware.
-        machine: this machine. If ``profile`` describes another one, the figures come from its data sheet.
+        machine: this machine. If ``profile`` describes another one, the figures come from a data sheet.
         bench: file that ``rocm-ext bench`` wrote on such a machine; None: this machine's default file, if it exists.
+        chip: name of one of the profile's chips, for a machine that has it; None: this machine's chip, or the
+            profile's first.
 
     Raises:
-        UserError: ``bench`` is not a bench file or comes from other hardware, or the profile has no figures.
+        UserError: ``bench`` is not a bench file or comes from other hardware, or the profile has no chip.
     """
-    measured = BenchFile.read(bench) if bench else of_this_machine(machine) if _is(profile, machine) else None
-    if measured and bench and not _is(profile, replace(machine, **_known(measured.machine))):
-        raise UserError(f"{bench} was measured on {measured.machine}, but hardware={profile.name} is {profile.title}")
+    here = _is(profile, machine) and (chip is None or chip in _chips_here(profile, machine))
+    measured = BenchFile.read(bench) if bench else of_this_machine(machine) if here else None
+    if measured and bench:
+        _check_same(bench, measured, profile, machine, chip)
     if measured:
-        sheet = profile.figures.get(str(measured.machine.get("arch")), {})
+        known = chips_of(profile, measured.machine.get("arch"), measured.machine.get("name"))
+        sheet = profile.chips[chip or known[0]] if chip or known else None
         source = f"measured {measured.date} by rocm-ext bench"
-        sizes = _sizes(sheet, profile.figures["reached"]) if sheet else {}
-        return Figures(**{**sizes, **measured.figures, "source": source, "measured": True})
+        return Figures(**{**_sizes(sheet, profile), **measured.figures, "source": source, "measured": True})
     if profile.match.get("backend") == "cpu":
         return measure_cpu()
-    archs = [arch for arch in profile.figures if arch != "reached"]
-    if not archs:
-        raise UserError(f"hardware={profile.name} has no figures for its machine; measure it with rocm-ext bench")
-    own = profile.fits(machine) and machine.arch in archs
-    sheet, reached = profile.figures[str(machine.arch) if own else archs[0]], profile.figures["reached"]
+    if not profile.chips:
+        raise UserError(f"hardware={profile.name} has no data sheet of its machine; measure it with rocm-ext bench")
+    return _from_sheet(profile, machine, chip)
+
+
+def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures:
+    name = chip or (_chips_here(profile, machine) or list(profile.chips))[0]
+    sheet, reached = profile.chips[name], profile.reached
+    other = (
+        f", as there is none of {machine.name}"
+        if not chip and _is(profile, machine) and sheet.arch != machine.arch
+        else ""
+    )
+    rates = {"bf16": sheet.bf16, "fp16": sheet.fp16, "fp32": sheet.fp32}
     return Figures(
-        source=f"data sheet of {sheet['machine']}, assuming {reached['compute']:.0%} of its compute and "
+        source=f"data sheet of {name}{other}, assuming {reached['compute']:.0%} of its compute and "
         f"{reached['bandwidth']:.0%} of its bandwidth",
         measured=False,
-        flops={d: sheet[d] * 1e12 * reached["compute"] for d in ("bf16", "fp16", "fp32") if d in sheet},
-        bandwidth=sheet["bandwidth"] * 1e9 * reached["bandwidth"],
-        **_sizes(sheet, reached),
+        flops={dtype: rate * 1e12 * reached["compute"] for dtype, rate in rates.items() if rate},
+        bandwidth=sheet.bandwidth * 1e9 * reached["bandwidth"],
+        **_sizes(sheet, profile),
     )
 
 
-def _sizes(sheet: Mapping[str, Any], reached: Mapping[str, float]) -> dict[str, Any]:
+def _sizes(sheet: Chip | None, profile: Profile) -> dict[str, Any]:
     """Return the figures that bench does not measure: the memory of the machine as sold, and the GPUs' link."""
-    link = {"link": sheet["link"] * 1e9 * reached["bandwidth"]} if "link" in sheet else {}
-    return {"memory": int(sheet["memory"] * GIB), **link}
+    if sheet is None:
+        return {}
+    link = {"link": sheet.link * 1e9 * profile.reached["bandwidth"]} if sheet.link else {}
+    return {"memory": int(sheet.memory * GIB), **link}
+
+
+def _chips_here(profile: Profile, machine: Machine) -> list[str]:
+    """The chips of ``profile`` that this machine may have."""
+    if not profile.fits(machine):
+        return []
+    return chips_of(profile, machine.arch, machine.name, None if machine.unified else machine.total_memory)
+
+
+def _check_same(bench: Path, measured: BenchFile, profile: Profile, machine: Machine, chip: str | None) -> None:
+    """Check that a bench file comes from the hardware of the plan.
+
+    Raises:
+        UserError: it comes from other hardware.
+    """
+    keys = measured.machine
+    if not _is(profile, replace(machine, **_known(keys))):
+        raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")
+    if chip and chip not in (may := chips_of(profile, keys.get("arch"), keys.get("name"))):
+        raise UserError(f"{bench} was measured on {' or '.join(may) or keys.get('arch')}, but --machine is {chip}")
 
 
 def _is(profile: Profile, machine: Machine) -> bool:

@@ -1,0 +1,68 @@
+"""Which chip a name means, and which chip a machine has: the data sheets are in the hardware profiles."""
+
+import re
+
+from rocm_ext.errors import UserError, nearest
+from rocm_ext.hardware.profile import Chip, Profile, load_profile, profile_names
+
+_MAKERS_WORDS = re.compile("(amd|nvidia|instinct|radeon|geforce|tesla|rtx|rx|ai|pro)+")
+
+
+def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
+    """Find the chip that a user means.
+
+    Args:
+        name: of a chip or an architecture, in any spelling: "MI355X", "rx7900xtx", "AMD Radeon PRO W7900", "gfx950".
+        hardware: the profile in which the chip must be; None: any.
+
+    Returns:
+        The names of the profile and of the chip. Of several chips that have the name, the first.
+
+    Raises:
+        UserError: no profile has such a chip, or another one than ``hardware``.
+    """
+    found, known = [], []
+    for profile in map(load_profile, profile_names()):
+        for chip_name, chip in profile.chips.items():
+            known += [chip_name, chip.arch]
+            if _short(name) in map(_short, (chip_name, *chip.also, chip.arch)):
+                found.append((profile.name, chip_name))
+    if not found:
+        raise UserError(f"--machine {name} is unknown{nearest(name, set(known))}")
+    fitting = [(profile, chip) for profile, chip in found if hardware in (None, profile)]
+    if not fitting:
+        raise UserError(f"--machine {name} is hardware={found[0][0]}, which contradicts hardware={hardware}")
+    return fitting[0]
+
+
+def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int | None = None) -> list[str]:
+    """The chips of a profile that a machine may have, the likeliest first.
+
+    Args:
+        profile: whose chips count.
+        arch: the machine's architecture.
+        name: what torch calls its GPU; it may say no more than "AMD Radeon Graphics".
+        memory: bytes of its own memory, which tells chips of one name apart; None: unknown, or shared with the host.
+
+    Returns:
+        Names of chips: those whose name is in ``name``, else all of the architecture.
+    """
+    device = _joined(name or "")
+
+    def known_letters(chip_name: str, chip: Chip) -> int:
+        return max(len(each) if each in device else 0 for each in map(_short, (chip_name, *chip.also)))
+
+    matched = {key: known_letters(key, chip) for key, chip in profile.chips.items() if chip.arch == arch}
+    best = max(matched.values(), default=0)
+    likely = [key for key, letters in matched.items() if letters == best]
+    return sorted(likely, key=lambda key: abs(profile.chips[key].memory - memory / 2**30) if memory else 0)
+
+
+def _joined(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+def _short(name: str) -> str:
+    """The name without the maker's words before it: 7900xtx for "AMD Radeon RX 7900 XTX"."""
+    joined = _joined(name)
+    return joined[match.end() :] if (match := _MAKERS_WORDS.match(joined)) else joined
