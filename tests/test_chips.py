@@ -141,6 +141,8 @@ def test_this_machine_gets_its_own_chip(machine, profile, chip):
 
 def test_a_chip_without_a_data_sheet_is_told():
     volta = replace(H200, arch="sm_62", name="NVIDIA Jetson")
-    assert "data sheet of H100 SXM, as there is none of NVIDIA Jetson" in figures_for(load_profile("cuda"), volta).source
+    assert (
+        "data sheet of H100 SXM, as there is none of NVIDIA Jetson" in figures_for(load_profile("cuda"), volta).source
+    )
     assert chips_of(load_profile("cuda"), "sm_62", "NVIDIA Jetson") == []
     assert "as there is none" not in figures_for(load_profile("cuda"), CPU).source

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rocm_ext.doctor.facts import ENOUGH, Facts
 from rocm_ext.doctor.findings import Finding, gib, unrecorded
 from rocm_ext.errors import UserError
-from rocm_ext.hardware.budget import budget_from
+from rocm_ext.hardware.budget import HostMemory, budget_from
 
 SMALL_CARVE_OUT = 4 * 2**30  # the smallest setting of some machines
 
@@ -89,15 +89,18 @@ def budget(facts: Facts) -> Iterator[Finding]:
     if profile is None:
         return
     here = facts.machine.backend == profile.match.get("backend")
-    if facts.available is None or (facts.said.torch is None and profile.memory["of"] != "host"):
+    if (
+        facts.available is None
+        or facts.host_total is None
+        or (facts.said.torch is None and profile.memory["of"] != "host")
+    ):
         yield unrecorded(name)
     elif here:
         try:
-            size, why = budget_from(profile, facts.machine, facts.available, facts.gtt, facts.carve_out,
-                                      facts.memory_parameters)  # fmt: skip
+            host = HostMemory(facts.host_total, facts.available, facts.gtt, facts.carve_out)
+            size, why = budget_from(profile, facts.machine, host)
         except UserError as error:
             what, _, fix = str(error).partition(". ")
-            fix = facts.boot(facts.memory_parameters) if fix.startswith("Boot") else fix
             yield Finding(name, "error", "nothing is left for training", what, fix)
         else:
             yield Finding(name, "ok", f"{gib(size)} for training: {why}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rocm_ext.errors import UserError
-from rocm_ext.hardware.machine import Machine, host_memory, installed_gib, parse_version, shared_memory, ttm_module
+from rocm_ext.hardware.machine import Machine, host_memory, parse_version, shared_memory
 from rocm_ext.hardware.profile import Profile
 
 if TYPE_CHECKING:  # `rocm-ext doctor` computes budgets where torch does not import
@@ -15,23 +16,40 @@ if TYPE_CHECKING:  # `rocm-ext doctor` computes budgets where torch does not imp
 GIB = 2**30
 
 
-def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/")) -> tuple[int, str]:
+@dataclass(frozen=True)
+class HostMemory:
+    """Sizes of the host's memory in bytes.
+
+    Attributes:
+        total: what the kernel has.
+        available: what is free, or can be freed.
+        gtt: what an integrated GPU may map; None: unknown.
+        carve_out: what the BIOS keeps for an integrated GPU; None: unknown.
+    """
+
+    total: int
+    available: int
+    gtt: int | None = None
+    carve_out: int | None = None
+
+
+def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), taken: int = 0) -> tuple[int, str]:
     """The bytes that one process may take on its device now.
 
     Args:
         profile: of the machine; it says which memory counts and how much the host keeps.
         machine: this one.
         root: where ``proc`` and ``sys`` are.
+        taken: bytes of it that the process has taken already.
 
     Returns:
-        The bytes and the reason.
+        The bytes, with ``taken``, and the reason.
 
     Raises:
         UserError: where unified memory leaves nothing after the host's share.
     """
-    gtt, vram = shared_memory(root)
-    parameters = memory_parameters(machine.kernel, installed_gib(host_memory(root, "MemTotal"), vram), ttm_module(root))
-    return budget_from(profile, machine, host_memory(root, "MemAvailable"), gtt, vram, parameters)
+    total, available = (host_memory(root, key) for key in ("MemTotal", "MemAvailable"))
+    return budget_from(profile, machine, HostMemory(total, available, *shared_memory(root)), taken)
 
 
 def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
@@ -45,46 +63,41 @@ def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
     return gtt is not None and vram is not None and vram >= gtt
 
 
-def budget_from(
-    profile: Profile, machine: Machine, available: int, gtt: int | None, vram: int | None, parameters: str
-) -> tuple[int, str]:
+def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int = 0) -> tuple[int, str]:
     """:func:`memory_budget`, of sizes that the caller has read.
 
     Args:
         profile: of the machine.
         machine: whose total_memory counts.
-        available: bytes of host memory that are free.
-        gtt: bytes of host memory that the GPU may map; None: unknown.
-        vram: bytes of the GPU's carve-out; None: unknown.
-        parameters: the kernel parameters that let the GPU map more, for the message.
+        host: its memory.
+        taken: bytes of the device's memory that the process has taken already.
 
     Returns:
-        The bytes and the reason.
+        The bytes, with ``taken``, and the reason.
 
     Raises:
         UserError: where unified memory leaves nothing after the host's share.
     """
     kind = profile.memory["of"]
     if kind == "host":
-        return available, f"{_gib(available)} of host memory are available"
+        return host.available, f"{_gib(host.available)} of host memory are available"
     if kind == "device":
         fraction = profile.memory["fraction"]
         total = machine.total_memory
         return int(total * fraction), f"{fraction:.0%} of the GPU's {_gib(total)}"
 
-    if uses_carve_out(gtt, vram):  # takes no host memory
+    if uses_carve_out(host.gtt, host.carve_out):  # takes no host memory
         return int(0.95 * machine.total_memory), f"95% of the carve-out's {_gib(machine.total_memory)}"
-    limits = {"total_memory": machine.total_memory, "MemAvailable": available}
-    if gtt is not None:
-        limits["GTT"] = gtt
-    tightest = min(limits, key=lambda name: limits[name])
-    limit = limits[tightest]
-    reserve = _host_share(profile, limit)
-    if limit <= reserve:
-        fix = "Free host memory" if tightest == "MemAvailable" else f"Boot with {parameters}"
-        raise UserError(f"unified memory: {tightest} is {_gib(limit)}, the host keeps {_gib(reserve)}. {fix}")
-    found = ", ".join(f"{name} {_gib(value)}" for name, value in limits.items())
-    return limit - reserve, f"the least of {found}, less {_gib(reserve)} for the host"
+    mappable = {"total_memory": machine.total_memory, **({} if host.gtt is None else {"GTT": host.gtt})}
+    limits = [_share_of(profile, size, name) for name, size in mappable.items()]
+    limits.append(_beside_host(profile, host.total, "MemTotal"))
+    # MemAvailable leaves out what the desktop uses. Half of the host's share stays free for its growth and for this
+    # process's own memory on the host
+    free, room = host.available + taken, _host_share(profile, host.total) // 2
+    if free <= room:
+        raise UserError(f"unified memory: MemAvailable is {_gib(free)}, the host keeps {_gib(room)}. Free host memory")
+    limits.append((free - room, f"MemAvailable {_gib(free)} less {_gib(room)}"))
+    return _least(limits)
 
 
 def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
@@ -100,12 +113,26 @@ def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
     if profile.memory["of"] == "device":
         fraction = profile.memory["fraction"]
         return int(memory * fraction), f"{fraction:.0%} of {_gib(memory)}"
-    reserve = _host_share(profile, memory)
-    return memory - reserve, f"{_gib(memory)} less {_gib(reserve)} for the host"
+    return _least([_share_of(profile, memory, "the memory"), _beside_host(profile, memory, "the memory")])
 
 
-def _host_share(profile: Profile, memory: int) -> int:
-    return int(max(profile.memory["reserve_fraction"] * memory, profile.memory["reserve_gib"] * GIB))
+def _share_of(profile: Profile, size: int, name: str) -> tuple[int, str]:
+    fraction = profile.memory["fraction"]
+    return int(fraction * size), f"{fraction:.0%} of {name} {_gib(size)}"
+
+
+def _beside_host(profile: Profile, total: int, name: str) -> tuple[int, str]:
+    share = _host_share(profile, total)
+    return total - share, f"{name} {_gib(total)} less {_gib(share)} for the host"
+
+
+def _host_share(profile: Profile, total: int) -> int:
+    """Bytes of unified memory that the host keeps, its desktop included."""
+    return int(min(profile.memory["host_gib"] * GIB, profile.memory["host_fraction"] * total))
+
+
+def _least(limits: list[tuple[int, str]]) -> tuple[int, str]:
+    return min(limits)[0], f"the least of {', '.join(why for _, why in limits)}"
 
 
 def memory_parameters(kernel: str, gib: int, ttm: str = "ttm") -> str:

@@ -19,7 +19,7 @@ from rocm_ext.hardware.machine import Machine, is_unified, parse_version
 from rocm_ext.hardware.parse import parse
 
 _NOT_RECIPE_KEYS = {"quantize_base"}  # keys that a profile may lock although no recipe has them
-_MEMORY_KEYS = {"host": (), "device": ("fraction",), "unified": ("reserve_fraction", "reserve_gib")}
+_MEMORY_KEYS = {"host": (), "device": ("fraction",), "unified": ("fraction", "host_gib", "host_fraction")}
 
 
 @dataclass(frozen=True)

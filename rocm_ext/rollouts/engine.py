@@ -255,9 +255,7 @@ def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) 
         return host_memory(Path("/"), "MemAvailable") // local_world_size()
     torch.cuda.empty_cache()
     taken = (torch.cuda.memory_reserved if beside_graphs else torch.cuda.memory_allocated)(runtime.device)
-    free = runtime.budget()
-    if not runtime.machine.unified:  # on unified memory the budget comes from MemAvailable, which excludes `taken`
-        free -= taken
+    free = runtime.budget(taken) - taken
     if cfg.memory_fraction is not None:
         free = min(free, int(cfg.memory_fraction * runtime.machine.total_memory) - taken)
     return free

@@ -51,6 +51,6 @@ class Runtime:
         log.info("dtype %s (%s)", dtype, why)
         return cls(profile, machine, opened, dtype, ranks)
 
-    def budget(self) -> int:
-        """Return how many bytes this process may use on its device."""
-        return memory_budget(self.profile, self.machine)[0]
+    def budget(self, taken: int = 0) -> int:
+        """Return how many bytes this process may use on its device, with the ``taken`` bytes that it uses already."""
+        return memory_budget(self.profile, self.machine, taken=taken)[0]
