@@ -57,6 +57,12 @@ def add(commands) -> None:
         metavar="FILE",
         help="the file to write (default: where plan and recipes look)",
     )
+    option(
+        "--share",
+        type=Path,
+        metavar="FILE",
+        help="also write an anonymous record (machine, versions, speeds) to attach to an issue",
+    )
     option("--json", action="store_true", help="print the content of bench.json instead of tables")
     add_overrides(parser)
     parser.set_defaults(run=run)
@@ -106,6 +112,10 @@ def run(args: argparse.Namespace) -> None:
     items = [item for item in spec.items(cfg, machine, profile, args.quick, args.risky)
              if not only or item.probe in only]  # fmt: skip
     output = args.output or (None if only else bench_path())
+    if args.share:
+        if only:
+            raise UserError("--share needs all measurements; leave --only out", code=2)
+        _check_writable(args.share, "--share")
     if output is not None:
         _check_writable(output)
     elif not only:
@@ -122,13 +132,13 @@ def run(args: argparse.Namespace) -> None:
                      "measure again")  # fmt: skip
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path, option: str = "--output") -> None:
     from rocm_ext.files import disk_errors
 
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
-        raise UserError(f"--output {path} is a folder; name a file")
+        raise UserError(f"{option} {path} is a folder; name a file")
 
 
 def _finish(
@@ -143,6 +153,7 @@ def _finish(
     import torch
 
     from rocm_ext.bench import summary
+    from rocm_ext.bench.share import share
     from rocm_ext.files import replace_text
     from rocm_ext.hardware.bench_file import machine_key
     from rocm_ext.hardware.numerics import pick_dtype
@@ -176,6 +187,8 @@ def _finish(
         said = f"wrote {output}; `rocm-ext plan` and `hardware: auto` use it"
     else:
         said = "nothing was written: bench.json needs gemm and bandwidth"
+    if args.share:
+        said += "\n" + share(content, cfg, machine, args.share)
     if not args.json:
         print(said)
 

@@ -93,11 +93,12 @@ def run(args: argparse.Namespace) -> int:
 def _take_machine(args: argparse.Namespace) -> str | None:
     """Turn ``--machine`` into ``hardware=…``; return the chip's name."""
     from rocm_ext.hardware.chips import find_chip
+    from rocm_ext.hardware.shared_records import recorded_machines
 
     if args.machine is None:
         return None
     hardware = [override.partition("=")[2] for override in args.overrides if override.startswith("hardware=")]
-    profile, chip = find_chip(args.machine, hardware[-1] if hardware else None)
+    profile, chip = find_chip(args.machine, hardware[-1] if hardware else None, recorded_machines())
     args.overrides = [f"hardware={profile}", *args.overrides]
     return chip
 

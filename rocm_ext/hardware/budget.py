@@ -113,6 +113,8 @@ def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
     if profile.memory["of"] == "device":
         fraction = profile.memory["fraction"]
         return int(memory * fraction), f"{fraction:.0%} of {_gib(memory)}"
+    if profile.memory["of"] == "host":
+        return memory, f"all of {_gib(memory)}"
     return _least([_share_of(profile, memory, "the memory"), _beside_host(profile, memory, "the memory")])
 
 

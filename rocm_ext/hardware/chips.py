@@ -1,6 +1,8 @@
 """Which chip a name means, and which chip a machine has: the data sheets are in the hardware profiles."""
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from rocm_ext.errors import UserError, nearest
 from rocm_ext.hardware.profile import Chip, Profile, load_profile, profile_names
@@ -8,12 +10,15 @@ from rocm_ext.hardware.profile import Chip, Profile, load_profile, profile_names
 _MAKERS_WORDS = re.compile("(amd|nvidia|instinct|radeon|geforce|tesla|rtx|rx|ai|pro)+")
 
 
-def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
+def find_chip(
+    name: str, hardware: str | None = None, measured: Mapping[str, tuple[str, str]] = MappingProxyType({})
+) -> tuple[str, str]:
     """Find the chip that a user means.
 
     Args:
         name: of a chip or an architecture, in any spelling: "MI355X", "rx7900xtx", "AMD Radeon PRO W7900", "gfx950".
         hardware: the profile in which the chip must be; None: any.
+        measured: further machines by name, each with its profile and chip.
 
     Returns:
         The names of the profile and of the chip. Of several chips that have the name, the first.
@@ -27,6 +32,8 @@ def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
             known += [chip_name, chip.arch]
             if _short(name) in map(_short, (chip_name, *chip.also, chip.arch)):
                 found.append((profile.name, chip_name))
+    known += measured
+    found = found or [chip for machine, chip in measured.items() if _short(name) == _short(machine)]
     if not found:
         raise UserError(f"--machine {name} is unknown{nearest(name, set(known))}")
     fitting = [(profile, chip) for profile, chip in found if hardware in (None, profile)]

@@ -1,5 +1,6 @@
 """A machine's speeds, measured by ``rocm-ext bench`` or taken from its data sheet."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from rocm_ext.hardware.budget import GIB
 from rocm_ext.hardware.chips import chips_of
 from rocm_ext.hardware.machine import Machine
 from rocm_ext.hardware.profile import Chip, Profile
+from rocm_ext.hardware.shared_records import SharedRecord, cpu_name, record_of
 from rocm_ext.plan.costs import Operation
 
 
@@ -74,20 +76,35 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
     Raises:
         UserError: ``bench`` is not a bench file or comes from other hardware, or the profile has no chip.
     """
-    here = _is(profile, machine) and (chip is None or chip in _chips_here(profile, machine))
+    mine = _chips_here(profile, machine)
+    here = _is(profile, machine) and (chip is None or chip in mine)
     measured = BenchFile.read(bench) if bench else of_this_machine(machine) if here else None
     if measured and bench:
         _check_same(bench, measured, profile, machine, chip)
     if measured:
         known = chips_of(profile, measured.machine.get("arch"), measured.machine.get("name"))
-        sheet = profile.chips[chip or known[0]] if chip or known else None
+        sheet = profile.chips.get(chip or known[0]) if chip or known else None
         source = f"measured {measured.date} by rocm-ext bench"
         return Figures(**{**_sizes(sheet, profile), **measured.figures, "source": source, "measured": True})
+    if record := _shared(profile, machine, chip):
+        chip = chip or record.chips(profile)[0]
+        sizes = {"memory": int(record.machine.memory * GIB), **_sizes(profile.chips.get(chip), profile)}
+        return Figures(**{**sizes, **record.figures, "source": record.source, "measured": True})
     if profile.match.get("backend") == "cpu":
         return measure_cpu()
     if not profile.chips:
         raise UserError(f"hardware={profile.name} has no data sheet of its machine; measure it with rocm-ext bench")
     return _from_sheet(profile, machine, chip)
+
+
+def _shared(profile: Profile, machine: Machine, chip: str | None) -> SharedRecord | None:
+    """Another owner's measurement of ``chip``; of this machine or the profile's first chip, where that is None."""
+    if chip:
+        return record_of(profile, chip)
+    if _is(profile, machine):
+        cores = os.cpu_count() if machine.backend == "cpu" else None
+        return next(filter(None, (record_of(profile, each, cores) for each in _chips_here(profile, machine)[:1])), None)
+    return record_of(profile, next(iter(profile.chips), ""))
 
 
 def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures:
@@ -118,9 +135,11 @@ def _sizes(sheet: Chip | None, profile: Profile) -> dict[str, Any]:
 
 
 def _chips_here(profile: Profile, machine: Machine) -> list[str]:
-    """The chips of ``profile`` that this machine may have."""
+    """The chips of ``profile`` that this machine may have, the likeliest first."""
     if not profile.fits(machine):
         return []
+    if machine.backend == "cpu":
+        return [cpu_name()]
     return chips_of(profile, machine.arch, machine.name, None if machine.unified else machine.total_memory)
 
 
