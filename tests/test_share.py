@@ -169,6 +169,6 @@ def test_a_record_holds_nothing_private(tmp_path, monkeypatch):
     record = shared_records.read(folder / "record.json")
     assert record.versions["kernel"] == "6.18.4"
     assert (record.config, record.probes[1].low, record.probes[0].value) == (None, 1.0, None)
-    assert record.model.startswith("11 million parameters")
+    assert record.model == "1 million parameters, 4 layers of width 128, 320 tokens"
     ubuntu = share(content, cfg, replace(machine, kernel="6.14.0-1018-oem"), folder / "ubuntu.json")
     assert "kernel 6.14.0-1018-oem" in ubuntu
