@@ -765,6 +765,59 @@ def test_an_adapter_is_loaded_by_all_used_by_name_and_unloaded(vllm, tokenizer, 
     assert sum(len(fake.bodies()) for fake in fakes) == 6
 
 
+@pytest.mark.parametrize("consumed", [True, False])
+def test_an_adapter_is_not_exchanged_while_another_session_has_open_requests(vllm, tokenizer, adapter, consumed):
+    """vLLM 0.24.0 and older may finish running requests with the adapter that is loaded (issue 47724)."""
+    begun, loading, order = threading.Event(), threading.Event(), []
+
+    def slow(body):
+        if body["seed"] == 2000:  # of "c"
+            begun.set()
+            loading.wait(0.5)  # an engine that does not wait loads now
+        order.append("answer")
+
+    def load(body):
+        order.append("load")
+        loading.set()
+        return fake.rules(LOAD, body)
+
+    fake = vllm(slow, {LOAD: load})
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    with engine.session(None) as earlier:
+        answers = earlier.generate(requests_for(tokenizer, *"abc"), PLAIN)
+        first = threading.Thread(target=list, args=(answers,)) if consumed else None
+        if first:
+            first.start()
+        else:
+            next(answers)  # the rest stays in the iterator
+        assert begun.wait(10)
+        with engine.session(adapter) as session:
+            assert len(list(session.generate(requests_for(tokenizer, "d"), PLAIN))) == 1
+        if first:
+            first.join()
+    assert order == ["answer"] * 3 + ["load", "answer"]
+
+
+def test_an_exchange_does_not_wait_for_requests_once_the_user_stops(vllm, tokenizer, adapter):
+    stop, begun, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def stuck(body):
+        begun.set()
+        go_on.wait(10)
+
+    fake = vllm(stuck)
+    engine = OpenAIEngine(tokenizer, urls=[fake.url], stopped=stop.is_set)
+    with engine.session(None) as earlier:
+        first = threading.Thread(target=list, args=(earlier.generate(requests_for(tokenizer, "a"), PLAIN),))
+        first.start()
+        assert begun.wait(10)
+        stop.set()
+        with engine.session(adapter):
+            assert not go_on.is_set()
+        go_on.set()
+        first.join()
+
+
 def test_other_weights_have_another_name(vllm, tokenizer, adapter):
     fake = vllm()
     engine = OpenAIEngine(tokenizer, urls=[fake.url])

@@ -165,6 +165,8 @@ class OpenAIEngine:
     def session(self, adapter: Path | None) -> Iterator[OpenAISession]:
         """Open a session; all servers load the adapter and unload it at the end.
 
+        It waits until the requests of this engine's other sessions are answered.
+
         On several ranks all must open it. It ends once all ranks have left it. An error on one rank ends it with an
         error on all.
 
@@ -178,6 +180,8 @@ class OpenAIEngine:
             self.check()
         loaded, servers = None, self._servers
         if adapter is not None:
+            self.terms.drain()
+            self._ranks.gather(None)  # the main rank loads once the requests of all ranks are answered
             loaded, servers = self._ranks.on_main(lambda: self._load(self._read(adapter)))
         try:
             yield OpenAISession(self.terms, servers, loaded)

@@ -18,8 +18,8 @@ from rocm_ext.openai_http import CHECK_TIMEOUT, Transient, httpx, json_object, m
 LOAD_TIMEOUT = 300.0  # seconds
 LORA_HINT = (
     "To sample with a trained adapter, a server must load adapters at run time: "
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK, "
-    "with the adapter's folder visible to it under the same path"
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK "
+    "(and --enforce-eager on AMD GPUs), with the adapter's folder visible to it under the same path"
 )
 
 

@@ -55,6 +55,7 @@ class Terms:
         timeout: seconds without an answer before a request counts as failed.
         patience: seconds for which a server may fail.
         stopped: returns whether the user asked to stop.
+        answering: the threads with open requests.
     """
 
     wire: Wire
@@ -64,6 +65,16 @@ class Terms:
     timeout: float
     patience: float
     stopped: Callable[[], bool]
+    answering: set[threading.Thread] = field(default_factory=set)
+
+    def drain(self) -> None:
+        """Wait until no session of this process has open requests, or the user asks to stop.
+
+        vLLM 0.24.0 and older may finish running requests with an adapter that is loaded meanwhile (its issue 47724).
+        """
+        for thread in tuple(self.answering):
+            while thread.is_alive() and not self.stopped():
+                thread.join(_POLL)
 
 
 class OpenAISession:
@@ -117,6 +128,7 @@ class OpenAISession:
         # The loop runs in its own thread, so servers stay busy while the caller works on a completion.
         thread = threading.Thread(target=work, name="openai-engine", daemon=True)
         self._mark = time.monotonic()
+        self._terms.answering.add(thread)
         thread.start()
         try:
             while not self._terms.stopped():
@@ -134,6 +146,7 @@ class OpenAISession:
             with suppress(RuntimeError):  # the loop is closed: no request is open
                 loop.call_soon_threadsafe(task.cancel)
             thread.join()
+            self._terms.answering.discard(thread)
 
     def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> dict[str, list[Completion]]:
         """Ask every server the same requests; :meth:`stats` does not count them.
