@@ -110,7 +110,11 @@ def test_machines_get_their_own_measurements():
     cfg = config.load("lora_finetune_rocm", "strix_halo_qwen7b")
     items = spec.items(cfg, halo, load_profile("strix_halo"), quick=False, risky=False)
     gemm = [item for item in items if item.probe == "gemm"]
-    assert {item.environ["ROCBLAS_USE_HIPBLASLT"] for item in gemm} == {"0", "1"}
+    switches = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")  # torch may choose without rocBLAS
+    assert {(item.values["library"], *map(item.environ.get, switches)) for item in gemm} == {
+        ("rocBLAS", "0", "0"),
+        ("hipBLASLt", "1", "1"),
+    }
     assert {item.values["dtype"] for item in gemm} == {"bf16", "fp16", "fp32"}
     skipped = [item.values for item in items if item.skip]
     assert {"num_workers": 2, "pin_memory": False} in skipped
@@ -264,11 +268,18 @@ def test_a_loader_matters_only_where_it_is_slow():
 
 def test_the_library_that_is_faster_without_wgrad_wins():
     rows = [
-        row("gemm", speed, environ={"ROCBLAS_USE_HIPBLASLT": on}, direction=direction, dtype="bf16", library=library)
+        row(
+            "gemm",
+            speed,
+            environ={"ROCBLAS_USE_HIPBLASLT": on, "TORCH_BLAS_PREFER_HIPBLASLT": on},
+            direction=direction,
+            dtype="bf16",
+            library=library,
+        )
         for library, on, speeds in (("rocBLAS", "0", (20, 20, 40)), ("hipBLASLt", "1", (30, 30, 16)))
         for direction, speed in zip(("forward", "dgrad", "wgrad"), speeds, strict=True)
     ]
-    assert won(*rows) == {"ROCBLAS_USE_HIPBLASLT": "1"}
+    assert won(*rows) == {"ROCBLAS_USE_HIPBLASLT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "1"}
     assert won(*rows[:3]) == {}
 
 

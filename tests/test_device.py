@@ -202,6 +202,20 @@ def test_an_arch_without_profile_is_named_and_may_borrow_one():
 
 
 @pytest.mark.parametrize(
+    ("arch", "unified", "near"),
+    [("gfx1250", False, "mi300x"), ("gfx1251", False, "mi300x"), ("gfx1030", False, "radeon"),
+     ("gfx1203", False, "radeon"), ("gfx1153", True, "strix_halo"), ("gfx908", False, "mi200")],
+)  # fmt: skip
+def test_the_nearest_profile_is_of_the_same_family(fake_torch, tmp_path, arch, unified, near):
+    """gfx125x is CDNA5, an Instinct, in spite of its number (bitsandbytes#2023)."""
+    fake_torch(gcnArchName=arch, name="a GPU", total_memory=32 * GIB)
+    machine = detect(record(tmp_path, []))
+    assert machine.unified == unified
+    with pytest.raises(UserError, match=f"{arch}.*Name the nearest, as in hardware={near},"):
+        choose_profile(machine)
+
+
+@pytest.mark.parametrize(
     ("profile", "machine", "world", "message"),
     [
         ("mi300x", CPU, 1, "MI300X.*found Linux without a GPU.*hardware=cpu"),
@@ -227,7 +241,7 @@ def test_ranks_and_floors():
         assert check_profile(load_profile("strix_halo"), replace(STRIX, kernel=patched)) == []
     for older in ("6.14.0-1017-oem", "6.17.0-18-generic", "6.17.0-19-lowlatency", "6.17.9"):
         assert len(check_profile(load_profile("strix_halo"), replace(STRIX, kernel=older))) == 1
-    assert rocm.startswith("rocm 6.4 is older than 7.0: ")
+    assert rocm.startswith("rocm 6.4 is older than 7.2: ")
     (line,) = check_profile(load_profile("mi50"), replace(MI50, torch="2.10.0+rocm7.0"))
     assert "not below 2.10" in line
     (line,) = check_profile(load_profile("mi50"), replace(MI50, native_archs=("gfx942",)))

@@ -363,6 +363,19 @@ BREAKS = {
         lambda t: t.say(torch={"version": "2.9.0+rocm6.4"}),
         {"ROCm": ("warning", f"pip uninstall -y torch && {STRIX_TORCH}")},
     ),
+    "ROCm before gfx1151's registers were right": (
+        lambda t: t.say(torch={"version": "2.10.0+rocm7.1"}),
+        {"ROCm": ("warning", f"pip uninstall -y torch && {STRIX_TORCH}")},
+    ),
+    "no torch": (
+        lambda t: without_torch(t),
+        NO_TORCH | {"torch": ("error", STRIX_TORCH)},
+    ),
+    "Gorgon Halo, whose GPU may have another PCI number": (
+        lambda t: t.file("sys/class/drm/card1/device/device", "0x1600\n")
+        .file("sys/class/drm/card1/device/fw_version/mes_fw_version", "0x00000083\n"),
+        {"firmware": ("error", UPGRADE)},
+    ),
     "a torch that does not import": (
         lambda t: t.say(torch=None, canaries=None, blas="", threads=None, hip_memory=None,
                         torch_error="ImportError: libamdhip64.so.7: cannot open shared object file"),
@@ -408,6 +421,19 @@ BREAKS = {
         {"ROCBLAS_USE_HIPBLASLT": ("warning", "unset ROCBLAS_USE_HIPBLASLT")},
     ),
     "a variable as in the profile": (lambda t: t.say(**env(ROCBLAS_USE_HIPBLASLT="1")), {}),
+    "hipBLASLt off in rocBLAS alone": (
+        lambda t: t.say(blas="hipBLASLt", **env(ROCBLAS_USE_HIPBLASLT="0")),
+        {
+            "ROCBLAS_USE_HIPBLASLT": ("warning", "unset ROCBLAS_USE_HIPBLASLT"),
+            "BLAS": ("warning", "export TORCH_BLAS_PREFER_HIPBLASLT=0"),
+        },
+    ),
+    "a torch that ignores the switch": (
+        lambda t: t.say(blas="hipBLASLt", **env(TORCH_BLAS_PREFER_HIPBLASLT="0")),
+        {"BLAS": ("warning", 'torch.backends.cuda.preferred_blas_library("cublas") first')},
+    ),
+    "hipBLASLt off": (lambda t: t.say(**env(TORCH_BLAS_PREFER_HIPBLASLT="0")), {}),
+    "hipBLASLt as torch chooses": (lambda t: t.say(blas="hipBLASLt"), {}),
     "debugging": (
         lambda t: t.say(**env(HIP_LAUNCH_BLOCKING="1", AMD_SERIALIZE_KERNEL="0")),
         {"HIP_LAUNCH_BLOCKING": ("warning", "unset HIP_LAUNCH_BLOCKING")},
@@ -526,8 +552,20 @@ def test_one_thing_that_breaks_shows_in_its_row_and_nowhere_else(capsys, tmp_pat
     assert code == (2 if "error" in levels else 1 if "warning" in levels else 0)
 
 
+def without_torch(tree: Tree) -> None:
+    tree.say(torch=None, canaries=None, blas="", threads=None, hip_memory=None,
+             torch_error="ModuleNotFoundError: No module named 'torch'")  # fmt: skip
+
+
 MI50_TORCH = 'pip uninstall -y torch && pip install "torch<2.10" --index-url https://download.pytorch.org/whl/rocm6.3'
 OTHERS = {
+    ("mi300x", "no torch"): (
+        without_torch,
+        NO_TORCH | {"torch": ("error", "pip install torch --index-url https://download.pytorch.org/whl/rocm7.2")},
+    ),
+    ("mi50", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", MI50_TORCH.partition("&& ")[2])}),
+    ("windows", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", STRIX_TORCH)}),
+    ("nvidia", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", "pip install torch")}),
     ("mi300x", "NUMA balancing"): (
         lambda t: t.file("proc/sys/kernel/numa_balancing", "1\n"),
         {"NUMA balancing": ("warning", "sudo sysctl kernel.numa_balancing=0")},
@@ -672,6 +710,53 @@ def test_in_a_container_the_fix_is_docker_s(capsys, tmp_path):
     _, rows = doctor(capsys, "--root", tree.root)
     assert problems(rows) == {"device files": "error"}
     assert rows["device files"]["fix"].startswith("docker run --device /dev/kfd --device /dev/dri --group-add video")
+
+
+def test_in_a_rootless_container_the_fix_is_podman_s(capsys, tmp_path, monkeypatch):
+    tree = Tree("strix_halo", tmp_path)
+    tree.say(container=True, rootless=True, user={"groups": []}, **nodes(owner="nobody", group="nogroup"))
+    _, rows = doctor(capsys, "--root", tree.root)
+    assert rows["device files"]["fix"] == (
+        "podman run --device /dev/kfd --device /dev/dri --group-add keep-groups IMAGE"
+    )
+    # names of groups are not enough there (kyuz0/amd-strix-halo-toolboxes#53)
+    monkeypatch.setattr(live, "ROOT", tree.root)
+    monkeypatch.setattr(live, "PROBE", ("-c", ""))
+    monkeypatch.setattr(live, "_sandbox", lambda: None)
+    found = []
+    for text in (None, 'engine="podman-5.4.0"\nname="tune"\nrootless=1\n', ""):  # the last: podman as root
+        if text is not None:
+            tree.file("run/.containerenv", text)
+        said = live.live_facts().said
+        found.append((said.container, said.rootless))
+    assert found == [(False, False), (True, True), (True, False)]
+
+
+# what is known of Strix Halo, and no fault of this machine: part of the row's explanation
+HINTS = {
+    "TLB flushes": (lambda t: t, "rocm-ext eval", lambda t: [
+        t.file("proc/cpuinfo", (t.root / "proc/cpuinfo").read_text().replace("avx2", "avx2 invlpgb"))]),
+    "kernel": (
+        lambda t: t.file("proc/sys/kernel/osrelease", "7.2.2-300.fc45.x86_64\n"),
+        "not verified",
+        lambda t: t.file("proc/sys/kernel/osrelease", "7.1.4-200.fc44.x86_64\n"),
+    ),
+    "kernel parameters": (lambda t: t, "amd_iommu=off", lambda t: t.swap("proc/cmdline", "quiet", "amd_iommu=off")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", HINTS)
+def test_what_owners_report_is_told_where_it_applies(capsys, tmp_path, check):
+    change, told, otherwise = HINTS[check]
+    tree = Tree("strix_halo", tmp_path)
+    change(tree)
+    code, rows = doctor(capsys, "--root", tree.root)
+    assert (code, rows[check]["level"]) == (0, "ok")
+    assert told in rows[check]["why"]
+    assert "not verified" in rows[check]["why"]
+    otherwise(tree)
+    code, rows = doctor(capsys, "--root", tree.root)
+    assert (code, rows[check]["level"], rows[check]["why"]) == (0, "ok", "")
 
 
 # ------------------------------------------------------------------------------------------- ways to record
@@ -925,6 +1010,21 @@ def test_a_torch_that_does_not_import_crashes_or_hangs_is_a_row(capsys, tmp_path
     assert exit_status == 2
     assert why in rows["torch"]["why"]
     assert rows["torch"]["fix"] == "pip install torch"
+
+
+def test_a_machine_without_torch_gets_the_one_line_that_installs_it(tmp_path):
+    """Nothing that doctor itself imports needs torch."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    code = (
+        "import sys; from pathlib import Path; from rocm_ext.cli import main; from rocm_ext.doctor import live\n"
+        f"live.ROOT = Path({str(TREES / 'strix_halo')!r}); sys.exit(main(['doctor', '--json']))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
+                         env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    assert run.returncode == 2, run.stderr
+    rows = {row["check"]: row for row in json.loads(run.stdout)["rows"]}
+    assert (rows["torch"]["found"], rows["torch"]["fix"]) == ("torch is not installed", STRIX_TORCH)
+    assert rows["hardware profile"]["found"].startswith("strix_halo")
 
 
 def test_a_crash_while_computing_keeps_what_torch_said(monkeypatch):

@@ -79,8 +79,9 @@ def _dtypes(machine: Machine) -> list[str]:
 
 def _gemm(machine: Machine, quick: bool) -> Iterator[Item]:
     libraries: list[tuple[str, dict[str, str]]] = [("default", {})]
-    if machine.backend == "rocm":  # rocBLAS asks hipBLASLt where this says so
-        libraries = [("rocBLAS", {"ROCBLAS_USE_HIPBLASLT": "0"}), ("hipBLASLt", {"ROCBLAS_USE_HIPBLASLT": "1"})]
+    if machine.backend == "rocm":  # both torch and rocBLAS may choose hipBLASLt
+        names = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")
+        libraries = [("rocBLAS", dict.fromkeys(names, "0")), ("hipBLASLt", dict.fromkeys(names, "1"))]
     for library, environ in libraries:
         for dtype in _dtypes(machine):
             for direction in ("forward", "dgrad", "wgrad"):

@@ -110,7 +110,7 @@ class Winner:
 def winners(measurements: Sequence[Measurement], cfg: DictConfig) -> list[Winner]:
     """The fastest settings, where the difference exceeds the noise."""
     found = [
-        _library(measurements),
+        *_library(measurements),
         *_loader(measurements, cfg),
         _compile(measurements),
         _size(measurements, "training", "rows", "batch_size"),
@@ -119,8 +119,8 @@ def winners(measurements: Sequence[Measurement], cfg: DictConfig) -> list[Winner
     return [winner for winner in found if winner is not None]
 
 
-def _library(measurements: Sequence[Measurement]) -> Winner | None:
-    """The faster BLAS library in forward and dgrad; LoRA's frozen weights have no wgrad."""
+def _library(measurements: Sequence[Measurement]) -> list[Winner]:
+    """The variables that choose the faster BLAS library in forward and dgrad; LoRA's frozen weights have no wgrad."""
     seconds: dict[str, float] = {}
     dtypes = [each.item.values["dtype"] for each in _ok(measurements, "gemm")]
     dtype = "bf16" if "bf16" in dtypes else "fp32"
@@ -129,14 +129,14 @@ def _library(measurements: Sequence[Measurement]) -> Winner | None:
             library = each.item.values["library"]
             seconds[library] = seconds.get(library, 0.0) + 1 / _value(each)
     if len(seconds) < 2:
-        return None
+        return []
     best, worst = min(seconds, key=seconds.__getitem__), max(seconds, key=seconds.__getitem__)
     gain = seconds[worst] / seconds[best]
     if gain < _GAIN:
-        return None
+        return []
     (environ,) = {tuple(r.item.environ.items()) for r in _ok(measurements, "gemm", library=best)}
-    ((name, value),) = environ
-    return Winner(name, value, f"{best} is {gain:.2f} times as fast as {worst} in forward and dgrad, {dtype}")
+    reason = f"{best} is {gain:.2f} times as fast as {worst} in forward and dgrad, {dtype}"
+    return [Winner(name, value, reason) for name, value in environ]
 
 
 def _loader(measurements: Sequence[Measurement], cfg: DictConfig) -> list[Winner]:

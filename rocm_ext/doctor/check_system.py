@@ -8,7 +8,7 @@ from rocm_ext.doctor.recorded import DeviceNode
 from rocm_ext.doctor.system import AMD, NVIDIA, Card
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.budget import before_6_16
-from rocm_ext.hardware.machine import STRIX_HALO
+from rocm_ext.hardware.machine import STRIX_HALO, parse_version
 from rocm_ext.hardware.profile import below_floor, choose_profile, has_profile, nearest_profile
 
 # of linux-firmware 20251125; 20260110 returned to an older version (ROCm#5724)
@@ -25,6 +25,21 @@ _ADD_RULES = (
 _DOCKER = (
     "docker run --device /dev/kfd --device /dev/dri --group-add video "
     "--group-add $(getent group render | cut -d: -f3) IMAGE"
+)
+_PODMAN = "podman run --device /dev/kfd --device /dev/dri --group-add keep-groups IMAGE"
+# kyuz0/amd-strix-halo-toolboxes#66, antirez/ds4#871
+_WITH_IOMMU = (
+    "one owner measured llama.cpp 5 to 12 % faster with amd_iommu=off, on kernel 7.0; not verified, and the NPU needs "
+    "the IOMMU"
+)
+_STORMS = (
+    "one owner saw all cores busy for 5 to 10 minutes in each evaluation of transformers' Trainer (ROCm#6297; not "
+    "verified). If that happens here, evaluate in another process: rocm-ext eval"
+)
+# noamsto/nix-amd-ai#105
+_KERNEL_7_2 = (
+    "one owner saw models misbehave with kernel 7.2 and linux-firmware 20260810, and not with the ones before; not "
+    "verified"
 )
 _ANEW = "log out and in again"
 _JOIN = "sudo usermod -aG render,video $USER  # then log out and in"
@@ -87,7 +102,7 @@ def gpu_driver(facts: Facts) -> Iterator[Finding]:
     elif any(card.is_amd for card in files.cards) and (facts.amd or facts.fit.backend != "cuda"):
         yield Finding(name, "error" if facts.amd else "warning", "amdgpu shows the AMD GPU, but KFD does not list it",
                       "ROCm computes through KFD: the kernel lacks CONFIG_HSA_AMD, or a container hides /sys/class/kfd",
-                      _DOCKER if facts.said.container else "sudo dmesg | grep -i -e amdgpu -e kfd")  # fmt: skip
+                      _container(facts, "sudo dmesg | grep -i -e amdgpu -e kfd"))  # fmt: skip
     elif facts.amd and not (blocked or AMD in files.displays.values()):
         yield unrecorded(name)
     elif facts.amd or (AMD in files.displays.values() and facts.fit.backend != "cuda"):
@@ -119,7 +134,7 @@ def device_files(facts: Facts) -> Iterator[Finding]:
     wanted = {"/dev/kfd": "/dev/kfd" in nodes, "/dev/dri/renderD*": any("renderD" in path for path in nodes)}
     if missing := [path for path, there in wanted.items() if not there]:
         yield Finding(name, "error", f"{' and '.join(missing)} missing", "ROCm reaches the GPU through them",
-                      _DOCKER if facts.said.container else "sudo modprobe amdgpu")  # fmt: skip
+                      _container(facts, "sudo modprobe amdgpu"))  # fmt: skip
         return
     access = {path: facts.access(node) for path, node in nodes.items()}
     told = _permissions(nodes)
@@ -147,10 +162,20 @@ def _permissions(nodes: Mapping[str, DeviceNode]) -> str:
     return "; ".join(told)
 
 
+def _container(facts: Facts, outside: str) -> str:
+    """How to start a container that reaches the GPU, or ``outside`` on a host.
+
+    Rootless podman renumbers groups unless it keeps the user's.
+    """
+    if not facts.said.container:
+        return outside
+    return _PODMAN if facts.said.rootless else _DOCKER
+
+
 def _open_fix(facts: Facts) -> str:
     groups = {node.group for node in facts.gpu_nodes.values()} - {"root"}
     if facts.said.container:
-        return _DOCKER
+        return _container(facts, "")
     if not groups:  # root alone: udev has to give them to a group
         return _ADD_RULES
     return _membership(facts, sorted(groups))[1] or _ADD_RULES
@@ -218,7 +243,8 @@ def kernel(facts: Facts) -> Iterator[Finding]:
     elif outside := below_floor(facts.profile, facts.machine).get(name):
         yield Finding(name, "warning", facts.machine.kernel, f"{outside[0]}: {outside[1]}", facts.upgrade)
     else:
-        yield Finding(name, "ok", facts.machine.kernel)
+        told = facts.fit.arch == "gfx1151" and parse_version(facts.machine.kernel)[:2] == (7, 2)
+        yield Finding(name, "ok", facts.machine.kernel, _KERNEL_7_2 if told else "")
 
 
 def kernel_parameters(facts: Facts) -> Iterator[Finding]:
@@ -244,7 +270,19 @@ def kernel_parameters(facts: Facts) -> Iterator[Finding]:
     elif facts.mappable is None or facts.installed_gib is None:
         yield unrecorded(name, ", ".join(told))
     else:
-        yield Finding(name, "ok", ", ".join(told) or "none that matters here")
+        yield Finding(name, "ok", ", ".join(told) or "none that matters here",
+                      _WITH_IOMMU if given and given.get("amd_iommu") != "off" else "")  # fmt: skip
+
+
+def tlb(facts: Facts) -> Iterator[Finding]:
+    """Whether the CPU can flush the TLBs of all cores at once; without, each core interrupts all others."""
+    name, flags = "TLB flushes", facts.files.cpu_flags
+    if facts.fit.arch != "gfx1151" or not facts.linux or not flags:
+        return
+    if "invlpgb" in flags:
+        yield Finding(name, "ok", "by INVLPGB")
+    else:
+        yield Finding(name, "ok", "by interrupts, because this CPU lists no INVLPGB", _STORMS)
 
 
 def firmware(facts: Facts) -> Iterator[Finding]:
@@ -254,7 +292,7 @@ def firmware(facts: Facts) -> Iterator[Finding]:
     if not facts.amd_linux:
         return
     told = list(dict.fromkeys(filter(None, map(_versions, cards))))
-    strix = [card for card in cards if card.device in (STRIX_HALO, "")]
+    strix = [card for card in cards if card.device in (STRIX_HALO, "")] or cards  # Gorgon Halo is gfx1151, too
     if facts.fit.arch == "gfx1151" and any(card.mes == BAD_MES for card in strix):
         yield Finding(name, "error", "; ".join(told),
                       f"MES 0x{BAD_MES:x} of linux-firmware 20251125 hangs the GPU or ends runs with memory access "
@@ -296,4 +334,4 @@ def system_files(facts: Facts) -> Iterator[Finding]:
 
 
 CHECKS = (platform, hardware_profile, gpu_driver, device_files, groups, udev_rule, kernel, kernel_parameters,
-          firmware, numa_balancing, system_files)  # fmt: skip
+          tlb, firmware, numa_balancing, system_files)  # fmt: skip

@@ -20,10 +20,17 @@ DEBUGGING = {
     "PYTORCH_NO_HIP_MEMORY_CACHING": "every tensor asks the driver for memory",
 }
 
+_BLAS_SWITCHES = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")
+
 
 def torch_build(facts: Facts) -> Iterator[Finding]:
     """The commonest install error is pip's CUDA or CPU wheel on an AMD machine."""
     name, torch, profile = "torch", facts.said.torch, facts.profile
+    if "No module named 'torch'" in facts.said.torch_error:
+        why = f"PyPI's torch cannot use the {facts.fit.arch}" if facts.amd else "training needs it"
+        install = profile.install if profile and profile.install else "pip install torch"
+        yield Finding(name, "error", "torch is not installed", why, install)
+        return
     if facts.said.torch_error:
         install = reinstall_command(profile, facts.machine) if profile and profile.install else "pip install torch"
         yield Finding(name, "error", "import torch fails", facts.said.torch_error, install)
@@ -179,14 +186,29 @@ def _variable(facts: Facts, name: str, value: str, alone: Mapping[str, tuple[str
 
 
 def numerics(facts: Facts) -> Iterator[Finding]:
-    """The canaries of :mod:`rocm_ext.hardware.numerics`, and the BLAS library."""
+    """The canaries of :mod:`rocm_ext.hardware.numerics`."""
     if facts.said.canaries is None:
         yield unrecorded("canaries", "torch cannot use the GPU" if facts.said.torch and not facts.machine.arch else "")
     for canary in facts.said.canaries or ():
         own = canary.check.replace("fused attention", "attention")
         name = own if own.startswith(("attention", "canaries")) else f"canary: {own}"
         yield Finding(name, canary.level, canary.found, canary.why, canary.fix)
-    yield Finding("BLAS", "ok", facts.said.blas) if facts.said.blas else unrecorded("BLAS")
 
 
-CHECKS = (torch_build, torch_kernels, limits, missing_gpus, unlike_gpus, pins, environment, numerics)
+def blas(facts: Facts) -> Iterator[Finding]:
+    """The library that torch asks for matrix products. torch and rocBLAS each choose between theirs and hipBLASLt."""
+    name, chosen, environ = "BLAS", facts.said.blas, facts.environment
+    off = [variable for variable in _BLAS_SWITCHES if environ.get(variable) == "0"]
+    if not chosen:
+        yield unrecorded(name)
+    elif chosen == "hipBLASLt" and _BLAS_SWITCHES[1] in off:
+        fix = 'install a newer torch, or call torch.backends.cuda.preferred_blas_library("cublas") first'
+        yield Finding(name, "warning", chosen, f"this torch ignores {_BLAS_SWITCHES[1]}=0 (pytorch#174377)", fix)
+    elif chosen == "hipBLASLt" and off:
+        yield Finding(name, "warning", chosen, f"{off[0]}=0 tells rocBLAS only, and torch does not ask rocBLAS",
+                      facts.export(_BLAS_SWITCHES[1], "0"))  # fmt: skip
+    else:
+        yield Finding(name, "ok", chosen)
+
+
+CHECKS = (torch_build, torch_kernels, limits, missing_gpus, unlike_gpus, pins, environment, numerics, blas)

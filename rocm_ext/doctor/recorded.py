@@ -87,6 +87,7 @@ class Recorded:
     release: str = ""  # of the system, where it is not Linux
     cpu: str = ""  # its name, where there is no /proc/cpuinfo
     container: bool = False
+    rootless: bool = False  # the container is one of rootless podman
     environment: dict[str, str] | None = None  # only the variables that matter here
     user: User | None = None
     device_nodes: dict[str, DeviceNode] | None = None  # "/dev/kfd", …

@@ -39,6 +39,7 @@ class System:
     memory: dict[str, int]  # /proc/meminfo, bytes
     cpu: str
     cores: int | None  # physical
+    cpu_flags: frozenset[str]  # empty: unknown
     amd_gpus: tuple[str, ...]  # architectures that KFD lists, one per GPU
     cards: tuple[Card, ...]
     displays: dict[str, str]  # PCI address and vendor of all GPUs, also of those without a driver
@@ -56,7 +57,8 @@ class System:
 def read_system(root: Path) -> System:
     """Parse the files below ``root``. It skips missing files and lists damaged ones in ``unreadable``."""
     reader = _Reader(root)
-    cpu, cores = _cpu(reader.text("proc/cpuinfo"))
+    processors = reader.text("proc/cpuinfo")
+    cpu, cores = _cpu(processors)
     command_line = reader.text("proc/cmdline")
     ttm = ttm_module(root)
     return System(
@@ -66,6 +68,7 @@ def read_system(root: Path) -> System:
         memory=reader.meminfo(),
         cpu=cpu,
         cores=cores,
+        cpu_flags=_flags(processors),
         amd_gpus=tuple(amd_gpus(root)),
         cards=tuple(reader.card(card.relative_to(root) / "device") for card in cards(root)),
         displays=reader.displays("0x(03|12)"),  # MI300X: processing accelerator
@@ -162,6 +165,12 @@ def _cpu(text: str) -> tuple[str, int | None]:
         elif key == "core id":
             cores.add((package, value))
     return name, len(cores) or threads or None
+
+
+def _flags(text: str) -> frozenset[str]:
+    """The features of the first x86 processor."""
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
 
 
 def _groups(text: str) -> dict[str, tuple[str, ...]] | None:

@@ -16,7 +16,7 @@ import psutil
 
 from rocm_ext.hardware.sysfs import cards, listing, read_number, read_text, to_number
 
-_UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152"}  # is_integrated is missing on some wheels
+_UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"}  # is_integrated is missing on some wheels
 STRIX_HALO = "0x1586"  # PCI device number
 VISIBLE_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 

@@ -91,7 +91,7 @@ def canaries(
         _check(f"{_short(dtype)} round trip", other_torch, partial(_round_trip, device, dtype, rng)),
         _check(
             f"{_short(dtype)} matmul",
-            "try ROCBLAS_USE_HIPBLASLT=0; " + other_torch,
+            "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch,
             partial(_matmul, device, dtype, rng),
         ),
         _check(

@@ -214,6 +214,8 @@ def nearest_profile(machine: Machine) -> str:
         return "cpu"
     if machine.unified:
         return "strix_halo_windows" if machine.system == "Windows" else "strix_halo"
+    if re.match(r"gfx125\d", machine.arch or ""):  # CDNA5: Instinct, in spite of its number
+        return "mi300x"
     if re.match(r"gfx1\d", machine.arch or ""):
         return "radeon"
     return "mi200" if machine.bf16 else "mi50"
