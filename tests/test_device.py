@@ -24,6 +24,9 @@ from rocm_ext.hardware.environment import (
 )
 from rocm_ext.hardware.machine import Machine, detect, gfx_name
 from rocm_ext.hardware.profile import check_locked, check_profile, choose_profile, load_profile, profile_names
+from rocm_ext.ranks import Ranks
+from rocm_ext.rollouts.engine import free_memory
+from rocm_ext.train.runtime import Runtime
 
 REPO = Path(__file__).parents[1]
 GIB = 2**30
@@ -444,3 +447,24 @@ def test_open_device_caps_unified_memory_and_what_the_user_says(monkeypatch):
         open_device(load_profile("cpu"), CPU, memory_fraction=0.5)
     with pytest.raises(UserError, match="not a share"):
         open_device(strix, STRIX, memory_fraction=90)
+
+
+@pytest.mark.parametrize(
+    ("total", "taken", "free"),
+    [
+        (124, 40, 68),  # the host's share counts once, whoever has taken the rest
+        (62, 40, 0.9 * 62 - 40),  # the GPU may map half of the memory, and this process has most of that
+    ],
+)
+def test_what_is_left_of_unified_memory_for_sampling(total, taken, free, monkeypatch):
+    available = {"MemTotal": 124 * GIB, "MemAvailable": (118 - taken) * GIB}
+    monkeypatch.setattr("rocm_ext.hardware.budget.host_memory", lambda root, key: available[key])
+    monkeypatch.setattr("rocm_ext.hardware.budget.shared_memory", lambda root: (total * GIB, None))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: taken * GIB)
+    machine = replace(STRIX, total_memory=total * GIB)
+    runtime = Runtime(
+        load_profile("strix_halo"), machine, torch.device("cuda"), torch.bfloat16, Ranks(torch.device("cpu"))
+    )
+    cfg = OmegaConf.create({"memory_fraction": None})
+    assert free_memory(cfg, SimpleNamespace(runtime=runtime)) == pytest.approx(free * GIB, abs=2)
