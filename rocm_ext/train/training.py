@@ -271,16 +271,18 @@ class Training:
         self.scaler.unscale_(self.optimizer)
         limit = self.cfg.clip_grad_norm
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else float(limit))
+        # the only wait for the device; each rank has the same norm
+        loss_sum, norm = torch.stack([summed, grad_norm.to(summed)]).tolist()
         total, real, computed, interrupted, measured = self.ranks.sum(
             [
-                summed.item(),
+                loss_sum,
                 sum(batch.real_tokens for batch in batches),
                 sum(batch.tokens.numel() for batch in batches),
                 float(self.interrupt.signum is not None),
                 len(tally),
             ]
         )
-        loss, norm = total / denominator, float(grad_norm)
+        loss = total / denominator
         self._check_finite(loss, norm)
         measurements = tally.result(self.ranks) if measured else {}
         lr = float(self.optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimisers

@@ -49,16 +49,17 @@ def validation_loss(learner: Learner, loader: StepLoader) -> tuple[float, int, d
     """
     objective, ranks = learner.objective, learner.runtime.ranks
     learner.model.eval()
-    summed = labels = sequences = 0.0
+    labels = sequences = 0.0
+    summed = torch.zeros((), dtype=torch.float64, device=learner.runtime.device)  # read once, at the end
     objective.tally = tally = Tally()
     try:
         for batches in loader.range(0, loader.steps.per_epoch):
             for batch in batches:
-                summed += learner.model(batch.to(learner.runtime.device)).item()
+                summed += learner.model(batch.to(learner.runtime.device))
                 labels, sequences = labels + len(batch.targets), sequences + batch.sequences
     finally:
         objective.tally = None
     learner.model.train()
-    summed, labels, sequences, measured = ranks.sum([summed, labels, sequences, len(tally)])
+    total, labels, sequences, measured = ranks.sum([summed.item(), labels, sequences, len(tally)])
     measurements = tally.result(ranks) if measured else {}
-    return summed / objective.denominator(labels, sequences), int(labels), measurements
+    return total / objective.denominator(labels, sequences), int(labels), measurements
