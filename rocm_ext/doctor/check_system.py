@@ -296,7 +296,7 @@ def firmware(facts: Facts) -> Iterator[Finding]:
     if facts.fit.arch == "gfx1151" and any(card.mes == BAD_MES for card in strix):
         yield Finding(name, "error", "; ".join(told),
                       f"MES 0x{BAD_MES:x} of linux-firmware 20251125 hangs the GPU or ends runs with memory access "
-                      "faults (ROCm#5724); 20260110 and later work",
+                      "faults (ROCm#5724); 20260110 works",
                       facts.upgrade)  # fmt: skip
     elif not told:
         yield unrecorded(name)
