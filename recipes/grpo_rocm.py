@@ -126,14 +126,13 @@ class GRPO(RolloutRecipe):
             UserError: a step cannot continue; the message says why.
         """
         trainer = self.trainer
-        with self.interrupt, self.verification(), self.sampler.opened(), trainer.profiler as profiler:
+        with self.interrupt, self.verification(), self.sampler.opened():
             try:
                 if trainer.fresh:
                     trainer.save_checkpoint()
                 self.evaluate_if_due()
                 while trainer.step < self.cfg.steps and not self.stops():
                     self.step()
-                    profiler.step()
                 self.stop_sampling()
                 self.evaluate_if_due(last=True)
                 if self.next is None:  # no thread writes to the file

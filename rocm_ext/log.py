@@ -25,9 +25,7 @@ def setup_logging() -> None:
 
 
 def _of_use(record: logging.LogRecord) -> bool:
-    """Whether a line of torchtune's says something: a warning, or where a profile is written."""
-    if record.module == "_profiler":
-        return "Profiling disabled" not in record.getMessage()
+    """Whether a line of torchtune's says something: a warning."""
     return record.levelno >= logging.WARNING
 
 

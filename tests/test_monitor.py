@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
@@ -29,6 +30,7 @@ from rocm_ext.hardware import counters
 from rocm_ext.hardware.counter_log import HardwareLog, recording
 from rocm_ext.hardware.counters import Counters
 from rocm_ext.hardware.sysfs import cards
+from rocm_ext.hardware.trace import Trace
 from tests import sysfs
 from tests.forks import forked
 from tests.sysfs import GIB
@@ -768,8 +770,9 @@ class Recipe:
     """The parts of a recipe that ``run`` needs; its training fails."""
 
     def __init__(self, out: Path, error: type[BaseException], main: bool = True) -> None:
-        self.cfg = SimpleNamespace(output_dir=str(out), hardware_log_seconds=0.1)
-        self.runtime, self._error = SimpleNamespace(ranks=SimpleNamespace(is_main=main)), error
+        self.cfg = SimpleNamespace(output_dir=str(out), hardware_log_seconds=0.1, profile_steps=None)
+        ranks = SimpleNamespace(is_main=main, rank=int(not main))
+        self.runtime, self._error = SimpleNamespace(ranks=ranks, device=torch.device("cpu"), trace=Trace()), error
 
     def setup(self) -> None:
         """A run must not write anything before all of this has succeeded."""

@@ -55,7 +55,7 @@ class Drawn(Training):
         if not self.step:
             self.save_checkpoint()
         self.learner.model.train()
-        with self.interrupt, self.profiler:
+        with self.interrupt:
             while self.step < (until or self.cfg.epochs):
                 stats = self.train_on(drawn(self.step)) if self.step not in self.flat else []
                 if not stats:

@@ -128,7 +128,7 @@ def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) 
         "tokens_per_micro_batch": None, "max_steps_per_epoch": None, "epochs": 1, "seed": 0, "lr_scheduler": None,
         "resume_from_checkpoint": False, "overwrite_output_dir": True,
         "compile": values["compile"], "hardware_overrides": insist, "startup_checks": False, "metric_logger": None,
-        "profiler": None,
+        "profiler": None, "profile_steps": None,
     }  # fmt: skip
     changed = OmegaConf.create({**OmegaConf.to_container(cfg), **changes})  # type: ignore[dict-item]
     changed.checkpointer.pop("adapter_checkpoint", None)

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from rocm_ext import config
 from rocm_ext.errors import UserError
 from rocm_ext.generation.local import LocalEngine, span_for
+from rocm_ext.hardware.trace import Trace
 from rocm_ext.log import log
 from rocm_ext.model.foreign import ForeignDecoder
 
@@ -29,6 +30,7 @@ class TransformersEngine(LocalEngine):
         decoder: a model that transformers computes, with or without adapters.
         tokenizer: gives ``stop_tokens``.
         free_memory: returns the free bytes on the device.
+        trace: records steps of sampling, see ``profile_steps``.
 
     Raises:
         UserError: ``slots`` is out of range, or the model has a native decoder.
@@ -42,8 +44,10 @@ class TransformersEngine(LocalEngine):
         decoder: Any,
         tokenizer: Any,
         free_memory: Callable[[], int],
+        trace: Trace | None = None,
     ) -> None:
-        super().__init__(slots, False, merge, decoder=decoder, tokenizer=tokenizer, free_memory=free_memory)
+        given: dict[str, Any] = {"decoder": decoder, "tokenizer": tokenizer, "free_memory": free_memory}
+        super().__init__(slots, False, merge, **given, trace=trace)
 
     def _check_kind(self, decoder: Any) -> None:
         if not isinstance(decoder, ForeignDecoder):

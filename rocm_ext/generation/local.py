@@ -23,6 +23,7 @@ from rocm_ext.generation.batch import Batch, Running
 from rocm_ext.generation.decoder import Cache, Decoder, check_family, copied_bytes, merged
 from rocm_ext.generation.matrix import MIN_ROWS
 from rocm_ext.generation.slots import PREFILL_TOKENS, SHARE, SlotMemory, most_slots, slot_memory, slots_beside, span_for
+from rocm_ext.hardware.trace import DECODING, PREFILL, Trace
 from rocm_ext.log import log
 from rocm_ext.model.foreign import ForeignDecoder
 
@@ -39,6 +40,7 @@ class LocalEngine:
         decoder: torchtune decoder, with or without adapters.
         tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
         free_memory: returns the free bytes on the device.
+        trace: records steps of sampling, see ``profile_steps``.
 
     Raises:
         UserError: ``slots`` is out of range, or transformers computes the model.
@@ -55,12 +57,14 @@ class LocalEngine:
         decoder: TransformerDecoder,
         tokenizer: Any,
         free_memory: Callable[[], int],
+        trace: Trace | None = None,
     ) -> None:
         if slots is not None and not (type(slots) is int and slots >= MIN_ROWS):
             raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least {MIN_ROWS}, or null")
         self._check_kind(decoder)
         self._slots, self._graphs, self._merge = slots, graphs, merge
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
+        self._trace = trace
 
     @property
     def max_seq_len(self) -> int:
@@ -99,7 +103,7 @@ class LocalEngine:
                 "smaller model"
             )
         with self._copied() as decoder:
-            session = LocalSession(decoder, self._tokenizer, self._free_memory, self._slots, self._graphs)
+            session = LocalSession(decoder, self._tokenizer, self._free_memory, self._slots, self._graphs, self._trace)
             try:
                 yield session
             finally:
@@ -142,7 +146,7 @@ class LocalSession:
         decoder: the model's layout for sampling.
         tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
         free_memory: returns the free bytes on the device.
-        slots, graphs: see :class:`LocalEngine`.
+        slots, graphs, trace: see :class:`LocalEngine`.
 
     Attributes:
         reserve: returns the bytes that training will allocate while this session stays open; 0 unless it is replaced.
@@ -155,9 +159,10 @@ class LocalSession:
         free_memory: Callable[[], int],
         slots: int | None = None,
         graphs: bool | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
-        self._slots = slots
+        self._slots, self._trace = slots, trace or Trace()
         self._graphs = decoder.device.type == "cuda" if graphs is None else graphs
         self._stop_tokens = frozenset(tokenizer.stop_tokens)
         self._totals = dict.fromkeys(("tokens", "slot_steps", "bytes", "seconds"), 0.0)
@@ -217,7 +222,8 @@ class LocalSession:
         while prompts or batch.running:
             began = time.perf_counter()
             self._admit(batch, prompts)
-            read, rows = batch.step()
+            with self._trace.part(DECODING):
+                read, rows = batch.step()
             ended = [(slot, c) for slot in range(rows) if (c := self._completion(batch.running[slot], sampling))]
             batch.release([slot for slot, _ in ended])
             self._count(rows, batch.slots, read, time.perf_counter() - began)
@@ -243,7 +249,9 @@ class LocalSession:
                     if sum(len(p.waiting) for p in taken) >= batch.free:
                         break
                 # The first step decodes the last token, which gives the logits of the first new one.
-                for other, cache in zip(taken, self._decoder.prefill([p.tokens[:-1] for p in taken]), strict=True):
+                with self._trace.part(PREFILL):
+                    caches = self._decoder.prefill([p.tokens[:-1] for p in taken])
+                for other, cache in zip(taken, caches, strict=True):
                     other.cache = cache
             count = min(batch.free, len(prompt.waiting))
             batch.admit([prompt.waiting.popleft() for _ in range(count)], prompt.cache)  # type: ignore[arg-type]

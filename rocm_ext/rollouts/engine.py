@@ -156,7 +156,7 @@ def open_engines(
 ) -> Engines:
     """Build and check the config's engine, and find out whether it can do all that the run needs.
 
-    The engine gets those of ``decoder``, ``tokenizer``, ``free_memory``, ``ranks`` and ``stopped`` that its
+    The engine gets those of ``decoder``, ``tokenizer``, ``free_memory``, ``ranks``, ``stopped`` and ``trace`` that its
     constructor takes. If it cannot load adapters and only evaluations need this, they sample in this process.
 
     Args:
@@ -177,11 +177,14 @@ def open_engines(
         "free_memory": partial(free_memory, cfg, learner),
         "ranks": learner.runtime.ranks,
         "stopped": stopped,
+        "trace": learner.runtime.trace,
     }
     room = learner.runtime.ranks, partial(free_memory, cfg, learner, True), partial(training_memory, learner)
     use_fitting_engine(cfg, learner.decoder)
     wanted = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
     engine = config.instantiate(cfg.engine, key="engine", **wanted)
+    if cfg.profile_steps and cfg.prompts is not None and "trace" not in wanted:
+        log.info("profile_steps: training is recorded; sampling is not, because it runs outside of this process")
     engine.check()
     if logprobs_for and not (engine.exact_tokens and engine.has_logprobs):
         raise UserError(

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, read_json, replace_text
 from rocm_ext.hardware.counters import HARDWARE_LOG
+from rocm_ext.hardware.trace import FOLDER
 
 
 class RunRecord:
@@ -65,7 +66,7 @@ class RunRecord:
             self.out.mkdir(parents=True, exist_ok=True)
         if fresh:
             self.path.unlink(missing_ok=True)  # first, so that nobody can resume a half-removed run
-            for pattern in ("cycle_*", "adapter", "merged", "checkpoints"):
+            for pattern in ("cycle_*", "adapter", "merged", "checkpoints", FOLDER):
                 for folder in self.out.glob(pattern):
                     shutil.rmtree(folder, ignore_errors=True)
             for name in ("metrics.jsonl", HARDWARE_LOG, "summary.json"):

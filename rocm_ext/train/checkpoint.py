@@ -36,7 +36,7 @@ _FREE = {
     "what a run reports, and where": """
         output_dir resume_from_checkpoint overwrite_output_dir save_every_n_steps keep_last_n_checkpoints
         save_adapter_weights_only metric_logger log_every_n_steps log_peak_memory_stats hardware_log_seconds
-        profiler""",
+        profiler profile_steps""",
     "a validation changes no weight, and the user may decide anew which is better and how long to wait for it": """
         run_val_every_n_steps early_stopping_patience early_stopping_metric""",
 }

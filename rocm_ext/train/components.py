@@ -11,7 +11,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer
 from torch import nn
-from torchtune.training import DummyProfiler
 from torchtune.training.metric_logging import TensorBoardLogger, WandBLogger
 
 from rocm_ext import config, registry
@@ -113,7 +112,7 @@ def log_config(logger: Any, cfg: DictConfig) -> None:
         log.warning("metric_logger: it did not take the config: %s", one_line(error))
 
 
-# ---- optimiser, schedule and profiler
+# ---- optimiser and schedule
 
 
 def setup_optimizer(node: DictConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -128,24 +127,6 @@ def setup_scheduler(node: DictConfig | None, optimizer: torch.optim.Optimizer, s
     length = {"num_training_steps": steps}  # torchtune's schedules need it, torch's do not accept it
     wanted = length if config.takes(node, "num_training_steps", key="lr_scheduler") else {}
     return config.instantiate(node, optimizer, key="lr_scheduler", **wanted)
-
-
-def setup_profiler(node: Any) -> Any:
-    """Build torchtune's profiler from a config's ``profiler``.
-
-    Raises:
-        UserError: ``node`` is no set of arguments, or the profiler refuses them.
-    """
-    if node is None:
-        return DummyProfiler()
-    if not isinstance(node, DictConfig):
-        raise UserError(f"profiler is {node!r}; expected arguments of torchtune's profiler, such as enabled: True")
-    whole = OmegaConf.create({config.COMPONENT: "torchtune.training.setup_torch_profiler", "enabled": False})
-    whole.update(node)
-    if not isinstance(whole.enabled, bool):
-        raise UserError(f"profiler.enabled is {whole.enabled!r}; expected True or False")
-    profiler, _ = config.instantiate(whole, key="profiler")
-    return profiler
 
 
 def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:

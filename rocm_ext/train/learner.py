@@ -81,6 +81,8 @@ class Learner:
         first = cfg.checkpointer.get("adapter_checkpoint") or None
         if cfg.use_rslora is None:
             cfg.use_rslora = first is not None and adapter_files.is_rslora(Path(first))
+        if cfg.low_cpu_ram:
+            log.info("low_cpu_ram changes nothing: weights are always loaded one by one")
         self.decoder = self.setup_model()
         adapter_files.check_checkpointer(cfg, self.decoder)
         for _, layer in adapters(self.decoder):

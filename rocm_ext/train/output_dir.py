@@ -13,6 +13,7 @@ from torchtune import training
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_text
 from rocm_ext.hardware.counters import HARDWARE_LOG
+from rocm_ext.hardware.trace import FOLDER
 from rocm_ext.ranks import Ranks
 from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.metrics import Metrics
@@ -105,7 +106,7 @@ class OutputDir:
         """
         if self.overwrite and not self.resume:
             self.checkpoints.clear()
-            for name in ("adapter", "merged"):
+            for name in ("adapter", "merged", FOLDER):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "summary.json").unlink(missing_ok=True)
         self.checkpoints.sweep(step or 0)

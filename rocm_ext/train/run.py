@@ -7,6 +7,7 @@ from typing import Protocol
 
 from omegaconf import DictConfig
 
+from rocm_ext.hardware import trace
 from rocm_ext.hardware.counter_log import recording
 from rocm_ext.log import duration, log
 from rocm_ext.train.interrupt import Interrupted
@@ -58,9 +59,11 @@ def _run(recipe: Recipe) -> None:
         recipe.cleanup()
         log.info("valid: all checks that need no weights have passed")
         return
-    seconds = cfg.hardware_log_seconds if recipe.runtime.ranks.is_main else None
+    runtime, out = recipe.runtime, Path(cfg.output_dir)
+    seconds = cfg.hardware_log_seconds if runtime.ranks.is_main else None
+    profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
     try:
-        with recording(Path(cfg.output_dir), seconds):
+        with recording(out, seconds), profile:
             recipe.train()
     except Interrupted as stop:
         log.info("stopped %s, all saved; continue with resume_from_checkpoint=True", stop.where)
@@ -68,6 +71,6 @@ def _run(recipe: Recipe) -> None:
         raise SystemExit(128 + stop.signum) from None
     recipe.cleanup()
     log.info("done in %s", duration(time.monotonic() - began))
-    if (Path(cfg.output_dir) / "adapter").is_dir():
-        out = shlex.quote(str(cfg.output_dir))
-        log.info("try it: rocm-ext chat %s; take it elsewhere: rocm-ext export %s --gguf FILE", out, out)
+    if (out / "adapter").is_dir():
+        name = shlex.quote(str(out))
+        log.info("try it: rocm-ext chat %s; take it elsewhere: rocm-ext export %s --gguf FILE", name, name)

@@ -1,6 +1,6 @@
 """This process: its machine, device, dtype and place among the ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from rocm_ext.hardware import numerics
 from rocm_ext.hardware.budget import memory_budget, open_device
 from rocm_ext.hardware.machine import Machine, detect
 from rocm_ext.hardware.profile import Profile, check_locked, check_profile, load_profile
+from rocm_ext.hardware.trace import Trace
 from rocm_ext.log import log, warn
 from rocm_ext.ranks import Ranks, local_rank, local_world_size
 
@@ -24,6 +25,7 @@ class Runtime:
         device: this rank's device, opened and, on unified memory, capped.
         dtype: dtype of weights and activations.
         ranks: this process and its place among all ranks.
+        trace: records steps, see ``profile_steps``.
     """
 
     profile: Profile
@@ -31,6 +33,7 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype
     ranks: Ranks
+    trace: Trace = field(default_factory=Trace)
 
     @classmethod
     def open(cls, cfg: DictConfig) -> "Runtime":

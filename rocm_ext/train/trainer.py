@@ -92,7 +92,7 @@ class Trainer(Training):
             rows: number of training rows, or an estimate.
 
         Raises:
-            UserError: optimiser, schedule or profiler cannot be built, or does not work; or validations do not measure
+            UserError: optimiser or schedule cannot be built, or does not work; or validations do not measure
                 ``early_stopping_metric``.
         """
         _way(cfg, learner)
@@ -146,7 +146,7 @@ class Trainer(Training):
         per_epoch = self.loader.steps.per_epoch
         progress = Progress(self.total_steps, self.step, self.ranks.is_main)
         self.learner.model.train()
-        with contextlib.closing(progress), self.interrupt, self.profiler as profiler:
+        with contextlib.closing(progress), self.interrupt:
             while self.step < self.total_steps and not self.stopped_early:
                 end = (self.step // per_epoch + 1) * per_epoch
                 began = time.perf_counter()
@@ -156,7 +156,6 @@ class Trainer(Training):
                     seconds = time.perf_counter() - began
                     self._log_step(stats, seconds)
                     progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
-                    profiler.step()
                     if self._due(self.cfg.run_val_every_n_steps, self.step == end):
                         self.validate()
                     leaving = self.step == end or stats.interrupted or self.stopped_early

@@ -15,6 +15,7 @@ from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.hardware import numerics
+from rocm_ext.hardware.trace import TRAINING
 from rocm_ext.log import log
 from rocm_ext.model.attention import has_dropout
 from rocm_ext.model.merge import merge
@@ -99,7 +100,7 @@ class Training:
         self.best: dict[str, Any] | None = None
 
     def begin(self, total_steps: int) -> None:
-        """Build optimiser, schedule and profiler, continue the folder's checkpoint, and claim the folder.
+        """Build optimiser and schedule, continue the folder's checkpoint, and claim the folder.
 
         Args:
             total_steps: optimiser updates of the whole run.
@@ -112,7 +113,6 @@ class Training:
         components.check_learning_rate(self.optimizer)
         self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
         self.scheduler = self.setup_scheduler()
-        self.profiler = components.setup_profiler(self.cfg.profiler)
         self._identity = self.identity()
         resumed = self._resume()
         self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
@@ -131,10 +131,8 @@ class Training:
             total_steps: optimiser updates of the whole run, or an estimate.
 
         Raises:
-            UserError: optimiser, schedule or profiler cannot be built, or does not work.
+            UserError: optimiser or schedule cannot be built, or does not work.
         """
-        if cfg.profiler is not None:
-            components.setup_profiler(cfg.profiler)
         if (cls.setup_optimizer, cls.setup_scheduler) != (Training.setup_optimizer, Training.setup_scheduler):
             return
         layer = next(iter(learner.adapter)).partition(".lora_")[0]
@@ -256,6 +254,10 @@ class Training:
             UserError: the loss or the gradient norm is not finite, or a layer cannot be compiled; the step changes no
                 weight then.
         """
+        with self.runtime.trace.part(TRAINING):
+            return self._train_step(batches)
+
+    def _train_step(self, batches: list[Batch]) -> StepStats:
         learner, device = self.learner, self.runtime.device
         parameters = list(learner.adapter.values())
         # The counts cover all micro-batches and ranks, so the loss is exact and not a mean of means.

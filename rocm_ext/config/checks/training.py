@@ -23,6 +23,7 @@ _SWITCHES = (
 )
 
 
+_MOST_PROFILED = 100  # steps; their events are in memory until the trace is written
 _DETERMINISM = (None, False, True, 2, "default", "warn", "error")  # what torch takes; 0 is False and 1 is True
 
 
@@ -56,6 +57,7 @@ def check_values(cfg: DictConfig) -> None:
     _check_model(cfg.model)
     _check_checkpointer(cfg.checkpointer)
     _check_output_dir(cfg.output_dir)
+    _check_profile(cfg)
     check_numbers(
         cfg,
         validation_fraction=(lambda x: 0 <= x < 1, "a share from 0 to under 1"),
@@ -95,6 +97,26 @@ def _check_checkpointer(checkpointer: DictConfig) -> None:
         raise UserError(
             f"checkpointer.recipe_checkpoint is {theirs!r}; expected null, because a run resumes from "
             "output_dir/checkpoints: set resume_from_checkpoint=True"
+        )
+
+
+def _check_profile(cfg: DictConfig) -> None:
+    steps, theirs = cfg.profile_steps, cfg.profiler
+    if steps is not None and not (type(steps) is int and 0 <= steps <= _MOST_PROFILED):
+        raise UserError(f"profile_steps is {steps!r}; expected a whole number from 0 to {_MOST_PROFILED}{OR_NULL}")
+    if theirs is None:
+        return
+    if not isinstance(theirs, DictConfig):
+        raise UserError(f"profiler is {theirs!r}; expected null, or torchtune's arguments with enabled: False")
+    enabled = theirs.get("enabled", False)
+    if not isinstance(enabled, bool):
+        raise UserError(f"profiler.enabled is {enabled!r}; expected False")
+    if enabled:
+        active = theirs.get("active_steps")
+        wanted = active if type(active) is int and 1 <= active <= _MOST_PROFILED else 2  # torchtune's default
+        raise UserError(
+            "profiler.enabled is True, and torchtune's profiler does not run here; write profiler.enabled=False "
+            f"profile_steps={wanted}, which records so many steps in output_dir/profile"
         )
 
 
