@@ -164,7 +164,7 @@ def fails(folder, tmp_path, capsys):
         ("loss.chunk_tokens=1.5", "loss.chunk_tokens is 1.5; expected a whole number"),
         ("profiler=yes", "profiler is True; expected null, or torchtune's arguments"),
         ("profiler.enabled=maybe", "profiler.enabled is 'maybe'; expected False"),
-        ("profiler={enabled: True, active_steps: 4}", "write profiler.enabled=False profile_steps=4,"),
+        ("profiler.enabled=True", "write profiler.enabled=False profile_steps=2,"),
         ("profile_steps=some", "profile_steps is 'some'; expected a whole number from 0 to 100, or null"),
         ("profile_steps=101", "profile_steps is 101; expected a whole number from 0 to 100, or null"),
         ("profile_steps=-1", "profile_steps is -1"),
