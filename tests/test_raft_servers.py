@@ -1,6 +1,7 @@
 """RAFT on servers that follow vLLM's rules and answer with a real model."""
 
 import json
+import logging
 from collections import Counter
 
 import pytest
@@ -164,12 +165,14 @@ def test_a_server_without_adapters_is_found_before_sampling(serve, make, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(serve, make, tmp_path, messages):
+def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(serve, make, tmp_path, messages, caplog):
+    caplog.set_level(logging.INFO, "rocm_ext")
     fake = serve(lora=False)
-    path = make(fake)
+    path = make(fake, profile_steps=3)
     raft = train(path, "cycles=1")
     out = tmp_path / "out"
     assert "Evaluations sample in this process instead" in "\n".join(messages)
+    assert any("profile_steps: training is recorded; sampling is not" in line for line in messages)
     assert len(fake.bodies()) == len(sampled(out, "cycle_1")) == 12
     assert len(sampled(out, "cycle_1/eval")) == 6
     # the same scores as of an evaluation with the local engine
