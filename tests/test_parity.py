@@ -334,7 +334,10 @@ def given_adapter(folders) -> Path:
         {"tokens_per_micro_batch": None, "batch_size": 3},
         {"tokens_per_micro_batch": 90},
         {"loss": {**OUR_LOSS, "chunk_tokens": 7}},
+        {"attention": "math"},
+        {"attention": "eager"},
         pytest.param({"compile": True}, marks=pytest.mark.slow),
+        pytest.param({"compile": "max-autotune"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

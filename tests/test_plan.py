@@ -104,6 +104,8 @@ def measured_peak(path, made=LoRAFinetune) -> tuple[int, LoRAFinetune]:
         also("qwen", {"enable_activation_checkpointing": True}),
         also("qwen", {"enable_activation_checkpointing": 2}),
         also("qwen", {"dtype": "bf16"}),
+        ("qwen", {"attention": "eager"}),
+        also("qwen", {"attention": "math"}),
         also("qwen", {"batch_size": 1}),
         also("qwen", {"optimizer": {"_component_": "torch.optim.SGD", "lr": 1e-3}}),
         ("qwen", {"lora": {"lora_rank": 64, "lora_alpha": 64, "lora_dropout": 0.1}}),

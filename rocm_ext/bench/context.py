@@ -12,7 +12,7 @@ from rocm_ext.hardware import numerics
 from rocm_ext.hardware.budget import open_device
 from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import load_profile
-from rocm_ext.model.attention import use_packed_attention
+from rocm_ext.model.attention import choose_attention, use_packed_attention
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_shape
 
@@ -49,6 +49,7 @@ class Bench:
         """The config's model without weights."""
         decoder = build_model(self.cfg.model, self.dtype, 0, torch.device("meta"))
         use_packed_attention(decoder)
+        choose_attention(decoder, self.cfg.attention)
         return decoder
 
     def require(self, needed: int) -> None:

@@ -10,6 +10,7 @@ from rocm_ext.errors import UserError
 from rocm_ext.generation import Request, Sampling
 from rocm_ext.generation.decoder import check_family, copied_bytes, merged
 from rocm_ext.generation.local import LocalSession, slot_memory, span_for
+from rocm_ext.model.attention import choose_attention, use_packed_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.plan.memory import frozen_bytes
 from rocm_ext.ranks import Ranks
@@ -55,6 +56,8 @@ def _random_decoder(bench: Bench) -> Any:
             raise Skipped(str(error)) from error
         bench.require(frozen_bytes(bench.shape) + copied_bytes(bench.shape))
         decoder = build_model(bench.cfg.model, bench.dtype, 0, bench.device)
+        use_packed_attention(decoder)
+        choose_attention(decoder, bench.cfg.attention)
         weights = Weights(RandomWeights(decoder, bench.device), "random")
         load_weights(decoder, weights, Ranks(bench.device))
         bench.decoder = decoder  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from rocm_ext import config
 from rocm_ext.bench.runner import Measurement
 from rocm_ext.bench.training import longest_row, probe_config
 from rocm_ext.generation.decoder import Decoder
-from rocm_ext.model.attention import use_packed_attention
+from rocm_ext.model.attention import choose_attention, use_packed_attention
 from rocm_ext.model.build import build_model
 from rocm_ext.objectives import objective_of
 from rocm_ext.plan import workload
@@ -46,6 +46,7 @@ def figures(
     roofline = Figures("", True, **known)
     shape = build_model(cfg.model, dtype, 0, torch.device("meta"))
     use_packed_attention(shape)
+    choose_attention(shape, cfg.attention)
     known |= _training_efficiency(measurements, cfg, shape, device, roofline)
     return known | _decoding_efficiency(measurements, shape, roofline)
 
@@ -72,7 +73,7 @@ def _training_efficiency(
         rows=workload.Workload(longest, longest, 1.0, count, "random"),
         ranks=1,
         figures=lambda: roofline,
-        kernels=Kernels.on(device, "bf16" in roofline.flops),
+        kernels=Kernels.on(device, "bf16" in roofline.flops, cfg.attention),
     )
     choice = planner.choice(count * longest, range(fastest.result["checkpointed"]), 0)
     return {"efficiency": choice.step.seconds / fastest.result["seconds"]}

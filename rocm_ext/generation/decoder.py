@@ -31,9 +31,11 @@ from rocm_ext.generation.matrix import MIN_ROWS, Matrix, Order, Source, as_it_is
 from rocm_ext.model.attention import HeadNormAttention
 from rocm_ext.model.lora import dense
 from rocm_ext.model.rope import HalvesRoPE
+from rocm_ext.model.sdpa import sdpa
 
 _ROPES = (HalvesRoPE, Qwen2RotaryPositionalEmbeddings, Llama3ScaledRoPE, RotaryPositionalEmbeddings)
 _MASK_BYTES = 10  # a step's mask, per position of a slot
+_SCORE_BYTES = 12  # of a head, per query and position: scores and weights in fp32, weights in the dtype, the mask
 _SUPPORTED = "Llama 3, Mistral, Qwen2.5 and Qwen3"
 
 
@@ -101,6 +103,8 @@ class Decoder:
         attention: Any = _bare(decoder.layers[0]).attn
         self.heads, self.kv_heads = attention.num_heads, attention.num_kv_heads
         self.head_dim = attention.head_dim
+        self._kernel = getattr(attention, "kernel", "auto")
+        self._score_bytes = self.heads * _SCORE_BYTES * (self._kernel in ("math", "eager"))
         self.max_seq_len = decoder.max_seq_len
         self.embedding = dense(decoder.tok_embeddings.weight.detach())
         self.cos, self.sin = _rope_tables(attention.pos_embeddings, self.head_dim)
@@ -166,7 +170,7 @@ class Decoder:
 
     def step_bytes(self, length: int) -> int:
         """Bytes that a step holds per slot of ``length`` positions, without logits."""
-        return length * _MASK_BYTES + self.bytes_per_row
+        return length * (_MASK_BYTES + self._score_bytes) + self.bytes_per_row
 
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
         """Bytes that hold the caches of prompts of these lengths and compute them.
@@ -175,7 +179,8 @@ class Decoder:
             prompts: tokens of each prompt.
             most: tokens of prompts that are computed at once.
         """
-        return max(min(most, sum(prompts)), max(prompts)) * (self.bytes_per_position + self.bytes_per_row)
+        rows = max(min(most, sum(prompts)), max(prompts))
+        return rows * (self.bytes_per_position + self.bytes_per_row) + max(prompts) ** 2 * self._score_bytes
 
     @property
     def bytes_per_position(self) -> int:
@@ -233,7 +238,7 @@ class Decoder:
                 # kv heads are the batch and their groups the heads, so `expand` copies no keys
                 grouped = q1.view(-1, self.kv_heads, self.heads // self.kv_heads, self.head_dim).permute(1, 2, 0, 3)
                 k1, v1 = (t[:, None].expand(-1, grouped.shape[1], -1, -1) for t in (k1, v1))
-                out = F.scaled_dot_product_attention(grouped, k1, v1, is_causal=True)
+                out = sdpa(grouped, k1, v1, self._kernel)
                 outs.append(out.permute(2, 0, 1, 3).reshape(len(q1), self.heads * self.head_dim))
             return torch.cat(outs)
 
@@ -265,7 +270,7 @@ class Decoder:
             values[rows, :, positions] = v
             # The heads of a group become queries of one kv head, so keys and values are not expanded.
             grouped = q.view(n, self.kv_heads, -1, self.head_dim)
-            out = F.scaled_dot_product_attention(grouped, keys[:n, :, :span], values[:n, :, :span], attn_mask=mask)
+            out = sdpa(grouped, keys[:n, :, :span], values[:n, :, :span], self._kernel, mask=mask)
             return out.reshape(n, -1)
 
         hidden = self._hidden(tokens, positions, attend)

@@ -3,18 +3,23 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rocm_ext.errors import UserError, one_line
+from rocm_ext.hardware.choices import COMPILE
 from rocm_ext.hardware.machine import Machine
 from rocm_ext.log import log
 
 _FIGURES = {"bandwidth", "efficiency", "decode_efficiency"}  # beside flops
-# The settings that `hardware: auto` takes over, and their types. Sizes are left out: they depend on the config
-TAKEN_OVER = {"num_workers": int, "pin_memory": bool, "compile": bool}
+# The settings that `hardware: auto` takes over. Sizes, dtype and attention are left out: they depend on the config
+TAKEN_OVER: dict[str, Callable[[Any], bool]] = {
+    "num_workers": lambda value: type(value) is int,
+    "pin_memory": lambda value: type(value) is bool,
+    "compile": lambda value: type(value) is not int and value in COMPILE,
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class BenchFile:
             content = json.loads(path.read_text())
             figures = check_figures(content["figures"])
             settings = {key: content["settings"][key] for key in TAKEN_OVER if key in content["settings"]}
-            if wrong := [key for key, value in settings.items() if type(value) is not TAKEN_OVER[key]]:
+            if wrong := [key for key, value in settings.items() if not TAKEN_OVER[key](value)]:
                 raise ValueError(f"{wrong[0]} is {settings[wrong[0]]!r}")
             return cls(str(content["date"]), dict(content["machine"]), figures, settings)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

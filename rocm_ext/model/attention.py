@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules import MultiHeadAttention
 
+from rocm_ext.errors import UserError
 from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.sdpa import sdpa
 
 
 class Lengths:
@@ -94,7 +96,13 @@ class HeadNormAttention(MultiHeadAttention):
 
 
 class PackedAttention(MultiHeadAttention):
-    """torchtune's self-attention for packed rows; ``mask`` gives the sequence lengths."""
+    """torchtune's self-attention for packed rows; ``mask`` gives the sequence lengths.
+
+    Attributes:
+        kernel: that computes them; see :func:`rocm_ext.model.sdpa.sdpa`.
+    """
+
+    kernel = "auto"
 
     def forward(
         self,
@@ -117,7 +125,7 @@ class PackedAttention(MultiHeadAttention):
         """
         if not isinstance(mask, Lengths):
             return super().forward(x, y, mask=mask, input_pos=input_pos)
-        out = attend(*heads(self, x, input_pos), mask, self.attn_dropout if self.training else 0.0)
+        out = attend(*heads(self, x, input_pos), mask, self.attn_dropout if self.training else 0.0, self.kernel)
         return self.output_proj(out.flatten(2))
 
 
@@ -157,7 +165,7 @@ def heads(attention: MultiHeadAttention, x: Tensor, input_pos: Tensor | None) ->
 
 
 @torch.compiler.disable
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0.0) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0.0, kernel: str = "auto") -> Tensor:
     """Compute causal attention within each sequence.
 
     Args:
@@ -165,6 +173,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0
         k, v: [1, s, kv_heads, head_dim].
         lengths: of the sequences; the values sum to s.
         dropout: dropout probability on attention weights.
+        kernel: see :func:`rocm_ext.model.sdpa.sdpa`.
 
     Returns:
         [1, s, heads, head_dim].
@@ -174,7 +183,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0
     for (q1, k1, v1), shared in lengths.sequences(*(t.transpose(1, 2) for t in (q, k, v))):
         if groups > 1:  # enable_gqa falls back to the math path on backends without grouped kernels
             k1, v1 = (t.repeat_interleave(groups, dim=1) for t in (k1, v1))
-        out = F.scaled_dot_product_attention(q1, k1, v1, dropout_p=dropout, is_causal=True)
+        out = sdpa(q1, k1, v1, kernel, dropout=dropout)
         pieces.append(out[:, :, shared:].transpose(1, 2))
     return torch.cat(pieces, dim=1)
 
@@ -219,3 +228,26 @@ def use_packed_attention(model: nn.Module) -> bool:
     for layer in layers:
         layer.attn.__class__ = _PACKED[type(layer.attn)]  # keeps parameters, names and hooks; as FSDP2 does
     return True
+
+
+def choose_attention(model: nn.Module, kernel: str) -> None:
+    """Compute the attention of packed rows with ``kernel``, in training and in sampling from the same weights.
+
+    Args:
+        model: that :func:`use_packed_attention` has seen.
+        kernel: see :func:`rocm_ext.model.sdpa.sdpa`.
+
+    Raises:
+        UserError: the model computes attention in its own code.
+    """
+    if kernel == "auto":
+        return
+    if not takes_packed_rows(model):
+        raise UserError(
+            f"attention is {kernel!r}, but this model computes attention in its own code; set attention: auto"
+        )
+    if isinstance(model, ForeignDecoder):
+        model.kernel = kernel
+    else:
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.attn.kernel = kernel

@@ -35,6 +35,7 @@ class ForeignDecoder(nn.Module, ABC):
     Attributes:
         packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
         shares: whether packed sequences may share their beginnings, see :class:`rocm_ext.data.batches.Batch`.
+        kernel: that computes attention of packed rows; see :func:`rocm_ext.model.sdpa.sdpa`.
         max_seq_len, num_heads, head_dim: as in torchtune's decoders.
         output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
         architecture: what the model computes, but for its weights.
@@ -42,6 +43,7 @@ class ForeignDecoder(nn.Module, ABC):
 
     packs: bool
     shares: bool
+    kernel: str = "auto"
     max_seq_len: int
     num_heads: int
     head_dim: int

@@ -156,15 +156,17 @@ class Kernels:
     norm: bool
 
     @classmethod
-    def on(cls, device: torch.device, bf16: bool) -> "Kernels":
+    def on(cls, device: torch.device, bf16: bool, attention: str) -> "Kernels":
         """Return this torch's fused kernels on ``device``.
 
         Args:
             device: the target.
             bf16: whether it has bf16; GPUs without it (gfx906 and older) have no fused attention.
+            attention: the kernel that the config names; see :func:`rocm_ext.model.sdpa.sdpa`.
         """
         cuda = device.type == "cuda"
-        return cls(attention=bf16 or not cuda, norm=cuda and HAS_KERNEL)
+        fused = bf16 or not cuda if attention == "auto" else attention in ("flash", "efficient")
+        return cls(attention=fused, norm=cuda and HAS_KERNEL)
 
 
 def simulate_layer(
@@ -265,6 +267,9 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
         if kernels.norm and type(norm) is FusedRMSNorm:
             norm.__class__ = _KernelNorm
     fake = fake.to("meta").train()
+    for part in fake.modules():
+        if getattr(part, "kernel", None) in ("flash", "efficient"):  # a CPU has no efficient kernel
+            part.kernel = "fused"
     # gfx906 uses torch's math path. The CPU's fused kernel keeps the same tensors as a GPU's.
     backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]
     with FakeTensorMode(), sdpa_kernel(backends):

@@ -20,7 +20,7 @@ from rocm_ext.hardware.machine import Machine
 from rocm_ext.hardware.numerics import DTYPES, pick_dtype
 from rocm_ext.hardware.profile import Profile, check_locked, load_profile
 from rocm_ext.model import adapter_files
-from rocm_ext.model.attention import shares_beginnings, use_packed_attention
+from rocm_ext.model.attention import choose_attention, shares_beginnings, use_packed_attention
 from rocm_ext.model.build import build_model, check_quantized
 from rocm_ext.model.download import use_shape
 from rocm_ext.objectives import objective_of
@@ -153,6 +153,7 @@ def plan_run(
     decoder = build_model(cfg.model, dtype, 0, torch.device("meta"))
     _check(cfg, profile, machine, decoder, ranks, on_machine)
     use_packed_attention(decoder)
+    choose_attention(decoder, cfg.attention)
     asked = questions(cfg, known) if family in (registry.RAFT, registry.GRPO) else None
     if asked:
         use_fitting_engine(cfg, decoder)
@@ -169,7 +170,7 @@ def plan_run(
         rows=_rows(cfg, family, asked, known, shares_beginnings(decoder)),
         ranks=ranks,
         figures=lambda: figures,
-        kernels=Kernels.on(target, "bf16" in figures.flops),
+        kernels=Kernels.on(target, "bf16" in figures.flops, cfg.attention),
     )
     sampler = None
     if asked and (samples_here or family == registry.GRPO):

@@ -21,7 +21,7 @@ from rocm_ext.errors import UserError, one_line
 from rocm_ext.hardware import numerics
 from rocm_ext.log import log, warn
 from rocm_ext.model import adapter_files
-from rocm_ext.model.attention import shares_beginnings, use_packed_attention
+from rocm_ext.model.attention import choose_attention, shares_beginnings, use_packed_attention
 from rocm_ext.model.build import (
     CausalLM,
     Weights,
@@ -36,6 +36,7 @@ from rocm_ext.model.download import use_weights
 from rocm_ext.model.lora import adapter_parameters, adapters
 from rocm_ext.model.merge import check_mergeable
 from rocm_ext.model.peft_config import PeftConfig
+from rocm_ext.model.sdpa import check_kernel
 from rocm_ext.objectives import Objective, objective_of
 from rocm_ext.plan.checkpointing import apply_checkpointing, checkpointed_layers
 from rocm_ext.plan.costs import Kernels
@@ -95,6 +96,8 @@ class Learner:
             checks = numerics.canaries(runtime.machine, runtime.device, runtime.dtype, *shape)
             warn(numerics.require(checks))
         self.packed = use_packed_attention(self.decoder)
+        choose_attention(self.decoder, cfg.attention)
+        check_kernel(cfg.attention, runtime.device, runtime.dtype, self.decoder.num_heads, self.decoder.head_dim)
         self.objective = self.setup_loss()
         self.model = CausalLM(self.decoder, self.objective)
         self._first = None if first is None else self._first_adapter(Path(first))
@@ -173,8 +176,9 @@ class Learner:
         if registry.VALIDATE in os.environ:
             raise Validated
         if self.cfg.compile:
+            mode = "max-autotune-no-cudagraphs" if self.cfg.compile == "max-autotune" else None
             for layer in self.decoder.layers:
-                layer.compile(dynamic=True)
+                layer.compile(dynamic=True, mode=mode)
         self.load()
 
     def load(self) -> None:
@@ -213,7 +217,7 @@ class Learner:
             rows=work,
             ranks=runtime.ranks.world,
             figures=partial(figures_for, runtime.profile, runtime.machine),
-            kernels=Kernels.on(runtime.device, runtime.machine.bf16),
+            kernels=Kernels.on(runtime.device, runtime.machine.bf16, cfg.attention),
         )
         if cfg.tokens_per_micro_batch == "auto":
             tokens = runtime.ranks.agree(planner.fit(budget).micro_batch)

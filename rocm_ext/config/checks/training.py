@@ -5,8 +5,16 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from rocm_ext.config.checks.kinds import OR_NULL, check_named, check_numbers, check_switches, check_whole
+from rocm_ext.config.checks.kinds import (
+    OR_NULL,
+    check_choices,
+    check_named,
+    check_numbers,
+    check_switches,
+    check_whole,
+)
 from rocm_ext.errors import UserError
+from rocm_ext.hardware.choices import ATTENTION, COMPILE
 
 _WHOLE = {  # key -> the least, and whether it may be null
     **dict.fromkeys(["batch_size", "epochs", "log_every_n_steps", "keep_last_n_checkpoints"], (1, False)),
@@ -18,7 +26,7 @@ _WHOLE = {  # key -> the least, and whether it may be null
     "seed": (0, True),
 }
 _SWITCHES = (
-    *("startup_checks", "pin_memory", "compile", "enable_activation_offloading", "shuffle"),
+    *("startup_checks", "pin_memory", "enable_activation_offloading", "shuffle"),
     *("resume_from_checkpoint", "overwrite_output_dir", "save_adapter_weights_only", "log_peak_memory_stats"),
 )
 
@@ -41,6 +49,9 @@ def check_values(cfg: DictConfig) -> None:
             null = OR_NULL * (key == "seed")
             raise UserError(f"{key} is {cfg[key]}; expected a whole number from 0 to {most}{null}")
     check_switches(cfg, _SWITCHES)
+    check_choices(cfg, attention=ATTENTION)
+    if type(cfg.compile) is int or cfg.compile not in COMPILE:  # 1 == True
+        raise UserError(f"compile is {cfg.compile!r}; expected {', '.join(map(str, COMPILE[:-1]))} or {COMPILE[-1]}")
     if not isinstance(cfg.use_rslora, bool | None):
         raise UserError(f"use_rslora is {cfg.use_rslora!r}; expected True, False or null")
     for key in ("dtype", "device"):

@@ -11,15 +11,17 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from rocm_ext.errors import UserError
 from rocm_ext.model.attention import Lengths
+from rocm_ext.model.sdpa import by_scores, sdpa
 
 PACKED = "rocm_ext_packed"
 _lengths: ContextVar[Lengths] = ContextVar("lengths of the packed sequences")
+_kernel: ContextVar[str] = ContextVar("kernel of attention")
 # Arguments of a layer's call that change nothing here: positions are in q and k already, masks hold the windows.
 _KNOWN = ("position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions")
 
@@ -31,13 +33,14 @@ class Mask:
         lengths: of the sequences.
         rule: transformers' mask function, ``(batch, head, query, key) -> bool`` on indices.
         window: up to this many tokens per sequence the rule is plain causal attention; None: ``rule`` is plain.
+        kernel: see :func:`rocm_ext.model.sdpa.sdpa`.
 
     Attributes:
-        lengths: as above.
+        lengths, kernel: as above.
     """
 
-    def __init__(self, lengths: Lengths, rule: Callable[..., Any], window: int | None) -> None:
-        self.lengths, self._rule, self._window = lengths, rule, window
+    def __init__(self, lengths: Lengths, rule: Callable[..., Any], window: int | None, kernel: str) -> None:
+        self.lengths, self.kernel, self._rule, self._window = lengths, kernel, rule, window
         self._dense: dict[int, Tensor] = {}
 
     def of(self, length: int, device: torch.device) -> Tensor | None:
@@ -53,13 +56,14 @@ class Mask:
 
 
 @contextmanager
-def packed(lengths: Lengths) -> Iterator[None]:
-    """Give ``lengths`` to the masks that a model makes inside."""
-    token = _lengths.set(lengths)
+def packed(lengths: Lengths, kernel: str) -> Iterator[None]:
+    """Give ``lengths`` and ``kernel`` to the masks that a model makes inside."""
+    tokens = _lengths.set(lengths), _kernel.set(kernel)
     try:
         yield
     finally:
-        _lengths.reset(token)
+        _lengths.reset(tokens[0])
+        _kernel.reset(tokens[1])
 
 
 class _EachSequence(nn.Module):
@@ -92,7 +96,7 @@ def make_mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_functi
         mask_function: the rule, on indices.
         local_size: size of the sliding window or chunk, if the rule has one.
     """
-    return Mask(_lengths.get(), mask_function, local_size)
+    return Mask(_lengths.get(), mask_function, local_size, _kernel.get())
 
 
 def attention(
@@ -140,6 +144,19 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
         raise TypeError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not known here")
 
 
+def check_scores(kernel: str) -> None:
+    """Check that ``kernel`` computes what a layer adds to its scores: a cap (Gemma 2) or sinks (gpt-oss).
+
+    Raises:
+        UserError: none of torch's kernels does.
+    """
+    if kernel not in ("auto", "eager"):
+        raise UserError(
+            f"attention is {kernel!r}, but no kernel of torch's computes this model's capped scores or sinks; "
+            "set attention: eager"
+        )
+
+
 @torch.compiler.disable
 def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> Tensor:
     groups = query.shape[1] // key.shape[1]
@@ -149,45 +166,15 @@ def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> 
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         allowed = mask.of(q.shape[2], q.device)
         if softcap is None and sinks is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=allowed is None, scale=scaling
-            )
+            out = sdpa(q, k, v, mask.kernel, mask=allowed, dropout=dropout, scale=scaling)
         else:
+            check_scores(mask.kernel)
             if allowed is None:
                 allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
             score = None if sinks is None else sinks.view(1, -1, 1, 1)
             out = by_scores(q, k, v, allowed, dropout, scaling, softcap, score)
         pieces.append(out[:, :, shared:].transpose(1, 2))
     return torch.cat(pieces, dim=1)
-
-
-def by_scores(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention with its scores in memory, for what torch's kernels do not compute.
-
-    Args:
-        q: [n, heads, queries, head_dim].
-        k, v: [n, heads, keys, head_dim].
-        allowed: True where a query attends; it broadcasts to [n, heads, queries, keys].
-        dropout, scaling, softcap: see :func:`attention`.
-        sinks: scores without values; they broadcast to [n, heads, queries, 1].
-    """
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:3], 1)], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
-    return F.dropout(weights, dropout) @ v
 
 
 AttentionInterface.register(PACKED, attention)

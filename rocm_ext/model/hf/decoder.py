@@ -140,7 +140,7 @@ class TransformersDecoder(ForeignDecoder):
         """
         if batch.lengths is None:
             return self._run(batch.tokens)
-        with packed(Lengths(batch.lengths, batch.shared)):
+        with packed(Lengths(batch.lengths, batch.shared), self.kernel):
             # with a mask, transformers does not look for sequences itself
             return self._run(batch.tokens, position_ids=batch.positions, attention_mask=torch.ones_like(batch.tokens))
 

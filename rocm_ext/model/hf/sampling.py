@@ -72,6 +72,7 @@ class Sampler:
         for name, layer in replaced.items():
             model.set_submodule(name, layer)
         self._decoder = TransformersDecoder(model, source.architecture).eval().requires_grad_(False)
+        self._decoder.kernel = source.kernel
         self._decoder.load_state_dict(state, assign=True)
         for name, lora in expert_loras(source).items():  # it stays beside the weights, in any dtype
             owner, _, leaf = f"{name}{ExpertLora.SUFFIX}".rpartition(".")
@@ -174,7 +175,8 @@ class Sampler:
         for group in self._groups(prompts):
             longest = max(1, *map(len, group))
             padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in group]
-            layers, _ = _prefill(self._decoder.body, self._config, torch.tensor(padded, device=self.device))
+            tokens = torch.tensor(padded, device=self.device)
+            layers, _ = _prefill(self._decoder.body, self._config, tokens, self._decoder.kernel)
             caches += [row_of(layers, row, len(prompt)) for row, prompt in enumerate(group)]
         return caches
 
@@ -203,7 +205,7 @@ class Sampler:
         """
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
-        with at(positions[:, None], cache):
+        with at(positions[:, None], self._decoder.kernel, cache):
             hidden = self._decoder.body(**rows, past_key_values=cache, use_cache=True).last_hidden_state
         return self._decoder.output(hidden[:, 0])
 
@@ -242,11 +244,11 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor) -> tuple[list[Any], Asked]:
+def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) -> tuple[list[Any], Asked]:
     """Return the cache's layers after ``tokens`` [n, s], and what the model's code asked for."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     cache = Cache(layers=layers_of(config))
-    with at(positions) as asked:
+    with at(positions, kernel) as asked:
         run(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
     return cache.layers, asked
 
@@ -291,6 +293,7 @@ def needs_of(source: TransformersDecoder) -> Needs:
                 lambda **given: functional_call(body, fakes, (), given),
                 model.config,
                 torch.zeros(1, _PROBE, dtype=torch.long),
+                "auto",
             )
     except Exception as error:  # the model's code may raise anything
         cause = _ATTENTION if SLOTS in str(error) else one_line(error)  # its code does not know this attention
@@ -312,7 +315,8 @@ def needs_of(source: TransformersDecoder) -> Needs:
     if bad := [what for what, found in problems.items() if found]:
         raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
     expanded = 4 * asked.read if asked.read > kept else 0
-    return Needs(keys, states, asked.windows, asked.scores, expanded, min(source.max_seq_len, _short(body)))
+    scores = asked.scores or source.kernel in ("math", "eager")
+    return Needs(keys, states, asked.windows, scores, expanded, min(source.max_seq_len, _short(body)))
 
 
 def copied_bytes(source: TransformersDecoder, merge: bool | None) -> int:

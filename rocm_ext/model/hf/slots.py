@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import (
@@ -28,7 +27,8 @@ from transformers.cache_utils import (
 from transformers.masking_utils import causal_mask_function
 
 from rocm_ext.errors import UserError
-from rocm_ext.model.hf.attention import by_scores, check_arguments
+from rocm_ext.model.hf.attention import check_arguments, check_scores
+from rocm_ext.model.sdpa import by_scores, sdpa
 
 SLOTS = "rocm_ext_slots"
 
@@ -58,11 +58,13 @@ class _Pass:
         positions: of its tokens, [n, s].
         ring: maps the size of a window to the places of its ring; None for all positions. None: a prefill, whose keys
             lie in order.
+        kernel: see :func:`rocm_ext.model.sdpa.sdpa`.
         asked: what the model's code asks for.
     """
 
     positions: Tensor
     ring: Callable[[int | None], int] | None
+    kernel: str
     asked: "Asked"
 
 
@@ -70,17 +72,18 @@ _pass: ContextVar[_Pass] = ContextVar("the forward pass")
 
 
 @contextmanager
-def at(positions: Tensor, cache: "SlotCache | None" = None) -> Iterator[Asked]:
+def at(positions: Tensor, kernel: str, cache: "SlotCache | None" = None) -> Iterator[Asked]:
     """Give ``positions`` [n, s] to the masks that a model makes inside.
 
     Args:
         positions: of the pass's tokens.
+        kernel: of attention.
         cache: the slots; None: a prefill.
 
     Yields:
         What the model's code asks for.
     """
-    now = _Pass(positions, cache.ring if cache is not None else None, Asked())
+    now = _Pass(positions, cache.ring if cache is not None else None, kernel, Asked())
     token = _pass.set(now)
     try:
         yield now.asked
@@ -147,7 +150,8 @@ def attention(
     wanted = (1, query.shape[2], key.shape[2])
     if attention_mask is None or attention_mask.shape[1:] != wanted:
         raise UserError(f"{type(module).__name__} makes masks of its own")
-    asked = _pass.get().asked
+    now = _pass.get()
+    asked = now.asked
     asked.layers += 1
     asked.read = max(asked.read, key.shape[1] * (key.shape[-1] + value.shape[-1]))
     asked.scores |= softcap is not None or s_aux is not None
@@ -158,8 +162,9 @@ def attention(
     elif groups > 1:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     if softcap is None and s_aux is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+        out = sdpa(query, key, value, now.kernel, mask=attention_mask, scale=scaling)
     else:
+        check_scores(now.kernel)
         sinks = None if s_aux is None else s_aux.view(1, *((-1, groups) if s == 1 else (heads, 1)), 1)
         out = by_scores(query, key, value, attention_mask, 0.0, scaling, softcap, sinks)
     return out.reshape(n, heads, s, -1).transpose(1, 2), None
