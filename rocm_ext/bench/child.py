@@ -1,7 +1,4 @@
-"""The child process of ``rocm-ext bench``. It reads a job from stdin and writes a line for each measurement.
-
-python -m rocm_ext.bench.child < job.json
-"""
+"""The child process of ``rocm-ext bench``: it reads lines of JSON, a spec and then items, and answers each item."""
 
 import json
 import sys
@@ -37,17 +34,17 @@ def say(**values: Any) -> None:
 
 
 def main() -> None:
-    """Read the job from stdin and measure its items."""
-    job = json.load(sys.stdin)
-    spec = Spec(**{**job["spec"], "overrides": tuple(job["spec"]["overrides"])})
+    """Read the spec from stdin, then items, and answer each at once."""
+    given = json.loads(sys.stdin.readline())
+    spec = Spec(**{**given, "overrides": tuple(given["overrides"])})
     try:
         bench = Bench(spec)
     except UserError as error:
         say(error=str(error))
         return
-    for index, item in job["items"]:
-        say(begin=index)
-        say(index=index, **measure(bench, item))
+    say(ready=True)
+    for line in iter(sys.stdin.readline, ""):
+        say(**measure(bench, json.loads(line)))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

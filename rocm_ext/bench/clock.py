@@ -18,6 +18,12 @@ class Times:
     high: float
     repeats: int
 
+    @classmethod
+    def of(cls, times: list[float]) -> "Times":
+        """Summarise the seconds of each call; there are at least two."""
+        low, middle, high = quantiles(times, n=4, method="inclusive")
+        return cls(middle, low, high, len(times))
+
     def rate(self, amount: float) -> dict[str, float]:
         """``amount`` per second: ``value`` with ``low`` and ``high``."""
         return {"value": amount / self.median, "low": amount / self.high, "high": amount / self.low}
@@ -47,8 +53,7 @@ def measure(
         work()
         wait(device)
         times.append(time.perf_counter() - began)
-    low, middle, high = quantiles(times, n=4, method="inclusive")
-    return Times(middle, low, high, len(times))
+    return Times.of(times)
 
 
 def wait(device: torch.device) -> None:

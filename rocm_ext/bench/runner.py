@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import IO, Any
@@ -38,97 +38,113 @@ class Measurement:
 
 
 def run(
-    spec: Spec, items: Sequence[Item], timeout: float, tell: Callable[[Measurement], None], environ: Mapping[str, str]
+    spec: Spec,
+    following: Callable[[list[Measurement]], list[Item]],
+    timeout: float,
+    tell: Callable[[Measurement], None],
+    environ: Mapping[str, str],
 ) -> list[Measurement]:
-    """Measure ``items`` in child processes.
+    """Measure in child processes. Consecutive items of equal environment share one, unless it crashes or hangs.
 
     Args:
         spec: for the children.
-        items: in any order; items of equal environment share a process.
+        following: returns the next items, given all measurements so far; none ends the run.
         timeout: seconds that a measurement may take.
         tell: called with each measurement at once.
         environ: environment variables of all children; those of the items overrule them.
 
     Returns:
-        The measurements, in the order of ``items``.
+        The measurements, in the order of the items.
 
     Raises:
         UserError: where a child refuses the config.
     """
-    done: dict[int, Measurement] = {}
-
-    def record(index: int, status: str, result: dict[str, Any] | None = None, detail: str = "") -> None:
-        done[index] = Measurement(items[index], status, result or {}, detail)
-        tell(done[index])
-
-    for index, item in enumerate(items):
-        if item.skip:
-            record(index, "skipped", detail=item.skip)
-    while waiting := [index for index in range(len(items)) if index not in done]:
-        own = items[waiting[0]].environ
-        same = [index for index in waiting if items[index].environ == own]
-        with _Child(spec, [(index, items[index]) for index in same], {**environ, **own}) as child:
-            _follow(child, timeout, record)
-        if not done.keys() & set(same):
-            record(same[0], "crashed", detail=child.last_words())
-    return [done[index] for index in range(len(items))]
-
-
-def _follow(child: "_Child", timeout: float, record: Callable[..., None]) -> None:
-    """Record what a child says until it ends, crashes or times out."""
-    current: int | None = None
-    while True:
-        try:
-            line = child.lines.get(timeout=timeout + (0 if current is not None else 120))  # 120: to import torch
-        except Empty:
-            if current is not None:
-                record(current, "timeout", detail=f"no result within {timeout:g} s")
-            return
-        if line is None:
-            if current is not None:
-                record(current, "crashed", detail=child.last_words())
-            return
-        said = json.loads(line)
-        if "error" in said:
-            raise UserError(said["error"])
-        if "begin" in said:
-            current = said["begin"]
-        else:
-            record(said.pop("index"), **said)
-            current = None
+    done: list[Measurement] = []
+    with contextlib.ExitStack() as running:
+        child: _Child | None = None
+        while items := following(done):
+            for item in items:
+                if item.skip:
+                    found = Measurement(item, "skipped", {}, item.skip)
+                else:
+                    if child is None or child.ended or child.own != item.environ:
+                        running.close()
+                        child = running.enter_context(_Child(spec, item.environ, environ))
+                    found = child.measure(item, timeout)
+                done.append(found)
+                tell(found)
+    return done
 
 
 class _Child:
-    """A process of :mod:`rocm_ext.bench.child`. It ends with this object's context."""
+    """A process of :mod:`rocm_ext.bench.child`. It ends with this object's context.
 
-    def __init__(self, spec: Spec, items: Sequence[tuple[int, Item]], environ: dict[str, str]) -> None:
-        job = {"spec": asdict(spec), "items": [(index, item.to_dict()) for index, item in items]}
+    Args:
+        spec: what the user asked for.
+        own: environment variables of its items.
+        environ: environment variables of all children; ``own`` overrules them.
+
+    Attributes:
+        own: as above.
+        ended: whether it can measure nothing more.
+    """
+
+    _STARTING = 120  # seconds to import torch and open the device
+
+    def __init__(self, spec: Spec, own: Mapping[str, str], environ: Mapping[str, str]) -> None:
+        self.own, self.ended, self._started = own, False, False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rocm_ext.bench.child"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            env={**os.environ, **environ},
+            env={**os.environ, **environ, **own},
         )  # fmt: skip
         self._errors: list[str] = []
-        self.lines: SimpleQueue[str | None] = SimpleQueue()
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
         readers = (self._read_lines, self._process.stdout), (self._read_errors, self._process.stderr)
         self._threads = [threading.Thread(target=read, args=(pipe,), daemon=True) for read, pipe in readers]
         for thread in self._threads:
             thread.start()
-        # it may crash at once; last_words says why
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # type: ignore[union-attr]
-            json.dump(job, pipe)
+        self._send(asdict(spec))
+
+    def measure(self, item: Item, timeout: float) -> Measurement:
+        """Measure an item.
+
+        Raises:
+            UserError: the child refuses the config.
+        """
+        self._send(item.to_dict())
+        said: dict[str, Any] = {}
+        for seconds in (timeout,) if self._started else (self._STARTING, timeout):
+            try:
+                line = self._lines.get(timeout=seconds)
+            except Empty:
+                self.ended = True
+                return Measurement(item, "timeout", {}, f"no result within {seconds:g} s")
+            if line is None:
+                self.ended = True
+                return Measurement(item, "crashed", {}, self._last_words())
+            said = json.loads(line)
+            if "error" in said:
+                raise UserError(said["error"])
+            self._started = True
+        return Measurement(item, said["status"], said.get("result", {}), said.get("detail", ""))
+
+    def _send(self, content: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it may have crashed; _last_words says why
+            self._process.stdin.write(json.dumps(content) + "\n")  # type: ignore[union-attr]
+            self._process.stdin.flush()  # type: ignore[union-attr]
 
     def _read_lines(self, pipe: IO[str]) -> None:
         for line in pipe:
             if line.startswith(MARK):
-                self.lines.put(line[len(MARK) :])
-        self.lines.put(None)
+                self._lines.put(line[len(MARK) :])
+        self._lines.put(None)
 
     def _read_errors(self, pipe: IO[str]) -> None:
         for line in pipe:
             self._errors = [*self._errors[-20:], line.rstrip()]
 
-    def last_words(self) -> str:
+    def _last_words(self) -> str:
         """How the process ended, and its last line on stderr."""
         try:
             code = self._process.wait(10)
@@ -142,8 +158,13 @@ class _Child:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL does not end a process that hangs in a driver
-            self._process.wait(10)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(0 if self.ended or error[0] else 10)  # it ends once its input has ended
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL ends no process that hangs in a driver
+                self._process.wait(10)
         for thread in self._threads:
             thread.join(timeout=5)

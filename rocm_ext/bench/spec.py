@@ -1,16 +1,14 @@
 """What to measure: plain values, which the parent sends to its children."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
-
 from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.profile import Lock, Profile
+from rocm_ext.hardware.profile import Lock
 
 # In the order of the table. Each is a module of this package with ``measure(bench, values)``.
-PROBES = ("gemm", "bandwidth", "attention", "loader", "training", "decoding")
+PROBES = ("gemm", "bandwidth", "link", "attention", "loader", "training", "decoding")
 
 
 @dataclass(frozen=True)
@@ -53,23 +51,20 @@ class Item:
         return asdict(self)
 
 
-def items(cfg: DictConfig, machine: Machine, profile: Profile, quick: bool, risky: bool) -> list[Item]:
-    """The items that are worth measuring on ``machine``.
+def items(machine: Machine, locked: Mapping[str, Lock], quick: bool) -> list[Item]:
+    """What is worth measuring on ``machine``, but for training steps; :mod:`rocm_ext.bench.sweep` chooses those.
 
     Args:
-        cfg: of the training.
         machine: to measure.
-        profile: of it.
+        locked: settings that are not measured.
         quick: measure fewer.
-        risky: also measure what the profile locks because owners report hangs.
     """
-    locked = {} if risky else profile.locked
-    made = [*_gemm(machine, quick), *_bandwidth(machine), *_attention(machine, quick)]
-    made += [*_loader(machine, locked, quick), *_training(cfg, machine, locked, quick), *_decoding(quick)]
-    return made
+    made = [*_gemm(machine), *_bandwidth(machine), *_links(machine), *_attention(machine, quick)]
+    return [*made, *_loader(machine, locked, quick), *_decoding(quick)]
 
 
-def _dtypes(machine: Machine) -> list[str]:
+def dtypes(machine: Machine) -> list[str]:
+    """The dtypes that ``machine`` computes natively; any CPU counts as having bf16."""
     return [
         "fp32",
         *(["bf16"] if machine.bf16 or machine.backend == "cpu" else []),
@@ -77,13 +72,21 @@ def _dtypes(machine: Machine) -> list[str]:
     ]
 
 
-def _gemm(machine: Machine, quick: bool) -> Iterator[Item]:
+def refused(wanted: Mapping[str, Any], locked: Mapping[str, Lock]) -> str:
+    """The reason why ``wanted`` is not measured; empty: it is."""
+    for key, value in wanted.items():
+        if (lock := locked.get(key)) and value not in (lock.value, *lock.also):
+            return f"locked here: {lock.reason} (--risky measures it)"
+    return ""
+
+
+def _gemm(machine: Machine) -> Iterator[Item]:
     libraries: list[tuple[str, dict[str, str]]] = [("default", {})]
     if machine.backend == "rocm":  # both torch and rocBLAS may choose hipBLASLt
         names = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")
         libraries = [("rocBLAS", dict.fromkeys(names, "0")), ("hipBLASLt", dict.fromkeys(names, "1"))]
     for library, environ in libraries:
-        for dtype in _dtypes(machine):
+        for dtype in dtypes(machine):
             for direction in ("forward", "dgrad", "wgrad"):
                 yield Item("gemm", {"direction": direction, "dtype": dtype, "library": library}, environ)
 
@@ -96,6 +99,13 @@ def _bandwidth(machine: Machine) -> Iterator[Item]:
                 yield Item("bandwidth", {"what": what, "pinned": pinned})
 
 
+def _links(machine: Machine) -> Iterator[Item]:
+    if machine.backend != "cpu" and machine.gpu_count > 1:
+        yield Item("link", {"what": "GPU to GPU"})
+        if machine.system != "Windows":  # without process groups
+            yield Item("link", {"what": "all-reduce", "ranks": machine.gpu_count})
+
+
 def _attention(machine: Machine, quick: bool) -> Iterator[Item]:
     backends = ["flash", "math", "eager"] if machine.backend == "cpu" else ["flash", "efficient", "math", "eager"]
     for tokens in (512,) if quick else (512, 2048):
@@ -103,31 +113,14 @@ def _attention(machine: Machine, quick: bool) -> Iterator[Item]:
             yield Item("attention", {"backend": backend, "tokens": tokens})
 
 
-def _loader(machine: Machine, locked: dict[str, Lock], quick: bool) -> Iterator[Item]:
+def _loader(machine: Machine, locked: Mapping[str, Lock], quick: bool) -> Iterator[Item]:
     pins = (False,) if machine.backend == "cpu" else (False, True)
     for workers in (0, 2) if quick else (0, 2, 4, 8):
         for pinned in pins:
             wanted = {"num_workers": workers, "pin_memory": pinned}
-            yield Item("loader", wanted, skip=_refused(wanted, locked))
-
-
-def _training(cfg: DictConfig, machine: Machine, locked: dict[str, Lock], quick: bool) -> Iterator[Item]:
-    sizes = (1, 4) if quick else (1, 2, 4, 8, 16)
-    for rows in sizes:
-        yield Item("training", {"rows": rows, "compile": False, "base": "as configured"})
-    compiled = {"rows": sizes[-1] if quick else 4, "compile": True, "base": "as configured"}
-    if not quick:
-        yield Item("training", compiled, skip=_refused({"compile": True}, locked))
-        yield Item("training", {"rows": 4, "compile": False, "base": "4-bit"})
+            yield Item("loader", wanted, skip=refused(wanted, locked))
 
 
 def _decoding(quick: bool) -> Iterator[Item]:
     for slots in (16, 64) if quick else (16, 32, 64, 128, 256):
         yield Item("decoding", {"slots": slots})
-
-
-def _refused(wanted: dict[str, Any], locked: dict[str, Lock]) -> str:
-    for key, value in wanted.items():
-        if (lock := locked.get(key)) and value not in (lock.value, *lock.also):
-            return f"locked here: {lock.reason} (--risky measures it)"
-    return ""

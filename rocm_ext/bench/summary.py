@@ -1,7 +1,6 @@
 """What measurements show: the machine's speeds and the fastest settings."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -11,6 +10,7 @@ from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
 from rocm_ext.bench.runner import Measurement
+from rocm_ext.bench.sweep import GAIN, Sweep, Winner, beats, in_words, smallest, speed
 from rocm_ext.bench.training import longest_row, probe_config
 from rocm_ext.generation.decoder import Decoder
 from rocm_ext.model.attention import choose_attention, use_packed_attention
@@ -20,8 +20,6 @@ from rocm_ext.plan import workload
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import TrainingPlanner, decode_seconds
 from rocm_ext.plan.speeds import Figures
-
-_GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
 
 
 def figures(
@@ -43,6 +41,8 @@ def figures(
         ]
         flops[name] = 1 / fmean(1 / value for value in best)  # training computes equally many FLOPs in each direction
     known: dict[str, Any] = {"flops": flops, "bandwidth": median(copies)}
+    if reduced := _ok(measurements, "link", what="all-reduce"):
+        known["link"] = speed(reduced[0])
     roofline = Figures("", True, **known)
     shape = build_model(cfg.model, dtype, 0, torch.device("meta"))
     use_packed_attention(shape)
@@ -59,10 +59,10 @@ def _training_efficiency(
     roofline: Figures,
 ) -> dict[str, float]:
     """The share of the roofline that a training step reaches."""
-    measured = _ok(measurements, "training", compile=False, base="as configured")
+    measured = [each for each in _ok(measurements, "training") if _plain(each)]
     if not measured:
         return {}
-    fastest = max(measured, key=_value)
+    fastest = max(measured, key=speed)
     count, longest = fastest.item.values["rows"], longest_row(cfg)
     planner = TrainingPlanner(
         probe_config(cfg, fastest.item.values, []),
@@ -86,37 +86,16 @@ def _decoding_efficiency(
     measured = _ok(measurements, "decoding")
     if not measured:
         return {}
-    fastest = max(measured, key=_value)
+    fastest = max(measured, key=speed)
     with torch.no_grad():
         decoder = Decoder(shape)
     expected = decode_seconds(decoder, fastest.item.values["slots"], fastest.result["context"], roofline)
     return {"decode_efficiency": expected / fastest.result["seconds"]}
 
 
-@dataclass(frozen=True)
-class Winner:
-    """The fastest value of a setting.
-
-    Attributes:
-        key: in a config, or the name of an environment variable.
-        value: the fastest.
-        reason: the speeds that were compared.
-    """
-
-    key: str
-    value: Any
-    reason: str
-
-
-def winners(measurements: Sequence[Measurement], cfg: DictConfig) -> list[Winner]:
+def winners(measurements: Sequence[Measurement], cfg: DictConfig, sweep: Sweep) -> list[Winner]:
     """The fastest settings, where the difference exceeds the noise."""
-    found = [
-        *_library(measurements),
-        *_loader(measurements, cfg),
-        _compile(measurements),
-        _size(measurements, "training", "rows", "batch_size"),
-        _size(measurements, "decoding", "slots", "engine.slots"),
-    ]
+    found = [*_library(measurements), *_loader(measurements, cfg), *sweep.winners(measurements), _slots(measurements)]
     return [winner for winner in found if winner is not None]
 
 
@@ -128,12 +107,12 @@ def _library(measurements: Sequence[Measurement]) -> list[Winner]:
     for each in _ok(measurements, "gemm", dtype=dtype):
         if each.item.values["direction"] != "wgrad":
             library = each.item.values["library"]
-            seconds[library] = seconds.get(library, 0.0) + 1 / _value(each)
+            seconds[library] = seconds.get(library, 0.0) + 1 / speed(each)
     if len(seconds) < 2:
         return []
     best, worst = min(seconds, key=seconds.__getitem__), max(seconds, key=seconds.__getitem__)
     gain = seconds[worst] / seconds[best]
-    if gain < _GAIN:
+    if gain < GAIN:
         return []
     (environ,) = {tuple(r.item.environ.items()) for r in _ok(measurements, "gemm", library=best)}
     reason = f"{best} is {gain:.2f} times as fast as {worst} in forward and dgrad, {dtype}"
@@ -145,36 +124,24 @@ def _loader(measurements: Sequence[Measurement], cfg: DictConfig) -> list[Winner
     now = _ok(measurements, "loader", num_workers=cfg.num_workers, pin_memory=cfg.pin_memory)
     if not measured or not now:
         return []
-    best, current = max(measured, key=_value), now[0]
-    training = max(map(_value, _ok(measurements, "training")), default=0.0)
-    if _value(current) > 20 * training > 0 or not _beats(best, current):
+    best, current = max(measured, key=speed), now[0]
+    training = max(map(speed, _ok(measurements, "training")), default=0.0)
+    if speed(current) > 20 * training > 0 or not beats(best, current):
         return []  # loading takes less than a twentieth of a step
-    reason = f"loads {_value(best) / _value(current):.2f} times as fast as {current.item.values}"
+    reason = f"loads {speed(best) / speed(current):.2f} times as fast as {current.item.values}"
     return [Winner(key, best.item.values[key], reason) for key in ("num_workers", "pin_memory")]
 
 
-def _compile(measurements: Sequence[Measurement]) -> Winner | None:
-    for compiled in _ok(measurements, "training", compile=True):
-        for plain in _ok(
-            measurements, "training", compile=False, base="as configured", rows=compiled.item.values["rows"]
-        ):
-            faster, slower = (compiled, plain) if _value(compiled) > _value(plain) else (plain, compiled)
-            if _beats(faster, slower):
-                gain = _value(compiled) / _value(plain)
-                return Winner("compile", faster is compiled, f"compiled steps are {gain:.2f} times as fast")
-    return None
-
-
-def _size(measurements: Sequence[Measurement], probe: str, what: str, key: str) -> Winner | None:
-    """The smallest size within :data:`_GAIN` of the fastest."""
-    plain = {"compile": False, "base": "as configured"} if probe == "training" else {}
-    measured = _ok(measurements, probe, **plain)
+def _slots(measurements: Sequence[Measurement]) -> Winner | None:
+    measured = _ok(measurements, "decoding")
     if len(measured) < 2:
         return None
-    fastest = max(measured, key=_value)
-    chosen = min((r for r in measured if _value(r) * _GAIN >= _value(fastest)), key=lambda r: r.item.values[what])
-    told = ", ".join(f"{_value(r):,.0f} with {r.item.values[what]}" for r in measured)
-    return Winner(key, chosen.item.values[what], f"tokens/s: {told}")
+    return Winner("engine.slots", smallest(measured, "slots").item.values["slots"], in_words(measured, "slots"))
+
+
+def _plain(measurement: Measurement) -> bool:
+    """Whether a training step was measured as configured, but not compiled, which figures of kernels describe."""
+    return measurement.item.values.keys() == {"rows", "compile"} and not measurement.item.values["compile"]
 
 
 def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Measurement]:
@@ -184,11 +151,3 @@ def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Meas
         for each in table
         if each.status == "ok" and each.item.probe == probe and values.items() <= each.item.values.items()
     ]
-
-
-def _value(measurement: Measurement) -> float:
-    return measurement.result["value"]
-
-
-def _beats(best: Measurement, other: Measurement) -> bool:
-    return best.result["low"] > other.result["high"] and _value(best) > _GAIN * _value(other)

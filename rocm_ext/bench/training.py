@@ -1,4 +1,4 @@
-"""Real optimiser steps of the config's model with random weights, by rows computed at once."""
+"""Real optimiser steps of the config's model with random weights, by rows computed at once and by settings."""
 
 import gc
 from collections.abc import Iterator, Mapping
@@ -19,6 +19,7 @@ from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import Tally
 from rocm_ext.plan.memory import readable
+from rocm_ext.plan.planner import dtype_name
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.runtime import Runtime
@@ -87,7 +88,7 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
             cfg.output_dir = folder
             return _measure(_trainer(cfg, runtime, values["rows"], bench.spec.budget), bench.spec.seconds)
     except UserError as error:
-        if values["base"] == "4-bit":  # a builder without it, or sizes that it cannot have
+        if values.keys() - {"rows", "compile"}:  # a kernel or a 4-bit form that this model or machine does not have
             raise Skipped(str(error)) from error
         raise
     finally:
@@ -117,22 +118,23 @@ def _measure(trainer: Trainer, seconds: float) -> dict[str, Any]:
         "seconds": times.median,
         "peak_memory": _peak(trainer, batches),
         "planned_memory": learner.planned_peak,
+        "dtype": dtype_name(trainer.runtime.dtype),
         "checkpointed": sum(hasattr(layer, "_checkpoint_wrapped_module") for layer in learner.decoder.layers),
     }
 
 
 def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) -> DictConfig:
-    """``cfg`` for steps of ``values["rows"]`` rows at once, compiled or not, over the base it has or a 4-bit one."""
+    """``cfg`` for steps of ``values["rows"]`` rows at once; the other ``values`` are keys of it."""
     changes: dict[str, Any] = {
         "sequences_per_step": values["rows"], "gradient_accumulation_steps": None, "batch_size": values["rows"],
         "tokens_per_micro_batch": None, "max_steps_per_epoch": None, "epochs": 1, "seed": 0, "lr_scheduler": None,
-        "resume_from_checkpoint": False, "overwrite_output_dir": True,
-        "compile": values["compile"], "hardware_overrides": insist, "startup_checks": False, "metric_logger": None,
-        "profiler": None, "profile_steps": None,
+        "resume_from_checkpoint": False, "overwrite_output_dir": True, "hardware_overrides": insist,
+        "startup_checks": False, "metric_logger": None, "profiler": None, "profile_steps": None,
+        **{key: value for key, value in values.items() if key not in ("rows", "quantize_base")},
     }  # fmt: skip
     changed = OmegaConf.create({**OmegaConf.to_container(cfg), **changes})  # type: ignore[dict-item]
     changed.checkpointer.pop("adapter_checkpoint", None)
-    if values["base"] == "4-bit":
+    if values.get("quantize_base"):
         changed.model.quantize_base = True
     return changed
 

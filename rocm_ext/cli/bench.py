@@ -4,19 +4,50 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rocm_ext.cli._options import add_overrides
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from rocm_ext.bench.runner import Measurement
-    from rocm_ext.bench.summary import Winner
+    from rocm_ext.bench.sweep import Sweep, Winner
+    from rocm_ext.hardware.machine import Machine
+    from rocm_ext.hardware.profile import Profile
+    from rocm_ext.registry import Recipe
 
 _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "tokens/s")}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured: a config on a machine.
+
+    Attributes:
+        recipe: that runs the config.
+        name: of the config.
+        whole: the config.
+        training: the part of it that trains.
+        machine: with its profile.
+        profile: of the machine.
+        sweep: of training settings.
+    """
+
+    recipe: "Recipe"
+    name: str
+    whole: "DictConfig"
+    training: "DictConfig"
+    machine: "Machine"
+    profile: "Profile"
+    sweep: "Sweep"
 
 
 def add(commands) -> None:
@@ -25,9 +56,10 @@ def add(commands) -> None:
         "bench",
         help="measure this machine, for `rocm-ext plan` and `hardware: auto`",
         description="Measure matrix products by direction, dtype and library; memory bandwidth; attention kernels; the "
-        "loader; and training and decoding steps of a config's model with random weights. It downloads nothing. Each "
-        "measurement runs in a child process within the memory budget; a crash or hang becomes a row of the table. "
-        "Writes bench.json and prints the fastest settings as YAML.",
+        "links between GPUs; the loader; training steps of a config's model with random weights, one setting after "
+        "another around the fastest so far; and decoding steps. It downloads nothing. Each measurement runs in a child "
+        "process within the memory budget; a crash or hang becomes a row of the table. Writes bench.json, prints the "
+        "fastest settings as YAML, and writes a config that has them.",
     )
     option = parser.add_argument
     option(
@@ -48,7 +80,7 @@ def add(commands) -> None:
         "--only",
         nargs="+",
         metavar="PROBE",
-        help="measure only these: gemm, bandwidth, attention, loader, training, decoding; "
+        help="measure only these: gemm, bandwidth, link, attention, loader, training, decoding; "
         "needs --output to write a file, because plan and recipes use a file with all of them",
     )
     option(
@@ -63,6 +95,12 @@ def add(commands) -> None:
         metavar="FILE",
         help="also write an anonymous record (machine, versions, speeds) to attach to an issue",
     )
+    option(
+        "--yaml",
+        type=Path,
+        metavar="FILE",
+        help="write the config with the fastest settings to this file (default: bench.yaml beside bench.json)",
+    )
     option("--json", action="store_true", help="print the content of bench.json instead of tables")
     add_overrides(parser)
     parser.set_defaults(run=run)
@@ -75,31 +113,28 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, print the measurements and the fastest settings, and write the file."""
+    """Measure, print the measurements and the fastest settings, and write the files."""
     from omegaconf import OmegaConf
 
     from rocm_ext import config, registry
     from rocm_ext.bench import runner, spec
     from rocm_ext.bench.busy import OtherPrograms
+    from rocm_ext.bench.sweep import Sweep
     from rocm_ext.config.checks import check_values
-    from rocm_ext.hardware.bench_file import bench_path
     from rocm_ext.hardware.budget import memory_budget
-    from rocm_ext.hardware.environment import environment_for
     from rocm_ext.hardware.machine import detect
     from rocm_ext.hardware.profile import choose_profile, load_profile
 
     machine = detect()
-    args.overrides += [word for word in args.only or () if "=" in word]  # argparse reads them as arguments of --only
-    only = [word for word in args.only or () if "=" not in word]
-    if strange := [name for name in only if name not in spec.PROBES]:
-        raise UserError(f"--only {strange[0]} is not a probe; expected some of {', '.join(spec.PROBES)}", code=2)
+    only = _only(args)
     profile = load_profile(choose_profile(machine)[0])
     name = args.config or profile.bench_config
     # the machine's profile overrules a config for another machine
     overrides = [f"hardware={profile.name}", *args.overrides]
     recipe = config.recipe_of(name, args.overrides)
     registry.extended(recipe)
-    cfg = OmegaConf.create(config.trainer_config(config.load(recipe, name, overrides)))
+    whole = config.load(recipe, name, overrides)
+    cfg = OmegaConf.create(config.trainer_config(whole))
     check_values(cfg)
     if cfg.device == "cpu":  # even where there is a GPU: its speeds are not measured
         if machine.backend != "cpu" and not args.output:
@@ -107,32 +142,70 @@ def run(args: argparse.Namespace) -> None:
         machine = replace(machine, backend="cpu", arch=None, name=None, unified=False)
     profile = load_profile(cfg.hardware)
     budget, why = memory_budget(profile, machine)
-    seconds = 0.3 if args.quick else 1.0
-    job = spec.Spec(name, tuple(overrides), budget, args.quick, seconds)
-    items = [item for item in spec.items(cfg, machine, profile, args.quick, args.risky)
-             if not only or item.probe in only]  # fmt: skip
-    output = args.output or (None if only else bench_path())
-    if args.share:
-        if only:
-            raise UserError("--share needs all measurements; leave --only out", code=2)
-        _check_writable(args.share, "--share")
-    if output is not None:
-        _check_writable(output)
-    elif not only:
-        raise UserError("this user has no home folder; add --output FILE, and set ROCM_EXT_BENCH=FILE for plan")
-    progress = _Progress(len(items), quiet=args.json)
+    locked = {} if args.risky else profile.locked
+    first = [item for item in spec.items(machine, locked, args.quick) if not only or item.probe in only]
+    sweep = Sweep(cfg, machine, locked, args.quick)
+    trains = not only or "training" in only
+    measured = Measured(recipe, name, whole, cfg, machine, profile, sweep)
+    args.output, args.yaml = _files(args, only)
+    progress = _Progress(len(first) + sweep.most * trains, quiet=args.json)
     progress.say(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})")
-    environ = {key: value for key, (value, _) in environment_for(profile, machine, os.environ).items()}
+    job = spec.Spec(name, tuple(overrides), budget, args.quick, 0.3 if args.quick else 1.0)
     others = OtherPrograms()
-    measurements = runner.run(job, items, args.timeout, progress.tell, environ)
+    with _environment(profile, machine) as environ:
+        measurements = runner.run(
+            job,
+            lambda done: first if not done and first else sweep.following(done) if trains else [],
+            args.timeout,
+            progress.tell,
+            environ,
+        )
     busy = others.cores()
-    _finish(args, output, measurements, cfg, machine, job, busy)
+    _finish(args, measurements, measured, busy)
     if busy > others.WORTH_TELLING:
         progress.say(f"warning: other programs used {busy:.1f} cores, so these speeds are too low. End them and "
                      "measure again")  # fmt: skip
 
 
-def _check_writable(path: Path, option: str = "--output") -> None:
+def _only(args: argparse.Namespace) -> list[str]:
+    """The probes of ``--only``. argparse reads overrides as its arguments, too; these move to ``args.overrides``."""
+    from rocm_ext.bench.spec import PROBES
+
+    args.overrides += [word for word in args.only or () if "=" in word]
+    only = [word for word in args.only or () if "=" not in word]
+    if strange := [name for name in only if name not in PROBES]:
+        raise UserError(f"--only {strange[0]} is not a probe; expected some of {', '.join(PROBES)}", code=2)
+    return only
+
+
+def _files(args: argparse.Namespace, only: list[str]) -> tuple[Path | None, Path | None]:
+    """The files to write: the measurements, and the config with the fastest settings."""
+    from rocm_ext.hardware.bench_file import bench_path
+
+    output = args.output or (None if only else bench_path())
+    if output is None and not only:
+        raise UserError("this user has no home folder; add --output FILE, and set ROCM_EXT_BENCH=FILE for plan")
+    beside = output.with_suffix(".yaml") if output and not args.output else None
+    if args.share and only:
+        raise UserError("--share needs all measurements; leave --only out", code=2)
+    files = {"--output": output, "--yaml": args.yaml or beside, "--share": args.share}
+    for option, path in files.items():
+        if path is not None:
+            _check_writable(option, path)
+    return output, files["--yaml"]
+
+
+@contextmanager
+def _environment(profile: Any, machine: Any) -> Iterator[dict[str, str]]:
+    """The environment of all measurements."""
+    from rocm_ext.hardware.environment import environment_for
+
+    environ = {key: value for key, (value, _) in environment_for(profile, machine, os.environ).items()}
+    with TemporaryDirectory() as folder:
+        yield {**environ, "PYTORCH_TUNABLEOP_FILENAME": f"{folder}/tunableop.csv"}  # else in the current folder
+
+
+def _check_writable(option: str, path: Path) -> None:
     from rocm_ext.files import disk_errors
 
     with disk_errors(path):
@@ -141,33 +214,27 @@ def _check_writable(path: Path, option: str = "--output") -> None:
         raise UserError(f"{option} {path} is a folder; name a file")
 
 
-def _finish(
-    args: argparse.Namespace,
-    output: Path | None,
-    measurements: "list[Measurement]",
-    cfg: Any,
-    machine: Any,
-    job: Any,
-    busy: float,
-) -> None:
+def _finish(args: argparse.Namespace, measurements: "list[Measurement]", measured: Measured, busy: float) -> None:
     import torch
 
     from rocm_ext.bench import summary
+    from rocm_ext.bench.run_config import run_config
     from rocm_ext.bench.share import share
     from rocm_ext.files import replace_text
     from rocm_ext.hardware.bench_file import machine_key
     from rocm_ext.hardware.numerics import pick_dtype
     from rocm_ext.model.download import use_shape
 
+    cfg, machine = measured.training, measured.machine
     shape = use_shape(cfg)
     target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
-    won = summary.winners(measurements, cfg)
+    won = summary.winners(measurements, cfg, measured.sweep)
     known = summary.figures(measurements, cfg, pick_dtype(cfg.dtype, machine)[0], target)
     content = {
         "date": date.today().isoformat(),
         "machine": machine_key(machine),
-        "config": job.config,
-        "quick": job.quick,
+        "config": measured.name,
+        "quick": args.quick,
         "cores_of_other_programs": round(busy, 2),
         "figures": known,
         "settings": {winner.key: winner.value for winner in won},
@@ -180,17 +247,27 @@ def _finish(
         if shape:
             print(shape)
         _print_winners(won)
-    if output is None:
-        said = "nothing was written: bench.json holds all probes. To keep these: --output FILE"
+    if args.output is None:
+        said = "bench.json was not written: it holds all probes. To keep these: --output FILE"
     elif known:
-        replace_text(output, json.dumps(content, indent=2) + "\n")
-        said = f"wrote {output}; `rocm-ext plan` and `hardware: auto` use it"
+        replace_text(args.output, json.dumps(content, indent=2) + "\n")
+        said = f"wrote {args.output}; `rocm-ext plan` and `hardware: auto` use it"
     else:
-        said = "nothing was written: bench.json needs gemm and bandwidth"
+        said = f"{args.output} was not written: it needs gemm and bandwidth"
+    if args.yaml is not None:
+        text = run_config(measured.whole, measured.recipe, measured.name, args.yaml, won, measured.profile, machine)
+        replace_text(args.yaml, text)
+        said += f"\nwrote {args.yaml}: {measured.name} with these settings; {_start(measured.recipe, args.yaml)}"
     if args.share:
         said += "\n" + share(content, cfg, machine, args.share)
     if not args.json:
         print(said)
+
+
+def _start(recipe: Any, path: Path) -> str:
+    from rocm_ext.config import startable
+
+    return f"`tune run {startable(recipe)} --config {path}`"
 
 
 class _Progress:
@@ -213,9 +290,11 @@ class _Progress:
 
 
 def _describe(measurement: "Measurement") -> str:
-    """``forward, fp32, rocBLAS``; numbers and switches with their names."""
-    named = (value if isinstance(value, str) else f"{key} {value}" for key, value in measurement.item.values.items())
-    return ", ".join(named)
+    """``forward, fp32, rocBLAS``; numbers, switches and settings of training with their names."""
+    item = measurement.item
+    plain = item.probe != "training"
+    named = [value if isinstance(value, str) and plain else f"{key} {value}" for key, value in item.values.items()]
+    return ", ".join([*named, *(f"{key}={value}" for key, value in item.environ.items() if not plain)])
 
 
 def _outcome(measurement: "Measurement") -> str:

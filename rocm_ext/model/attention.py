@@ -243,9 +243,7 @@ def choose_attention(model: nn.Module, kernel: str) -> None:
     if kernel == "auto":
         return
     if not takes_packed_rows(model):
-        raise UserError(
-            f"attention is {kernel!r}, but this model computes attention in its own code; set attention: auto"
-        )
+        raise UserError(f"attention is {kernel!r}, but this model has its own code for attention; set attention: auto")
     if isinstance(model, ForeignDecoder):
         model.kernel = kernel
     else:

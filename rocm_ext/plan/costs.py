@@ -269,7 +269,7 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
     fake = fake.to("meta").train()
     for part in fake.modules():
         if getattr(part, "kernel", None) in ("flash", "efficient"):  # a CPU has no efficient kernel
-            part.kernel = "fused"
+            part.kernel = "fused"  # type: ignore[assignment]
     # gfx906 uses torch's math path. The CPU's fused kernel keeps the same tensors as a GPU's.
     backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]
     with FakeTensorMode(), sdpa_kernel(backends):
