@@ -88,6 +88,19 @@ def test_nothing_is_measured_that_does_not_fit(monkeypatch):
     assert all("budget" in row["detail"] for row in rows)
 
 
+def test_a_training_step_with_other_settings(monkeypatch):
+    monkeypatch.setattr(log, "disabled", False)
+    bench = Bench(job())
+    common = {"rows": 1, "compile": False}
+    eager = {**common, "enable_activation_checkpointing": True, "attention": "eager", "dtype": "bf16"}
+    found = child.measure(bench, Item("training", eager).to_dict())
+    assert found["status"] == "ok", found
+    assert (found["result"]["checkpointed"], found["result"]["dtype"]) == (len(bench.shape.layers), "bf16")
+    found = child.measure(bench, Item("training", {**common, "attention": "efficient"}).to_dict())
+    assert found["status"] == "skipped"
+    assert "torch has no efficient kernel" in found["detail"]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not report the time of children")
 def test_other_programs_are_noticed(monkeypatch):
     first = busy.seconds()

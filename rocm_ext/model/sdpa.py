@@ -14,6 +14,7 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+_NO_KERNEL = ("No available kernel", "No viable backend")  # what torch says on GPUs, and on CPUs
 
 
 def sdpa(
@@ -58,7 +59,7 @@ def sdpa(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale
             )
     except RuntimeError as error:
-        if "No available kernel" not in str(error):
+        if not any(words in str(error) for words in _NO_KERNEL):
             raise
         dtype = str(q.dtype).removeprefix("torch.")
         raise UserError(
