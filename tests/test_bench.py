@@ -442,6 +442,8 @@ def test_a_config_with_the_fastest_settings(tmp_path):
     assert f"tune run lora_finetune_rocm --config {path}" in text
     assert "tune download Qwen/" in text
     assert len(text.splitlines()) < 80, "values of the recipe and the profile are left out"
+    moved = config.load("lora_finetune_rocm", str(path), ["output_dir=elsewhere"])
+    assert moved.checkpointer.output_dir == "elsewhere"
 
     before, after, _ = written(path, "mi300x_qwen7b_raft", mi300, [], *won)
     assert after["engine"] == {**before["engine"], "slots": 64}

@@ -46,7 +46,7 @@ def run_config(
     exports = [f"# before it: export {each.key}={each.value}  # {each.reason}" for each in won if each.key.isupper()]
     measured = [line for key, value in changes.items() for line in (*_comment(reasons.get(key)), _yaml(key, value))]
     kept = [
-        _yaml(key, value)
+        _yaml(key, value if key == "output_dir" else _inside(value, cfg.output_dir))
         for key, value in whole.items()
         if key not in changes and (key in ("recipe", "hardware") or known.get(key) != value)
     ]
@@ -58,6 +58,15 @@ def run_config(
         *(measured or ["# No setting is faster than as configured."]), "",
         *kept, "",
     ])  # fmt: skip
+
+
+def _inside(value: Any, output_dir: str) -> Any:
+    """``value`` with paths in the run's folder as ``${output_dir}/…``, so that they follow it."""
+    if isinstance(value, dict):
+        return {key: _inside(each, output_dir) for key, each in value.items()}
+    if isinstance(value, str) and (value == output_dir or value.startswith(f"{output_dir}/")):
+        return "${output_dir}" + value[len(output_dir) :]
+    return value
 
 
 def _comment(reason: str | None) -> list[str]:
