@@ -26,6 +26,7 @@ from rocm_ext.plan import workload
 from rocm_ext.train.components import check_tokenizer, log_config, nothing_changed, setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.nodes import SAME_DATA, check_same
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.run import run
 from rocm_ext.train.runtime import Runtime
@@ -68,6 +69,10 @@ class LoRAFinetune:
         check_tokenizer(tokenizer, cfg)
         self.learner = self._learner(cfg, self.runtime, tokenizer)
         rows, validation_rows = self.setup_data(tokenizer)
+        parts = {"dataset": rows, "dataset_val": validation_rows}
+        check_same(
+            lambda: {key: part.fingerprint() for key, part in parts.items() if part}, self.runtime.ranks, SAME_DATA
+        )
         for each in filter(None, (rows, validation_rows)):
             self.learner.check_rows(each, self.columns)
         self._trainer.check(cfg, self.learner, len(rows))

@@ -6,17 +6,25 @@ communicates.
 """
 
 import os
+import socket
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rocm_ext import watch
 from rocm_ext.errors import UserError
+
+_GLOO = "GLOO_SOCKET_IFNAME"
+_MEET = 300.0  # seconds between the first rank to start and the last
 
 
 def world_size() -> int:
@@ -39,6 +47,26 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def several_machines() -> bool:
+    """Whether torchrun started processes on more than one machine."""
+    return local_world_size() < world_size()
+
+
+def node() -> int:
+    """Number of this machine among those of the run."""
+    return int(os.environ.get("GROUP_RANK", 0))
+
+
+def tell_others(text: str) -> None:
+    """Tell the ranks on other machines why this one ends; on one machine torchrun's launcher does it."""
+    if not several_machines():
+        return
+    if watch.tell(text) or dist.is_initialized():
+        return
+    with suppress(Exception):  # the other machines may have ended
+        _store(5).set(_key("failed"), f"rank {rank()} on {socket.gethostname()}: {text}")
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process's place among all ranks.
@@ -56,11 +84,15 @@ class Ranks:
     mesh: DeviceMesh | None = None
 
     @classmethod
-    def from_env(cls, device: torch.device) -> "Ranks":
+    def from_env(cls, device: torch.device, patience: float = 60.0) -> "Ranks":
         """Join the process group that torchrun describes in the environment; without torchrun, use one rank.
 
+        Args:
+            device: of this rank.
+            patience: seconds without an answer after which another machine counts as lost, which ends this process.
+
         Raises:
-            UserError: several ranks run on a torch older than 2.7.
+            UserError: several ranks run on a torch older than 2.7, or a rank on another machine does not come.
         """
         if world_size() == 1:
             return cls(device)
@@ -68,10 +100,19 @@ class Ranks:
             raise UserError(f"several ranks need torch 2.7 or newer, found {torch.__version__}")
         # gloo beside RCCL/NCCL: counts and flags must not wait for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # A rank may wait long for another rank's last answers. torchrun detects dead ranks.
-        dist.init_process_group(backend, timeout=timedelta(days=1))
+        # A rank may wait long for another rank's last answers. torchrun detects dead ranks of its machine, and
+        # rocm_ext.watch those of the others.
+        forever = timedelta(days=1)
+        if several_machines():
+            store = dist.PrefixStore("default_pg", _meet())
+            dist.init_process_group(backend, timeout=forever, store=store, rank=rank(), world_size=world_size())
+        else:
+            dist.init_process_group(backend, timeout=forever)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        return cls(device, dist.get_rank(), dist.get_world_size(), mesh)
+        ranks = cls(device, dist.get_rank(), dist.get_world_size(), mesh)
+        if several_machines():
+            watch.begin(ranks.rank, node(), ranks.gather, patience)
+        return ranks
 
     @property
     def is_main(self) -> bool:
@@ -161,4 +202,53 @@ class Ranks:
         """Leave the process group."""
         if self.mesh is not None:
             self.barrier()  # if a rank leaves early, the others' last collective fails
+            watch.close()
             dist.destroy_process_group()
+
+
+def _meet() -> dist.Store:
+    """Wait for the ranks of all machines; return the store in which they meet.
+
+    Raises:
+        UserError: a rank has failed before, or does not come.
+    """
+    if _GLOO not in os.environ and (name := _interface()):
+        os.environ[_GLOO] = name
+    store, end = _store(_MEET), time.monotonic() + _MEET
+    store.set(_key(f"rank {rank()}"), socket.gethostname())
+    everyone = {number: _key(f"rank {number}") for number in range(world_size())}
+    while not store.check(list(everyone.values())):
+        if store.check([failed := _key("failed")]):
+            raise UserError(store.get(failed).decode())
+        if time.monotonic() > end:
+            missing = ", ".join(str(number) for number, key in everyone.items() if not store.check([key]))
+            raise UserError(
+                f"no sign of rank {missing} on other machines for {_MEET:.0f} s; look at the messages there"
+            )
+        time.sleep(0.1)
+    return store
+
+
+def _store(seconds: float) -> dist.Store:
+    """torchrun's store, which the ranks of all machines reach."""
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
+
+
+def _key(name: str) -> str:
+    return f"rocm_ext/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
+
+
+def _interface() -> str | None:
+    """The network interface that leads to rank 0; None where the system does not say.
+
+    gloo takes the one that this machine's own name belongs to, which often is the loopback.
+    """
+    with suppress(OSError):
+        kind, _, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            own = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.address.partition("%")[0] == own for each in addresses):
+                return name
+    return None

@@ -99,7 +99,7 @@ def test_the_profile_is_the_one_that_the_run_will_have(begin, machine, hardware,
         (["--nproc_per_node", "8"], True),
         (["--nproc-per-node=8"], True),
         (["--nproc_per_node", "gpu"], True),
-        (["--nnodes", "2"], True),
+        (["--nnodes", "2", "--node_rank", "1", "--rdzv_endpoint", "trainer:29500"], True),
         (["--nnodes", "1:4", "--nproc_per_node", "1"], True),
         (["--nnodes", "1", "--nproc_per_node", "1"], False),
     ],
@@ -108,6 +108,30 @@ def test_a_launcher_sets_what_its_ranks_inherit_and_goes_on(begin, options, seve
     assert begin(MI300X, *options, "lora_finetune_rocm", "--config", "mi300x_qwen72b") is None
     assert ("GPU_MAX_HW_QUEUES" in os.environ) == several
     assert gc.isenabled(), "the launcher is no run"
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "expected"),
+    [
+        (["--nnodes", "2"], {}, "--nnodes 2 needs --rdzv_endpoint HOST:PORT"),
+        (["--nnodes=2:4", "--node_rank=1", "--master_addr=a"], {}, "--nnodes 2 needs --rdzv_endpoint HOST:PORT"),
+        (["--nnodes", "2", "--rdzv_endpoint", "a:1"], {}, "needs --node_rank.* 0 on .* 1 on the other$"),
+        (["--nnodes", "3", "--rdzv-endpoint=a:1"], {}, "needs --node_rank.* 0 on .* 1 to 2 on the others$"),
+        (["--nnodes", "2"], {"PET_RDZV_ENDPOINT": "a:1"}, "needs --node_rank"),
+        (["--nnodes", "2"], {"PET_RDZV_ENDPOINT": "a:1", "PET_NODE_RANK": "1"}, None),
+        (["--nnodes", "2", "--rdzv_endpoint", "a:1", "--rdzv_backend", "c10d"], {}, None),
+        (["--nnodes", "1:2"], {}, None),
+    ],
+)
+def test_a_launcher_that_would_wait_for_nobody_ends(begin, monkeypatch, options, variables, expected):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    arguments = [*options, "--nproc_per_node", "1", "lora_finetune_rocm", "--config", "cpu_pocket"]
+    if expected is None:
+        begin(CPU, *arguments)
+        return
+    with pytest.raises(SystemExit, match=f"^error: .*{expected}"):
+        begin(CPU, *arguments)
 
 
 def test_a_launcher_does_not_keep_the_gpu_that_it_looked_at(begin):

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from rocm_ext import registry
 from rocm_ext.config.folder import check_model_folder
 from rocm_ext.config.layers import find, load
-from rocm_ext.errors import UserError
+from rocm_ext.errors import UserError, one_line
 from rocm_ext.hardware.environment import apply_environment, preset
 from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import load_profile
@@ -73,17 +73,25 @@ def guarded(action: Callable[[], Any]) -> int:
     try:
         action()
     except UserError as error:
+        _tell_others(str(error))
         if not tell_launcher(f"error: {error}"):
             print(f"error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
         return error.code
-    except Exception:
-        if rank is not None:  # if another rank failed first, torchrun ends this one before it prints what followed
+    except Exception as error:
+        if rank is not None:  # if another rank failed first, this one is ended before it prints what followed
             time.sleep(2)
+            _tell_others(one_line(error)[:500])
         raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
+
+
+def _tell_others(text: str) -> None:
+    from rocm_ext.ranks import tell_others  # imports torch.distributed
+
+    tell_others(text)
 
 
 def _terminate(signum: int, frame: Any) -> None:

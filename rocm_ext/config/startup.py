@@ -80,6 +80,7 @@ def _begin_tune(arguments: Sequence[str]) -> None:
     if at is None:
         return
     if at:
+        _end_on_lone_machine(arguments[:at])
         report_ranks()
     if at == 0:
         gc.disable()
@@ -122,9 +123,34 @@ def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile
     return load_profile(choose_profile(machine)[0] if requested == "auto" else requested), machine
 
 
+def _given(options: Sequence[str]) -> dict[str, str]:
+    """Values of torchrun's options by name, those of its environment variables among them."""
+    parts = [part for each in options for part in each.split("=", 1)]
+    variables = {name[4:].lower(): value for name, value in os.environ.items() if name.startswith("PET_")}
+    return variables | {name.lstrip("-").replace("-", "_"): value for name, value in pairwise(parts)}
+
+
+def _end_on_lone_machine(options: Sequence[str]) -> None:
+    """End with one line where torchrun would wait ten minutes for machines that cannot find this one."""
+    given = _given(options)
+    nodes = given.get("nnodes", "1").partition(":")[0]
+    if not (nodes.isdecimal() and int(nodes) > 1):
+        return
+    if not given.get("rdzv_endpoint"):
+        sys.exit(
+            f"error: --nnodes {nodes} needs --rdzv_endpoint HOST:PORT, the same on every machine: an address of the "
+            "first machine and a free port there, such as 192.168.1.10:29500"
+        )
+    if given.get("rdzv_backend", "static") == "static" and "node_rank" not in given:
+        sys.exit(
+            f"error: --nnodes {nodes} needs --node_rank, the number of this machine: 0 on the machine of "
+            f"--rdzv_endpoint, {'1' if nodes == '2' else f'1 to {int(nodes) - 1}'} on the "
+            f"{'other' if nodes == '2' else 'others'}"
+        )
+
+
 def _ranks(options: Sequence[str], machine: Machine) -> int:
     """Processes that torchrun starts with these options, on all nodes; 1 where they do not say."""
-    parts = [part for each in options for part in each.split("=", 1)]
-    given = {name.lstrip("-").replace("-", "_"): value for name, value in pairwise(parts)}
+    given = _given(options)
     a_node, nodes = given.get("nproc_per_node", "1"), given.get("nnodes", "1").rpartition(":")[2]
     return (int(a_node) if a_node.isdecimal() else max(1, machine.gpu_count)) * (int(nodes) if nodes.isdecimal() else 1)

@@ -56,8 +56,8 @@ class HardwareLog:
 
 
 @contextmanager
-def recording(folder: Path, seconds: float | None, root: Path = Path("/")) -> Iterator[None]:
-    """Context in which a thread writes readings to ``hardware.jsonl``.
+def recording(folder: Path, seconds: float | None, root: Path = Path("/"), name: str = HARDWARE_LOG) -> Iterator[None]:
+    """Context in which a thread writes readings to a file.
 
     A failure of the thread does not stop the run. The thread draws no random numbers and does not use torch.
 
@@ -65,12 +65,13 @@ def recording(folder: Path, seconds: float | None, root: Path = Path("/")) -> It
         folder: of the file; an existing log is continued.
         seconds: between readings; None: write nothing.
         root: for :class:`~rocm_ext.hardware.counters.Counters`.
+        name: of the file.
     """
     if seconds is None:
         yield
         return
     stop = threading.Event()
-    args = (folder / HARDWARE_LOG, seconds, root, stop)
+    args = (folder / name, seconds, root, stop)
     thread = threading.Thread(target=_record, args=args, name="hardware counters", daemon=True)
     thread.start()
     try:
@@ -78,6 +79,21 @@ def recording(folder: Path, seconds: float | None, root: Path = Path("/")) -> It
     finally:
         stop.set()
         thread.join(_PATIENCE)
+
+
+def log_of(machine: int) -> str:
+    """Return the name of the file of a run's machine; the first one has ``hardware.jsonl``."""
+    return f"hardware.machine{machine}.jsonl" if machine else HARDWARE_LOG
+
+
+def remove_logs(folder: Path) -> None:
+    """Remove the files of all machines of a run from its folder.
+
+    Raises:
+        OSError: the folder is read-only.
+    """
+    for path in [folder / HARDWARE_LOG, *folder.glob("hardware.machine*.jsonl")]:
+        path.unlink(missing_ok=True)
 
 
 def _record(path: Path, seconds: float, root: Path, stop: threading.Event) -> None:

@@ -23,6 +23,7 @@ from rocm_ext.rollouts.swap import Swap
 from rocm_ext.train.components import check_tokenizer, setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.nodes import SAME_DATA, check_same
 from rocm_ext.train.output_dir import pick_seed
 from rocm_ext.train.runtime import Runtime
 from rocm_ext.verifiers import Pool
@@ -96,6 +97,7 @@ class RolloutRecipe:
         self.verifier_node = self.prompts.check_verifier()
         tokenizer = self._open_tokenizer()
         self.prompts.render(tokenizer)
+        self._check_same_prompts()
         self.learner = self._learner(self.training_config(), self.runtime, tokenizer)
         self.prompts.check_model(self.learner.decoder)
         self.check_training()
@@ -106,6 +108,11 @@ class RolloutRecipe:
         self.metric_logger = setup_metric_logger(cfg, self.runtime)
         self.learner.setup(self.expected_work(), self.engines.layout_bytes if self.keeps_open else 0)
         self.swap = Swap(self.learner, tell_unclear=not self.brief)
+
+    def _check_same_prompts(self) -> None:
+        prompts = self.prompts
+        parts = {"prompts": prompts.training, "eval_prompts": prompts.held_out}
+        check_same(lambda: {key: prompts.fingerprint(part) for key, part in parts.items()}, self.ranks, SAME_DATA)
 
     def open_model(self) -> None:
         """Prepare model and engines alone, to sample outside of phases.
@@ -121,7 +128,7 @@ class RolloutRecipe:
     def _open_tokenizer(self) -> Any:
         """Open the machine, and then the tokenizer; the config gets the model's folder and a seed."""
         cfg = self.cfg
-        self.runtime = Runtime.open(self.training_config())
+        self.runtime = Runtime.open(self.training_config(), cfg)
         self.ranks = self.runtime.ranks
         use_downloaded(cfg, self.ranks)
         cfg.seed = pick_seed(cfg.seed, self.recorded_seed(), self.ranks)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, read_json, replace_text
-from rocm_ext.hardware.counters import HARDWARE_LOG
+from rocm_ext.hardware.counter_log import remove_logs
 from rocm_ext.hardware.trace import FOLDER
 
 
@@ -69,8 +69,9 @@ class RunRecord:
             for pattern in ("cycle_*", "adapter", "merged", "checkpoints", FOLDER):
                 for folder in self.out.glob(pattern):
                     shutil.rmtree(folder, ignore_errors=True)
-            for name in ("metrics.jsonl", HARDWARE_LOG, "summary.json"):
+            for name in ("metrics.jsonl", "summary.json"):
                 (self.out / name).unlink(missing_ok=True)
+            remove_logs(self.out)
         content = {"config": OmegaConf.to_container(cfg, resolve=True), "identity": identity}
         replace_text(self.path, json.dumps(content, indent=2) + "\n")
         replace_text(self.out / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))

@@ -44,6 +44,7 @@ from rocm_ext.plan.memory import MemoryPlan
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
+from rocm_ext.train.nodes import check_same
 from rocm_ext.train.runtime import Runtime
 
 
@@ -191,6 +192,15 @@ class Learner:
         if not self.cfg.save_adapter_weights_only:
             check_mergeable(self.decoder, weights.state)
         self.base_fingerprint = weights.fingerprint(str(getattr(self.decoder, "architecture", "")))
+        first = self._first
+        check_same(
+            lambda: {
+                "the base model's weights": self.base_fingerprint,
+                "adapter_checkpoint": adapter_files.fingerprint(first) if first else None,
+            },
+            self.runtime.ranks,
+            "copy the model and the adapter from one machine to the others",
+        )
         self.runtime.ranks.shard(self.decoder.layers, self.model, set(self.adapter.values()))
         load_weights(self.decoder, weights, self.runtime.ranks)
         if self._first is not None:

@@ -12,6 +12,7 @@ from torchtune import training
 
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_text
+from rocm_ext.hardware.counter_log import remove_logs
 from rocm_ext.hardware.counters import HARDWARE_LOG
 from rocm_ext.hardware.trace import FOLDER
 from rocm_ext.ranks import Ranks
@@ -112,7 +113,7 @@ class OutputDir:
         self.checkpoints.sweep(step or 0)
         if step is None:
             with disk_errors(self.path / HARDWARE_LOG):
-                (self.path / HARDWARE_LOG).unlink(missing_ok=True)
+                remove_logs(self.path)
         replace_text(self.path / "config.yaml", config)
         return Metrics(self.path / "metrics.jsonl", lambda line: step is not None and line["step"] <= step)
 

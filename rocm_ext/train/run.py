@@ -2,14 +2,16 @@
 
 import shlex
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 from omegaconf import DictConfig
 
 from rocm_ext.hardware import trace
-from rocm_ext.hardware.counter_log import recording
+from rocm_ext.hardware.counter_log import log_of, recording
 from rocm_ext.log import duration, log
+from rocm_ext.ranks import Ranks, local_rank, node, several_machines
 from rocm_ext.train.interrupt import Interrupted
 from rocm_ext.train.learner import Validated
 from rocm_ext.train.lock import hold
@@ -60,10 +62,9 @@ def _run(recipe: Recipe) -> None:
         log.info("valid: all checks that need no weights have passed")
         return
     runtime, out = recipe.runtime, Path(cfg.output_dir)
-    seconds = cfg.hardware_log_seconds if runtime.ranks.is_main else None
     profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
     try:
-        with recording(out, seconds), profile:
+        with _recording(cfg, runtime.ranks), profile:
             recipe.train()
     except Interrupted as stop:
         log.info("stopped %s, all saved; continue with resume_from_checkpoint=True", stop.where)
@@ -74,3 +75,13 @@ def _run(recipe: Recipe) -> None:
     if (out / "adapter").is_dir():
         name = shlex.quote(str(out))
         log.info("try it: rocm-ext chat %s; take it elsewhere: rocm-ext export %s --gguf FILE", name, name)
+
+
+def _recording(cfg: DictConfig, ranks: Ranks) -> AbstractContextManager[None]:
+    """Context in which one rank of each machine records the machine's counters."""
+    first = ranks.is_main
+    if several_machines():
+        first = local_rank() == 0
+        ranks.barrier()  # a fresh run has removed earlier files by now
+    seconds = cfg.hardware_log_seconds if first else None
+    return recording(Path(cfg.output_dir), seconds, name=log_of(0 if ranks.is_main else node()))

@@ -13,6 +13,7 @@ from rocm_ext.hardware.profile import Profile, check_locked, check_profile, load
 from rocm_ext.hardware.trace import Trace
 from rocm_ext.log import log, warn
 from rocm_ext.ranks import Ranks, local_rank, local_world_size
+from rocm_ext.train.nodes import check_machines
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,16 @@ class Runtime:
     trace: Trace = field(default_factory=Trace)
 
     @classmethod
-    def open(cls, cfg: DictConfig) -> "Runtime":
+    def open(cls, cfg: DictConfig, whole: DictConfig | None = None) -> "Runtime":
         """Check the machine against its profile, open the device and join the other ranks.
 
+        Args:
+            cfg: config of the SFT recipe or of a recipe that extends it.
+            whole: config of the run, the same on all of its machines; by default ``cfg``.
+
         Raises:
-            UserError: the machine does not match the profile, a setting is locked, or the device is missing.
+            UserError: the machine does not match the profile, a setting is locked, the device is missing, or the
+                machines of the run differ.
         """
         profile, machine = load_profile(cfg.hardware), detect()
         warnings = check_profile(profile, machine, local_world_size())
@@ -48,7 +54,8 @@ class Runtime:
         warnings += check_locked(profile, settings, list(cfg.hardware_overrides))
         dtype, why = numerics.pick_dtype(cfg.dtype, machine)
         opened = open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
-        ranks = Ranks.from_env(opened)
+        ranks = Ranks.from_env(opened, cfg.node_timeout)
+        check_machines(cfg if whole is None else whole, dtype, ranks)
         warn(warnings)
         log.info("hardware %s: %s", profile.name, machine)
         log.info("dtype %s (%s)", dtype, why)

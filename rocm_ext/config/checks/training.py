@@ -74,6 +74,7 @@ def check_values(cfg: DictConfig) -> None:
         validation_fraction=(lambda x: 0 <= x < 1, "a share from 0 to under 1"),
         memory_fraction=(lambda x: x is None or 0 < x <= 1, "a share above 0, at most 1" + OR_NULL),
         clip_grad_norm=(lambda x: x is None or x > 0, "a number above 0" + OR_NULL),
+        node_timeout=(lambda x: 3 <= x <= 86400, "seconds from 3 to 86400"),
         hardware_log_seconds=(lambda x: x is None or 0.1 <= x <= 86400, "seconds from 0.1 to 86400" + OR_NULL),
     )
     if cfg.sequences_per_step and cfg.gradient_accumulation_steps:

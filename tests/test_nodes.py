@@ -1,0 +1,281 @@
+"""Runs on several machines: equal to one machine's, refused where the machines differ, ended where one is lost.
+
+The fast tests run each machine in a fork, with what torchrun would put into its environment. The slow ones run torchrun
+in network namespaces.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from rocm_ext.recipes import dpo_rocm, grpo_rocm, lora_finetune_rocm, raft_rocm
+
+from rocm_ext import ranks
+from rocm_ext.train import nodes
+from tests import forks, grpo_runs, machines, raft_runs
+from tests.test_resume import assert_one_line, at, outcome
+from tests.tiny import metrics, run_config, write_rows, write_yaml
+
+pytestmark = forks.several_ranks
+SFT = lora_finetune_rocm.main
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory) -> Path:
+    """A folder with a model and rows for 3 steps of an epoch, prompts, and pairs."""
+    folder = tmp_path_factory.mktemp("nodes")
+    raft_runs.write_world(folder)
+    write_rows(folder / "rows.jsonl", 24)
+    return folder
+
+
+@pytest.fixture
+def make(top, tmp_path):
+    """``make(out, …)`` writes the YAML of an SFT run of 3 steps."""
+
+    def make(out: Path | str = tmp_path / "out", **changes) -> Path:
+        options = {"save_every_n_steps": 1, "node_timeout": 5, **changes}
+        return write_yaml(
+            tmp_path / f"{len(os.listdir(tmp_path))}.yaml",
+            run_config(top / "base", top / "rows.jsonl", Path(out), **options),
+        )
+
+    return make
+
+
+def run_machines(main, *each: tuple) -> list[tuple[int, str]]:
+    """Run a recipe's ``main`` on several machines with a rank each.
+
+    Args:
+        main: of the recipe.
+        each: for each machine the config, overrides, and a function to call before; None: the machine does not start.
+
+    Returns:
+        Exit code and messages of each machine that starts.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(len(each)),
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
+    started = []
+    for number, run in enumerate(each):
+        if run is not None:
+            path, overrides, before = run
+            place = {**common, "RANK": str(number), "GROUP_RANK": str(number)}
+            started.append(forks.start(main, path, overrides, partial(_prepare, place, before)))
+    return [forks.wait(*each) for each in started]
+
+
+def _prepare(place, before) -> None:
+    os.environ.update(place)
+    if before is not None:
+        before()
+
+
+def test_two_machines_equal_one_with_two_ranks(make, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for code, messages in forks.forked_ranks(SFT, make(one)):
+        assert code == 0, messages
+    path = make(two, hardware_log_seconds=0.1)
+    two.mkdir()
+    (two / "hardware.machine1.jsonl").write_text("of an earlier run\n")
+    for code, messages in run_machines(SFT, (path, (), None), (path, (), None)):
+        assert code == 0, messages
+    assert outcome(two) == outcome(one)
+    names = ["adapter", "checkpoints", "config.yaml", "hardware.jsonl", "hardware.machine1.jsonl", "metrics.jsonl"]
+    assert sorted(os.listdir(two)) == [*names, "summary.json"]
+    assert "earlier" not in (two / "hardware.machine1.jsonl").read_text()
+    assert not (one / "hardware.machine1.jsonl").exists()
+
+
+def elsewhere(folder: Path) -> None:
+    """What the second machine has under the same paths."""
+    os.chdir(folder)
+
+
+def other_versions() -> None:
+    nodes.version = lambda package: "9.9" if package == "torch" else "1.0"
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("config", ("batch_size (4 and 2)", "epochs (1 and 3)", "same config and overrides")),
+        ("versions", ("torch (", " and 9.9)", "install the same versions")),
+        ("model", ("the model's config.json", "copy base from one machine")),
+        ("data", ("differ in dataset.", "the same data")),
+        ("folder", ("is not shared", "does not see what", "Mount one folder under this path")),
+    ],
+)
+def test_machines_that_differ_are_refused(make, top, tmp_path, monkeypatch, what, parts):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for place, count, seed in ((here, 24, 0), (there, 23 if what == "data" else 24, 7 if what == "model" else 0)):
+        place.mkdir()
+        write_rows(place / "rows.jsonl", count)
+        shutil.copytree(top / "base", place / "base")
+        if seed:
+            (place / "base" / "config.json").write_text((place / "base" / "config.json").read_text() + "\n")
+    out = "out" if what == "folder" else str(tmp_path / "out")
+    path = make(out)
+    path.write_text(path.read_text().replace(f"{top}/base", "base").replace(f"{top}/rows.jsonl", "rows.jsonl"))
+    monkeypatch.setattr(nodes, "_PATIENCE", 0.5)
+    overrides = ("batch_size=2", "epochs=3") if what == "config" else ()
+    before = other_versions if what == "versions" else partial(elsewhere, there)
+    monkeypatch.chdir(here)
+    found = run_machines(SFT, (path, (), None), (path, overrides, before))
+    monkeypatch.undo()
+    for code, messages in found:
+        assert code == 1
+        assert_one_line(messages.replace("[rank 0] ", "").replace("[rank 1] ", ""), *parts)
+    assert not (tmp_path / "out" / "config.yaml").exists()
+    assert not list(tmp_path.rglob(".machine*"))
+
+
+def test_an_error_before_the_ranks_meet_is_told_on_every_machine(make, tmp_path):
+    path = make()
+    found = run_machines(SFT, (path, (), None), (path, ("epochs=0",), None))
+    for code, messages in found:
+        assert code != 0
+        assert "epochs" in messages.splitlines()[-1]
+        assert "Traceback" not in messages
+    assert f"rank 1 on {nodes.platform.node()}: epochs" in found[0][1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_machine_that_does_not_come_is_named(make, monkeypatch):
+    monkeypatch.setattr(ranks, "_MEET", 0.5)
+    ((code, messages),) = run_machines(SFT, (make(), (), None), None)
+    assert code == 1
+    assert_one_line(messages.replace("[rank 0] ", ""), "no sign of rank 1 on other machines")
+
+
+def test_a_lost_machine_ends_the_run_which_continues_on_one(make, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert forks.forked(SFT, make(whole))[0] == 0
+    path = make(metric_logger=at(2, signal.SIGKILL))
+    (lost, _), (code, messages) = run_machines(SFT, (path, (), None), (path, (), None))
+    assert (lost, code) == (-signal.SIGKILL, 1)
+    assert_one_line(
+        messages.replace("[rank 1] ", ""), f"rank 0 on {nodes.platform.node()}: its process ended", "resume_from_"
+    )
+    code, messages = forks.forked(SFT, make(resume_from_checkpoint=True))
+    assert code == 0, messages
+    for key, tolerance in (("loss", 1e-6), ("grad_norm", 1e-5), ("lr", 0), ("tokens", 0)):
+        assert metrics(out, key) == pytest.approx(metrics(whole, key), rel=tolerance, abs=0)
+
+
+# ---- torchrun on two machines, in network namespaces
+
+
+def dpo_run(top: Path, out: Path) -> Path:
+    """Write the YAML of a run over pairs."""
+    pairs = top / "pairs.jsonl"
+    rows = [{"prompt": f"What is {i} and {i}?", "chosen": f"It is {2 * i}.", "rejected": "No."} for i in range(16)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = run_config(top / "base", pairs, out)
+    return write_yaml(
+        out.with_suffix(".yaml"),
+        {**cfg, "dataset": {"_component_": "rocm_ext.data.preference_dataset", "source": str(pairs)}},
+    )
+
+
+def sft_run(top: Path, out: Path) -> Path:
+    return write_yaml(out.with_suffix(".yaml"), run_config(top / "base", top / "rows.jsonl", out))
+
+
+RECIPES = {
+    "lora_finetune_rocm": (SFT, sft_run, outcome),
+    "dpo_rocm": (dpo_rocm.main, dpo_run, outcome),
+    "raft_rocm": (raft_rocm.main, raft_runs.write_run, raft_runs.outcome),
+    "grpo_rocm": (grpo_rocm.main, grpo_runs.write_run, grpo_runs.outcome),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torchrun_on_two_machines_equals_one(top, tmp_path, recipe):
+    main, write, read = RECIPES[recipe]
+    one, two = tmp_path / "one" / "out", tmp_path / "two" / "out"
+    for out in (one, two):
+        out.parent.mkdir()
+    for code, messages in forks.forked_ranks(main, write(top, one)):
+        assert code == 0, messages
+    path = write(top, two)
+    with machines.two_machines() as pair:
+        started = [machine.tune(recipe, path) for machine in pair]
+        for process in started:
+            errors = process.communicate(timeout=240)[1]
+            assert process.returncode == 0, errors
+    assert read(two) == read(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["the first ends", "the second ends", "the link is cut"])
+@pytest.mark.parametrize("count", [1, 2], ids=["one rank each", "two ranks each"])
+def test_torchrun_loses_a_machine(make, tmp_path, what, count):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert forks.forked(SFT, make(whole, epochs=4))[0] == 0
+    with machines.two_machines() as pair:
+        path = make(
+            metric_logger={"_component_": "tests.test_nodes.Pause", "step": 3, "folder": str(tmp_path)}, epochs=4
+        )
+        started = [machine.tune("lora_finetune_rocm", path, ranks=count) for machine in pair]
+        wait_for(tmp_path / "paused", started)
+        left = dict(enumerate(started))
+        if what == "the link is cut":
+            pair[1].link("down")
+        else:
+            lost = left.pop(0 if what == "the first ends" else 1)
+            lost.kill()
+            lost.communicate(timeout=60)
+        (tmp_path / "go").touch()
+        for number, process in left.items():
+            errors = process.communicate(timeout=120)[1]
+            assert process.returncode == 1, errors
+            (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+            why = "its machine does not answer" if what == "the link is cut" else "its process ended"
+            host = pair[1 - number].name
+            assert f" on {host}: {why}" in line
+            assert "Traceback" not in errors
+    code, messages = forks.forked(SFT, make(epochs=4, resume_from_checkpoint=True))
+    assert code == 0, messages
+    assert "resumed from" in messages
+    for key, tolerance in (("loss", 1e-5), ("lr", 0), ("tokens", 0)):
+        assert metrics(out, key) == pytest.approx(metrics(whole, key), rel=tolerance, abs=0)
+
+
+class Pause:
+    """A metric logger that stops at ``step`` until the file ``go`` is in ``folder``."""
+
+    def __init__(self, step: int, folder: str) -> None:
+        self.step, self.folder = step, Path(folder)
+
+    def log_dict(self, payload, step: int) -> None:
+        if step == self.step:
+            (self.folder / "paused").touch()
+            wait_for(self.folder / "go", [])
+
+    def log_config(self, config) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def wait_for(path: Path, processes: list[subprocess.Popen]) -> None:
+    """Wait for a file, as long as the processes run."""
+    while not path.exists():
+        for process in processes:
+            assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
