@@ -43,53 +43,61 @@ class Watch:
     def tell(self, text: str) -> None:
         """Tell the other ranks why this one ends."""
         self._told = True
-        self._send(self._rank, text)
+        self._send({"rank": self._rank, "text": text})
 
     def close(self) -> None:
         """Stop watching; every rank has done its work."""
         self._closing = True
-        self._send(self._rank, None)
+        self._send({})
 
-    def _send(self, rank: int, text: str | None) -> None:
-        content = json.dumps({"rank": rank, "text": text}).encode() + b"\n"
+    def _send(self, message: dict[str, Any]) -> None:
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.settimeout(_GRACE)
-                peer.sendall(content)
+                peer.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:
         ranks = {peer: rank for rank, peer in self._peers.items()}
         received = dict.fromkeys(ranks, b"")
         while received and not self._closing:
             for peer in select.select(list(received), [], [])[0]:
-                why = "its process ended, see the messages there"
-                try:
-                    data = peer.recv(65536)
-                except OSError as error:
-                    data, why = b"", f"its machine does not answer ({error.strerror or error})"
+                data, why = _read(peer)
                 received[peer] += data
                 if data and not data.endswith(b"\n"):
                     continue
                 content = received.pop(peer)
-                said = json.loads(content) if data else {"rank": ranks[peer], "text": None}
-                if not data or said["text"] is not None:
-                    self._end(said["rank"], said["text"], why)
+                message = (
+                    json.loads(content) if data else {"rank": ranks[peer], "text": f"{why}; {_CURE}", "lost": True}
+                )
+                if message:  # an empty one says that all went well
+                    self._end(message)
 
-    def _end(self, lost: int, said: str | None, why: str) -> None:
-        """End this process because rank ``lost`` has failed, and ``said`` why, or is gone."""
+    def _end(self, message: dict[str, Any]) -> None:
+        """End this process because another rank has failed, or is lost."""
+        lost, text = message["rank"], message["text"]
         host, node = self._places[lost]
         here = node == self._places[self._rank][1]
         if not self._rank:
-            self._send(lost, said or f"{why}; {_CURE}")
+            self._send(message)
         time.sleep(_GRACE)
         if self._closing:
             return
-        if not self._told and (said or not here):  # torchrun tells how the processes on its machine ended
-            _print(f"error: {said}" if here else f"error: rank {lost} on {host}: {said or f'{why}; {_CURE}'}")
+        if not self._told and not (here and "lost" in message):  # torchrun tells how processes on its machine ended
+            _print(f"error: {text}" if here else f"error: rank {lost} on {host}: {text}")
         os._exit(1)  # the main thread may wait for the lost rank in C++ code
 
 
 _CURE = "resume_from_checkpoint=True continues the run, also on the machines that are left"
+
+
+def _read(peer: socket.socket) -> tuple[bytes, str]:
+    """What arrived; nothing where the connection is lost, and why that is."""
+    try:
+        return peer.recv(65536), "its process ended, see the messages there"
+    except ConnectionResetError:
+        return b"", "its process ended, see the messages there"
+    except OSError as error:
+        return b"", f"its machine does not answer ({error.strerror or error})"
 
 
 def _print(message: str) -> None:

@@ -51,6 +51,20 @@ def make(top, tmp_path):
     return make
 
 
+@pytest.fixture(scope="module")
+def alone(top) -> Path:
+    """The output folder of the same run in one process."""
+    cfg = run_config(top / "base", top / "rows.jsonl", top / "alone", save_every_n_steps=1)
+    code, messages = forks.forked(SFT, write_yaml(top / "alone.yaml", cfg))
+    assert code == 0, messages
+    return top / "alone"
+
+
+def assert_same_curves(out: Path, expected: Path, loss: float = 1e-6) -> None:
+    for key, tolerance in (("loss", loss), ("grad_norm", 10 * loss), ("lr", 0), ("tokens", 0)):
+        assert metrics(out, key) == pytest.approx(metrics(expected, key), rel=tolerance, abs=0)
+
+
 def run_machines(main, *each: tuple) -> list[tuple[int, str]]:
     """Run a recipe's ``main`` on several machines with a rank each.
 
@@ -85,20 +99,18 @@ def _prepare(place, before) -> None:
         before()
 
 
-def test_two_machines_equal_one_with_two_ranks(make, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    for code, messages in forks.forked_ranks(SFT, make(one)):
-        assert code == 0, messages
-    path = make(two, hardware_log_seconds=0.1)
-    two.mkdir()
-    (two / "hardware.machine1.jsonl").write_text("of an earlier run\n")
+def test_two_machines_equal_one(make, alone, tmp_path):
+    out = tmp_path / "out"
+    path = make(hardware_log_seconds=0.1)
+    out.mkdir()
+    (out / "hardware.machine1.jsonl").write_text("of an earlier run\n")
     for code, messages in run_machines(SFT, (path, (), None), (path, (), None)):
         assert code == 0, messages
-    assert outcome(two) == outcome(one)
+    assert_same_curves(out, alone)
     names = ["adapter", "checkpoints", "config.yaml", "hardware.jsonl", "hardware.machine1.jsonl", "metrics.jsonl"]
-    assert sorted(os.listdir(two)) == [*names, "summary.json"]
-    assert "earlier" not in (two / "hardware.machine1.jsonl").read_text()
-    assert not (one / "hardware.machine1.jsonl").exists()
+    assert sorted(os.listdir(out)) == [*names, "summary.json"]
+    assert "earlier" not in (out / "hardware.machine1.jsonl").read_text()
+    assert sorted(os.listdir(alone)) == sorted({*os.listdir(out)} - {"hardware.machine1.jsonl"})
 
 
 def elsewhere(folder: Path) -> None:
@@ -162,9 +174,7 @@ def test_a_machine_that_does_not_come_is_named(make, monkeypatch):
     assert_one_line(messages.replace("[rank 0] ", ""), "no sign of rank 1 on other machines")
 
 
-def test_a_lost_machine_ends_the_run_which_continues_on_one(make, tmp_path):
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert forks.forked(SFT, make(whole))[0] == 0
+def test_a_lost_machine_ends_the_run_which_continues_on_one(make, alone, tmp_path):
     path = make(metric_logger=at(2, signal.SIGKILL))
     (lost, _), (code, messages) = run_machines(SFT, (path, (), None), (path, (), None))
     assert (lost, code) == (-signal.SIGKILL, 1)
@@ -173,8 +183,7 @@ def test_a_lost_machine_ends_the_run_which_continues_on_one(make, tmp_path):
     )
     code, messages = forks.forked(SFT, make(resume_from_checkpoint=True))
     assert code == 0, messages
-    for key, tolerance in (("loss", 1e-6), ("grad_norm", 1e-5), ("lr", 0), ("tokens", 0)):
-        assert metrics(out, key) == pytest.approx(metrics(whole, key), rel=tolerance, abs=0)
+    assert_same_curves(tmp_path / "out", alone)
 
 
 # ---- torchrun on two machines, in network namespaces
@@ -253,8 +262,7 @@ def test_torchrun_loses_a_machine(make, tmp_path, what, count):
     code, messages = forks.forked(SFT, make(epochs=4, resume_from_checkpoint=True))
     assert code == 0, messages
     assert "resumed from" in messages
-    for key, tolerance in (("loss", 1e-5), ("lr", 0), ("tokens", 0)):
-        assert metrics(out, key) == pytest.approx(metrics(whole, key), rel=tolerance, abs=0)
+    assert_same_curves(out, whole, loss=1e-5)
 
 
 class Pause:
