@@ -337,6 +337,8 @@ def test_each_key_is_varied_around_the_fastest_so_far():
     swept = sweep(mi300)
     done = simulate(swept)
     assert len(done) < 25, "all combinations would be hundreds"
+    sizes = [each.item.values["rows"] for each in simulate(sweep(mi300, quick=True, batch_size=2))]
+    assert sizes[:3] == [1, 2, 4], "the configured size is measured, too"
     found = {winner.key: winner.value for winner in swept.winners(done)}
     assert found == {
         "batch_size": 4, "dtype": "fp16", "attention": "eager", "compile": "max-autotune", **TUNABLE_OP

@@ -52,7 +52,7 @@ class Sweep:
 
     def __init__(self, cfg: DictConfig, machine: Machine, locked: Mapping[str, Lock], quick: bool) -> None:
         self._cfg, self._locked = cfg, locked
-        self._sizes = (1, 4) if quick else (1, 2, 4, 8, 16)
+        self._sizes = sorted({*((1, 4) if quick else (1, 2, 4, 8, 16)), cfg.batch_size})
         cpu = machine.backend == "cpu"
         kernels = [name for name in ATTENTION if name != "efficient" or not cpu]
         if quick:
