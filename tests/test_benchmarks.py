@@ -18,7 +18,7 @@ from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.native import NativeDecoder
 from rocm_ext.objectives import CrossEntropy
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import peers, protocol, sampling, sft, startup, work
+from tests.benchmarks import beside, peers, protocol, sampling, sft, startup, work
 from tests.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
 from tests.benchmarks.table import table
 from tests.test_families import our_model
@@ -285,6 +285,25 @@ def test_start_up_is_told_as_a_ratio_within_rounds():
     said = startup.report({startup.OURS: [2.0, 3.0, 8.0], startup.STOCK: [1.0, 2.0, 8.0]})
     assert "ours takes 1.50 times stock torchtune's time (1.00-2.00, 3 rounds)" in said
     assert "ours 3.0 s (2.0-8.0); torchtune 2.0 s (1.0-8.0)" in said
+
+
+def test_speeds_beside_other_programs_are_ratios_within_rounds():
+    result = beside.Result("qwen", "10 busy loops", {2: [10.0, 20.0], "auto": [30.0, 20.0]}, alone=100.0)
+    first, second = result.lines()
+    assert first == "| qwen | 10 busy loops | 2 | 15 | 1.00 (1.00-1.00) | 0.150 |"
+    assert second == "| qwen | 10 busy loops | auto | 25 | 2.00 (1.00-3.00) | 0.250 |"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", beside.WORK)
+def test_our_speed_is_measured_beside_busy_programs(pocket_dir, tmp_path, work):
+    (tmp_path / "pocket").symlink_to(pocket_dir)
+    results = list(beside.measure(tmp_path, work, ["alone", "2 busy loops"], [2, "auto"], 1, 0.1))
+    assert [each.load for each in results] == ["alone", "2 busy loops"]
+    for each in results:
+        assert each.alone == results[0].rates[2][0]
+        assert [len(rates) for rates in each.rates.values()] == [1, 1]
+        assert all(rate > 0 for rates in each.rates.values() for rate in rates)
 
 
 @pytest.mark.slow

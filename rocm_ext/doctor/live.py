@@ -22,6 +22,7 @@ from rocm_ext.doctor.findings import Finding
 from rocm_ext.doctor.recorded import MARK, DeviceNode, Memory, Process, Recorded, Sandbox, User
 from rocm_ext.doctor.system import read_system
 from rocm_ext.errors import UserError
+from rocm_ext.hardware.cgroups import cgroups, cpu_quota
 from rocm_ext.hardware.environment import ALLOCATOR_VARIABLES
 from rocm_ext.hardware.machine import VISIBLE_VARIABLES
 from rocm_ext.hardware.parse import parse
@@ -143,35 +144,14 @@ def _disk_free() -> dict[str, int]:
     return free
 
 
-# ---------------------------------------------------------------------------------------------------- cgroups
-def _cgroups() -> list[tuple[str, Path]]:
-    """(controller, folder) of this process's control groups and their parents; version 2 has one controller, ""."""
-    found = []
-    for controllers, path in re.findall(r"^\d+:([^:]*):(.*)$", read_text(ROOT / "proc/self/cgroup"), re.MULTILINE):
-        for controller in controllers.split(","):
-            top = ROOT / "sys/fs/cgroup" / controller
-            own = top / path.strip("/")
-            found += [(controller, own), *((controller, up) for up in own.parents if up.is_relative_to(top))]
-    return found
-
-
 def _cpu_quota() -> float | None:
-    quotas = []
-    for controller, folder in _cgroups():
-        if controller == "":
-            quota, _, period = read_text(folder / "cpu.max").partition(" ")
-        elif controller == "cpu":
-            quota, period = (read_text(folder / f"cpu.cfs_{kind}_us") for kind in ("quota", "period"))
-        else:
-            continue
-        if quota.isdecimal() and period.isdecimal() and int(period):
-            quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
+    quota = cpu_quota(ROOT)
+    return None if quota is None else quota.cpus
 
 
 def _memory_limit() -> int | None:
     files = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-    limits = [read_number(folder / files[name]) for name, folder in _cgroups() if name in files]
+    limits = [read_number(folder / files[name]) for name, folder in cgroups(ROOT) if name in files]
     # version 1 writes "no limit" as a huge number
     return min((limit for limit in limits if limit is not None and limit < 2**60), default=None)
 

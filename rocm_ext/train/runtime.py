@@ -1,5 +1,6 @@
 """This process: its machine, device, dtype and place among the ranks."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from rocm_ext.hardware import numerics
 from rocm_ext.hardware.budget import memory_budget, open_device
 from rocm_ext.hardware.machine import Machine, detect
 from rocm_ext.hardware.profile import Profile, check_locked, check_profile, load_profile
+from rocm_ext.hardware.threads import use_threads
 from rocm_ext.hardware.trace import Trace
 from rocm_ext.log import log, warn
 from rocm_ext.ranks import Ranks, local_rank, local_world_size
@@ -56,6 +58,8 @@ class Runtime:
         opened = open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
         ranks = Ranks.from_env(opened, cfg.node_timeout)
         check_machines(cfg if whole is None else whole, dtype, ranks)
+        fixed = cfg.cudnn_deterministic_mode not in (None, False, "default")
+        use_threads(cfg.cpu_threads, opened, os.environ, fixed)
         warn(warnings)
         log.info("hardware %s: %s", profile.name, machine)
         log.info("dtype %s (%s)", dtype, why)

@@ -14,5 +14,6 @@ One run prints one table. The method:
 
 ``python -m tests.benchmarks.monitor`` measures the cost of the recorder separately; ``python -m
 tests.benchmarks.startup`` compares the time that a run takes to start; ``python -m tests.benchmarks.overhead`` measures
-what a GRPO step spends beside its work; ``python -m tests.benchmarks.learning`` compares what methods learn.
+what a GRPO step spends beside its work; ``python -m tests.benchmarks.beside`` measures ours beside busy programs;
+``python -m tests.benchmarks.learning`` compares what methods learn.
 """

@@ -44,6 +44,8 @@ def check_values(cfg: DictConfig) -> None:
     check_whole(cfg, _WHOLE)
     if (tokens := cfg.tokens_per_micro_batch) not in (None, "auto") and not (type(tokens) is int and tokens >= 1):
         raise UserError(f"tokens_per_micro_batch is {tokens!r}; expected a whole number of at least 1, auto, or null")
+    if (threads := cfg.cpu_threads) != "auto" and not (type(threads) is int and threads >= 1):
+        raise UserError(f"cpu_threads is {threads!r}; expected a whole number of at least 1, or auto")
     for key, most in (("seed", 2**32 - 1), ("data_seed", 2**63 - 1)):  # the limits of NumPy, and of torch with epochs
         if (cfg[key] or 0) > most:
             null = OR_NULL * (key == "seed")
