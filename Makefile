@@ -16,7 +16,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 HAS_GPU_TORCH := import torch, sys; sys.exit(not (torch.version.hip or torch.version.cuda))
 
-.PHONY: setup demo test test-slow test-torch test-real lint clean
+.PHONY: setup demo gpu test test-slow test-torch test-real lint clean
 
 setup: $(VENV)/.ready
 
@@ -49,6 +49,10 @@ test: setup lint
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# Checks that need a GPU, and a benchmark table: gpu.md and gpu.json. make gpu GPU="--minutes 10 --parts sft-7b" runs some.
+gpu: setup
+	$(BIN)/python -m tests.gpu $(GPU)
 
 # With another torch: make test-torch TORCH=2.9.1; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where pip finds its build.
 test-torch:

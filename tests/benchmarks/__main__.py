@@ -23,7 +23,7 @@ from tests.benchmarks.work import SHAPES, Task, is_qwen3
 STOCK, BEST, TRL = "torchtune as shipped", "torchtune compiled", "TRL + PEFT"
 BACKED = sft.BACKED
 PLAIN, TRL_FIRST = "torchtune", "TRL + PEFT, reference first"  # of DPO
-ENGINE, GENERATE, CONTINUOUS, TORCHTUNE = list(sampling.PEERS)[:4]
+ENGINE, GENERATE, CONTINUOUS, _, TORCHTUNE = list(sampling.PEERS)[:5]
 # 11 and 41 million parameters; Qwen3's shape has 48 and 109 million
 SMALL_SET = (
     Task("sft", "small", 32768, "fp32", (STOCK, BEST, TRL)),
@@ -130,6 +130,7 @@ def parse() -> argparse.Namespace:
     option(
         "--attention", default="sdpa", help="transformers' attention on a GPU, e.g. flash_attention_2 (default: sdpa)"
     )
+    option("--installed", action="store_true", help="run peers with this environment's packages; pip installs nothing")
     option("--mbpp", default=verify.MBPP, help="hub data set or file with MBPP's rows (default: %(default)s)")
     option("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()

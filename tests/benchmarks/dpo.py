@@ -140,7 +140,7 @@ def check(
 def python(name: str, args: argparse.Namespace) -> Path:
     """Return a side's interpreter."""
     environment = of(name).environment
-    return Path(sys.executable) if environment == OURS else peers.python(environment, args.gpu)
+    return Path(sys.executable) if environment == OURS else peers.python(environment, args.gpu, args.installed)
 
 
 def command(base: Path, name: str, task: Task, steps: int, args: argparse.Namespace) -> list[str | Path]:

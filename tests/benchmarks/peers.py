@@ -33,12 +33,21 @@ PINS = {
 ON_A_GPU = {"trl": ["liger-kernel==0.6.4"]}
 
 
-def python(peer: str, gpu: bool = False) -> Path:
+def python(peer: str, gpu: bool = False, installed: bool = False) -> Path:
     """Return the interpreter of ``peer``'s environment; the first call takes a minute or two to make it.
 
+    Args:
+        peer: a key of :data:`PINS`.
+        gpu: also install packages for GPUs.
+        installed: return this interpreter, whose packages are used as they are.
+
     Raises:
-        Failed: pip could not install the pinned packages.
+        Failed: pip could not install the pinned packages, or there are none.
     """
+    if installed:
+        return Path(sys.executable)
+    if peer not in PINS:
+        raise Failed(f"{peer} has no pinned environment here; add --installed where it is installed")
     pins = PINS[peer] + (ON_A_GPU.get(peer, []) if gpu else [])
     key = hashlib.sha256("\n".join([sys.version, metadata.version("torch"), sys.prefix, *pins]).encode())
     folder = (cache_folder() or Path(tempfile.gettempdir())) / "peers" / f"{peer}-{key.hexdigest()[:12]}"

@@ -47,10 +47,12 @@ class Peer:
 
 
 ENGINE = "TransformersEngine"  # ours, for models without a native decoder
+VLLM = "vLLM"
 PEERS = {
     ENGINE: Peer("sample_ours", "", "transformers", "ours"),
     "transformers generate": Peer("sample_transformers", "trl", "generate", "each row"),
     "transformers continuous batching": Peer("sample_transformers", "trl", "continuous", "ours"),
+    VLLM: Peer("sample_vllm", "vllm", "", "ours"),
     "torchtune generate": Peer("sample_torchtune", "torchtune", "lean", "all logits"),
     "torchtune generate with logits": Peer("sample_torchtune", "torchtune", "", "all logits"),
 }
@@ -169,7 +171,9 @@ def gate(
 def start(base: Path, model: Path, name: str, dtype: str, work: Trace, args: argparse.Namespace) -> Side:
     """Start a side's process, which waits for orders."""
     peer = PEERS.get(name)
-    python = peers.python(peer.environment, args.gpu) if peer and peer.environment else Path(sys.executable)
+    python = Path(sys.executable)
+    if peer and peer.environment:
+        python = peers.python(peer.environment, args.gpu, args.installed)
     module = "sample_ours" if peer is None else peer.module
     options = [peer.option, args.attention] if peer else []
     arguments = ["-m", f"tests.benchmarks.sides.{module}", model, dtype, work.most, *options]
@@ -179,8 +183,8 @@ def start(base: Path, model: Path, name: str, dtype: str, work: Trace, args: arg
 def judge(base: Path, model: Path, work: Trace, args: argparse.Namespace) -> Side:
     """Start a process that computes the probabilities of answers in fp32."""
     options = [str(model), "fp32", str(work.most), "judge", "sdpa"]
-    return Side("judge", peers.python("trl", args.gpu), ["-m", "tests.benchmarks.sides.sample_transformers", *options],
-                base / "judge.log")  # fmt: skip
+    python = peers.python("trl", args.gpu, args.installed)
+    return Side("judge", python, ["-m", "tests.benchmarks.sides.sample_transformers", *options], base / "judge.log")
 
 
 def sample(side: Side, prompts: Prompts, trace: list[int], greedy: bool = False) -> dict:

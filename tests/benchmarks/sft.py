@@ -142,7 +142,7 @@ def gate(
 def python(name: str, args: argparse.Namespace) -> Path:
     """Return a side's interpreter."""
     ours = name not in PEERS or PEERS[name].environment == OURS
-    return Path(sys.executable) if ours else peers.python(PEERS[name].environment, args.gpu)
+    return Path(sys.executable) if ours else peers.python(PEERS[name].environment, args.gpu, args.installed)
 
 
 def command(

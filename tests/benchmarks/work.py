@@ -1,6 +1,7 @@
 """The sides' work: a model with random weights, rows of token ids, lengths of answers."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.families import folder_config, write_family
-from tests.tiny import run_config, write_model
+from tests.tiny import SHAPE, run_config, write_model, write_tokenizer
 
 # Qwen2.5's shapes, and Qwen3's by their names. The small ones have two heads per KV head.
 SHAPES = {
@@ -82,6 +83,59 @@ def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
     if is_qwen3(shape):
         return write_family(folder, "qwen3", vocab_size=vocab, **{"initializer_range": 0.02, **config})
     return write_model(folder, vocab=vocab, **config)
+
+
+def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: str) -> None:
+    """Write a Hugging Face folder of Qwen2.5's ``shape`` with random weights that are drawn on ``device``.
+
+    A file holds at most 4 GB, and every id has a token, because a sample may draw any.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder.mkdir(parents=True)
+    write_tokenizer(folder)
+    fill_vocabulary(folder, vocab)
+    sizes = {**SHAPE, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
+    config = Qwen2Config(vocab_size=vocab, rope_theta=1e6, **sizes)
+    config.architectures, config.dtype = ["Qwen2ForCausalLM"], {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    rng = torch.Generator(device).manual_seed(0)
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    for name, weight in model.named_parameters():
+        if sum(map(math.prod, files[-1].values())) + weight.numel() > 2e9 and files[-1]:
+            files.append({})
+        files[-1][name] = tuple(weight.shape)
+    index = {}
+    for number, shapes in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        weights = {}
+        for name, size in shapes.items():
+            norm = name.endswith("norm.weight")
+            value = torch.ones(size) if norm else 0.04 * torch.randn(size, generator=rng, device=device)
+            weights[name] = value.to(getattr(torch, config.dtype)).cpu()
+        save_file(weights, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(weights, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def fill_vocabulary(folder: Path, vocab: int) -> None:
+    """Give a tokenizer of :func:`tests.tiny.write_tokenizer` further tokens, so that it has ``vocab``.
+
+    Special tokens keep the last ids, as tokenizers numbers them when it reads the file.
+    """
+    content = json.loads((folder / "tokenizer.json").read_text())
+    special, tokens = content["added_tokens"], content["model"]["vocab"]
+    tokens |= {f"filler{i}": i for i in range(len(tokens), vocab - len(special))}
+    for number, token in enumerate(special):
+        token["id"] = len(tokens) + number
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "vocab.json").write_text(json.dumps(tokens))
+    ends = {token["content"]: token["id"] for token in special}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends["<|im_end|>"]}))
 
 
 def write_foreign_twin(folder: Path, model: Path) -> None:

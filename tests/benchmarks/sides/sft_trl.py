@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -37,13 +38,14 @@ def main() -> None:
     )
     model = PeftModel.from_pretrained(base, folder / "peft", is_trainable=True)
     batch = work["batch_size"]
+    liger = gpu and find_spec("liger_kernel") is not None
     options = SFTConfig(
         output_dir=str(folder / "trl"), max_steps=work["steps"], per_device_train_batch_size=batch,
         gradient_accumulation_steps=work["sequences_per_step"] // batch, train_sampling_strategy="sequential",
         learning_rate=work["lr"], lr_scheduler_type="constant", optim="adamw_torch_fused", weight_decay=0.01,
         max_grad_norm=1.0, bf16=dtype == torch.bfloat16, fp16=False, gradient_checkpointing=False, max_length=None,
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not gpu,
-        use_liger_kernel=gpu, padding_free=gpu and work["attention"] != "sdpa",
+        use_liger_kernel=liger, padding_free=gpu and work["attention"] != "sdpa",
     )  # fmt: skip
     data = Dataset.from_list([{"input_ids": row["tokens"], "labels": row["labels"]} for row in rows])
     SFTTrainer(

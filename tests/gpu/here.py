@@ -1,0 +1,124 @@
+"""What a part gets: the device, the sizes of its models, and folders. Importing this module does not import torch."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from rocm_ext.bench.context import Bench
+
+Row = dict[str, Any]
+CONFIGS = {"pocket": "cpu_pocket", "0.5b": "mi50_qwen0_5b", "7b": "mi300x_qwen7b"}
+GIB = 2**30
+
+
+class Skipped(Exception):
+    """A part cannot run here; the message says why."""
+
+
+class Failed(Exception):
+    """A part found something wrong; the message says what."""
+
+
+def check(what: str, ok: bool, found: str) -> Row:
+    """Return the row of a check."""
+    return {"what": what, "ok": bool(ok), "found": found}
+
+
+def speed(what: str, value: float, unit: str, note: str = "", **data: Any) -> Row:
+    """Return the row of a measurement.
+
+    Args:
+        what: was measured.
+        value: in ``unit``.
+        unit: of the value.
+        note: further facts for the table.
+        data: further values for the JSON file and for later parts.
+    """
+    return {"what": what, "value": value, "unit": unit, "note": note, **data}
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a part gets.
+
+    Attributes:
+        device: cuda or cpu.
+        tiny: small models and few steps.
+        folder: for files, shared by all parts.
+        earlier: results of the parts before, as in the JSON file, by name.
+    """
+
+    device: str
+    tiny: bool
+    folder: Path
+    earlier: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device == "cuda"
+
+    def size(self, size: str) -> str:
+        """Return ``size``, or the pocket model's where models are small."""
+        return "pocket" if self.tiny else size
+
+    @cached_property
+    def torch_device(self) -> "torch.device":
+        """The device; this starts CUDA or HIP."""
+        import torch
+
+        return torch.device(self.device)
+
+    def bench(self, size: str, *overrides: str) -> "Bench":
+        """Return the config, machine and device that the probes of ``rocm-ext bench`` measure.
+
+        Args:
+            size: a key of :data:`CONFIGS`; small models replace it.
+            overrides: ``key=value``.
+        """
+        from rocm_ext.bench.context import Bench
+        from rocm_ext.bench.spec import Spec
+        from rocm_ext.hardware.budget import memory_budget
+        from rocm_ext.hardware.machine import detect
+        from rocm_ext.hardware.profile import choose_profile, load_profile
+
+        machine = detect()
+        profile = load_profile(choose_profile(machine)[0])
+        budget, _ = memory_budget(profile, machine)
+        given = (f"hardware={profile.name}", *(["tokenizer.max_seq_len=128"] if self.tiny else []), *overrides)
+        return Bench(Spec(CONFIGS[self.size(size)], given, budget, self.tiny, 0.05 if self.tiny else 1.0))
+
+    def world(self, name: str, make: Callable[[Path], Any], gib: float = 0.0) -> tuple[Path, Any]:
+        """Return a folder that all parts share, and what ``make`` returned when it filled it.
+
+        Args:
+            name: of the folder.
+            make: fills the folder; it returns what JSON can hold.
+            gib: size of the files.
+
+        Raises:
+            Skipped: the disk has too little room.
+        """
+        folder = self.folder / name
+        done = folder / "made.json"
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            if (free := shutil.disk_usage(self.folder).free / GIB) < gib + 1:
+                raise Skipped(f"needs {gib + 1:.0f} GiB of disk in {self.folder}, {free:.0f} are free")
+            folder.mkdir()
+            done.with_suffix(".new").write_text(json.dumps(make(folder)))
+            os.replace(done.with_suffix(".new"), done)
+        return folder, json.loads(done.read_text())
+
+    def of(self, part: str, key: str) -> Any:
+        """Return a value of an earlier part's rows, or None: the part did not run, or its rows do not have it."""
+        rows = self.earlier.get(part, {}).get("rows", [])
+        return next((row[key] for row in rows if key in row), None)
