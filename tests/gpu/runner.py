@@ -139,6 +139,7 @@ def _child(part: Part, here: Here, rows: Path, log: Path, environ: Mapping[str, 
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, closefd=False) for stream in (1, 2))
     faulthandler.enable(sys.stderr)
     os.environ.update(environ)
     with rows.open("w") as file:

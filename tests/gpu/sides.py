@@ -89,7 +89,7 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
 
     base, steps = here.world(f"{work}-{shape}", make)
     known = f"{work}-{size}"
-    dtypes = ["fp32"] * gate + (["bf16"] if not here.tiny else [])
+    dtypes = ["fp32"] if here.tiny else [*["fp32"] * gate, "bf16"]
     for dtype in dtypes:
         timed = dtype == dtypes[-1]
         task = Task(work, shape, VOCAB[shape], dtype, (peer,) if peer else ())

@@ -47,6 +47,7 @@ def _write_prompts(folder: Path, count: int) -> None:
 def _config(here: Here, base: Path, model: Path) -> dict[str, Any]:
     return {
         "recipe": "grpo_rocm", "hardware": "auto" if here.gpu else "cpu", "seed": 0, "dtype": "auto",
+        "chat_template": "none",
         "model": {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(model), "lora_rank": 16,
                   "lora_alpha": 32},
         "tokenizer": {"max_seq_len": 1024},
