@@ -62,7 +62,7 @@ PARTS = (
     _sample("sampling-0.5b-continuous", "0.5b", CONTINUOUS, 180),
     _sample("sampling-0.5b-vllm", "0.5b", VLLM, 240, "vllm"),
     Part("memory", "check", "training:memory", 120, {"size": "0.5b"}),
-    _train("sft-7b", "sft", "7b", None, 240),
+    _train("sft-7b", "sft", "7b", None, 240, tiny=False),
     _train("sft-7b-torchtune", "sft", "7b", STOCK, 180, tiny=False),
     _train("sft-7b-trl", "sft", "7b", TRL, 180, "trl", "peft", tiny=False),
     Part("decode-7b", "speed", "checks:decode_speed", 120, {"size": "7b"}),
@@ -85,11 +85,11 @@ PARTS = (
     Part("decode-0.5b", "speed", "checks:decode_speed", 60, {"size": "0.5b"}, tiny=False),
     _train("dpo-0.5b", "dpo", "0.5b", None, 150),
     _train("dpo-0.5b-trl", "dpo", "0.5b", TRL_FIRST, 150, "trl", "peft"),
-    _train("dpo-0.5b-torchtune", "dpo", "0.5b", STOCK, 150),
+    _train("dpo-0.5b-torchtune", "dpo", "0.5b", STOCK, 150, cpu=False),
     Part("memory-7b", "check", "training:memory", 180, {"size": "7b"}, tiny=False),
     _train("sft-0.5b-torchtune-8", "sft", "0.5b", STOCK_8, 120, tiny=False),
     _train("sft-0.5b-compiled", "sft", "0.5b", STOCK_COMPILED, 180, cpu=False),
-    _sample("sampling-0.5b-generate", "0.5b", GENERATE, 240),
+    _sample("sampling-0.5b-generate", "0.5b", GENERATE, 240, cpu=False),
 )
 
 

@@ -22,7 +22,7 @@ CONFIGS = {"lora_finetune_rocm": "cpu_pocket", "dpo_rocm": "cpu_pocket_dpo", "ra
 WEIGHTS = "adapter/adapter_model.safetensors"
 COMMON = ["dtype=fp32", "compile=False", "save_every_n_steps=3", "save_adapter_weights_only=True", "metric_logger=null"]
 SAMPLED = ["verifier._component_=tests.judges.Coin", "verify_workers=1", "eval_prompts=null", "max_new_tokens=16"]
-TRAINED = ["epochs=1", "max_steps_per_epoch=12"]
+TRAINED = ["epochs=1", "max_steps_per_epoch=8", "sequences_per_step=8"]
 CHANGES = {
     "lora_finetune_rocm": TRAINED,
     "dpo_rocm": [*TRAINED, "checkpointer.adapter_checkpoint=null"],
@@ -31,6 +31,7 @@ CHANGES = {
     "grpo_rocm": [*SAMPLED, "prompts_per_step=8", "steps=8", "minibatches=2", "truncated=keep",
                   "eval_every_n_steps=100"],
 }  # fmt: skip
+PAIRS = 100
 CLOSE = 1e-3  # relative, of a step's loss; kernels that add in any order do not repeat their sums bit for bit
 
 
@@ -79,7 +80,7 @@ def make_pocket(folder: Path) -> None:
     from rocm_ext.pocket import make
 
     make(folder / "model", seed=7, target=0.01)
-    rows = _lines(folder / "model" / "train.jsonl")
+    rows = _lines(folder / "model" / "train.jsonl")[:PAIRS]
     pairs = [
         {"prompt": row["prompt"], "chosen": _answer(row), "rejected": _answer(other)}
         for row, other in pairwise(rows)
