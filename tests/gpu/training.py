@@ -25,6 +25,7 @@ from rocm_ext.train.trainer import Trainer
 from tests.gpu.here import GIB, Here, Row, Skipped, check, speed
 
 STEPS = 6
+VALUES = {"base": "as configured"}  # of the probe
 # the pocket model's matrices have too few weights for NF4's blocks
 WIDER = ("model._component_=torchtune.models.qwen2.lora_qwen2", "model.vocab_size=320", "model.num_layers=2",
          "model.num_heads=4", "model.num_kv_heads=4", "model.embed_dim=256", "model.intermediate_dim=512",
@@ -59,11 +60,14 @@ class Trained:
     planned: int
 
 
-def train(bench: Bench, rows: int, compiled: bool = False, base: str = "as configured", **changes: Any) -> Trained:
+def train(bench: Bench, rows: int, compiled: bool = False, **changes: Any) -> Trained:
     """Train :data:`STEPS` steps on the same ``rows`` rows; ``changes`` are further keys of the config."""
-    cfg = probe_config(bench.cfg, {"rows": rows, "compile": compiled, "base": base}, list(bench.profile.locked))
+    cfg = probe_config(bench.cfg, {**VALUES, "rows": rows, "compile": compiled}, list(bench.profile.locked))
+    quantized = changes.pop("quantize_base", False)
     for key, value in changes.items():
         OmegaConf.update(cfg, key, value)
+    if quantized:
+        cfg.model.quantize_base = True
     runtime = Runtime.open(cfg)
     longest = min(probe.longest_row(cfg), 1024)
     data = random_rows(rows, longest // 2, longest, 256)
@@ -126,7 +130,7 @@ def offloading(here: Here) -> Iterator[Row]:
 def four_bit(here: Here) -> Iterator[Row]:
     """Losses over a 4-bit base (NF4) are about those of the whole one, in less memory."""
     bench = here.bench("0.5b", *(WIDER if here.tiny else ()))
-    plain, small = train(bench, 2), train(bench, 2, base="4-bit")
+    plain, small = train(bench, 2), train(bench, 2, quantize_base=True)
     yield compare("training over a 4-bit base", small, plain, 0.03)
     if here.gpu:
         note = f"{small.peak / GIB:.2f} instead of {plain.peak / GIB:.2f} GiB"
@@ -154,7 +158,7 @@ def memory(here: Here, size: str) -> Iterator[Row]:
         for recompute in (False, True):
             changes = OmegaConf.create({"enable_activation_checkpointing": recompute})
             bench.cfg.merge_with(changes)
-            values = {"rows": rows, "compile": False, "base": "as configured"}
+            values = {**VALUES, "rows": rows, "compile": False}
             what = f"memory of {here.size(size)}, {rows} rows{', recomputed' if recompute else ''}"
             try:
                 found = probe.measure(bench, values)
