@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from rocm_ext.bench import training as probe
@@ -25,7 +24,6 @@ from rocm_ext.train.trainer import Trainer
 from tests.gpu.here import GIB, Here, Row, Skipped, check, speed
 
 STEPS = 6
-VALUES = {"base": "as configured"}  # of the probe
 # the pocket model's matrices have too few weights for NF4's blocks
 WIDER = ("model._component_=torchtune.models.qwen2.lora_qwen2", "model.vocab_size=320", "model.num_layers=2",
          "model.num_heads=4", "model.num_kv_heads=4", "model.embed_dim=256", "model.intermediate_dim=512",
@@ -61,13 +59,8 @@ class Trained:
 
 
 def train(bench: Bench, rows: int, compiled: bool = False, **changes: Any) -> Trained:
-    """Train :data:`STEPS` steps on the same ``rows`` rows; ``changes`` are further keys of the config."""
-    cfg = probe_config(bench.cfg, {**VALUES, "rows": rows, "compile": compiled}, list(bench.profile.locked))
-    quantized = changes.pop("quantize_base", False)
-    for key, value in changes.items():
-        OmegaConf.update(cfg, key, value)
-    if quantized:
-        cfg.model.quantize_base = True
+    """Train :data:`STEPS` steps on the same ``rows`` rows; ``changes`` are those of a probe."""
+    cfg = probe_config(bench.cfg, {"rows": rows, "compile": compiled, **changes}, list(bench.profile.locked))
     runtime = Runtime.open(cfg)
     longest = min(probe.longest_row(cfg), 1024)
     data = random_rows(rows, longest // 2, longest, 256)
@@ -156,9 +149,7 @@ def memory(here: Here, size: str) -> Iterator[Row]:
     bench = here.bench(size)
     for rows in (2,) if here.tiny else (1, 4, 16):
         for recompute in (False, True):
-            changes = OmegaConf.create({"enable_activation_checkpointing": recompute})
-            bench.cfg.merge_with(changes)
-            values = {**VALUES, "rows": rows, "compile": False}
+            values = {"rows": rows, "compile": False, "enable_activation_checkpointing": recompute}
             what = f"memory of {here.size(size)}, {rows} rows{', recomputed' if recompute else ''}"
             try:
                 found = probe.measure(bench, values)
