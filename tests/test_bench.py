@@ -256,6 +256,7 @@ def test_plan_takes_a_file_of_such_a_machine(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["figures"]["measured"]
     assert found["figures"]["efficiency"] == 0.8
+    assert (found["published"], found["configured"]["step"]["tokens_per_second_published"]) == (None, None)
     assert found["budget"] == 109 * GIB
     sheet = figures_for(load_profile("mi300x"), detect())  # values that bench does not measure come from the data sheet
     server = {"date": "", "machine": {"backend": "rocm", "arch": "gfx942"}, "figures": figures, "settings": {}}
@@ -465,6 +466,24 @@ def test_a_locked_setting_that_was_measured_is_insisted_on(tmp_path):
     _, after, text = written(tmp_path / "bench.yaml", "mi50_qwen1_5b", mi50, [])
     assert "# No setting is faster than as configured." in text
     assert after["hardware_overrides"] == []
+
+
+@as_configured
+def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
+    """What plans assume beside the measured speeds is fitted to the measured step, and kept in the file."""
+    changes = ["hardware=strix_halo", "dtype=bf16", "compile=False", "enable_activation_checkpointing=False"]
+    cfg = config.load("lora_finetune_rocm", "cpu_pocket", changes)
+    rows = [row("gemm", 3e13, dtype="bf16", direction=direction) for direction in ("forward", "dgrad")]
+    rows += [row("bandwidth", 2e11, what="device copy"), training(8, 50)]
+    rows[-1].result.update(seconds=0.25, checkpointed=0)
+    found = summary.figures(rows, cfg, torch.bfloat16, torch.device("cuda"))
+    assert found["launch"] == pytest.approx(20e-6)
+    machine = {"backend": "rocm", "arch": "gfx1151"}
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"date": "", "machine": machine, "figures": found, "settings": {}}))
+    sizes = ["batch_size=8", "sequences_per_step=8", "num_workers=0"]
+    assert main(["plan", "--json", "--config", "cpu_pocket", "--bench", str(path), *changes, *sizes]) == 0
+    assert json.loads(capsys.readouterr().out)["configured"]["step"]["seconds"] == pytest.approx(0.25, rel=0.02)
 
 
 # --------------------------------------------------------------------------------------------------- bad input

@@ -13,13 +13,14 @@ from rocm_ext.bench.runner import Measurement
 from rocm_ext.bench.sweep import GAIN, Sweep, Winner, beats, in_words, smallest, speed
 from rocm_ext.bench.training import longest_row, probe_config
 from rocm_ext.generation.decoder import Decoder
+from rocm_ext.hardware.profile import load_profile
 from rocm_ext.model.attention import choose_attention, use_packed_attention
 from rocm_ext.model.build import build_model
 from rocm_ext.objectives import objective_of
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import TrainingPlanner, decode_seconds
-from rocm_ext.plan.speeds import Figures
+from rocm_ext.plan.speeds import Figures, assumed
 
 
 def figures(
@@ -40,7 +41,7 @@ def figures(
             if _ok(measurements, "gemm", dtype=name, direction=direction)
         ]
         flops[name] = 1 / fmean(1 / value for value in best)  # training computes equally many FLOPs in each direction
-    known: dict[str, Any] = {"flops": flops, "bandwidth": median(copies)}
+    known: dict[str, Any] = {"flops": flops, "bandwidth": median(copies), **assumed(load_profile(cfg.hardware).reached)}
     if reduced := _ok(measurements, "link", what="all-reduce"):
         known["link"] = speed(reduced[0])
     roofline = Figures("", True, **known)

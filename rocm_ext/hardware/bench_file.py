@@ -13,7 +13,7 @@ from rocm_ext.hardware.choices import COMPILE
 from rocm_ext.hardware.machine import Machine
 from rocm_ext.log import log
 
-_FIGURES = {"bandwidth", "efficiency", "decode_efficiency", "link"}  # beside flops
+_FIGURES = {"bandwidth", "efficiency", "decode_efficiency", "link", "attention", "launch"}  # beside flops
 # The settings that `hardware: auto` takes over. Sizes, dtype and attention are left out: they depend on the config
 TAKEN_OVER: dict[str, Callable[[Any], bool]] = {
     "num_workers": lambda value: type(value) is int,

@@ -53,6 +53,7 @@ class Chip:
         bf16: None: not computed natively.
         link: GB/s that it receives from the other GPUs of a machine; None: not known.
         also: further names, such as torch's.
+        reached: shares that differ from the profile's.
     """
 
     arch: str
@@ -63,6 +64,7 @@ class Chip:
     bf16: float | None = None
     link: float | None = None
     also: tuple[str, ...] = ()
+    reached: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Profile:
         environment: variables to set before torch starts.
         floor: versions of torch, rocm and kernel that the machine needs: min, below, also and fix.
         chips: data sheets by the GPU's name; the first of an architecture stands for it.
-        reached: the shares of a data sheet's compute and bandwidth that :mod:`rocm_ext.plan.speeds` assumes.
+        reached: shares of a data sheet that :mod:`rocm_ext.plan.speeds` assumes: compute, bandwidth and attention (of
+            compute); and launch, the microseconds that the host needs to start a kernel.
         bench_config: the config whose model ``rocm-ext bench`` trains.
         install: the command that installs torch for this machine.
     """

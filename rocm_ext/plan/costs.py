@@ -35,12 +35,14 @@ class Operation:
     """One kernel.
 
     Attributes:
-        flops: floating-point operations.
+        flops: floating-point operations of matrix products; 0: another kernel, bound by memory.
         bytes: read and written.
+        attention: whether it is a fused attention kernel.
     """
 
     flops: int
     bytes: int
+    attention: bool = False
 
 
 class Tally(TorchDispatchMode):
@@ -76,7 +78,8 @@ class Tally(TorchDispatchMode):
         known = {t.untyped_storage()._cdata for t in inputs}
         view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in known for t in results)
         if not view and "empty" not in func._schema.name:
-            self.operations.append(Operation(_flops(func, args, kwargs, out), sum(map(_bytes, (*inputs, *results)))))
+            moved = sum(map(_bytes, (*inputs, *results)))
+            self.operations.append(Operation(_flops(func, args, kwargs, out), moved, _name(func) in _ATTENTION))
         for tensor in results:
             self._add(tensor)
         return out
@@ -103,8 +106,12 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _name(func: Any) -> str:
+    return func._overloadpacket.__name__.rstrip("_")  # addmm_ costs the same as addmm
+
+
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    name = func._overloadpacket.__name__.rstrip("_")  # addmm_ costs the same as addmm
+    name = _name(func)
     if attention := _ATTENTION.get(name):
         return int(attention(*(t.shape for t in args if isinstance(t, Tensor)))) // 2  # causal
     count: Any = flop_registry.get(getattr(torch.ops.aten, name, None))

@@ -80,6 +80,18 @@ class Choice:
         return self.memory.peak(self.checkpointed)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """Kernels that a micro-batch runs a number of times."""
+
+    operations: Sequence[Operation]
+    times: float
+    compiled: bool = False
+
+    def total(self, what: str) -> float:
+        return self.times * sum(getattr(operation, what) for operation in self.operations)
+
+
 class TrainingPlanner:
     """Plans the training of one model with one config on one machine.
 
@@ -193,21 +205,26 @@ class TrainingPlanner:
         count = max(1, math.ceil(tokens / micro_batch))
         each = max(1, round(tokens / count))
         plan = self._plan(*self._typical(each))
-        passes = [(plan.loss.operations, 1.0)]
         # the frozen output layer: a product forward, one more for losses of whole sequences, and one backward
-        forward = [(plan.loss.operations, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
+        loss = plan.loss.operations
+        passes = [_Pass(loss, 1.0)]
+        forward = [_Pass(loss, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
         for costs in {id(costs): costs for costs in plan.each}.values():
             alike = [i for i, other in enumerate(plan.each) if other is costs]
             again = sum(i in checkpointed for i in alike)
-            passes += [(costs.forward, len(alike) + again), (costs.backward, len(alike))]
-            forward += [(costs.forward, len(alike))]
+            whole = len(alike) - again
+            compiled = bool(self.cfg.compile)  # but not the checkpointed layers
+            passes += [_Pass(costs.forward, whole, compiled), _Pass(costs.backward, whole, compiled)]
+            passes += [_Pass(costs.forward, 2 * again), _Pass(costs.backward, again)]
+            forward += [_Pass(costs.forward, whole, compiled), _Pass(costs.forward, again)]
+        update = _Pass([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
         return Step(
             tokens=tokens,
             micro_batches=count,
-            flops=count * sum(times * sum(op.flops for op in ops) for ops, times in passes),
-            bytes=count * sum(times * sum(op.bytes for op in ops) for ops, times in passes),
-            seconds=count * max(self._of_passes(passes), self._gathering(plan)),
-            forward_seconds=count * max(self._of_passes(forward), self._gathering(plan) / 2),
+            flops=count * sum(each.total("flops") for each in passes),
+            bytes=count * sum(each.total("bytes") for each in passes) + update.total("bytes"),
+            seconds=count * max(self._seconds(passes), self._gathering(plan)) + self._seconds([update]),
+            forward_seconds=count * max(self._seconds(forward), self._gathering(plan) / 2),
         )
 
     def _typical(self, tokens: int) -> tuple[list[int], int, list[int]]:
@@ -227,15 +244,15 @@ class TrainingPlanner:
             shared += [0, *[min(round(common), lengths[-sequences])] * (sequences - 1)]
         return lengths, targets, shared
 
-    def _of_passes(self, passes: Sequence[tuple[Sequence[Operation], float]]) -> float:
-        return sum(times * self._seconds(operations) for operations, times in passes)
-
     def _gathering(self, plan: MemoryPlan) -> float:
         """Seconds to gather every layer's weights from all ranks, forward and backward, in parallel with computing."""
         return 2 * plan.weights * (self.ranks - 1) / self.figures.link
 
-    def _seconds(self, operations: Sequence[Operation]) -> float:
-        return self.figures.seconds(operations, dtype_name(self.dtype))
+    def _seconds(self, passes: Sequence["_Pass"]) -> float:
+        dtype = dtype_name(self.dtype)
+        return sum(
+            each.times * self.figures.seconds(each.operations, dtype, each.compiled) for each in passes if each.times
+        )
 
     def fit(self, budget: int) -> Choice:
         """Return the fastest way to run a step within ``budget`` bytes, or the smallest if none fits."""

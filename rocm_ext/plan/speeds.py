@@ -18,6 +18,8 @@ from rocm_ext.hardware.profile import Chip, Profile
 from rocm_ext.hardware.shared_records import SharedRecord, cpu_name, record_of
 from rocm_ext.plan.costs import Operation
 
+_FUSED = 0.5  # share of their time that kernels beside matrix products take once torch.compile has fused them
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -32,6 +34,8 @@ class Figures:
         efficiency: computed over measured time of a training step; 1 until measured.
         decode_efficiency: computed over measured time of a decoding step; 1 until measured.
         link: bytes per second that a GPU receives from the others; PCIe 4 by default.
+        attention: speed of fused attention, as a share of that of matrix products.
+        launch: seconds that the host needs to start a kernel, while the device computes those before it.
     """
 
     source: str
@@ -42,15 +46,28 @@ class Figures:
     efficiency: float = 1.0
     decode_efficiency: float = 1.0
     link: float = 25e9
+    attention: float = 1.0
+    launch: float = 0.0
 
-    def seconds(self, operations: Iterable[Operation], dtype: str) -> float:
-        """Seconds of ``operations`` in sequence, each bound by compute or by memory.
+    def seconds(self, operations: Iterable[Operation], dtype: str, compiled: bool = False) -> float:
+        """Seconds of ``operations`` in sequence, each bound by compute or by memory, all by the host that starts them.
+
+        Args:
+            operations: kernels as eager mode runs them.
+            dtype: of matrix products.
+            compiled: whether torch.compile fuses those that are no matrix products.
 
         Raises:
             UserError: there is no figure for ``dtype``.
         """
         rate = self.rate(dtype)
-        return sum(max(op.flops / rate, op.bytes / self.bandwidth) for op in operations) / self.efficiency
+        total = launching = 0.0
+        for op in operations:
+            seconds = max(op.flops / (rate * self.attention if op.attention else rate), op.bytes / self.bandwidth)
+            share = _FUSED if compiled and not op.flops else 1
+            total += share * seconds
+            launching += share * self.launch
+        return max(total, launching) / self.efficiency
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of matrix products in ``dtype``.
@@ -109,7 +126,8 @@ def _shared(profile: Profile, machine: Machine, chip: str | None) -> SharedRecor
 
 def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures:
     name = chip or (_chips_here(profile, machine) or list(profile.chips))[0]
-    sheet, reached = profile.chips[name], profile.reached
+    sheet = profile.chips[name]
+    reached = {**profile.reached, **sheet.reached}
     other = (
         f", as there is none of {machine.name}"
         if not chip and _is(profile, machine) and sheet.arch != machine.arch
@@ -122,8 +140,21 @@ def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures
         measured=False,
         flops={dtype: rate * 1e12 * reached["compute"] for dtype, rate in rates.items() if rate},
         bandwidth=sheet.bandwidth * 1e9 * reached["bandwidth"],
+        **assumed(reached),
         **_sizes(sheet, profile),
     )
+
+
+def assumed(reached: Mapping[str, float]) -> dict[str, Any]:
+    """Return the figures that nobody measures on a machine, as arguments of :class:`Figures`.
+
+    Args:
+        reached: of the machine's profile.
+    """
+    if not reached:
+        return {}
+    compute = reached["compute"]
+    return {"attention": reached.get("attention", compute) / compute, "launch": reached.get("launch", 0.0) * 1e-6}
 
 
 def _sizes(sheet: Chip | None, profile: Profile) -> dict[str, Any]:
