@@ -3,7 +3,7 @@
 import pytest
 
 from rocm_ext.cli import main
-from rocm_ext.plan import run
+from rocm_ext.plan import reach, run
 from tests.test_plan import _cpu_of_known_speed, _without_search, as_configured, plan  # noqa: F401
 
 
@@ -23,6 +23,8 @@ def test_a_step_shares_its_memory_with_the_sampler(capsys, tmp_path, monkeypatch
     assert step["evaluations"] == 1 + 100 // 20
     whole = 100 * step["step_seconds"] + 6 * step["evaluation_seconds"]
     assert step["run_seconds"] == pytest.approx(whole)
+    fastest, slowest = step["step_seconds_published"]
+    assert fastest < slowest < step["step_seconds"] / min(reach.TRAINING.low, reach.DECODING.low) * 1.01
 
 
 POCKET = ("--config", "cpu_pocket_grpo", "minibatches=1")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from rocm_ext.hardware.profile import profile_names
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.objectives import CrossEntropy
-from rocm_ext.plan import memory, speeds, workload
+from rocm_ext.plan import memory, reach, speeds, workload
 from rocm_ext.plan.costs import Kernels, Operation, Tally, simulate_layer
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.speeds import Figures, measure_cpu
@@ -220,8 +221,13 @@ def test_checkpointing_costs_a_forward_pass(folders, tmp_path, capsys):
 
 
 def test_time_is_bound_by_compute_or_memory():
-    figures = Figures("", True, {"bf16": 100.0}, 10.0, efficiency=0.5)
-    assert figures.seconds([Operation(100, 1), Operation(1, 20)], "bf16") == pytest.approx((1 + 2) / 0.5)
+    figures = Figures("", True, {"bf16": 100.0}, 10.0, efficiency=0.5, attention=0.25, launch=0.5)
+    product, copied, attention = Operation(100, 1), Operation(0, 20), Operation(100, 1, attention=True)
+    assert figures.seconds([product, copied], "bf16") == pytest.approx((1 + 2) / 0.5)
+    assert figures.seconds([product, copied], "bf16", compiled=True) == pytest.approx((1 + 2 / 2) / 0.5)
+    assert figures.seconds([attention], "bf16") == pytest.approx(4 / 0.5)
+    short = [Operation(1, 1)] * 8  # the host takes longer to start them
+    assert figures.seconds([*short, product], "bf16") == pytest.approx(9 * 0.5 / 0.5)
     with pytest.raises(Exception, match="no figure for fp16"):
         figures.rate("fp16")
 
@@ -385,6 +391,10 @@ def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     seconds = cycle["sampling_seconds"] + cycle["evaluating_seconds"] + found["training_seconds"]
     assert 600 < seconds < 7200  # from the machine's roofline; others give 8 hours
     assert cycle["peak"] <= found["budget"]
+    assert found["published"]["runs_of_this_machine"] == 3
+    for part, shares in ((found["configured"]["step"], reach.TRAINING), (cycle["sampling"], reach.DECODING)):
+        speed = part["tokens_per_second"]
+        assert part["tokens_per_second_published"] == pytest.approx([speed * shares.low, speed * shares.high])
     longer = plan(capsys, "--config", "strix_halo_qwen7b_raft", "--answer-tokens", "512", "--rows", "1000")["cycle"]
     assert longer["sampling_seconds"] == pytest.approx(4 * cycle["sampling_seconds"], rel=0.15)
     servers = "engine={_component_: rocm_ext.generation.OpenAIEngine, urls: [http://a/v1]}"
@@ -406,6 +416,13 @@ def test_tables_for_people(capsys):
     for part in ("weights", "optimizer", "logits and loss", "peak", "tokens/s", "keys and values", "together",
                  "computed, not measured"):  # fmt: skip
         assert part in said
+    words = " ".join(said.split())
+    for part in (f"{reach.TRAINING} of such figures in training", f"{reach.DECODING} in sampling",
+                 f"none of these {reach.runs()} runs was on such a machine"):  # fmt: skip
+        assert part in words
+    for row in ("tokens/s", "answer tokens/s", "together"):
+        low, high = re.search(rf"^{row} +\S+ \((.+) to (.+)\)$", said, re.MULTILINE).groups()
+        assert low != high
 
 
 @as_configured

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from rocm_ext.cli._options import add_overrides, count
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from rocm_ext.plan.planner import Choice
+    from rocm_ext.plan.planner import Choice, SamplingPlan, Step
     from rocm_ext.plan.policy import PolicyPlan
     from rocm_ext.plan.run import RunPlan
 
@@ -117,6 +118,7 @@ def _print(name: str, plan: "RunPlan") -> None:
     from rich.markup import escape
 
     from rocm_ext.cli._tables import console
+    from rocm_ext.plan import reach
     from rocm_ext.plan.memory import readable
 
     out = console()
@@ -132,12 +134,13 @@ def _print(name: str, plan: "RunPlan") -> None:
     out.print(_step_table(plan))
     out.print(f"speeds: {escape(plan.figures.source)}")
     if not plan.figures.measured:
-        out.print("[yellow]computed, not measured: run `rocm-ext bench` on that machine to measure them[/]")
+        out.print(f"[yellow]computed, not measured: {reach.said(plan.hardware)}. In brackets: what that makes of the "
+                  "figure before. To measure: `rocm-ext bench` on that machine[/]")  # fmt: skip
     out.print()
     if plan.cycle:
         out.print(_cycle_table(plan))
     if plan.policy:
-        out.print(_policy_table(plan.policy))
+        out.print(_policy_table(plan, plan.policy))
     _print_verdict(out, plan)
 
 
@@ -184,18 +187,23 @@ def _step_table(plan: "RunPlan") -> Any:
     made.add_row("layers checkpointed", *[f"{len(c.checkpointed)} of {c.memory.layers}" for _, c in choices])
     made.add_row("work", *[f"{step.flops / 1e12:,.1f} TFLOP" for step in steps])
     made.add_row("read and written", *[f"{step.bytes / 1e9:,.0f} GB" for step in steps])
-    made.add_row("time", *[_duration(step.seconds) for step in steps])
-    made.add_row("tokens/s", *[f"{step.tokens_per_second:,.0f}" for step in steps], style="bold")
+
+    def time(seconds: float) -> str:
+        return _told(plan, _time(seconds))
+
+    def speed(step: "Step") -> str:
+        return _told(plan, lambda training, _: step.tokens_per_second * training, "{:,.0f}".format)
+
+    made.add_row("time", *[time(step.seconds) for step in steps])
+    made.add_row("tokens/s", *map(speed, steps), style="bold")
     if plan.steps is None:
-        made.add_row(
-            "per 10,000 rows", *[_duration(1e4 * plan.rows.mean / plan.ranks / s.tokens_per_second) for s in steps]
-        )
+        made.add_row("per 10,000 rows", *[time(1e4 * plan.rows.mean / plan.ranks / s.tokens_per_second) for s in steps])
     elif not plan.policy:  # its own table says more
         what = "training in a cycle" if plan.cycle else "all epochs"
-        made.add_row(f"{what}, {plan.steps} steps", *[_duration(plan.steps * step.seconds) for step in steps])
+        made.add_row(f"{what}, {plan.steps} steps", *[time(plan.steps * step.seconds) for step in steps])
     if plan.reference is not None:
         before = [plan.reference * step.forward_seconds / plan.now.step.forward_seconds for step in steps]
-        made.add_row("before, the reference's log-probs", *map(_duration, before))
+        made.add_row("before, the reference's log-probs", *map(time, before))
     return made
 
 
@@ -212,16 +220,22 @@ def _cycle_table(plan: "RunPlan") -> Any:
     made.add_row("the sampler's layout of the weights", readable(sampling.layout))
     made.add_row("keys and values", readable(sampling.cache))
     made.add_row("peak while sampling", readable(cycle.peak), style="bold")
-    made.add_row("answer tokens/s", f"{sampling.tokens_per_second:,.0f}", style="bold")
-    known = {"sampling": cycle.seconds[0], "evaluating": cycle.seconds[1], "training": plan.training_seconds}
-    for what, seconds in known.items():
-        made.add_row(what, "unknown: set --rows" if seconds is None else _duration(seconds))
-    if all(seconds is not None for seconds in known.values()):
-        made.add_row("together", _duration(sum(filter(None, known.values()))), style="bold")
+    made.add_row("answer tokens/s", _sampling_speed(plan, sampling), style="bold")
+    parts = {
+        "sampling": (cycle.seconds[0], 1),
+        "evaluating": (cycle.seconds[1], 1),
+        "training": (plan.training_seconds, 0),
+    }
+    for what, (seconds, kind) in parts.items():
+        told = "unknown: set --rows" if seconds is None else _told(plan, _time(seconds, kind))
+        made.add_row(what, told)
+    if all(seconds is not None for seconds, _ in parts.values()):
+        every = [_time(seconds, kind) for seconds, kind in parts.values() if seconds]
+        made.add_row("together", _told(plan, lambda *shares: sum(of(*shares) for of in every)), style="bold")
     return made
 
 
-def _policy_table(policy: "PolicyPlan") -> Any:
+def _policy_table(plan: "RunPlan", policy: "PolicyPlan") -> Any:
     from rocm_ext.cli._tables import table
     from rocm_ext.plan.memory import readable
 
@@ -236,24 +250,26 @@ def _policy_table(policy: "PolicyPlan") -> Any:
         made.add_row("the sampler's layout of the weights", readable(sampling.layout))
         made.add_row("keys and values", readable(sampling.cache))
         made.add_row("peak while sampling", readable(policy.peak), style="bold")
-    made.add_row("answer tokens/s", f"{sampling.tokens_per_second:,.0f}", style="bold")
-    made.add_row("sampling", _duration(policy.sampling_seconds))
+    made.add_row("answer tokens/s", _sampling_speed(plan, sampling), style="bold")
+    made.add_row("sampling", _told(plan, lambda *shares: policy.at(*shares).sampling_seconds))
     if policy.scoring_seconds:
-        made.add_row("log-probs before the updates", _duration(policy.scoring_seconds))
-    made.add_row(f"{policy.updates} updates" if policy.updates > 1 else "1 update", _duration(policy.updates_seconds))
+        made.add_row("log-probs before the updates", _told(plan, lambda *shares: policy.at(*shares).scoring_seconds))
+    updates = f"{policy.updates} updates" if policy.updates > 1 else "1 update"
+    made.add_row(updates, _told(plan, lambda *shares: policy.at(*shares).updates_seconds))
     if policy.waiting:
         side, ahead = policy.waiting
         made.add_row(f"{side} wait", _duration(ahead))
-    made.add_row("a step", _duration(policy.step_seconds), style="bold")
-    made.add_row("steps per hour", f"{3600 / policy.step_seconds:,.1f}")
-    evaluation = policy.evaluation_seconds
+    made.add_row("a step", _told(plan, lambda *shares: policy.at(*shares).step_seconds), style="bold")
+    made.add_row(
+        "steps per hour", _told(plan, lambda *shares: 3600 / policy.at(*shares).step_seconds, "{:,.1f}".format)
+    )
     if policy.evaluations:
-        made.add_row(
-            "an evaluation", "unknown: held-out prompts not on disk" if evaluation is None else _duration(evaluation)
-        )
+        unknown = policy.evaluation_seconds is None
+        evaluation = _told(plan, lambda *shares: policy.at(*shares).evaluation_seconds or 0.0)
+        made.add_row("an evaluation", "unknown: held-out prompts not on disk" if unknown else evaluation)
     if policy.run_seconds is not None:
         whole = f"{policy.steps} steps and {policy.evaluations} evaluations"
-        made.add_row(whole, _duration(policy.run_seconds), style="bold")
+        made.add_row(whole, _told(plan, lambda *shares: policy.at(*shares).run_seconds or 0.0), style="bold")
     return made
 
 
@@ -272,6 +288,35 @@ def _print_verdict(out: Any, plan: "RunPlan") -> None:
         out.print("\nfits; no setting is expected to be faster")
 
 
+# A figure of a plan where training and sampling run at these shares of their computed speeds.
+Figure = Callable[[float, float], float]
+
+
+def _told(plan: "RunPlan", of: Figure, form: Callable[[float], str] | None = None) -> str:
+    """A figure in words, and behind a computed one in brackets what published runs make of it."""
+    form = form or _duration
+    ends = _published(plan, of)
+    return form(of(1, 1)) if ends is None else f"{form(of(1, 1))} ({form(ends[0])} to {form(ends[1])})"
+
+
+def _published(plan: "RunPlan", of: Figure) -> list[float] | None:
+    """The least and the most that a figure is where published runs are right; None if the machine was measured."""
+    from rocm_ext.plan.reach import DECODING, TRAINING
+
+    if plan.figures.measured:
+        return None
+    return sorted((of(TRAINING.low, DECODING.low), of(TRAINING.high, DECODING.high)))
+
+
+def _time(seconds: float, kind: int = 0) -> Figure:
+    """A time of training, or with kind 1 of sampling."""
+    return lambda *shares: seconds / shares[kind]
+
+
+def _sampling_speed(plan: "RunPlan", sampling: "SamplingPlan") -> str:
+    return _told(plan, lambda _, share: sampling.tokens_per_second * share, "{:,.0f}".format)
+
+
 def _duration(seconds: float) -> str:
     from rocm_ext.log import duration
 
@@ -279,6 +324,8 @@ def _duration(seconds: float) -> str:
 
 
 def _content(plan: "RunPlan") -> dict[str, Any]:
+    from rocm_ext.plan import reach
+
     figures = plan.figures
     return {
         "machine": plan.machine,
@@ -292,37 +339,46 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
         "budget_reason": plan.budget[1],
         "fits": plan.fits,
         "figures": vars(figures),
+        "published": None if figures.measured else reach.content(plan.hardware),
         "rows": vars(plan.rows),
         "configured": _choice_content(plan, plan.now),
         "best": _choice_content(plan, plan.best),
         "changes": plan.changes(),
         "steps": plan.steps,
         "training_seconds": plan.training_seconds,
+        "training_seconds_published": plan.training_seconds and _published(plan, _time(plan.training_seconds)),
         "reference_seconds": plan.reference,
         "cycle": None if plan.cycle is None else {
             "questions": vars(plan.cycle.asked),
-            "sampling": vars(plan.cycle.sampling),
+            "sampling": _sampling_content(plan, plan.cycle.sampling),
             "peak": plan.cycle.peak,
             "sampling_seconds": plan.cycle.seconds[0],
             "evaluating_seconds": plan.cycle.seconds[1],
         },
-        "policy": None if plan.policy is None else _policy_content(plan.policy),
+        "policy": None if plan.policy is None else _policy_content(plan, plan.policy),
     }  # fmt: skip
 
 
-def _policy_content(policy: "PolicyPlan") -> dict[str, Any]:
+def _sampling_content(plan: "RunPlan", sampling: "SamplingPlan") -> dict[str, Any]:
+    published = _published(plan, lambda _, share: sampling.tokens_per_second * share)
+    return {**vars(sampling), "tokens_per_second_published": published}
+
+
+def _policy_content(plan: "RunPlan", policy: "PolicyPlan") -> dict[str, Any]:
     computed = ("updates_seconds", "step_seconds", "run_seconds", "waiting")
     plain = {key: value for key, value in vars(policy).items() if key not in ("asked", "sampling")}
     return {
         "questions": vars(policy.asked),
-        "sampling": vars(policy.sampling),
+        "sampling": _sampling_content(plan, policy.sampling),
         **plain,
         **{key: getattr(policy, key) for key in computed},
+        "step_seconds_published": _published(plan, lambda *shares: policy.at(*shares).step_seconds),
     }
 
 
 def _choice_content(plan: "RunPlan", choice: "Choice") -> dict[str, Any]:
-    memory, layers = choice.memory, choice.checkpointed
+    memory, layers, speed = choice.memory, choice.checkpointed, choice.step.tokens_per_second
+    published = _published(plan, lambda training, _: speed * training)
     parts = ("weights", "gathered", "adapter", "gradients", "optimizer")
     return {
         "tokens_per_micro_batch": choice.micro_batch,
@@ -336,5 +392,5 @@ def _choice_content(plan: "RunPlan", choice: "Choice") -> dict[str, Any]:
             "kept_for_sampling": plan.kept(choice),
             "peak": plan.peak(choice),
         },
-        "step": {**vars(choice.step), "tokens_per_second": choice.step.tokens_per_second},
+        "step": {**vars(choice.step), "tokens_per_second": speed, "tokens_per_second_published": published},
     }

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
 
@@ -71,6 +71,17 @@ class PolicyPlan:
             return None
         ahead = self.sampling_seconds - self.training_seconds
         return ("the training GPUs", ahead) if ahead > 0 else ("the servers", -ahead)
+
+    def at(self, training: float, sampling: float) -> "PolicyPlan":
+        """Return the plan where training and sampling run at these shares of their computed speeds."""
+        evaluation = self.evaluation_seconds
+        return replace(
+            self,
+            sampling_seconds=self.sampling_seconds / sampling,
+            evaluation_seconds=evaluation and evaluation / sampling,
+            scoring_seconds=self.scoring_seconds / training,
+            updates_seconds=self.updates_seconds / training,
+        )
 
     def kept(self, training_peak: int, budget: int) -> int:
         """Return the bytes that the sampler keeps while training: weights and cache, or what of them fits.

@@ -38,6 +38,7 @@ class RunPlan:
 
     Attributes:
         machine: description of the target machine.
+        hardware: name of its profile.
         here: whether the target is this machine.
         figures: the target's speeds.
         dtype: of weights and activations.
@@ -57,6 +58,7 @@ class RunPlan:
     """
 
     machine: str
+    hardware: str
     here: bool
     figures: Figures
     dtype: str
@@ -188,6 +190,7 @@ def plan_run(
             cycle = _cycle(cfg, asked, sampler, best, budget[0], ranks)
     return RunPlan(
         machine=str(machine) if on_machine else f"{chip or profile.title}; this is another machine",
+        hardware=profile.name,
         here=on_machine,
         figures=figures,
         dtype=dtype_name(dtype),
