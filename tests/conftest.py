@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from omegaconf import OmegaConf
 
 # A background job ignores Ctrl-C, and programs that tests start would inherit that.
@@ -55,11 +56,14 @@ def _in_an_empty_folder(_empty_folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pocket_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A barely trained pocket model; do not write into its folder."""
+    """A barely trained pocket model; do not write into its folder. All processes of `pytest -n` share one."""
     from rocm_ext.pocket import make
 
-    folder = tmp_path_factory.mktemp("pocket") / "model"
-    make(folder, seed=7, target=0.01)
+    top = tmp_path_factory.getbasetemp()
+    folder = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / "pocket" / "model"
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(folder.with_name("lock")):
+        make(folder, seed=7, target=0.01)  # keeps the one that another process has made
     return folder
 
 

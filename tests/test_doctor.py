@@ -923,7 +923,7 @@ def damage(path: Path, how: str, what) -> None:
         path.write_bytes(new)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_random_damage_to_files_is_never_a_traceback(tmp_path_factory, data):
     name = data.draw(st.sampled_from(["strix_halo", "strix_halo_misconfigured", "mi50", "nvidia", "wsl2", "cpu"]))
@@ -947,7 +947,7 @@ def places(value, path=()):
         yield from places(item, (*path, key))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_random_changes_to_the_recording_are_never_a_traceback(tmp_path_factory, data):
     name = data.draw(st.sampled_from(NAMES))
@@ -980,17 +980,12 @@ def test_output_for_people(capsys, tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ this machine
 def test_this_machine(tmp_path, capsys):
-    command = [sys.executable, "-m", "rocm_ext.cli", "doctor", "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    rows = {row["check"]: row for row in json.loads(run.stdout)["rows"]}
-    assert run.returncode in (0, 1, 2), run.stderr
+    code, rows = doctor(capsys, "--save", tmp_path / "saved")
+    assert code in (0, 1, 2)
     assert rows["torch"]["found"].startswith(ask_torch().version)
     assert {"platform", "host memory", "torchtune, torchao", "canary: copy", "canary: allocator", "BLAS"} <= rows.keys()
     assert rows["torchtune, torchao"]["level"] == "ok"
-
-    code, saved = doctor(capsys, "--save", tmp_path / "saved")
-    assert doctor(capsys, "--root", tmp_path / "saved") == (code, saved)
-    assert saved.keys() == rows.keys()
+    assert doctor(capsys, "--root", tmp_path / "saved") == (code, rows)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def test_an_evaluation_waits_for_the_answers_beside(serve, make, out):
     assert fake.rules.adapters == {}
 
 
+@pytest.mark.slow
 @several_ranks
 @BOTH
 def test_two_ranks_share_two_servers(serve, make, out, changes):
@@ -218,6 +219,7 @@ def test_a_server_that_turns_stale_later_shows_in_the_mismatch(serve, make, out,
 # ---- faults
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_server_that_fails_for_a_while(serve, make, out, changes):
     fake = serve()

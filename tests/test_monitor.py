@@ -737,11 +737,11 @@ def test_a_run_writes_its_hardware(make, tmp_path):
 
 def test_the_default_writes_too_and_changes_nothing(make, tmp_path):
     outcomes = []
-    for overrides in (["hardware_log_seconds=0.1"], ["hardware_log_seconds=null"], []):
+    for overrides in (["hardware_log_seconds=null"], []):
         sft(make(), "overwrite_output_dir=True", *overrides)
         losses = [json.loads(line)["loss"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
         outcomes.append(((tmp_path / "out/adapter/adapter_model.safetensors").read_bytes(), losses))
-    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert outcomes[0] == outcomes[1]
     assert len(read_lines(tmp_path / "out/hardware.jsonl")) >= 1
 
 

@@ -390,6 +390,7 @@ def test_other_recipes_of_torchtune_keep_their_messages(tmp_path):
     assert "incompatible torch version" in run.stderr or "Skipping" not in run.stderr
 
 
+@pytest.mark.slow  # test_startup.py has it without a process
 def test_a_recipe_by_name_starts_with_the_environment_too(tmp_path):
     command = [str(Path(sys.executable).with_name("tune")), "run", "lora_finetune_rocm", "--config", "cpu_pocket"]
     run = subprocess.run([*command, "epochs=1"], cwd=tmp_path, env=bare(), capture_output=True, text=True)
