@@ -55,6 +55,13 @@ _LOGGERS = (
 )
 
 
+_NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousConnectionError", "RendezvousTimeoutError")
+_HOW_TO_MEET = (
+    "Start the same command on every machine. --rdzv_endpoint is an address of machine 0 that all of them reach, and a "
+    "port that is free there and open in its firewall"
+)
+
+
 def report_ranks() -> None:
     """Make this program, which starts ranks with torchrun, print their errors as one line each instead of its report.
 
@@ -86,6 +93,10 @@ def tell_launcher(message: str) -> bool:
 
 def _report(kind: type[BaseException], error: Any, traceback: Any) -> None:
     if kind.__name__ == "SignalException":  # the ranks have said how they stopped
+        return
+    if kind.__name__ in _NOT_MET:
+        what = " ".join(str(error).split())
+        print(f"error: the machines of this run did not meet: {what[:300]} {_HOW_TO_MEET}", file=sys.stderr)
         return
     if kind.__name__ != "ChildFailedError":
         sys.__excepthook__(kind, error, traceback)

@@ -5,6 +5,7 @@ import signal
 import sys
 
 import pytest
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -62,6 +63,14 @@ def test_a_stopped_launcher_is_silent_and_other_errors_are_not(fail, capsys):
     assert capsys.readouterr().err == ""
     sys.excepthook(ValueError, ValueError("else"), None)
     assert capsys.readouterr().err == "ValueError: else\n"
+
+
+def test_machines_that_do_not_meet(fail, capsys):
+    error = DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined.")
+    sys.excepthook(type(error), error, None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the machines of this run did not meet: Timed out after 601 seconds")
+    assert "1/2 clients joined. Start the same command on every machine" in line
 
 
 def test_without_our_launcher_each_rank_says_it(monkeypatch, tmp_path, capsys):

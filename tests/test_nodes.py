@@ -156,6 +156,39 @@ def test_machines_that_differ_are_refused(make, top, tmp_path, monkeypatch, what
     assert not list(tmp_path.rglob(".machine*"))
 
 
+def remember_names(out: Path, what: str) -> None:
+    """Have this process remember which files exist in ``out``, as an NFS client does until it lists the folder."""
+    known: dict[Path, bool] = {}
+    exists, listdir = Path.exists, os.listdir
+
+    def remembered(path: Path, **options: bool) -> bool:
+        if path.parent != out or not path.name.startswith(".machine"):
+            return exists(path, **options)
+        if path not in known:
+            found = exists(path, **options)
+            if found == (what == "created"):  # a client may remember those that exist, or those that do not
+                return found
+            known[path] = found
+        return known[path]
+
+    def asks_the_server(folder: Path) -> list[str]:
+        known.clear()
+        return listdir(folder)
+
+    Path.exists = remembered  # type: ignore[method-assign]
+    nodes.listdir = asks_the_server
+
+
+@pytest.mark.parametrize("what", ["created", "removed"])
+def test_a_folder_that_is_shared_with_delay_is_refused(make, tmp_path, what):
+    path = make()
+    before = partial(remember_names, tmp_path / "out", what)
+    for code, messages in run_machines(SFT, (path, (), None), (path, (), before)):
+        assert code == 1
+        last = messages.splitlines()[-1].replace("[rank 0] ", "").replace("[rank 1] ", "")
+        assert_one_line(last, f"which files others have {what}", "lookupcache=none")
+
+
 def test_an_error_before_the_ranks_meet_is_told_on_every_machine(make, tmp_path):
     path = make()
     found = run_machines(SFT, (path, (), None), (path, ("epochs=0",), None))
@@ -245,7 +278,7 @@ def test_torchrun_loses_a_machine(make, tmp_path, what, count):
         wait_for(tmp_path / "paused", started)
         left = dict(enumerate(started))
         if what == "the link is cut":
-            pair[1].link("down")
+            pair[1].cut()
         else:
             lost = left.pop(0 if what == "the first ends" else 1)
             lost.kill()
