@@ -106,7 +106,7 @@ def _take_machine(args: argparse.Namespace) -> str | None:
 
 def _print_fit(plan: "RunPlan") -> None:
     changes = plan.changes()
-    if plan.peak(plan.best) > plan.budget[0]:
+    if plan.peak(plan.best) > plan.target.budget[0]:
         raise UserError("nothing fits: use a smaller model, shorter rows or more ranks")
     if not changes:
         print("# the plan finds no better settings than the config's")
@@ -120,22 +120,25 @@ def _print(name: str, plan: "RunPlan") -> None:
     from rocm_ext.cli._tables import console
     from rocm_ext.plan import reach
     from rocm_ext.plan.memory import readable
+    from rocm_ext.plan.planner import dtype_name
 
     out = console()
     total, trainable = plan.parameters
-    out.print(f"[bold]{escape(name)}[/] on {escape(plan.machine)}")
-    out.print(f"{total / 1e6:,.1f} million parameters, {trainable / 1e6:,.1f} million of them trained, {plan.dtype}")
+    out.print(f"[bold]{escape(name)}[/] on {escape(plan.target.name)}")
+    dtype = dtype_name(plan.target.dtype)
+    out.print(f"{total / 1e6:,.1f} million parameters, {trainable / 1e6:,.1f} million of them trained, {dtype}")
     if plan.shape:
         out.print(escape(plan.shape))
     out.print(f"{plan.ranks} rank(s); rows of {plan.rows.mean:,.0f} tokens, at most {plan.rows.longest:,} "
               f"({escape(plan.rows.source)})\n")  # fmt: skip
     out.print(_memory_table(plan))
-    out.print(f"budget {readable(plan.budget[0])}: {escape(plan.budget[1])}\n")
+    out.print(f"budget {readable(plan.target.budget[0])}: {escape(plan.target.budget[1])}\n")
     out.print(_step_table(plan))
-    out.print(f"speeds: {escape(plan.figures.source)}")
-    if not plan.figures.measured:
-        out.print(f"[yellow]computed, not measured: {reach.said(plan.hardware)}. In brackets: what that makes of the "
-                  "figure before. To measure: `rocm-ext bench` on that machine[/]")  # fmt: skip
+    out.print(f"speeds: {escape(plan.target.figures.source)}")
+    if not plan.target.figures.measured:
+        said = reach.said(plan.target.profile.name)
+        out.print(f"[yellow]computed, not measured: {said}. In brackets: what that makes of the figure before. "
+                  "To measure: `rocm-ext bench` on that machine[/]")  # fmt: skip
     out.print()
     if plan.cycle:
         out.print(_cycle_table(plan))
@@ -277,10 +280,10 @@ def _print_verdict(out: Any, plan: "RunPlan") -> None:
     from rocm_ext.plan.memory import readable
 
     if not plan.fits:
-        out.print(f"\n[red]does not fit[/] into {readable(plan.budget[0])}: lower tokenizer.max_seq_len, "
+        out.print(f"\n[red]does not fit[/] into {readable(plan.target.budget[0])}: lower tokenizer.max_seq_len, "
                   "max_new_tokens or batch_size, or use a smaller model")  # fmt: skip
     changes = plan.changes()
-    if changes and plan.peak(plan.best) <= plan.budget[0]:
+    if changes and plan.peak(plan.best) <= plan.target.budget[0]:
         gain = plan.now.step.seconds / plan.best.step.seconds
         keys = ", ".join(f"{key}: {value}" for key, value in changes.items())
         out.print(f"\nbest fit ({gain:.2f} times as fast, {readable(plan.peak(plan.best))}): {keys}")
@@ -303,7 +306,7 @@ def _published(plan: "RunPlan", of: Figure) -> list[float] | None:
     """The least and the most that a figure is where published runs are right; None if the machine was measured."""
     from rocm_ext.plan.reach import DECODING, TRAINING
 
-    if plan.figures.measured:
+    if plan.target.figures.measured:
         return None
     return sorted((of(TRAINING.low, DECODING.low), of(TRAINING.high, DECODING.high)))
 
@@ -325,21 +328,22 @@ def _duration(seconds: float) -> str:
 
 def _content(plan: "RunPlan") -> dict[str, Any]:
     from rocm_ext.plan import reach
+    from rocm_ext.plan.planner import dtype_name
 
-    figures = plan.figures
+    figures = plan.target.figures
     return {
-        "machine": plan.machine,
-        "here": plan.here,
-        "dtype": plan.dtype,
+        "machine": plan.target.name,
+        "here": plan.target.here,
+        "dtype": dtype_name(plan.target.dtype),
         "ranks": plan.ranks,
         "parameters": plan.parameters[0],
         "trainable_parameters": plan.parameters[1],
         "shape": plan.shape,
-        "budget": plan.budget[0],
-        "budget_reason": plan.budget[1],
+        "budget": plan.target.budget[0],
+        "budget_reason": plan.target.budget[1],
         "fits": plan.fits,
         "figures": vars(figures),
-        "published": None if figures.measured else reach.content(plan.hardware),
+        "published": None if figures.measured else reach.content(plan.target.profile.name),
         "rows": vars(plan.rows),
         "configured": _choice_content(plan, plan.now),
         "best": _choice_content(plan, plan.best),

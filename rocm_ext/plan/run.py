@@ -15,10 +15,8 @@ from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.pairs import SIDE
 from rocm_ext.errors import UserError
 from rocm_ext.generation.foreign import use_fitting_engine
-from rocm_ext.hardware.budget import memory_budget, nominal_budget
 from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.numerics import DTYPES, pick_dtype
-from rocm_ext.hardware.profile import Profile, check_locked, load_profile
+from rocm_ext.hardware.profile import check_locked
 from rocm_ext.model import adapter_files
 from rocm_ext.model.attention import choose_attention, shares_beginnings, use_packed_attention
 from rocm_ext.model.build import build_model, check_quantized
@@ -26,9 +24,9 @@ from rocm_ext.model.download import use_shape
 from rocm_ext.objectives import objective_of
 from rocm_ext.plan.checkpointing import checkpointed_layers
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner, dtype_name
+from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.policy import PolicyPlan, plan_policy, rows_of_update
-from rocm_ext.plan.speeds import Figures, figures_for
+from rocm_ext.plan.target import Target
 from rocm_ext.plan.workload import Known, Questions, Workload, kept_rows, questions, sampled_rows, sft_rows
 
 
@@ -37,13 +35,8 @@ class RunPlan:
     """The plan of one run.
 
     Attributes:
-        machine: description of the target machine.
-        hardware: name of its profile.
-        here: whether the target is this machine.
-        figures: the target's speeds.
-        dtype: of weights and activations.
+        target: the machine that the plan is for.
         ranks: processes that share the work.
-        budget: bytes that a process may use, and the reason.
         parameters: all parameters of the model, and the trained ones.
         shape: says that the model's shape is one that this library ships; None: it is the model's own.
         rows: the training data; in RAFT those of a cycle, in GRPO those of a step.
@@ -57,13 +50,8 @@ class RunPlan:
             unknown.
     """
 
-    machine: str
-    hardware: str
-    here: bool
-    figures: Figures
-    dtype: str
+    target: Target
     ranks: int
-    budget: tuple[int, str]
     parameters: tuple[int, int]
     shape: str | None
     rows: Workload
@@ -78,11 +66,11 @@ class RunPlan:
     def fits(self) -> bool:
         """Whether the unchanged config stays within the budget."""
         sampling = self.cycle or self.policy
-        return max(self.peak(self.now), sampling.peak if sampling else 0) <= self.budget[0]
+        return max(self.peak(self.now), sampling.peak if sampling else 0) <= self.target.budget[0]
 
     def kept(self, choice: Choice) -> int:
         """Return the bytes that the sampler keeps while training."""
-        return self.policy.kept(choice.peak, self.budget[0]) if self.policy else 0
+        return self.policy.kept(choice.peak, self.target.budget[0]) if self.policy else 0
 
     def peak(self, choice: Choice) -> int:
         """Return the peak bytes of training, with what the sampler keeps."""
@@ -145,15 +133,10 @@ def plan_run(
     Raises:
         UserError: the recipe would refuse the config, or the machine's speeds are unknown.
     """
-    profile = load_profile(cfg.hardware)
-    on_machine = chip is None and (profile.memory["of"] == "host" or profile.fits(machine))
-    figures = figures_for(profile, machine, bench, chip)
-    budget = memory_budget(profile, machine) if on_machine else nominal_budget(profile, figures.memory or 0)
-    target = torch.device("cpu" if cfg.device == "cpu" else "cuda")
-    dtype = pick_dtype(cfg.dtype, machine)[0] if on_machine else DTYPES[_nominal_dtype(cfg.dtype, figures)]
+    target = Target.of(cfg, machine, bench, chip)
     shape = use_shape(cfg)
-    decoder = build_model(cfg.model, dtype, 0, torch.device("meta"))
-    _check(cfg, profile, machine, decoder, ranks, on_machine)
+    decoder = build_model(cfg.model, target.dtype, 0, torch.device("meta"))
+    _check(cfg, target, machine, decoder, ranks)
     use_packed_attention(decoder)
     choose_attention(decoder, cfg.attention)
     asked = questions(cfg, known) if family in (registry.RAFT, registry.GRPO) else None
@@ -167,35 +150,29 @@ def plan_run(
         cfg,
         decoder,
         objective_of(config.instantiate(cfg.loss, key="loss")),
-        dtype,
-        target,
+        target.dtype,
+        target.device,
         rows=_rows(cfg, family, asked, known, shares_beginnings(decoder)),
         ranks=ranks,
-        figures=lambda: figures,
-        kernels=Kernels.on(target, "bf16" in figures.flops, cfg.attention),
+        figures=lambda: target.figures,
+        kernels=Kernels.on(target.device, "bf16" in target.figures.flops, cfg.attention),
     )
-    sampler = None
-    if asked and (samples_here or family == registry.GRPO):
-        sampler = SamplingPlanner(cfg, decoder, target, asked, ranks=ranks if samples_here else 1, figures=figures)
     # as the recipe does: the weights that the sampler keeps for the next step leave less for training
-    room = budget[0] - (engine.layout_bytes() if engine and family == registry.GRPO else 0)
+    room = target.budget[0] - (engine.layout_bytes() if engine and family == registry.GRPO else 0)
     best = planner.fit(room)
     now = _configured(cfg, planner, best, room)
     policy = cycle = None
-    if asked and sampler:
+    if asked and (samples_here or family == registry.GRPO):
+        at_once = ranks if samples_here else 1
+        sampler = SamplingPlanner(cfg, decoder, target.device, asked, ranks=at_once, figures=target.figures)
         if family == registry.GRPO:
             servers = 0 if samples_here else max(1, len(cfg.engine.get("urls") or []))
-            policy = plan_policy(cfg, asked, sampler, planner, now, budget[0], servers)
+            policy = plan_policy(cfg, asked, sampler, planner, now, target.budget[0], servers)
         else:
-            cycle = _cycle(cfg, asked, sampler, best, budget[0], ranks)
+            cycle = _cycle(cfg, asked, sampler, best, target.budget[0], ranks)
     return RunPlan(
-        machine=str(machine) if on_machine else f"{chip or profile.title}; this is another machine",
-        hardware=profile.name,
-        here=on_machine,
-        figures=figures,
-        dtype=dtype_name(dtype),
+        target=target,
         ranks=ranks,
-        budget=budget,
         parameters=_parameters(decoder),
         shape=shape,
         rows=planner.rows,
@@ -221,9 +198,7 @@ def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, s
     return rows
 
 
-def _check(
-    cfg: DictConfig, profile: Profile, machine: Machine, decoder: TransformerDecoder, ranks: int, here: bool
-) -> None:
+def _check(cfg: DictConfig, target: Target, machine: Machine, decoder: TransformerDecoder, ranks: int) -> None:
     """Make the recipe's own checks.
 
     Raises:
@@ -231,18 +206,14 @@ def _check(
     """
     settings: Any = OmegaConf.to_container(cfg)
     overrides = list(cfg.hardware_overrides)
-    check_locked(profile, settings, overrides)
-    check_quantized(decoder, profile, overrides, ranks)
+    check_locked(target.profile, settings, overrides)
+    check_quantized(decoder, target.profile, overrides, ranks)
     adapter_files.check_checkpointer(cfg, decoder)
     check_max_seq_len(cfg.tokenizer.get("max_seq_len"))
-    if here and cfg.device != "cpu" and machine.backend == "cpu":
+    if target.here and cfg.device != "cpu" and machine.backend == "cpu":
         raise UserError(
             f"device={cfg.device}: found {machine}. Set device=cpu to plan for this machine, hardware=NAME for another"
         )
-
-
-def _nominal_dtype(requested: str, figures: Figures) -> str:
-    return requested if requested != "auto" else "bf16" if "bf16" in figures.flops else "fp32"
 
 
 def _parameters(decoder: TransformerDecoder) -> tuple[int, int]:
