@@ -374,6 +374,8 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
         (["--only", "gem"], "--only gem is not a probe; expected some of gemm, bandwidth"),
         (["--config", "cpu_pockt"], "did you mean cpu_pocket"),
         (["--output", "/"], "is a folder; name a file"),
+        (["--only", "gemm", "--output", "/proc/b.json"], "cannot write /proc/b.json"),
+        (["--output", "{tmp}/b", "--share", "{tmp}/./b"], "--output and --share are the same file"),
         (["nonsense=1", "--only", "gemm"], "unknown key nonsense"),
         (["model.lora_rank=0", "--only", "gemm", "--output", "{tmp}/b.json"], "model.lora_rank is 0; expected"),
     ],

@@ -91,6 +91,9 @@ def test_a_plan_for_a_chip_by_name(capsys):
     [
         (["--machine", "MI335X"], "--machine MI335X is unknown; did you mean MI355X"),
         (["--machine", "toaster"], "known names are"),
+        (["--machine", "7900"], "did you mean RX 7900 XTX, RX 7900 XT, RX 7900 GRE, PRO W7900?"),
+        (["--machine", "NVIDIA H100 80GB HBM3"], "did you mean H100 SXM?"),
+        (["--machine", "Ryzen AI MAX+ 395 w/ Radeon 8060S"], "did you mean Strix Halo 128 GB, Strix Halo 96 GB, "),
         (["--machine", ""], "is unknown"),
         (["--machine", "MI355X", "hardware=radeon"], "is hardware=mi300x, which contradicts hardware=radeon"),
         (["--machine", "W7900", "--bench", "{bench}"], "was measured on RX 7900 XTX, but --machine is PRO W7900"),

@@ -99,6 +99,27 @@ def test_a_machine_without_a_data_sheet_is_known_by_its_record(ship, capsys):
     assert xeon["dtype"] == "fp32"
 
 
+@pytest.mark.parametrize(
+    ("backend", "arch", "name", "memory", "chip"),
+    [
+        ("cuda", "sm_89", "NVIDIA L4", 22.0, None),
+        ("cuda", "sm_89", "NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None),
+        ("cuda", "sm_90", "NVIDIA GH200 480GB", 94.5, None),
+        ("rocm", "gfx906", "AMD Radeon VII", 16.0, None),
+        ("rocm", "gfx942", "AMD Instinct MI308X", 192.0, None),
+        ("rocm", "gfx1100", "AMD Radeon Graphics", 48.0, "PRO W7900"),
+        ("rocm", "gfx942", "AMD Instinct MI300X VF", 192.0, "MI300X"),
+        ("rocm", "gfx906", "AMD Instinct MI50/MI60", 16.0, "MI50 16 GB"),
+        ("cuda", "sm_90", "NVIDIA H100 80GB HBM3", 79.1, "H100 SXM"),
+        ("cuda", "sm_80", "NVIDIA A100-SXM4-40GB", 39.4, "A100 40 GB"),
+    ],
+)
+def test_a_record_is_of_the_product_that_was_measured(ship, backend, arch, name, memory, chip):
+    ship(changed(backend=backend, arch=arch, name=name, memory=memory))
+    (found,) = set(shared_records.recorded_machines().values())
+    assert found[1] == (chip or name)
+
+
 def test_this_machine_uses_the_record_of_its_chip_until_it_is_measured(ship, tmp_path):
     quick = changed(quick=True, date="2026-12-24", figures={**FIGURES, "efficiency": 0.1})
     ship(MI325X, quick, changed(date="2026-01-01", figures={**FIGURES, "efficiency": 0.2}))

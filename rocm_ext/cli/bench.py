@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from rocm_ext.cli._options import add_overrides
@@ -189,9 +189,12 @@ def _files(args: argparse.Namespace, only: list[str]) -> tuple[Path | None, Path
     if args.share and only:
         raise UserError("--share needs all measurements; leave --only out", code=2)
     files = {"--output": output, "--yaml": args.yaml or beside, "--share": args.share}
+    options: dict[Path, str] = {}
     for option, path in files.items():
         if path is not None:
             _check_writable(option, path)
+            if (other := options.setdefault(path.resolve(), option)) != option:
+                raise UserError(f"{other} and {option} are the same file, {path}", code=2)
     return output, files["--yaml"]
 
 
@@ -208,10 +211,11 @@ def _environment(profile: Any, machine: Any) -> Iterator[dict[str, str]]:
 def _check_writable(option: str, path: Path) -> None:
     from rocm_ext.files import disk_errors
 
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder; name a file")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=path.parent).close()
 
 
 def _finish(args: argparse.Namespace, measurements: "list[Measurement]", measured: Measured, busy: float) -> None:

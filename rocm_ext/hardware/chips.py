@@ -8,6 +8,9 @@ from rocm_ext.errors import UserError, nearest
 from rocm_ext.hardware.profile import Chip, Profile, load_profile, profile_names
 
 _MAKERS_WORDS = re.compile("(amd|nvidia|instinct|radeon|geforce|tesla|rtx|rx|ai|pro)+")
+_SAYS_NOTHING = ("", "graphics", "unknown")  # "AMD Radeon Graphics" is any Radeon
+# What torch adds to the name of a chip as sold: "H100 80GB HBM3", "MI250X/MI250", "MI300X VF"
+_ADDED = r"(\d+gb|hbm\d?e?|sxm\d?|oam|pcie|vf|hf|mi\d+x?|graphics|dualslot|(workstation|server)edition)*"
 
 
 def find_chip(
@@ -26,16 +29,19 @@ def find_chip(
     Raises:
         UserError: no profile has such a chip, or another one than ``hardware``.
     """
-    found, known = [], []
+    short, found, known, near = _short(name), [], list(measured), []
     for profile in map(load_profile, profile_names()):
         for chip_name, chip in profile.chips.items():
             known += [chip_name, chip.arch]
-            if _short(name) in map(_short, (chip_name, *chip.also, chip.arch)):
+            names = [_short(each) for each in (chip_name, *chip.also, chip.arch)]
+            if short in names:
                 found.append((profile.name, chip_name))
-    known += measured
-    found = found or [chip for machine, chip in measured.items() if _short(name) == _short(machine)]
+            if short and any(short in each or each in short for each in names):
+                near.append(chip_name)
+    found = found or [chip for machine, chip in measured.items() if short == _short(machine)]
     if not found:
-        raise UserError(f"--machine {name} is unknown{nearest(name, set(known))}")
+        guess = f"; did you mean {', '.join(near[:5])}?" if near else nearest(name, set(known))
+        raise UserError(f"--machine {name} is unknown{guess}")
     fitting = [(profile, chip) for profile, chip in found if hardware in (None, profile)]
     if not fitting:
         raise UserError(f"--machine {name} is hardware={found[0][0]}, which contradicts hardware={hardware}")
@@ -63,6 +69,22 @@ def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int |
     best = max(matched.values(), default=0)
     likely = [key for key, letters in matched.items() if letters == best]
     return sorted(likely, key=lambda key: abs(profile.chips[key].memory - memory / 2**30) if memory else 0)
+
+
+def named_chips(profile: Profile, arch: str | None, name: str, memory: int | None = None) -> list[str]:
+    """:func:`chips_of` without guesses: none where ``name`` is another product's, such as "RTX 4090 Laptop GPU".
+
+    Args:
+        profile, arch, memory: see :func:`chips_of`.
+        name: what torch calls the GPU.
+    """
+    may, short = chips_of(profile, arch, name, memory), _short(name)
+
+    def has_name(chip_name: str) -> bool:
+        names = map(_short, (chip_name, *profile.chips[chip_name].also))
+        return any(re.fullmatch(re.escape(each) + _ADDED, short) for each in names)
+
+    return may if short in _SAYS_NOTHING else list(filter(has_name, may))
 
 
 def _joined(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.hardware.bench_file import check_figures
-from rocm_ext.hardware.chips import chips_of
+from rocm_ext.hardware.chips import named_chips
 from rocm_ext.hardware.machine import is_unified
 from rocm_ext.hardware.parse import parse
 from rocm_ext.hardware.profile import Profile, load_profile, profile_names
@@ -115,7 +115,7 @@ class SharedRecord:
         if not _describes(profile, machine):
             return []
         own = None if is_unified(machine.arch) else int(machine.memory * 2**30)
-        may = chips_of(profile, machine.arch, machine.name, own) or [machine.name]
+        may = named_chips(profile, machine.arch, machine.name, own) or [machine.name]
         return may[:1] if own else may
 
     @property

@@ -34,7 +34,7 @@ def sdpa(
         k, v: [n, heads, keys, head_dim].
         kernel: auto: torch chooses; flash, efficient and math: this kernel of torch's; eager: plain matrix products in
             the dtype of q, where math computes in fp32. A GPU's flash kernel takes no masks: with one, torch chooses.
-        mask: bool, True where a query attends, or added to the scores; it broadcasts to [n, heads, queries, keys];
+        mask: True where a query attends, or 0 there and -inf elsewhere; it broadcasts to [n, heads, queries, keys].
             None: causal.
         dropout: probability on attention weights.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
