@@ -268,6 +268,16 @@ def test_an_operator_counts_without_those_inside_it():
     assert found["host"] == pytest.approx({"operators": 0.55, "waiting": 0, "python": 0.45})
 
 
+def test_what_the_host_does_between_kernels_has_words():
+    step = [event("user_annotation", "training 1", 0, 100), event("cpu_op", "_LoraFunctionBackward", 0, 60),
+            event("cpu_op", "aten::mm", 10, 20), event("cpu_op", "aten::unflatten", 70, 10),
+            event("cpu_op", "mine::step", 80, 5)]  # fmt: skip
+    kinds = kernels.summarize([step], "training")["kinds"]
+    assert kinds == pytest.approx(
+        {"backward outside of operators": 0.4, "matrix product": 0.2, "view": 0.1, "other": 0.05}
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "operator", "words"),
     [

@@ -381,6 +381,12 @@ def test_a_plan_of_raft_samples_with_it(raft, tmp_path, capsys):
 # ---- bad input
 
 
+def test_a_kernel_without_capped_scores_is_refused_by_the_plan(raft, capsys):
+    assert cli.main(["plan", "--config", str(raft("gemma 2", "out", attention="flash"))]) == 1
+    said = capsys.readouterr().err
+    assert "attention: no kernel of torch's computes this model's capped scores or sinks; set attention: eager" in said
+
+
 def test_each_engine_refuses_the_others_models(folder_of, tmp_path):
     options = {"tokenizer": Words(), "free_memory": lambda: 2**31}
     with pytest.raises(UserError, match=r"LocalEngine.*use rocm_ext.generation.TransformersEngine"):

@@ -46,6 +46,11 @@ _WORDS: tuple[tuple[str, str], ...] = (
      r"addcdiv|lerp|clamp|reciprocal|eq|ne|lt|le|gt|ge|bitwise_\w+|__\w+__|silu_backward|logical_\w+|abs|isfinite)_?$",
      "elementwise operation"),
 )  # fmt: skip
+_VIEW = re.compile(
+    r"::(view|reshape|_unsafe_view|_reshape_alias|as_strided|(un)?flatten|(un)?squeeze|transpose|t|permute|expand|slice|"
+    r"select|narrow|split|split_with_sizes|chunk|unbind|detach|alias|to)_?$"
+)
+_BACKWARD = re.compile(r"^autograd::|Backward\d*$")  # the gradient of an operator or of a Python function
 _COMPILED = tuple((re.compile(pattern), words) for pattern, words in _WORDS)
 _TYPES = {
     "c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64",
@@ -175,8 +180,17 @@ def _operators(events: Iterable[Event]) -> list[_Work]:
             outer.append(i)
         for event, seconds in zip(thread, own, strict=True):
             name = event["name"]
-            found.append(_Work(in_words(name), _dtype(event), name, event["ts"], max(0.0, seconds)))
+            found.append(_Work(_host_words(name), _dtype(event), name, event["ts"], max(0.0, seconds)))
     return found
+
+
+def _host_words(operator: str) -> str:
+    """Return what the host does in ``operator`` outside of the operators inside it."""
+    if (words := in_words(operator)) != "other":
+        return words
+    return (
+        "view" if _VIEW.search(operator) else "backward outside of operators" if _BACKWARD.search(operator) else words
+    )
 
 
 def _dtype(operator: Event) -> str:

@@ -152,8 +152,7 @@ def check_scores(kernel: str) -> None:
     """
     if kernel not in ("auto", "eager"):
         raise UserError(
-            f"attention is {kernel!r}, but no kernel of torch's computes this model's capped scores or sinks; "
-            "set attention: eager"
+            "attention: no kernel of torch's computes this model's capped scores or sinks; set attention: eager"
         )
 
 
