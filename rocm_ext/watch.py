@@ -63,9 +63,9 @@ class Watch:
             for peer in select.select(list(received), [], [])[0]:
                 data, why = _read(peer)
                 received[peer] += data
-                if data and not data.endswith(b"\n"):
+                if data and b"\n" not in data:
                     continue
-                content = received.pop(peer)
+                content = received.pop(peer).partition(b"\n")[0]  # where all ranks fail, rank 0 sends several
                 message = (
                     json.loads(content) if data else {"rank": ranks[peer], "text": f"{why}; {_CURE}", "lost": True}
                 )

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from datetime import timedelta
@@ -18,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from rocm_ext.recipes import dpo_rocm, grpo_rocm, lora_finetune_rocm, raft_rocm
 
-from rocm_ext import ranks
+from rocm_ext import ranks, watch
 from rocm_ext.train import nodes
 from tests import forks, grpo_runs, machines, raft_runs
 from tests.test_resume import assert_one_line, at, outcome
@@ -217,6 +218,19 @@ def test_a_lost_machine_ends_the_run_which_continues_on_one(make, alone, tmp_pat
     code, messages = forks.forked(SFT, make(resume_from_checkpoint=True))
     assert code == 0, messages
     assert_same_curves(tmp_path / "out", alone)
+
+
+def test_the_first_of_several_messages_ends_the_rank(capfd):
+    """Rank 0 has failed, and passes on that another one has, before this rank reads."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b'{"rank": 0, "text": "first"}\n{"rank": 2, "text": "second"}\n')
+    pid = os.fork()
+    if not pid:
+        watch.Watch(1, {0: ours}, [("trainer", 0), ("helper", 1), ("third", 2)])
+        time.sleep(20)
+        os._exit(77)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert capfd.readouterr().err == "error: rank 0 on trainer: first\n"
 
 
 # ---- torchrun on two machines, in network namespaces
