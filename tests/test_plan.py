@@ -426,6 +426,17 @@ def test_tables_for_people(capsys):
 
 
 @as_configured
+def test_a_cpu_is_not_compared_with_runs_on_gpus(folders, tmp_path, capsys):
+    path = write_config(folders, "qwen", tmp_path / "run")
+    found = plan(capsys, "--config", str(path), "--rows", "8")
+    assert (found["published"], found["configured"]["step"]["tokens_per_second_published"]) == (None, None)
+    assert main(["plan", "--config", str(path), "--rows", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "computed, not measured. To measure" in said
+    assert not re.search(r"published|\(.+ to .+\)$", said, re.MULTILINE)
+
+
+@as_configured
 @pytest.mark.parametrize("profile", profile_names())
 def test_every_machine_has_figures(profile, capsys):
     found = plan(capsys, "--config", "cpu_pocket", f"hardware={profile}", "dtype=fp32", "num_workers=0")

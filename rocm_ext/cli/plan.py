@@ -136,9 +136,9 @@ def _print(name: str, plan: "RunPlan") -> None:
     out.print(_step_table(plan))
     out.print(f"speeds: {escape(plan.target.figures.source)}")
     if not plan.target.figures.measured:
-        said = reach.said(plan.target.profile.name)
-        out.print(f"[yellow]computed, not measured: {said}. In brackets: what that makes of the figure before. "
-                  "To measure: `rocm-ext bench` on that machine[/]")  # fmt: skip
+        near = f": {reach.said(plan.target.profile.name)}. In brackets: what that makes of the figure before"
+        out.print(f"[yellow]computed, not measured{near * plan.target.figures.sheet}. To measure: `rocm-ext bench` on "
+                  "that machine[/]")  # fmt: skip
     out.print()
     if plan.cycle:
         out.print(_cycle_table(plan))
@@ -296,17 +296,17 @@ Figure = Callable[[float, float], float]
 
 
 def _told(plan: "RunPlan", of: Figure, form: Callable[[float], str] | None = None) -> str:
-    """A figure in words, and behind a computed one in brackets what published runs make of it."""
+    """A figure in words, and behind one from a data sheet in brackets what published runs make of it."""
     form = form or _duration
     ends = _published(plan, of)
     return form(of(1, 1)) if ends is None else f"{form(of(1, 1))} ({form(ends[0])} to {form(ends[1])})"
 
 
 def _published(plan: "RunPlan", of: Figure) -> list[float] | None:
-    """The least and the most that a figure is where published runs are right; None if the machine was measured."""
+    """The least and the most that a figure is where published runs are right; None without a data sheet."""
     from rocm_ext.plan.reach import DECODING, TRAINING
 
-    if plan.target.figures.measured:
+    if not plan.target.figures.sheet:
         return None
     return sorted((of(TRAINING.low, DECODING.low), of(TRAINING.high, DECODING.high)))
 
@@ -343,7 +343,7 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
         "budget_reason": plan.target.budget[1],
         "fits": plan.fits,
         "figures": vars(figures),
-        "published": None if figures.measured else reach.content(plan.target.profile.name),
+        "published": reach.content(plan.target.profile.name) if figures.sheet else None,
         "rows": vars(plan.rows),
         "configured": _choice_content(plan, plan.now),
         "best": _choice_content(plan, plan.best),
