@@ -9,6 +9,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -62,9 +63,9 @@ def crashes(here):
 
 
 def hangs(here):
-    program = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+    program = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
     yield speed("process", program.pid, "", program=program.pid)
-    time.sleep(600)
+    time.sleep(60)
 
 
 def part(function: str, **changes) -> Part:
@@ -154,7 +155,9 @@ def test_without_a_gpu_the_command_says_what_it_needs(runner, tmp_path, capsys, 
         (["--device", "cpu"], "add --tiny"),
         (["--parts", "sft-7b", "nothing"], "--parts nothing names none of"),
         (["--minutes", "0"], "--minutes must be above 0"),
-        (["--output", "no/such/folder/gpu.md"], "there is no folder"),
+        (["--output", "no/such/folder/gpu.md"], "--output: there is no folder"),
+        (["--output", "/proc/gpu.md"], "--output: No such file or directory: /proc"),
+        (["--folder", "no/such/folder"], "--folder: there is no folder"),
     ],
 )
 def test_a_wrong_option_is_told(monkeypatch, capsys, options, message):
@@ -163,6 +166,39 @@ def test_a_wrong_option_is_told(monkeypatch, capsys, options, message):
         command.main()
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["found", "found.md", "found.json"])
+def test_the_table_is_markdown_whatever_the_output_is_called(monkeypatch, tmp_path, given):
+    monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path / given)])
+    assert command.parse().output == tmp_path / "found.md"
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_command_ends_its_part_and_removes_its_files(tmp_path, signum, code):
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            options = {"device": "cpu", "tiny": True, "minutes": 10, "folder": tmp_path, "output": tmp_path / "gpu.md"}
+            command.parse = lambda: SimpleNamespace(chosen=[], list=False, **options)
+            multiprocessing.get_context = lambda _: multiprocessing.context.ForkContext()
+            command.IDENTIFY = part("hangs")
+            command.main()
+        except SystemExit as left:
+            os._exit(left.code)
+        finally:
+            os._exit(77)
+    rows = None
+    end = time.monotonic() + 60
+    while not (rows and rows.read_text()) and time.monotonic() < end:
+        rows = next(tmp_path.glob("*/hangs.rows"), None)
+        time.sleep(0.02)
+    (row,) = map(json.loads, rows.read_text().splitlines())
+    os.kill(pid, signum)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    assert not psutil.pid_exists(row["program"]) or psutil.Process(row["program"]).status() == psutil.STATUS_ZOMBIE
+    assert not list(tmp_path.glob("torchtune-rocm-gpu-*"))
 
 
 def test_the_list_names_the_chosen_parts(monkeypatch, capsys):

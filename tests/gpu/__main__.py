@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -34,9 +35,14 @@ def main() -> None:
     if args.device == "cpu":
         os.environ.update(dict.fromkeys(HIDDEN, ""))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="torchtune-rocm-gpu-", dir=args.folder) as folder:
-        runner = Runner(args.device, args.tiny, Path(folder), args.minutes)
-        sys.exit(run(runner, args.chosen, args.output))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part ends, too
+    try:
+        with tempfile.TemporaryDirectory(prefix="torchtune-rocm-gpu-", dir=args.folder) as folder:
+            runner = Runner(args.device, args.tiny, Path(folder), args.minutes)
+            sys.exit(run(runner, args.chosen, args.output))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def run(runner: Runner, parts: Sequence[Part], output: Path) -> int:
@@ -56,14 +62,10 @@ def run(runner: Runner, parts: Sequence[Part], output: Path) -> int:
     machine = {**machine, "date": str(date.today())}
     print(f"{machine['machine']}: {len(parts)} parts", file=sys.stderr, flush=True)
     done: list[Mapping[str, Any]] = []
-    try:
-        for number, part in enumerate(parts, 1):
-            done.append(runner.run(part))
-            write(output, machine, done)
-            print(f"[{number}/{len(parts)}] {line(done[-1])}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    for number, part in enumerate(parts, 1):
+        done.append(runner.run(part))
+        write(output, machine, done)
+        print(f"[{number}/{len(parts)}] {line(done[-1])}", file=sys.stderr, flush=True)
     print(f"{summary(done)}. Wrote {output} and {output.with_suffix('.json')}", file=sys.stderr)
     return 1 if any(result["status"] not in ("ok", "skipped", "out of time") for result in done) else 0
 
@@ -95,8 +97,16 @@ def parse() -> argparse.Namespace:
         parser.error("--device cpu takes hours with whole models; add --tiny")
     if not args.minutes > 0:
         parser.error("--minutes must be above 0")
-    if not args.output.resolve().parent.is_dir():
-        parser.error(f"--output: there is no folder {args.output.resolve().parent}")
+    if args.output.suffix not in (".md", ".json"):
+        args.output = args.output.with_name(f"{args.output.name}.md")
+    args.output = args.output.with_suffix(".md")
+    for name, folder in (("output", args.output.resolve().parent), ("folder", args.folder)):
+        if folder is not None and not folder.is_dir():
+            parser.error(f"--{name}: there is no folder {folder}")
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            parser.error(f"--{name}: {error.strerror or error}: {folder or tempfile.gettempdir()}")
     try:
         args.chosen = chosen(args.parts)
     except KeyError as error:

@@ -21,6 +21,7 @@ from tests.gpu.here import Failed, Here, Skipped
 from tests.gpu.parts import Part
 
 MARK = "ROCM_EXT_GPU_PART"  # in the environment of all programs that a part starts
+STOP = signal.SIGINT, signal.SIGTERM
 LEAST = 15.0  # seconds; with less left no part is started
 Result = dict[str, Any]
 
@@ -77,8 +78,11 @@ class Runner:
         environ = {**self._environ, MARK: f"{os.getpid()}-{part.name}"}
         process = self._processes.Process(target=_child, args=(part, here, rows, log, environ), daemon=False)
         began = time.monotonic()
-        process.start()
+        with _uninterrupted() as came:  # a process whose start is interrupted would run on, unknown
+            process.start()
         try:
+            for signum in came:
+                signal.raise_signal(signum)
             process.join(limit)
             timeout = process.is_alive()
         finally:
@@ -93,6 +97,18 @@ class Runner:
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             ended = {"status": "crashed", "detail": f"{how}: {_last_line(log)}"}
         return {**_result(**ended), "rows": found["rows"], "seconds": round(time.monotonic() - began, 1)}
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[list[int]]:
+    """Context in which signals to stop are put into the list that it gives."""
+    came: list[int] = []
+    before = {each: signal.signal(each, lambda signum, _: came.append(signum)) for each in STOP}
+    try:
+        yield came
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _result(status: str, detail: str = "") -> Result:
@@ -136,6 +152,7 @@ def _child(part: Part, here: Here, rows: Path, log: Path, environ: Mapping[str, 
     """Run a part in this process, which is new."""
     os.setsid()  # Ctrl-C is the parent's
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
