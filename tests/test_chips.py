@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rocm_ext.cli import main
+from rocm_ext.errors import UserError
+from rocm_ext.hardware.bench_file import machine_key
 from rocm_ext.hardware.chips import chips_of, find_chip
 from rocm_ext.hardware.machine import is_unified
 from rocm_ext.hardware.profile import load_profile, profile_names
@@ -148,4 +150,19 @@ def test_a_chip_without_a_data_sheet_is_told():
         "data sheet of H100 SXM, as there is none of NVIDIA Jetson" in figures_for(load_profile("cuda"), volta).source
     )
     assert chips_of(load_profile("cuda"), "sm_62", "NVIDIA Jetson") == []
+    small = replace(H200, arch="sm_89", name="NVIDIA L4")
+    assert "data sheet of RTX 4090, as there is none of NVIDIA L4" in figures_for(load_profile("cuda"), small).source
     assert "as there is none" not in figures_for(load_profile("cuda"), CPU).source
+
+
+def test_a_measurement_of_a_product_without_a_sheet_stands_for_no_other(tmp_path, monkeypatch):
+    machine, profile = replace(H200, arch="sm_89", name="NVIDIA L4"), load_profile("cuda")
+    measured = {"flops": {"bf16": 6e13}, "bandwidth": 2.4e11}
+    path = tmp_path / "bench.json"
+    content = {"date": "2026-11-20", "machine": machine_key(machine), "figures": measured, "settings": {}}
+    path.write_text(json.dumps(content))
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
+    assert figures_for(profile, machine).bandwidth == 2.4e11
+    assert not figures_for(profile, machine, chip="RTX 4090").measured
+    with pytest.raises(UserError, match="was measured on NVIDIA L4, but --machine is RTX 4090"):
+        figures_for(profile, machine, path, "RTX 4090")

@@ -12,7 +12,7 @@ import torch
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.bench_file import BenchFile, of_this_machine
 from rocm_ext.hardware.budget import GIB
-from rocm_ext.hardware.chips import chips_of
+from rocm_ext.hardware.chips import chips_of, named_chips
 from rocm_ext.hardware.machine import Machine
 from rocm_ext.hardware.profile import Chip, Profile
 from rocm_ext.hardware.shared_records import SharedRecord, cpu_name, record_of
@@ -95,8 +95,7 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
     Raises:
         UserError: ``bench`` is not a bench file or comes from other hardware, or the profile has no chip.
     """
-    mine = _chips_here(profile, machine)
-    here = _is(profile, machine) and (chip is None or chip in mine)
+    here = _is(profile, machine) and (chip is None or chip in _named_here(profile, machine))
     measured = BenchFile.read(bench) if bench else of_this_machine(machine) if here else None
     if measured and bench:
         _check_same(bench, measured, profile, machine, chip)
@@ -122,7 +121,7 @@ def _shared(profile: Profile, machine: Machine, chip: str | None) -> SharedRecor
         return record_of(profile, chip)
     if _is(profile, machine):
         cores = os.cpu_count() if machine.backend == "cpu" else None
-        return next(filter(None, (record_of(profile, each, cores) for each in _chips_here(profile, machine)[:1])), None)
+        return next(filter(None, (record_of(profile, each, cores) for each in _named_here(profile, machine)[:1])), None)
     return record_of(profile, next(iter(profile.chips), ""))
 
 
@@ -130,11 +129,8 @@ def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures
     name = chip or (_chips_here(profile, machine) or list(profile.chips))[0]
     sheet = profile.chips[name]
     reached = {**profile.reached, **sheet.reached}
-    other = (
-        f", as there is none of {machine.name}"
-        if not chip and _is(profile, machine) and sheet.arch != machine.arch
-        else ""
-    )
+    mine = chip or not _is(profile, machine) or name in _named_here(profile, machine)
+    other = "" if mine else f", as there is none of {machine.name}"
     rates = {"bf16": sheet.bf16, "fp16": sheet.fp16, "fp32": sheet.fp32}
     return Figures(
         source=f"data sheet of {name}{other}, assuming {reached['compute']:.0%} of its compute and "
@@ -177,6 +173,14 @@ def _chips_here(profile: Profile, machine: Machine) -> list[str]:
     return chips_of(profile, machine.arch, machine.name, None if machine.unified else machine.total_memory)
 
 
+def _named_here(profile: Profile, machine: Machine) -> list[str]:
+    """The chips of ``profile`` that this machine has by its name; the name itself if it is none of theirs."""
+    if machine.backend == "cpu" or not profile.fits(machine):
+        return _chips_here(profile, machine)
+    memory = None if machine.unified else machine.total_memory
+    return named_chips(profile, machine.arch, machine.name or "", memory) or [machine.name or ""]
+
+
 def _check_same(bench: Path, measured: BenchFile, profile: Profile, machine: Machine, chip: str | None) -> None:
     """Check that a bench file comes from the hardware of the plan.
 
@@ -186,8 +190,9 @@ def _check_same(bench: Path, measured: BenchFile, profile: Profile, machine: Mac
     keys = measured.machine
     if not _is(profile, replace(machine, **_known(keys))):
         raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")
-    if chip and chip not in (may := chips_of(profile, keys.get("arch"), keys.get("name"))):
-        raise UserError(f"{bench} was measured on {' or '.join(may) or keys.get('arch')}, but --machine is {chip}")
+    if chip and chip not in (may := named_chips(profile, keys.get("arch"), keys.get("name") or "")):
+        found = " or ".join(may) or keys.get("name") or keys.get("arch")
+        raise UserError(f"{bench} was measured on {found}, but --machine is {chip}")
 
 
 def _is(profile: Profile, machine: Machine) -> bool:
