@@ -73,8 +73,14 @@ def test_the_range_that_plans_print_is_that_of_the_published_runs(kind, tmp_path
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_runs_are_counted_by_profile(kind):
-    assert RUNS[kind].runs == Counter(find_chip(run["machine"])[0] for run in PUBLISHED[kind])
+def test_runs_are_counted_by_chip(kind):
+    assert RUNS[kind].runs == Counter(find_chip(run["machine"])[1] for run in PUBLISHED[kind])
+
+
+@pytest.mark.parametrize(("machine", "count"), [("T4", 0), ("RTX 4090", 1), ("MI355X", 0), ("MI300X", 2)])
+def test_a_plan_counts_the_runs_of_its_chip(machine, count, capsys):
+    main(["plan", "--json", "--machine", machine, "--config", "mi300x_qwen3_4b", "dtype=auto"])
+    assert json.loads(capsys.readouterr().out)["published"]["runs_of_this_machine"] == count
 
 
 def test_every_published_speed_has_its_address():

@@ -136,9 +136,9 @@ def _print(name: str, plan: "RunPlan") -> None:
     out.print(_step_table(plan))
     out.print(f"speeds: {escape(plan.target.figures.source)}")
     if not plan.target.figures.measured:
-        near = f": {reach.said(plan.target.profile.name)}. In brackets: what that makes of the figure before"
-        out.print(f"[yellow]computed, not measured{near * plan.target.figures.sheet}. To measure: `rocm-ext bench` on "
-                  "that machine[/]")  # fmt: skip
+        chip = plan.target.figures.sheet
+        near = f": {reach.said(chip)}. In brackets: what that makes of the figure before" if chip else ""
+        out.print(f"[yellow]computed, not measured{near}. To measure: `rocm-ext bench` on that machine[/]")
     out.print()
     if plan.cycle:
         out.print(_cycle_table(plan))
@@ -306,7 +306,7 @@ def _published(plan: "RunPlan", of: Figure) -> list[float] | None:
     """The least and the most that a figure is where published runs are right; None without a data sheet."""
     from rocm_ext.plan.reach import DECODING, TRAINING
 
-    if not plan.target.figures.sheet:
+    if plan.target.figures.sheet is None:
         return None
     return sorted((of(TRAINING.low, DECODING.low), of(TRAINING.high, DECODING.high)))
 
@@ -343,7 +343,7 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
         "budget_reason": plan.target.budget[1],
         "fits": plan.fits,
         "figures": vars(figures),
-        "published": reach.content(plan.target.profile.name) if figures.sheet else None,
+        "published": reach.content(figures.sheet) if figures.sheet else None,
         "rows": vars(plan.rows),
         "configured": _choice_content(plan, plan.now),
         "best": _choice_content(plan, plan.best),

@@ -11,7 +11,7 @@ class Reach:
 
     Attributes:
         low, high: of all machines.
-        runs: number of published runs, by hardware profile.
+        runs: number of published runs, by chip.
     """
 
     low: float
@@ -22,25 +22,25 @@ class Reach:
         return f"{self.low:g} to {self.high:g}"
 
 
-TRAINING = Reach(0.65, 1.25, {"cuda": 13, "mi300x": 1, "strix_halo": 1})
-DECODING = Reach(0.65, 0.85, {"mi300x": 1, "strix_halo": 2})
+TRAINING = Reach(0.65, 1.25, {"A100 80 GB": 10, "H100 SXM": 2, "RTX 4090": 1, "MI300X": 1, "Strix Halo 128 GB": 1})
+DECODING = Reach(0.65, 0.85, {"MI300X": 1, "Strix Halo 128 GB": 2})
 
 
-def runs(hardware: str | None = None) -> int:
-    """Number of published runs, of all machines or of those of a hardware profile."""
+def runs(chip: str | None = None) -> int:
+    """Number of published runs, of all machines or of those with a chip."""
     every = [each for reach in (TRAINING, DECODING) for each in reach.runs.items()]
-    return sum(count for name, count in every if hardware in (None, name))
+    return sum(count for name, count in every if chip in (None, name))
 
 
-def said(hardware: str) -> str:
-    """Say how near published runs come, and how many are of the machines of a hardware profile."""
-    here = runs(hardware)
+def said(chip: str) -> str:
+    """Say how near published runs come, and how many were on machines with a chip."""
+    here = runs(chip)
     own = f"{here} of these {runs()} runs" if here else f"none of these {runs()} runs"
     reached = f"{TRAINING} of such figures in training and {DECODING} in sampling"
     return f"published runs reach {reached}; {own} {'were' if here > 1 else 'was'} on such a machine"
 
 
-def content(hardware: str) -> dict[str, Any]:
+def content(chip: str) -> dict[str, Any]:
     """What :func:`said` says, as JSON."""
     ranges = {"training": [TRAINING.low, TRAINING.high], "sampling": [DECODING.low, DECODING.high]}
-    return {**ranges, "runs": runs(), "runs_of_this_machine": runs(hardware)}
+    return {**ranges, "runs": runs(), "runs_of_this_machine": runs(chip)}

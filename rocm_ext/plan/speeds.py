@@ -28,7 +28,7 @@ class Figures:
     Attributes:
         source: origin of the numbers.
         measured: whether ``rocm-ext bench`` measured them on that machine.
-        sheet: whether they are shares of a data sheet, as in the plans that were compared with published runs.
+        sheet: the chip whose data sheet they are shares of, as in the plans that were compared with published runs.
         flops: floating-point operations per second of matrix products, by dtype (bf16, fp16, fp32).
         bandwidth: of memory, in bytes per second, read and written.
         memory: bytes of the device; None if only the machine itself can tell.
@@ -49,7 +49,7 @@ class Figures:
     link: float = 25e9
     attention: float = 1.0
     launch: float = 0.0
-    sheet: bool = False
+    sheet: str | None = None
 
     def seconds(self, operations: Iterable[Operation], dtype: str, compiled: bool = False) -> float:
         """Seconds of ``operations`` in sequence, each bound by compute or by memory, all by the host that starts them.
@@ -136,7 +136,7 @@ def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures
         source=f"data sheet of {name}{other}, assuming {reached['compute']:.0%} of its compute and "
         f"{reached['bandwidth']:.0%} of its bandwidth",
         measured=False,
-        sheet=True,
+        sheet=name,
         flops={dtype: rate * 1e12 * reached["compute"] for dtype, rate in rates.items() if rate},
         bandwidth=sheet.bandwidth * 1e9 * reached["bandwidth"],
         **assumed(reached),
