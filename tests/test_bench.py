@@ -153,6 +153,7 @@ def _check_runs(path: Path, settings: dict, model: Path, out: Path) -> None:
     assert len(metrics(out)) == 2
 
 
+@pytest.mark.slow
 def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys, pocket_dir):
     """Run all probes on this CPU; then plan, hardware: auto and the recipe use the written files."""
     out = tmp_path / "bench.json"

@@ -421,7 +421,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(["config.yaml", "metrics.jsonl", "summary.json", "hardware.jsonl"]), junk=JUNK)
 def test_junk_in_files_of_sft(tmp_path_factory, capsys, name, junk):
     folder = tmp_path_factory.mktemp("junk")
@@ -431,7 +431,7 @@ def test_junk_in_files_of_sft(tmp_path_factory, capsys, name, junk):
     run(b, a, "--json")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(
         [

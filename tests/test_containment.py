@@ -254,9 +254,9 @@ def test_workers_leave_no_zombies():
             pool.submit(completion, ROW).result()
             time.sleep(0.1)
         pool.submit("nothing", ROW).result()  # the next verification reaps the last one's zombies
-        children = [process for process in Path("/proc").glob("[0-9]*/stat") if "(bwrap)" in _text(process)]
-        ours = [c for c in children if int(_text(c).rsplit(")", 1)[1].split()[1]) in children_of(os.getpid())]
-        assert [c for c in ours if "(bwrap) Z" in _text(c)] == []
+        children = [text for path in Path("/proc").glob("[0-9]*/stat") if "(bwrap)" in (text := _text(path))]
+        ours = [text for text in children if int(text.rsplit(")", 1)[1].split()[1]) in children_of(os.getpid())]
+        assert [text for text in ours if "(bwrap) Z" in text] == []
 
 
 def _text(path: Path) -> str:

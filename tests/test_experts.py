@@ -315,6 +315,7 @@ def test_what_cannot_be_merged_is_refused_at_the_start(folder_of, rows, tmp_path
 # ---- whole runs
 
 
+@pytest.mark.slow  # any model is killed and resumed in test_resume
 @pytest.mark.parametrize("name", some("deepseek 3"))
 def test_killed_and_resumed(folder_of, rows, tmp_path, name):
     changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
@@ -329,6 +330,7 @@ def test_killed_and_resumed(folder_of, rows, tmp_path, name):
     assert run_files(tmp_path / "run") == run_files(tmp_path / "whole")
 
 
+@pytest.mark.slow  # other models are fast, in test_ranks
 @several_ranks
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):

@@ -422,7 +422,8 @@ def test_two_ranks_equal_one(folders, tmp_path, name):
     "changes",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        {"enable_activation_checkpointing": True},
+        # the fast tests of plan have these of Qwen2
+        pytest.param({"enable_activation_checkpointing": True}, marks=pytest.mark.slow),
         # bf16 is slow on a CPU; in the fast tests the plan of Qwen2 has it
         pytest.param({"enable_activation_checkpointing": True, "dtype": "bf16"}, marks=pytest.mark.slow),
     ],

@@ -248,8 +248,8 @@ def planner(folders, tmp_path, rows: Workload | None = None, **changes) -> Train
 def test_the_best_fit_stays_within_any_budget(folders, tmp_path):
     planned = planner(folders, tmp_path, sequences_per_step=64)
     least = planned.memory(256).peak(range(3))
-    chosen = [planned.fit(int(least * factor)) for factor in (1.0, 1.2, 1.5, 3, 10, 100)]
-    assert all(c.peak <= least * f for c, f in zip(chosen, (1.0, 1.2, 1.5, 3, 10, 100), strict=True))
+    chosen = [planned.fit(int(least * factor)) for factor in (1.0, 1.2, 3, 100)]
+    assert all(c.peak <= least * f for c, f in zip(chosen, (1.0, 1.2, 3, 100), strict=True))
     times = [choice.step.seconds for choice in chosen]
     assert times == sorted(times, reverse=True)  # more memory is never slower
     assert len(chosen[0].checkpointed) == 3

@@ -200,7 +200,7 @@ def test_killed_in_mid_epoch_and_resumed(make, reference, tmp_path):
 @pytest.mark.parametrize(
     ("signum", "code"),
     [
-        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),  # as in test_raft's `test_sigterm_while_training`
         (signal.SIGINT, 130),
         pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),  # as in `test_closed_terminal`
     ],

@@ -160,10 +160,10 @@ class CycleFolder:
         return Answers(np.array(lengths, dtype=np.float64), sum(cut), entropy)
 
     def texts(self, wanted: set[SampleKey], held_out: bool = False) -> dict[SampleKey, dict[str, Any]]:
-        """The records of the answers ``wanted``, by key; ``held_out``: those of the evaluation."""
+        """The records of the answers ``wanted``, by key, in the files' order; ``held_out``: those of the evaluation."""
         found: dict[SampleKey, dict[str, Any]] = {}
         for path, read in self._files(self.folder / "eval" if held_out else self.folder, "samples", _Samples):
-            places = {key: read.places[key] for key in wanted & read.places.keys()}
+            places = {key: place for key, place in read.places.items() if key in wanted}
             with suppress(OSError), path.open("rb") as file:  # it may have been rewritten or removed since
                 for key, place in places.items():
                     file.seek(place)
