@@ -105,7 +105,8 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
     else:
         sequences = 2 if _has_pairs(cfg) else 1
         longest = (limit or _LONGEST_ROW) * sequences
-        source = "data not on disk: rows of full length assumed, with a label on every token"
+        lengths = "rows as given" if known.row_tokens else "rows of full length assumed"
+        source = f"data not on disk: {lengths}, with a label on every token"
         found = Workload(longest, longest, 1.0, None, source, sequences=sequences)
     mean = min(known.row_tokens or found.mean, found.longest)
     return replace(found, mean=mean, count=known.rows or found.count)
