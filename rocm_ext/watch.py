@@ -178,7 +178,7 @@ def _accept(server: socket.socket, hello: bytes, count: int) -> dict[int, socket
                 while len(said) < len(hello) + 4 and (data := peer.recv(len(hello) + 4 - len(said))):
                     said += data
             if len(said) == len(hello) + 4 and said.startswith(hello):
-                found[int.from_bytes(said[-4:])] = peer
+                found[int.from_bytes(said[-4:], "big")] = peer
             else:  # not one of ours
                 peer.close()
     return found
@@ -186,7 +186,7 @@ def _accept(server: socket.socket, hello: bytes, count: int) -> dict[int, socket
 
 def _connect(port: int, hello: bytes, rank: int) -> socket.socket:
     peer = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=_MEET / 2)
-    peer.sendall(hello + rank.to_bytes(4))
+    peer.sendall(hello + rank.to_bytes(4, "big"))
     return peer
 
 
