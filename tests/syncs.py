@@ -43,7 +43,7 @@ def pretend_accelerator() -> None:
     backend_registration._setup_privateuseone_for_python_backend(DEVICE)
     getattr(torch, DEVICE).get_amp_supported_dtype = lambda: [torch.bfloat16]  # checkpointing asks
     slots._SPAN[DEVICE] = slots._SPAN["cuda"]
-    make = torch.tensor  # on the device itself, which is none
+    make = torch.tensor  # it builds on the device, which has no kernels
     torch.tensor = lambda data, *, device=None, **kind: make(data, **kind).to(device)
 
 

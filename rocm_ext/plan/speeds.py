@@ -174,7 +174,7 @@ def _chips_here(profile: Profile, machine: Machine) -> list[str]:
 
 
 def _named_here(profile: Profile, machine: Machine) -> list[str]:
-    """The chips of ``profile`` that this machine has by its name; the name itself if it is none of theirs."""
+    """The chips of ``profile`` that this machine's name stands for; without such a chip, the name itself."""
     if machine.backend == "cpu" or not profile.fits(machine):
         return _chips_here(profile, machine)
     memory = None if machine.unified else machine.total_memory
