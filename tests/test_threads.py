@@ -1,72 +1,54 @@
-"""A run on a CPU takes as many threads as other programs leave cores, and no number when the user says one."""
+"""A run on a CPU takes as many threads as other programs leave cores, decides once, and resumes with that number."""
 
 import os
-import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from omegaconf import OmegaConf
 from rocm_ext.recipes import lora_finetune_rocm
 
-from rocm_ext.generation import LocalEngine, Sampling
+from rocm_ext.config import load
 from rocm_ext.hardware import threads
 from rocm_ext.hardware.cgroups import cpu_quota
+from rocm_ext.train.runtime import Runtime
 from tests.forks import forked
-from tests.test_generation import Words, ask, model, prompts
 from tests.tiny import metrics, run_config, write_model, write_rows, write_yaml
-
-CPU = torch.device("cpu")
 
 
 class Machine:
-    """Eight cores, on which each look at the clock takes three seconds and other programs want ``others()`` cores.
-
-    It stands in for the clocks and for torch's threads, of which the process keeps each one busy.
+    """Stands in for the clocks: other programs keep ``others`` cores busy, one number for each look, and this waits.
 
     Args:
-        others: gives the cores that other programs want, for each three seconds.
+        others: cores; the last number stays.
+        cores: of the machine.
     """
 
-    def __init__(self, others: Callable[[], float], cores: int = 8) -> None:
-        self._others, self._cores = others, cores
-        self.now = self.own = self.idle = self.used = 0.0
-        self.threads, self.chosen = cores, []
+    def __init__(self, others: Sequence[float], cores: int = 2) -> None:
+        self._others, self._cores = list(others), cores
+        self.now = self.idle = self.used = 0.0
 
-    def monotonic(self) -> float:
-        others = self._others()
-        # the kernel shares the cores: both sides get what they want, or a part of it
-        part = min(1.0, self._cores / (self.threads + others))
-        self.now += 3
-        self.own += 3 * self.threads * part
-        self.used += 3 * (self.threads + others) * part
-        self.idle += 3 * (self._cores - (self.threads + others) * part)
-        return self.now
+    def sleep(self, seconds: float) -> None:
+        busy = self._others.pop(0) if len(self._others) > 1 else self._others[0]
+        self.now += seconds
+        self.idle += seconds * (self._cores - busy)
+        self.used += seconds * busy
 
-    def set_threads(self, count: int) -> None:
-        self.threads = count
-        self.chosen.append(count)
-
-    def install(self, set_attribute=setattr) -> None:
-        set_attribute(threads, "time", SimpleNamespace(monotonic=self.monotonic, process_time=lambda: self.own))
-        each = lambda percpu: [SimpleNamespace(idle=self.idle / self._cores)] * self._cores  # noqa: E731
-        set_attribute(threads, "psutil", SimpleNamespace(cpu_times=each))
-        set_attribute(threads, "os", SimpleNamespace())  # no affinity
-        set_attribute(threads, "cpu_quota", lambda: None)
-        set_attribute(torch, "get_num_threads", lambda: self.threads)
-        set_attribute(torch, "set_num_threads", self.set_threads)
-
-
-def wants(*phases: tuple[int, float]) -> Callable[[], float]:
-    """Cores that other programs want: (times, cores), … and the last for ever."""
-    times = iter([cores for count, cores in phases for _ in range(count)])
-    return lambda: next(times, phases[-1][1])
-
-
-@pytest.fixture(autouse=True)
-def _no_policy_stays(monkeypatch):
-    monkeypatch.setattr(threads, "_threads", None)
+    def install(self, set_attribute=setattr) -> "Machine":
+        clock = SimpleNamespace(monotonic=lambda: self.now, process_time=lambda: 0.0, sleep=self.sleep)
+        cpus = lambda percpu: [SimpleNamespace(idle=self.idle / self._cores)] * self._cores  # noqa: E731
+        for name, value in {
+            "time": clock,
+            "psutil": SimpleNamespace(cpu_times=cpus),
+            "os": SimpleNamespace(cpu_count=lambda: self._cores),  # no affinity
+            "cpu_quota": lambda: None,
+            "_TORCHS": self._cores,
+        }.items():
+            set_attribute(threads, name, value)
+        return self
 
 
 # ---------------------------------------------------------------------------------------------------- runs
@@ -75,154 +57,141 @@ def folder(tmp_path_factory) -> Path:
     """A folder with a base model and rows."""
     top = tmp_path_factory.mktemp("threads")
     write_model(top / "base")
-    write_rows(top / "rows.jsonl", 32)
+    write_rows(top / "rows.jsonl", 16)
     return top
 
 
-def train(folder: Path, out: Path, *overrides: str, environ: dict[str, str] | None = None) -> tuple[int, str]:
-    """Train 8 steps of 4 micro-batches beside programs that want 5 of 8 cores for a while."""
-    cfg = run_config(folder / "base", folder / "rows.jsonl", out, epochs=2, startup_checks=False)
+def train(
+    folder: Path, out: Path, *overrides: str, others: float = 0, cores: int = 2, environ: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """Train two steps an epoch, for one epoch, beside programs that keep ``others`` of ``cores`` cores busy."""
+    cfg = run_config(folder / "base", folder / "rows.jsonl", out, epochs=1, startup_checks=False)
     path = write_yaml(out.with_suffix(".yaml"), {**cfg, "batch_size": 2, "sequences_per_step": 8})
 
     def prepare() -> None:
         for name in threads.USERS:
             os.environ.pop(name, None)
         os.environ.update(environ or {})
-        Machine(wants((6, 0), (12, 5), (1, 0))).install()
+        Machine([others], cores).install()
 
     return forked(lora_finetune_rocm.main, path, *overrides, prepare=prepare)
 
 
-def changes(messages: str) -> list[tuple[int, int]]:
-    return [(int(a), int(b)) for a, b in re.findall(r"cpu_threads: (\d+) of (\d+), because other programs", messages)]
+def recorded(out: Path) -> int | str:
+    return yaml.safe_load((out / "config.yaml").read_text())["cpu_threads"]
 
 
-def test_training_leaves_cores_that_others_use_and_takes_them_back(folder, tmp_path):
-    code, messages = train(folder, tmp_path / "out")
-    assert code == 0, messages
-    found = changes(messages)
-    assert found[0][0] < 8, messages
-    assert min(found)[0] == 4, messages
-    assert found[-1] == (8, 8), messages
-    assert len(found) <= 5, "one line for each change"
+def test_a_run_leaves_cores_to_other_programs_and_resumes_with_its_number(folder, tmp_path):
+    out = tmp_path / "out"
+    code, messages = train(folder, out, "max_steps_per_epoch=1", others=1)
+    assert (code, recorded(out)) == (0, 1), messages
+    assert "cpu_threads 1 (other programs leave 1.0 cores)" in messages
+    code, messages = train(folder, out, "resume_from_checkpoint=True", others=0)
+    assert (code, recorded(out)) == (0, 1), messages
+    assert "cpu_threads 1 (as the run began)" in messages
+    assert len(metrics(out)) == 2
+    code, messages = train(folder, out, "overwrite_output_dir=True", others=0)
+    assert (code, recorded(out)) == (0, 2), messages
+
+
+def test_a_resumed_run_with_fewer_cores_keeps_its_number_and_says_so(folder, tmp_path):
+    out = tmp_path / "out"
+    assert train(folder, out, "max_steps_per_epoch=1")[0] == 0
+    code, messages = train(folder, out, "resume_from_checkpoint=True", cores=1)
+    assert (code, recorded(out)) == (0, 2), messages
+    assert "cpu_threads is 2, and this process may use 1 cores" in messages
+    assert "cpu_threads=1 is faster" in messages
+
+
+def test_a_run_whose_record_is_damaged_says_so_and_decides_anew(folder, tmp_path):
+    out = tmp_path / "out"
+    assert train(folder, out, "max_steps_per_epoch=1")[0] == 0
+    (out / "config.yaml").write_text("]")
+    code, messages = train(folder, out, "resume_from_checkpoint=True", others=2)
+    assert (code, recorded(out)) == (0, 1), messages
+    assert "config.yaml holds no YAML mapping" in messages
 
 
 @pytest.mark.parametrize(
-    ("overrides", "environ"),
+    ("overrides", "environ", "reason"),
     [
-        (["cpu_threads=8"], {}),
-        (["cudnn_deterministic_mode=True"], {}),
-        ([], {"OMP_NUM_THREADS": "8"}),
-        ([], {"MKL_NUM_THREADS": "8"}),
+        (["cpu_threads=2"], {}, "as the config says"),
+        (["cudnn_deterministic_mode=True"], {}, "one for each core"),
+        ([], {"OMP_NUM_THREADS": "2"}, "OMP_NUM_THREADS is set"),
+        ([], {"MKL_NUM_THREADS": "2"}, "MKL_NUM_THREADS is set"),
     ],
 )
-def test_a_number_that_the_user_chose_stays(folder, tmp_path, overrides, environ):
-    code, messages = train(folder, tmp_path / "out", *overrides, environ=environ)
-    assert (code, changes(messages)) == (0, []), messages
+def test_a_number_that_the_user_chose_stays(folder, tmp_path, overrides, environ, reason):
+    code, messages = train(folder, tmp_path / "out", *overrides, others=2, environ=environ)
+    assert (code, recorded(tmp_path / "out")) == (0, 2), messages
+    assert f"cpu_threads 2 ({reason}" in messages
 
 
-def test_a_run_goes_on_with_another_number(folder, tmp_path):
+def test_the_config_says_the_number_of_a_resumed_run(folder, tmp_path):
     out = tmp_path / "out"
-    assert train(folder, out, "cpu_threads=2", "max_steps_per_epoch=2", "epochs=1")[0] == 0
-    code, messages = train(folder, out, "resume_from_checkpoint=True", "max_steps_per_epoch=2")
-    assert code == 0, messages
-    assert len(metrics(out)) == 4
+    assert train(folder, out, "max_steps_per_epoch=1")[0] == 0
+    code, messages = train(folder, out, "resume_from_checkpoint=True", "cpu_threads=1")
+    assert (code, recorded(out)) == (0, 1), messages
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "null", "True"])
 def test_other_values_are_refused(folder, tmp_path, value):
     code, messages = train(folder, tmp_path / "out", f"cpu_threads={value}")
     assert code == 1
-    assert re.search(r"error: cpu_threads is .*; expected a whole number of at least 1, or auto", messages), messages
+    assert "error: cpu_threads is " in messages
+    assert "; expected a whole number of at least 1, or auto" in messages
 
 
-def test_sampling_leaves_cores_that_others_use(monkeypatch):
-    machine = Machine(wants((2, 0), (1, 7)))
-    machine.install(monkeypatch.setattr)
-    threads.use_threads("auto", CPU, {})
-    engine = LocalEngine(decoder=model(), tokenizer=Words(), free_memory=lambda: 2**30)
-    with engine.session() as session:
-        done = list(session.generate(ask(prompts(2, 4)), Sampling(12)))
-    assert len(done) >= 2
-    assert machine.threads <= 2
+def test_a_recipe_that_samples_records_the_number_too(folder, tmp_path, monkeypatch):
+    """Its learner has a config of its own, which is made anew for each training."""
+    own = load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", run_config(
+        folder / "base", folder / "rows.jsonl", tmp_path / "out"))), [])  # fmt: skip
+    whole = OmegaConf.create({**own, "cycles": 3})
+    for name in threads.USERS:
+        monkeypatch.delenv(name, raising=False)
+    Machine([1]).install(monkeypatch.setattr)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    Runtime.open(own, whole).ranks.close()
+    assert (own.cpu_threads, whole.cpu_threads, chosen) == (1, 1, [1])
 
 
 # ---------------------------------------------------------------------------------------------------- the choice
-@pytest.fixture
-def follow(monkeypatch) -> Callable[..., list[int]]:
-    """Threads after each of ``times`` measurements beside ``others``."""
-
-    def follow(others: Callable[[], float], times: int, cores: int = 8) -> list[int]:
-        machine = Machine(others, cores)
-        machine.install(monkeypatch.setattr)
-        threads.use_threads("auto", CPU, {})
-        found = []
-        for _ in range(times):
-            threads.follow_free_cores()
-            found.append(machine.threads)
-        return found
-
-    return follow
-
-
-def test_two_cores_beside_busy_programs_compute_with_one_thread(follow):
-    for others in (1, 2, 10):
-        assert set(follow(lambda others=others: others, 20, cores=2)) == {1}
-    assert set(follow(lambda: 0.3, 20, cores=2)) == {2}, "a little work of others costs less than a thread"
-
-
 @pytest.mark.parametrize(
-    ("others", "expected"),
-    [(0, 8), (0.4, 8), (0.6, 7), (1, 7), (1.5, 7), (2.3, 6), (4, 4), (8, 2), (40, 1)],
+    ("cores", "others", "expected"),
+    [
+        *((2, 0, 2), (2, 0.3, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)),
+        *((8, 0, 8), (8, 0.6, 7), (8, 1, 7), (8, 2.3, 6), (8, 4, 4), (8, 8, 1)),
+    ],
 )
-def test_an_even_load_does_not_make_the_number_swing(follow, others, expected):
-    assert follow(lambda: others, 60)[20:] == [expected] * 40
+def test_threads_beside_busy_programs(monkeypatch, cores, others, expected):
+    Machine([others], cores).install(monkeypatch.setattr)
+    assert threads.choose_threads({})[0] == expected
 
 
-def test_a_short_pause_of_others_brings_no_thread_back(follow):
-    phases = [(6, 6.0), (3, 0.0)] * 10
-    found = follow(wants(*phases), 40)
-    assert found[5:] == [found[5]] * 35
-    assert found[5] <= 3
+def test_a_program_that_ends_meanwhile_costs_no_thread(monkeypatch):
+    Machine([2, 2, 0]).install(monkeypatch.setattr)
+    assert threads.choose_threads({})[0] == 2
+    Machine([0, 0, 2]).install(monkeypatch.setattr)
+    assert threads.choose_threads({})[0] == 1
 
 
-def test_a_thread_of_python_gets_the_present_number(follow):
-    assert follow(lambda: 7, 10)[-1] <= 2
-    torch.set_num_threads(8)  # as a new thread of Python begins
-    threads.follow_free_cores()
-    assert torch.get_num_threads() <= 2
-
-
-def test_another_run_in_this_process_begins_with_all(follow, monkeypatch):
-    machine = Machine(lambda: 7)
-    machine.install(monkeypatch.setattr)
-    threads.use_threads("auto", CPU, {})
-    for _ in range(4):
-        threads.follow_free_cores()
-    assert machine.threads < 8
-    threads.use_threads("auto", CPU, {"OMP_NUM_THREADS": "8"})
-    assert machine.threads == 8
-    threads.use_threads("auto", torch.device("cuda"), {})
-    threads.follow_free_cores()
-    assert machine.threads == 8
-
-
-# ---------------------------------------------------------------------------------------------------- limits
 def test_a_quota_limits_the_threads_and_other_programs_share_it(tmp_path, monkeypatch):
-    machine = Machine(lambda: 0)
-    machine.install(monkeypatch.setattr)
-    monkeypatch.setattr(threads, "cpu_quota", lambda: cpu_quota(tmp_path))
     group = tmp_path / "sys/fs/cgroup/box"
     for path, text in (("proc/self/cgroup", "0::/box"), ("sys/fs/cgroup/box/cpu.max", "350000 100000")):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text + "\n")
-    threads.use_threads("auto", CPU, {})
-    assert machine.threads == 3
-    for others, expected in ((0, 3), (2, 1)):
-        for _ in range(6):
-            (group / "cpu.stat").write_text(f"usage_usec {int(1e6 * machine.own + 1e6 * others * machine.now)}\nnr 1\n")
-            threads.follow_free_cores()
-        assert machine.threads == expected, others
+    for inside, expected in ((0, 3), (2, 2), (3.5, 1)):
+        machine = Machine([0], cores=8).install(monkeypatch.setattr)
+
+        def used(machine=machine, inside=inside):
+            (group / "cpu.stat").write_text(f"usage_usec {int(1e6 * inside * machine.now)}\nnr 1\n")
+            return cpu_quota(tmp_path).used()
+
+        monkeypatch.setattr(threads, "cpu_quota", lambda used=used: SimpleNamespace(cpus=3.5, used=used))
+        assert cpu_quota(tmp_path).cpus == 3.5
+        assert threads.cores() == 3.5
+        assert threads.choose_threads({})[0] == expected, inside
 
 
 def test_the_quota_of_version_1_counts_nanoseconds(tmp_path):
@@ -243,7 +212,9 @@ def test_only_the_cpus_of_this_process_count(monkeypatch):
     idle = [SimpleNamespace(idle=float(10**number), iowait=2.0) for number in range(4)]
     monkeypatch.setattr(threads, "psutil", SimpleNamespace(cpu_times=lambda percpu: idle))
     monkeypatch.setattr(threads, "os", SimpleNamespace(sched_getaffinity=lambda pid: {1, 3}))
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
     assert threads.Clocks.read(None).idle == 10 + 1000 + 4
+    assert threads.cores() == 2
 
 
 def test_the_kernel_counts_what_this_process_uses():

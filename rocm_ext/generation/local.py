@@ -23,7 +23,6 @@ from rocm_ext.generation.batch import Batch, Running
 from rocm_ext.generation.decoder import Cache, Decoder, check_family, copied_bytes, merged
 from rocm_ext.generation.matrix import MIN_ROWS
 from rocm_ext.generation.slots import PREFILL_TOKENS, SHARE, SlotMemory, most_slots, slot_memory, slots_beside, span_for
-from rocm_ext.hardware.threads import follow_free_cores
 from rocm_ext.hardware.trace import DECODING, PREFILL, Trace
 from rocm_ext.log import log
 from rocm_ext.model.foreign import ForeignDecoder
@@ -222,7 +221,6 @@ class LocalSession:
         )
         while prompts or batch.running:
             began = time.perf_counter()
-            follow_free_cores()
             self._admit(batch, prompts)
             with self._trace.part(DECODING):
                 read, rows = batch.step()

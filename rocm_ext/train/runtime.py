@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from rocm_ext.hardware import numerics
 from rocm_ext.hardware.budget import memory_budget, open_device
 from rocm_ext.hardware.machine import Machine, detect
 from rocm_ext.hardware.profile import Profile, check_locked, check_profile, load_profile
-from rocm_ext.hardware.threads import use_threads
+from rocm_ext.hardware.threads import choose_threads, cores
 from rocm_ext.hardware.trace import Trace
 from rocm_ext.log import log, warn
 from rocm_ext.ranks import Ranks, local_rank, local_world_size
+from rocm_ext.runs.records import read_yaml
 from rocm_ext.train.nodes import check_machines
 
 
@@ -42,6 +44,8 @@ class Runtime:
     def open(cls, cfg: DictConfig, whole: DictConfig | None = None) -> "Runtime":
         """Check the machine against its profile, open the device and join the other ranks.
 
+        On a CPU both configs get the number of threads in place of ``auto``, so that the run records it.
+
         Args:
             cfg: config of the SFT recipe or of a recipe that extends it.
             whole: config of the run, the same on all of its machines; by default ``cfg``.
@@ -57,14 +61,43 @@ class Runtime:
         dtype, why = numerics.pick_dtype(cfg.dtype, machine)
         opened = open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
         ranks = Ranks.from_env(opened, cfg.node_timeout)
-        check_machines(cfg if whole is None else whole, dtype, ranks)
-        fixed = cfg.cudnn_deterministic_mode not in (None, False, "default")
-        use_threads(cfg.cpu_threads, opened, os.environ, fixed)
+        run = cfg if whole is None else whole
+        check_machines(run, dtype, ranks)
         warn(warnings)
         log.info("hardware %s: %s", profile.name, machine)
         log.info("dtype %s (%s)", dtype, why)
+        cfg.cpu_threads = run.cpu_threads = _use_threads(run, opened, ranks)
         return cls(profile, machine, opened, dtype, ranks)
 
     def budget(self, taken: int = 0) -> int:
         """Return how many bytes this process may use on its device, with the ``taken`` bytes that it uses already."""
         return memory_budget(self.profile, self.machine, taken=taken)[0]
+
+
+def _use_threads(cfg: DictConfig, device: torch.device, ranks: Ranks) -> int | str:
+    """Give torch its threads; return what the run records as ``cpu_threads``, with which it resumes."""
+    count, why = cfg.cpu_threads, "as the config says"
+    if count == "auto":
+        if device.type != "cpu":
+            return "auto"
+        deterministic = cfg.cudnn_deterministic_mode not in (None, False, "default")
+        recorded = _recorded_threads(cfg)
+        chosen = (recorded, "as the run began") if recorded else choose_threads(os.environ, deterministic)
+        count, why = min(ranks.gather(chosen))  # all ranks wait for the slowest one
+    torch.set_num_threads(count)
+    log.info("cpu_threads %d (%s)", count, why)
+    if device.type == "cpu" and count > (most := cores()):
+        log.warning(
+            "cpu_threads is %d, and this process may use %g cores; threads without a core make the others wait. "
+            "cpu_threads=%d is faster, with results that are equal up to rounding", count, most, max(1, int(most))
+        )  # fmt: skip
+    return count
+
+
+def _recorded_threads(cfg: DictConfig) -> int | None:
+    """The number of the run to resume; None if there is none, or if an earlier version wrote its config."""
+    problems: list[str] = []
+    path = Path(cfg.output_dir) / "config.yaml"
+    count = read_yaml(path, problems).get("cpu_threads") if cfg.resume_from_checkpoint else None
+    warn(problems)
+    return count if type(count) is int else None

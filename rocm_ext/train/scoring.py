@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rocm_ext.data.batches import collate, count_labels, cut, row_sizes, width_multiple
 from rocm_ext.data.rows import Rows
-from rocm_ext.hardware.threads import follow_free_cores
 from rocm_ext.model.lora import Dora, adapters
 from rocm_ext.objectives import Objective
 from rocm_ext.objectives.objective import Terms
@@ -43,7 +42,6 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0) -> list[np.nda
     learner.model.objective = recorder
     try:
         for piece in pieces:
-            follow_free_cores()
             learner.model(collate(plain, piece, learner.packed, pad, multiple, learner.shares).to(device))
     finally:
         learner.model.objective = objective

@@ -15,7 +15,6 @@ from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.hardware import numerics
-from rocm_ext.hardware.threads import follow_free_cores
 from rocm_ext.hardware.trace import TRAINING
 from rocm_ext.log import log
 from rocm_ext.model.attention import has_dropout
@@ -266,7 +265,6 @@ class Training:
         summed = torch.zeros((), dtype=torch.float32, device=device)
         with self._first_step_checks(), self._compiling(), self.measuring() as tally:
             for batch in batches:
-                follow_free_cores()
                 with learner.offloading:
                     value = learner.model(batch.to(device))
                 self.scaler.scale(value / denominator).backward()

@@ -5,7 +5,6 @@ from omegaconf import DictConfig
 
 from rocm_ext.data.batches import StepLoader, Steps, width_multiple
 from rocm_ext.data.rows import Rows
-from rocm_ext.hardware.threads import follow_free_cores
 from rocm_ext.objectives import Tally
 from rocm_ext.train.learner import Learner
 
@@ -56,7 +55,6 @@ def validation_loss(learner: Learner, loader: StepLoader) -> tuple[float, int, d
     try:
         for batches in loader.range(0, loader.steps.per_epoch):
             for batch in batches:
-                follow_free_cores()
                 summed += learner.model(batch.to(learner.runtime.device))
                 labels, sequences = labels + len(batch.targets), sequences + batch.sequences
     finally:
