@@ -1,11 +1,12 @@
 """HTTP with servers that speak OpenAI's protocol: addresses, keys, failures."""
 
+import asyncio
 import json
 import math
 import os
 import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -25,6 +26,7 @@ except ImportError:
         ) from error
 
 CHECK_TIMEOUT = 10.0  # seconds, to connect and for requests without computation
+MAX_BODY = 64 << 20  # bytes; an answer of 32,000 tokens with log-probs has about 10 MB
 BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
@@ -33,6 +35,13 @@ _SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 def certificates() -> ssl.SSLContext:
     """Return the certificates that clients trust; reading them takes longer than loading an adapter."""
     return httpx.create_ssl_context()
+
+
+def new_client(headers: Mapping[str, str]) -> Any:
+    """Return an ``httpx.AsyncClient`` without a limit of connections; :func:`exchange` limits the time."""
+    timeout = httpx.Timeout(None, connect=CHECK_TIMEOUT)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, verify=certificates())
 
 
 class Transient(Exception):
@@ -101,6 +110,40 @@ def authorization(api_key_env: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+async def exchange(client: Any, method: str, url: str, seconds: float, json: Any = None) -> Any:
+    """Send a request and return the response, with all of its body.
+
+    The time-outs of an HTTP client are for each read: a server that sends a byte now and then would hold it for ever.
+
+    Args:
+        client: an ``httpx.AsyncClient``.
+        method: ``GET`` or ``POST``.
+        url: whole address.
+        seconds: for all of the exchange.
+        json: what to send; None: nothing.
+
+    Raises:
+        httpx.RequestError: the server cannot be reached, or has not answered in time.
+        UserError: the body is larger than :data:`MAX_BODY`.
+    """
+    try:
+        return await asyncio.wait_for(_received(client, method, url, json), seconds)
+    except (TimeoutError, asyncio.TimeoutError):  # one class from Python 3.11 on
+        raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from None
+
+
+async def _received(client: Any, method: str, url: str, json: Any) -> Any:
+    body = bytearray()
+    # a few compressed bytes could become gigabytes
+    async with client.stream(method, url, json=json, headers={"Accept-Encoding": "identity"}) as response:
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) > MAX_BODY:
+                raise UserError(f"{url} answers with more than {MAX_BODY} bytes; is it an OpenAI-compatible server?")
+    headers = {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
+    return httpx.Response(response.status_code, headers=headers, content=bytes(body))
+
+
 def json_object(url: str, response: Any) -> dict[str, Any]:
     """Return the JSON object in a response.
 
@@ -117,12 +160,11 @@ def json_object(url: str, response: Any) -> dict[str, Any]:
         raise Refused(f"{url} refuses a request with HTTP {status}: {message_of(response)}{hint}", status)
     try:
         answer = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
-        raise UserError(
-            f"{url} does not answer with a JSON object; is it an OpenAI-compatible server? {start_of(response.text)}"
-        )
+        said = start_of(response.text, 150)
+        raise UserError(f"{url} does not answer with a JSON object; is it an OpenAI-compatible server? {said}")
     return answer
 
 
@@ -131,14 +173,14 @@ def _retry_after(response: Any) -> float:
     value = response.headers.get("retry-after", "")
     with suppress(ValueError):
         return max(0.0, float(value))
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         return max(0.0, (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds())
     return 0.0
 
 
 def message_of(response: Any) -> str:
     """Return the server's error message: OpenAI's ``error.message``, FastAPI's ``detail``, or the body."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         body = response.json()
         if isinstance(body, dict):
             said = body.get("error", body.get("detail", body.get("message")))

@@ -55,6 +55,17 @@ class Tired(Coin):
         return super().__call__(completion, row)
 
 
+class Turns(Verifier):
+    """Finds every other answer right, whatever it says."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, completion, row):
+        self.calls += 1
+        return Result(Verdict.CORRECT, 1.0) if self.calls % 2 else Result(Verdict.WRONG, 0.0)
+
+
 class Dies(Verifier):
     """Kills its own process."""
 

@@ -3,7 +3,7 @@
 import json
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,10 @@ NOT_FOUND = 404, {"detail": "Not Found"}, {}  # FastAPI's answer to an unknown p
 
 
 class Fake(ThreadingHTTPServer):
-    """Answers with ``reply(path, body)``: a dict, or status, body and headers. It keeps the requests."""
+    """Answers with ``reply(path, body)``: a dict, or status, body and headers. It keeps the requests.
+
+    The body may be an iterator of bytes, perhaps one without an end.
+    """
 
     daemon_threads, request_queue_size, allow_reuse_address = True, 256, True
 
@@ -69,8 +72,13 @@ class Handler(BaseHTTPRequestHandler):
             with fake.lock:
                 fake.active -= 1
         status, content, headers = reply if isinstance(reply, tuple) else (200, reply, {})
-        content = content if isinstance(content, str) else json.dumps(content)
         self.send_response(status)
+        if isinstance(content, Iterator):
+            self.end_headers()
+            for part in content:
+                self.wfile.write(part)
+            return
+        content = content if isinstance(content, str) else json.dumps(content)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("content-length", str(len(content.encode())))
@@ -135,7 +143,7 @@ def error(status, message, kind):
 
 def vllm_form(body, text, tokens, values, **choice):
     """Return an answer in the form of vLLM's /v1/completions; ``values`` are the log-probs."""
-    choice = {"index": 0, "text": text, "logprobs": {"tokens": ["t"] * len(tokens), "token_logprobs": values},
+    choice = {"index": 0, "text": text, "logprobs": {"tokens": ["t"] * len(tokens or ()), "token_logprobs": values},
               "finish_reason": "stop", "stop_reason": None, "token_ids": tokens,
               "prompt_token_ids": body.get("prompt"), **choice}  # fmt: skip
     return {"id": "cmpl-1", "object": "text_completion", "choices": [choice], "usage": {}}

@@ -1,5 +1,6 @@
 """GRPO on servers that follow vLLM's rules: one step after another, and sampling beside training."""
 
+import math
 import os
 import signal
 import time
@@ -18,7 +19,7 @@ from rocm_ext.grpo.records import RunJournal
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.grpo_runs import lines, write_run
 from tests.raft_runs import write_world
-from tests.servers import COMPLETIONS, LOAD, UNLOAD, Fake, Sampler, Vllm, error, is_check
+from tests.servers import COMPLETIONS, LOAD, UNLOAD, Fake, Sampler, Vllm, error, is_check, vllm_form
 
 OVERLAP = {"max_staleness": 1}
 BOTH = pytest.mark.parametrize(
@@ -304,6 +305,48 @@ def test_a_failed_rank_waits_for_no_other(serve, make, out):
     with pytest.raises(RuntimeError, match="fallen off the bus"):
         train(make(fake, **OVERLAP), Fails)
     assert fake.rules.adapters == {}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400], ids=["nan", "inf", "400 digits"])
+def test_log_probs_that_are_no_numbers_end_the_run_which_continues(serve, make, out, value):
+    fake = serve()
+
+    def before(path, body):
+        if path != COMPLETIONS or is_check(body) or not any("step_2" in at for at in fake.rules.adapters.values()):
+            return None
+        answer = fake.rules(path, body)
+        answer["choices"][0]["logprobs"]["token_logprobs"][-1] = value
+        return answer
+
+    fake.before = before
+    path = make(fake, save_every_n_steps=1)
+    with pytest.raises(UserError, match=f"{fake.url} answers with the log-prob .* continue with resume_from_check"):
+        train(path)
+    assert [line["step"] for line in lines(out / "metrics.jsonl")] == [1, 2]
+    fake.before = lambda path, body: None
+    grpo = GRPO(config.load("grpo_rocm", str(path), ["resume_from_checkpoint=True"]))
+    grpo.setup()
+    grpo.train()
+    grpo.cleanup()
+    assert_whole(out)
+
+
+@pytest.mark.parametrize("empty", ["some groups", "all groups"])
+def test_answers_without_tokens_are_no_update(serve, make, out, empty):
+    fake = serve()
+
+    def before(path, body):
+        if path == COMPLETIONS and not is_check(body) and (empty == "all groups" or sum(body["prompt"]) % 2):
+            return vllm_form(body, "", None, None, finish_reason="length", logprobs=None)
+        return None
+
+    fake.before = before
+    path = make(fake, minibatches=4, steps=2, verifier={"_component_": "tests.judges.Turns"})
+    path.write_text(path.read_text().replace("patience: 1 s", "patience: 1 s\n  concurrency: 1"))
+    train(path)
+    assert_whole(out, steps=2)
+    updates = [line["updates"] for line in lines(out / "metrics.jsonl")]
+    assert updates == [0, 0] if empty == "all groups" else 0 < sum(updates) < 8
 
 
 # ---- stops

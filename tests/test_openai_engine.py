@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ import torch
 from rocm_ext.recipes.raft_rocm import RAFT
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
-from rocm_ext import config
+from rocm_ext import config, openai_http
 from rocm_ext.data.render import TorchtuneRenderer, render_prompt
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.errors import UserError
@@ -37,7 +38,7 @@ from tests.servers import CHAT, COMPLETIONS, LOAD, MODELS, Fake, Vllm, is_check,
 from tests.tiny import run_config, write_model, write_rows, write_tokenizer, write_yaml
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
-PLAIN = Sampling(max_new_tokens=8)
+PLAIN = Sampling(max_new_tokens=16)
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -225,6 +226,8 @@ def vllm_answer(tokenizer, body, text="It is 7.", **choice):
     """Return an answer in the form of vLLM's /v1/completions; its text contains the seed."""
     text = f"{text} {body['seed']}" if "seed" in body else text
     tokens = [*tokenizer.encode(text, add_bos=False, add_eos=False), tokenizer.stop_tokens[0]]
+    if is_check(body):
+        text, tokens = "I", tokens[:1]
     return vllm_form(body, text, tokens, [-0.25 * i for i in range(len(tokens))], **choice)
 
 
@@ -247,7 +250,7 @@ def test_everything_that_decides_the_distribution_is_sent(vllm, tokenizer):
     request = Request("p", 3, 2**62 + 5, (7, 8, 9))
     (completion,), session = run(OpenAIEngine(tokenizer, urls=[fake.url]), [request])
     assert fake.bodies() == [
-        {"model": "base", "prompt": [7, 8, 9], "seed": 5, "max_tokens": 8, "temperature": 1.0, "top_p": 1.0,
+        {"model": "base", "prompt": [7, 8, 9], "seed": 5, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0,
          "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": list(tokenizer.stop_tokens),
          "return_token_ids": True, "logprobs": 1}
     ]  # fmt: skip
@@ -260,11 +263,11 @@ def test_everything_that_decides_the_distribution_is_sent(vllm, tokenizer):
 
 def test_set_values_are_sent_as_they_are(vllm, tokenizer):
     fake = vllm()
-    sampling = Sampling(5, temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, stop_strings=("\n\n", "Q:"))
+    sampling = Sampling(12, temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, stop_strings=("\n\n", "Q:"))
     run(OpenAIEngine(tokenizer, urls=[fake.url + "/v1/"]), requests_for(tokenizer, "a"), sampling)
     sent = fake.bodies()[0]
     assert {name: sent[name] for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")} == {
-        "max_tokens": 5, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "stop": ["\n\n", "Q:"]
+        "max_tokens": 12, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "stop": ["\n\n", "Q:"]
     }  # fmt: skip
 
 
@@ -431,6 +434,8 @@ RUBBISH = {
         {"choices": [{"text": "a", "reasoning_content": "b"}]},
         "start the server without a reasoning parser",
     ),
+    "deep": ("[" * 100_000, "does not answer with a JSON object"),
+    "half a character": ({"choices": [{"text": "\ud800", "finish_reason": "stop"}]}, "text that is not valid Unicode"),
     "long": ({"choices": [{"text": ["x" * 10000], "finish_reason": "stop"}]}, "answers with no text"),
 }
 
@@ -450,6 +455,74 @@ def test_a_chat_without_a_message_is_rubbish(vllm, tokenizer):
     fake = vllm(paths={CHAT: {"choices": [{"text": "a", "finish_reason": "stop"}]}})
     with pytest.raises(UserError, match="answers with no message"):
         OpenAIEngine(tokenizer, urls=[fake.url], endpoint="chat").check()
+
+
+def of_values(*values):
+    return {"logprobs": {"token_logprobs": [*values, *[-1.0] * (9 - len(values))]}}
+
+
+NO_NUMBERS = {
+    "nan": (of_values(-1, math.nan), "the log-prob NaN, not a number up to 0"),
+    "infinity": (of_values(math.inf), "the log-prob Infinity"),
+    "positive": (of_values(5.0), r"the log-prob 5\.0"),
+    "400 digits": (of_values(10**400), "the log-prob 1000000000000000000000000000000?,"),
+    "text": (of_values("-1"), 'the log-prob "-1"'),
+    "bool": (of_values(False), "the log-prob false"),
+    "list": (of_values([-1.0]), r"the log-prob \[-1\.0\]"),
+    "one number": ({"logprobs": {"token_logprobs": -1.0}}, r"the log-prob \[-1\.0\]"),
+    "chat's form": ({"logprobs": {"content": [{"logprob": math.nan}] * 9}}, "the log-prob NaN"),
+    "id of 20 digits": ({"token_ids": [1, 10**20]}, "the token id 100000000000000000000, not an id from 0 to 399"),
+    "first id too many": ({"token_ids": [400]}, "the token id 400, not an id from 0 to 399"),
+    "negative id": ({"token_ids": [-1]}, "the token id -1"),
+    "text for an id": ({"token_ids": ["1"]}, 'the token id "1"'),
+    "fraction": ({"token_ids": [1.0]}, r"the token id 1\.0"),
+    "bool for an id": ({"token_ids": [True]}, "the token id true"),
+    "one id": ({"token_ids": 7}, r"the token id \[7\]"),
+    "too many ids": ({"token_ids": [1] * 18}, "18 tokens to a request for 16"),
+    "too many words": ({"token_ids": None, "text": "word " * 100}, "tokens to a request for 16"),
+    "too long": ({"text": "x" * 20_000}, "20002 characters to a request for 16 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", NO_NUMBERS)
+def test_what_training_cannot_compute_with_is_refused_before_it_is_recorded(vllm, tokenizer, case):
+    choice, message = NO_NUMBERS[case]
+    fake = vllm(lambda body: vllm_answer(tokenizer, body, **choice))
+    decoder = SimpleNamespace(tok_embeddings=SimpleNamespace(num_embeddings=400))
+    with pytest.raises(UserError, match=message) as caught:
+        run(OpenAIEngine(tokenizer, urls=[fake.url], decoder=decoder), requests_for(tokenizer, "a"))
+    assert f"{fake.url} answers with" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 450
+
+
+def test_a_probability_of_zero_has_one_log_prob(vllm, tokenizer):
+    """vLLM sends -9999 for it, llama.cpp the least number of 32 bits, others -Infinity."""
+    choice = of_values(-9999.0, -3.4028234663852886e38, -math.inf, -(10**400), 1e-4)
+    fake = vllm(lambda body: vllm_answer(tokenizer, body, **choice))
+    (completion,), _ = run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"))
+    assert completion.logprobs == [-9999.0] * 4 + [1e-4] + [-1.0] * 4
+
+
+def forever(part: bytes, pause: float):
+    while True:
+        yield part
+        time.sleep(pause)
+
+
+def test_a_body_without_an_end_is_refused(vllm, tokenizer, monkeypatch):
+    monkeypatch.setattr(openai_http, "MAX_BODY", 100_000)
+    fake = vllm(lambda body: (200, forever(b" " * 10_000, 0), {}))
+    with pytest.raises(UserError, match=f"{fake.url}.* answers with more than 100000 bytes"):
+        run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"))
+
+
+def test_an_answer_that_comes_byte_by_byte_has_a_deadline(vllm, tokenizer):
+    fake = vllm(lambda body: (200, forever(b" ", 0.05), {}))
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"no server is left: .*: no answer in time \(ReadTimeout\)"):
+        run(OpenAIEngine(tokenizer, urls=[fake.url], timeout=0.5, patience=0), requests_for(tokenizer, "a"))
+    assert time.monotonic() - began < 10
 
 
 # ---- ends
@@ -510,14 +583,28 @@ def test_ctrl_c_ends_a_process_that_waits(vllm, tokenizer, tmp_path):
 def llama_answer(ids, completion_tokens):
     """Return an answer in the form of llama.cpp's /v1/completions."""
     content = [{"id": i, "token": "t", "bytes": [116], "logprob": -0.5, "top_logprobs": []} for i in ids]
-    choice = {"text": "So it is.", "index": 0, "logprobs": {"content": content}, "finish_reason": "stop"}
+    choice = {
+        "text": "So it is." if completion_tokens > 1 else "S",
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": "stop",
+    }
     return {"choices": [choice], "usage": {"completion_tokens": completion_tokens, "prompt_tokens": 3}}
 
 
 def test_ids_in_llama_cpps_logprobs_are_exact_if_they_are_all_there(vllm, tokenizer):
     text = tokenizer.encode("So it is.", add_bos=False, add_eos=False)
     ids = [*text, tokenizer.stop_tokens[1]]
-    whole, part = (vllm(paths={COMPLETIONS: llama_answer(ids[:n], len(ids))}) for n in (len(ids), len(ids) - 1))
+    whole, part = (
+        vllm(
+            paths={
+                COMPLETIONS: lambda body, n=n: (
+                    llama_answer(ids[:1], 1) if is_check(body) else llama_answer(ids[:n], len(ids))
+                )
+            }
+        )
+        for n in (len(ids), len(ids) - 1)
+    )
     (completion,), session = run(OpenAIEngine(tokenizer, urls=[whole.url]), requests_for(tokenizer, "a"))
     assert (completion.tokens, completion.logprobs) == (ids, [-0.5] * len(ids))
     assert (session.exact_tokens, session.has_logprobs) == (True, True)
@@ -528,12 +615,7 @@ def test_ids_in_llama_cpps_logprobs_are_exact_if_they_are_all_there(vllm, tokeni
     assert (session.exact_tokens, session.has_logprobs) == (False, False)
 
 
-INEXACT = {
-    "no ids": {"token_ids": None},
-    "empty ids": {"token_ids": []},
-    "ids of another type": {"token_ids": ["1", "2"]},
-    "negative": {"token_ids": [-1]},
-}
+INEXACT = {"no ids": {"token_ids": None}, "empty ids": {"token_ids": []}}
 
 
 @pytest.mark.parametrize("case", INEXACT)
@@ -550,7 +632,7 @@ def test_without_ids_the_text_is_encoded_again_and_that_is_told_once(vllm, token
 
 
 @pytest.mark.parametrize(
-    "logprobs", [None, {}, [], {"token_logprobs": None}, {"token_logprobs": [-1.0]}, {"token_logprobs": ["a"] * 4}]
+    "logprobs", [None, {}, [], {"token_logprobs": None}, {"token_logprobs": [-1.0]}, {"token_logprobs": [None, -1.0]}]
 )
 def test_logprobs_that_do_not_fit_the_tokens_are_none(vllm, tokenizer, logprobs):
     fake = vllm(lambda body: vllm_answer(tokenizer, body, logprobs=logprobs))
@@ -1053,6 +1135,20 @@ def logprob_server(vllm, kind: str):
         return vllm_form(body, "u", [1], [values[1]], logprobs=tops)
 
     return vllm(paths={COMPLETIONS: answer})
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [{"content": [{"logprob": -1.0, "top_logprobs": tops}]} for tops in ([1], 1, "a", [[]], [{"logprob": math.nan}])]
+    + [
+        {"token_logprobs": [-1.0], "top_logprobs": tops} for tops in ([1], 1, "a", [[]], [{"t": math.nan}], [{"t": []}])
+    ],
+    ids=str,
+)
+def test_malformed_top_log_probs_show_nothing(vllm, tokenizer, logprobs):
+    fake = vllm(paths={COMPLETIONS: lambda body: vllm_form(body, "a", [1], [-1.0], logprobs=logprobs)})
+    with pytest.raises(UserError, match="does not show of which temperature"):
+        OpenAIEngine(tokenizer, urls=[fake.url]).check_logprobs(Sampling(8, temperature=0.7))
 
 
 @pytest.mark.parametrize(

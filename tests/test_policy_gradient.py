@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rocm_ext.errors import UserError
-from rocm_ext.objectives import PolicyGradient
+from rocm_ext.objectives import ClippedRatio, PolicyGradient
 from rocm_ext.objectives.policy_gradient import LOSSES
 
 WORDS, WIDTH, LENGTHS = 40, 12, (3, 1, 17, 9, 10)
@@ -178,6 +178,63 @@ def test_losses_equal_trl(loss, mismatch):
         loss, clip_high=0.28, kl_coef=0.1, mismatch=mismatch, mismatch_limit=1.5, on_policy=False, **given(loss)
     )
     assert_equal(found(objective, head, hidden, targets, columns), theirs, [hidden, *head.parameters()])
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("loss", RATIOS)
+def test_far_ratios_are_clamped_as_autograd_clamps(loss, advantage):
+    """A sampler's log-prob of -9999 stands for the probability 0."""
+    nll = torch.tensor([1.0, 25.0, 0.5, 100.0], requires_grad=True)
+    sequence = torch.tensor([0, 0, 0, 1])
+    columns = {
+        "advantages": torch.full((4,), advantage),
+        "old_logprobs": torch.tensor([-9999.0, -1.0, -0.6, -2.0]),
+        "sampler_logprobs": torch.tensor([-9999.0, -9999.0, -0.5, -1e4]),
+        "reference_logprobs": torch.tensor([-1.0, -1.0, -60.0, -1.0]),
+    }
+    objective = PolicyGradient(loss, on_policy=False, kl_coef=0.1, mismatch="truncate", **given(loss))
+    value, derivative = objective.terms(nll.detach(), columns, sequence)
+
+    log_ratio = -nll - columns["old_logprobs"]
+    if loss == "gspo":
+        log_ratio = torch.stack([log_ratio[:3].mean(), log_ratio[3]])[sequence]
+    ratio = log_ratio.clamp(max=20).exp()
+    if loss == "cispo":
+        each = ratio.detach().clamp(max=1.2) * advantage * nll
+    else:
+        each = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    each = each * (columns["old_logprobs"] - columns["sampler_logprobs"]).clamp(max=20).exp().clamp(max=2)
+    distance = (columns["reference_logprobs"] + nll).clamp(max=20)
+    each = each + 0.1 * (distance.exp() - distance - 1)
+    torch.testing.assert_close(value, each.detach())
+    torch.testing.assert_close(derivative, torch.autograd.grad(each.sum(), nll)[0])
+    assert derivative.abs().max() < 5
+    assert torch.isfinite(value).all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mismatch", ["truncate", "mask"])
+def test_a_sampler_without_a_probability_gives_a_limited_weight(mismatch, level):
+    columns = {"advantages": torch.ones(2), "sampler_logprobs": torch.tensor([-9999.0, -1.0])}
+    objective = PolicyGradient("dapo", mismatch=mismatch, mismatch_level=level)
+    value, derivative = objective.terms(torch.ones(2), columns, torch.zeros(2, dtype=torch.long))
+    weight = 0.0 if mismatch == "mask" else 2.0
+    expected = torch.tensor([weight, 1.0 if level == "token" else weight])
+    torch.testing.assert_close((value, derivative), (-expected, expected))
+
+
+def test_clipped_ratio_of_a_sampler_without_a_probability():
+    columns = {"old_logprobs": torch.tensor([-9999.0, -1.0])}
+    value, derivative = ClippedRatio(0.28).terms(torch.ones(2), columns, torch.zeros(2, dtype=torch.long))
+    torch.testing.assert_close((value, derivative), (torch.tensor([-1.28, -1.0]), torch.tensor([0.0, 1.0])))
+
+
+@pytest.mark.parametrize("labels", [0, 1])
+def test_micro_batches_with_one_label_or_none(labels):
+    head, hidden = torch.nn.Linear(4, 7), torch.randn(labels, 4, requires_grad=True)
+    columns, none = {"advantages": torch.ones(labels)}, torch.zeros(labels, dtype=torch.long)
+    PolicyGradient("grpo")(head, hidden, none, columns, none).backward()
+    assert torch.isfinite(head.weight.grad).all()
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,12 @@ from rocm_ext.openai_http import (
     Refused,
     Transient,
     authorization,
-    certificates,
     checked_urls,
+    exchange,
     httpx,
     in_words,
     json_object,
+    new_client,
     seconds_of,
 )
 from rocm_ext.ranks import Ranks
@@ -57,11 +58,12 @@ class OpenAIEngine:
             exactly. ``chat`` sends messages, to which the server applies its own template.
         api_key_env: name of the environment variable with the API key, if the servers need one.
         concurrency: simultaneous requests of each rank per url.
-        timeout: seconds without an answer before a request counts as failed.
+        timeout: seconds for a whole answer before a request counts as failed.
         patience: time for which a server may fail before it is given up: seconds, or text such as ``10 min``.
         lora_name: servers serve adapters as ``<lora_name>-<hash of the adapter>``.
         dynamic_lora: the servers load adapters at run time, as vLLM does. The engine posts the adapter's name
             and path to ``/v1/load_lora_adapter``.
+        decoder: the run's model, whose vocabulary token ids must be of; None: they are not checked.
         ranks: the run's processes; None: this one.
         stopped: returns whether the user asked to stop; None: never.
 
@@ -91,6 +93,7 @@ class OpenAIEngine:
         patience: float | str = "10 min",
         lora_name: str = "raft",
         dynamic_lora: bool = True,
+        decoder: Any = None,
         ranks: Ranks | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> None:
@@ -102,7 +105,8 @@ class OpenAIEngine:
             raise UserError(f"timeout is {timeout!r}; expected seconds above 0")
         if not isinstance(lora_name, str) or not re.fullmatch(r"[\w.-]+", lora_name):
             raise UserError(f"lora_name is {lora_name!r}; expected letters, digits, dots, - and _")
-        self.tokenizer, self.model, self.wire = tokenizer, model, Wire(tokenizer, endpoint)
+        known = {} if decoder is None else {"vocabulary": decoder.tok_embeddings.num_embeddings}
+        self.tokenizer, self.model, self.wire = tokenizer, model, Wire(tokenizer, endpoint, **known)
         self.terms = Terms(
             self.wire,
             ENDPOINTS[endpoint],
@@ -218,37 +222,38 @@ class OpenAIEngine:
             raise UserError(f"the urls serve different models: {', '.join(sorted(names))}; set model to one of them")
         return servers, self.wire.exact_tokens, self.wire.has_logprobs
 
-    def _client(self) -> Any:
-        # A server may close the connection after refusing a request, so every request gets a new one.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        timeout = httpx.Timeout(self.terms.timeout, connect=CHECK_TIMEOUT)
-        return httpx.Client(headers=self.terms.headers, timeout=timeout, limits=limits, verify=certificates())
+    def _exchange(self, method: str, url: str, seconds: float, json: Any = None) -> Any:
+        async def run() -> Any:
+            # A server may close the connection after refusing a request, so every request gets a new one.
+            async with new_client(self.terms.headers) as client:
+                return await exchange(client, method, url, seconds, json)
+
+        return asyncio.run(run())
 
     def _probe(self, server: Server) -> Server:
         """Return the server with its model and dialect."""
-        with self._client() as client:
-            listed = self._listed(client, server)
-            if self.model is None and len(listed) != 1:
-                raise UserError(f"{server.url} serves {', '.join(listed) or 'no model'}; set model to the name of one")
-            model = self.model or listed[0]
-            for dialect in DIALECTS:
-                found = Server(server.url, model, dialect)
-                try:
-                    self._first_request(client, found, model)
-                except Refused as error:
-                    if error.status not in (400, 422) or dialect == DIALECTS[-1]:
-                        raise UserError(f"{error}{self._hint(found, listed)}") from error
-                else:
-                    return found
+        listed = self._listed(server)
+        if self.model is None and len(listed) != 1:
+            raise UserError(f"{server.url} serves {', '.join(listed) or 'no model'}; set model to the name of one")
+        model = self.model or listed[0]
+        for dialect in DIALECTS:
+            found = Server(server.url, model, dialect)
+            try:
+                self._first_request(found, model)
+            except Refused as error:
+                if error.status not in (400, 422) or dialect == DIALECTS[-1]:
+                    raise UserError(f"{error}{self._hint(found, listed)}") from error
+            else:
+                return found
         raise AssertionError("the last dialect answers or raises")
 
-    def _listed(self, client: Any, server: Server) -> list[str]:
+    def _listed(self, server: Server) -> list[str]:
         """Return the base models that a server lists; [] if listing fails and the config names a model.
 
         A model may be served without being listed: ``transformers serve`` lists its cache.
         """
         try:
-            answer = json_object(server.url, client.get(server.url + "/v1/models", timeout=CHECK_TIMEOUT))
+            answer = json_object(server.url, self._exchange("GET", server.url + "/v1/models", CHECK_TIMEOUT))
         except httpx.RequestError as error:
             raise UserError(f"{server.url} cannot be reached: {in_words(error)}; is the server running?") from error
         except (UserError, Transient) as error:
@@ -263,21 +268,21 @@ class OpenAIEngine:
         return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card and not card.get("parent")]
 
     def _check_logprobs(self, sampling: Sampling) -> None:
-        with self._client() as client:
-            for server in self._servers:
+        for server in self._servers:
 
-                def top(probe: Sampling, server: Server = server) -> float | None:
-                    return top_logprob(self._first_request(client, server, server.model, probe))
+            def top(probe: Sampling, server: Server = server) -> float | None:
+                return top_logprob(self._first_request(server, server.model, probe))
 
-                check_logprobs(server.url, top, sampling)
+            check_logprobs(server.url, top, sampling)
 
-    def _first_request(self, client: Any, server: Server, model: str, sampling: Sampling = PROBES[0]) -> dict[str, Any]:
+    def _first_request(self, server: Server, model: str, sampling: Sampling = PROBES[0]) -> dict[str, Any]:
         """Ask ``model`` for one token, and return the answer."""
         tokens = tuple(self.tokenizer.encode("1", add_bos=True, add_eos=False))
         request = Request("check", 0, 0, tokens, ({"role": "user", "content": "1"},))
         body = self.wire.body(server, model, request, sampling)
         try:
-            answer = json_object(server.url, client.post(server.url + self.terms.path, json=body))
+            response = self._exchange("POST", server.url + self.terms.path, self.terms.timeout, body)
+            answer = json_object(server.url, response)
             self.wire.completion(server.url, answer, request, sampling)
         except (httpx.RequestError, Transient) as error:
             raise UserError(f"{server.url} does not answer the first request: {in_words(error)}") from error
@@ -303,7 +308,7 @@ class OpenAIEngine:
         """Run ``action(client, server)`` on all servers at once and return the error of each."""
 
         async def run() -> list[BaseException | None]:
-            async with httpx.AsyncClient(headers=self.terms.headers, verify=certificates()) as client:
+            async with new_client(self.terms.headers) as client:
                 return await asyncio.gather(*(action(client, server) for server in servers), return_exceptions=True)
 
         return asyncio.run(run())
@@ -318,9 +323,8 @@ class OpenAIEngine:
                     raise UserError(f"{server.url}: {in_words(error)}. {adapters.LORA_HINT}") from error
                 if error is not None:
                     raise error
-            with self._client() as client:
-                for server in self._servers:
-                    self._first_request(client, server, adapter.name)
+            for server in self._servers:
+                self._first_request(server, adapter.name)
         finally:
             self._unload(adapter, loaded)
 

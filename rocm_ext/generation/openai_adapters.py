@@ -13,7 +13,7 @@ from rocm_ext.errors import UserError, one_line
 from rocm_ext.generation.openai_wire import Server
 from rocm_ext.log import log
 from rocm_ext.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from rocm_ext.openai_http import CHECK_TIMEOUT, Transient, httpx, json_object, message_of
+from rocm_ext.openai_http import CHECK_TIMEOUT, Transient, exchange, json_object, message_of
 
 LOAD_TIMEOUT = 300.0  # seconds
 LORA_HINT = (
@@ -92,14 +92,13 @@ async def unload(client: Any, server: Server, adapter: Adapter) -> None:
 
 
 async def _call(client: Any, server: Server, verb: str, body: dict[str, str], seconds: float = LOAD_TIMEOUT) -> Any:
-    timeout = httpx.Timeout(seconds, connect=CHECK_TIMEOUT)
-    return await client.post(f"{server.url}/v1/{verb}_lora_adapter", json=body, timeout=timeout)
+    return await exchange(client, "POST", f"{server.url}/v1/{verb}_lora_adapter", seconds, body)
 
 
 async def _served(client: Any, server: Server) -> set[str]:
     """Return the names of models and adapters that a server lists."""
     try:
-        answer = json_object(server.url, await client.get(server.url + "/v1/models", timeout=CHECK_TIMEOUT))
+        answer = json_object(server.url, await exchange(client, "GET", server.url + "/v1/models", CHECK_TIMEOUT))
     except (UserError, Transient):
         return set()
     cards = answer.get("data")

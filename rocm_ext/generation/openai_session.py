@@ -16,15 +16,15 @@ from rocm_ext.generation.openai_wire import Server, Wire
 from rocm_ext.log import duration, log
 from rocm_ext.openai_http import (
     BACKOFF,
-    CHECK_TIMEOUT,
     MAX_BACKOFF,
     Refused,
     Transient,
-    certificates,
+    exchange,
     httpx,
     in_words,
     json_object,
     message_of,
+    new_client,
 )
 
 _POLL = 0.2  # seconds between looks at whether the user asked to stop
@@ -228,11 +228,7 @@ class _Batch:
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
         for request in requests:
             self._queue.put_nowait(request)
-        timeout = httpx.Timeout(terms.timeout, connect=min(terms.timeout, CHECK_TIMEOUT), pool=None)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the workers are the limit
-        async with httpx.AsyncClient(
-            headers=terms.headers, timeout=timeout, limits=limits, verify=certificates()
-        ) as client:
+        async with new_client(terms.headers) as client:
             done = asyncio.ensure_future(self._queue.join())
             workers = [
                 asyncio.ensure_future(_Worker(self, client, server).run())
@@ -320,10 +316,10 @@ class _Worker:
     async def _ask(self, request: Request) -> Completion:
         terms, server, restored = self._terms, self._server, self._state.restored
         body = terms.wire.body(server, self._model, request, self._batch._sampling)
-        response = await self._client.post(server.url + terms.path, json=body)
+        response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
         if response.status_code == 404:  # the server was restarted
             await self._restore(restored, message_of(response))
-            response = await self._client.post(server.url + terms.path, json=body)
+            response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
             if response.status_code == 404:
                 raise Transient(f"HTTP 404: {message_of(response)}")
         return terms.wire.completion(server.url, json_object(server.url, response), request, self._batch._sampling)

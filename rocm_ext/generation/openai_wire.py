@@ -17,6 +17,9 @@ from rocm_ext.openai_http import Transient, start_of
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
+_LEAST, _HIGHEST = -9999.0, 0.1  # log-probs; rounding may put a sure token a little above 0
+_LETTERS = 1000  # of a token, more than any vocabulary has
+_SPLIT = 4  # ids for a sampled one, where the text is encoded again: bytes that are no text become several
 SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
 
 
@@ -41,13 +44,14 @@ class Wire:
     Args:
         tokenizer: the run's torchtune model tokenizer.
         endpoint: ``completions`` or ``chat``.
+        vocabulary: number of the model's token ids.
 
     Attributes:
         exact_tokens, has_logprobs: see :class:`rocm_ext.generation.openai.OpenAIEngine`.
     """
 
-    def __init__(self, tokenizer: Any, endpoint: str) -> None:
-        self.tokenizer, self.endpoint = tokenizer, endpoint
+    def __init__(self, tokenizer: Any, endpoint: str, vocabulary: int = 2**31) -> None:
+        self.tokenizer, self.endpoint, self._vocabulary = tokenizer, endpoint, vocabulary
         self.exact_tokens = self.has_logprobs = False
         self._end_of_turn = _end_of_turn(tokenizer)
         self._told: set[str] = set()
@@ -76,29 +80,43 @@ class Wire:
     def completion(self, url: str, answer: dict[str, Any], request: Request, sampling: Sampling) -> Completion:
         """Parse ``answer`` into a :class:`Completion`.
 
+        What training could not compute with is refused here, before it is recorded.
+
         Raises:
             UserError: ``answer`` is not a valid answer to the request.
             Transient: the server aborted the request.
         """
         choice, text, reason = _choice(url, answer, self.endpoint)
+        most = sampling.max_new_tokens + 1  # some count the stop token apart
+        if len(text) > _LETTERS * most:
+            raise _nonsense(url, f"{len(text)} characters to a request for {sampling.max_new_tokens} tokens", answer)
         prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
         if isinstance(prompt, list) and prompt != list(request.tokens):
             self._tell_once(f"{url} renders prompts differently from the run: its chat template differs")
         text, cut = _until(text, sampling.stop_strings)
         reason = "stop" if cut else reason
         by_token = reason == "stop" and not cut and not isinstance(choice.get("stop_reason"), str)
-        tokens = _token_ids(choice, answer.get("usage"))
-        logprobs = _logprobs(choice)
+        tokens, logprobs = _token_ids(choice, answer.get("usage")), _logprobs(choice)
+        if tokens is not None and (wrong := [token for token in tokens if not self._is_id(token)]):
+            known = f"an id from 0 to {self._vocabulary - 1}"
+            raise _nonsense(url, f"the token id {_short(wrong[0])}, not {known}", answer)
+        if logprobs is not None and (wrong := [value for value in logprobs if _number(value) is None]):
+            raise _nonsense(url, f"the log-prob {_short(wrong[0])}, not a number up to 0", answer)
         if tokens is None:
-            self.exact_tokens = False
+            self.exact_tokens, most = False, _SPLIT * most
             self._tell_once(f"{url} sends no token ids; re-encoding the text, which may give other ids")
             tokens = self.tokenizer.encode(text, add_bos=False, add_eos=False) + [self._end_of_turn] * by_token
             logprobs = None
+        if len(tokens) > most:
+            raise _nonsense(url, f"{len(tokens)} tokens to a request for {sampling.max_new_tokens}", answer)
         if logprobs is None or len(logprobs) != len(tokens):
             self.has_logprobs = False
             self._tell_once(f"{url} sends no log-probabilities of the sampled tokens")
             logprobs = []
-        return Completion(request, tokens, logprobs, text, reason)
+        return Completion(request, tokens, [_number(value) for value in logprobs], text, reason)  # type: ignore[misc]
+
+    def _is_id(self, token: Any) -> bool:
+        return type(token) is int and 0 <= token < self._vocabulary
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:
@@ -172,6 +190,10 @@ def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, 
     text = source.get("content" if endpoint == "chat" else "text")
     if not isinstance(text, str):
         raise _nonsense(url, "no text", answer)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can contain half a surrogate pair
+        raise _nonsense(url, "text that is not valid Unicode", answer) from None
     reason = choice.get("finish_reason")
     if reason == "abort":  # vLLM while it shuts down
         raise Transient("the server aborted the request")
@@ -180,26 +202,35 @@ def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, 
     return choice, text, reason
 
 
-def _token_ids(choice: dict[str, Any], usage: Any) -> list[int] | None:
+def _token_ids(choice: dict[str, Any], usage: Any) -> Sequence[Any] | None:
     """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probabilities; None: neither."""
     ids = choice.get("token_ids")
     if ids is None:
         ids = [entry.get("id") for entry in _entries(choice)]
         # llama.cpp omits tokens that end within a character, and those of a stop string.
-        if not isinstance(usage, dict) or usage.get("completion_tokens") != len(ids):
+        if not isinstance(usage, dict) or usage.get("completion_tokens") != len(ids) or None in ids:
             return None
-    valid = isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)
-    return ids if valid else None
+    return ids or None if isinstance(ids, list) else [[ids]]  # no id
 
 
-def _logprobs(choice: dict[str, Any]) -> list[float] | None:
+def _logprobs(choice: dict[str, Any]) -> Sequence[Any] | None:
     """Return one log-probability per token. llama.cpp uses the chat's form for both endpoints."""
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     if values is None:
         values = [entry.get("logprob") for entry in _entries(choice)]
-    valid = isinstance(values, list) and values and all(type(value) in (int, float) for value in values)
-    return [float(value) for value in values] if valid else None
+    values = values if isinstance(values, list) else [[values]]  # no log-prob
+    return None if not values or None in values else values
+
+
+def _number(value: Any) -> float | None:
+    """Return a log-prob as a float; None if it is not one.
+
+    For the probability 0 vLLM sends -9999, llama.cpp the least number of 32 bits, others -Infinity: all become -9999.
+    """
+    if type(value) not in (int, float) or not value <= _HIGHEST:  # NaN is not, either
+        return None
+    return float(max(value, _LEAST))
 
 
 def top_logprob(answer: dict[str, Any]) -> float | None:
@@ -210,20 +241,29 @@ def top_logprob(answer: dict[str, Any]) -> float | None:
     if isinstance(tops, list) and tops and isinstance(tops[0], dict):
         values = list(tops[0].values())
     else:
-        values = [each.get("logprob") for entry in _entries(choice)[:1] for each in entry.get("top_logprobs") or []]
-    return max((float(value) for value in values if type(value) in (int, float)), default=None)
+        tops = [top for entry in _entries(choice)[:1] for top in _dicts(entry.get("top_logprobs"))]
+        values = [top.get("logprob") for top in tops]
+    return max((found for value in values if (found := _number(value)) is not None), default=None)
 
 
 def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
     logprobs = choice.get("logprobs")
-    content = logprobs.get("content") if isinstance(logprobs, dict) else None
-    return content if isinstance(content, list) and all(isinstance(entry, dict) for entry in content) else []
+    return _dicts(logprobs.get("content")) if isinstance(logprobs, dict) else []
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    """Return ``value`` if it is a list of objects, else []."""
+    return value if isinstance(value, list) and all(isinstance(each, dict) for each in value) else []
 
 
 def _until(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
     """Return ``text`` up to the first stop string, and whether it has one. transformers keeps the stop string."""
     ends = [end for stop in stop_strings if (end := text.find(stop)) >= 0]
     return (text[: min(ends)], True) if ends else (text, False)
+
+
+def _short(value: Any) -> str:
+    return start_of(json.dumps(value), 30)
 
 
 def _nonsense(url: str, what: str, answer: dict[str, Any]) -> UserError:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.data.batches import StepLoader, Steps
+from rocm_ext.data.batches import StepLoader, Steps, count_labels
 from rocm_ext.data.rows import Rows
 from rocm_ext.generation import sample_seed
 from rocm_ext.grpo.objective import updates_of_step
@@ -146,8 +146,11 @@ class PolicyTrainer(Training):
         seconds = 0.0
         if rows is not None:
             self.learner.model.train()
+            counts = [count_labels(*row)[0] for row in zip(rows.labels, rows.lengths, strict=True)]
             for number in range(self.cfg.updates_per_step):
-                parts = self._deal(groups, number)
+                parts = [part for part in self._deal(groups, number) if any(counts[row] for row in part)]
+                if not parts:
+                    continue  # a server may answer with no token at all
                 self.loader = self.make_loader(*self._with_shared_prompts(rows, groups, parts))
                 began = time.perf_counter()
                 for place, batches in enumerate(self.loader.range(0, self.loader.steps.per_epoch)):

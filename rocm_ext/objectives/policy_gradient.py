@@ -11,7 +11,7 @@ from rocm_ext.errors import UserError
 from rocm_ext.objectives.objective import Objective, Terms, sum_over_sequences
 from rocm_ext.objectives.tally import Tally
 
-_HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
+_HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class PolicyGradient(Objective):
     Columns, per label: ``advantages``, the same for all labels of a sequence. ``old_logprobs``, where the answers are
     not all of the current policy: the log-probs, by this model, of the policy that the ratio compares with.
     ``sampler_logprobs`` with a ``mismatch``: the log-probs that the sampler returned. ``reference_logprobs`` with a
-    ``kl_coef``. All are at ``temperature``.
+    ``kl_coef``. All are at ``temperature``. A ratio counts as exp(20) from there on, in losses as in measurements, and
+    has no gradient.
 
     A step measures, as means or maxima over all labels:
 
@@ -145,21 +146,22 @@ class PolicyGradient(Objective):
         if self.kl_coef:
             distance = columns["reference_logprobs"] + nll
             value = value + self.kl_coef * _divergence(distance)
-            derivative = derivative + self.kl_coef * (distance.exp() - 1)
+            derivative = derivative + self.kl_coef * torch.where(distance < _HIGHEST, _ratio(distance) - 1, 0.0)
         return value, derivative
 
     def _surrogate(self, nll: Tensor, old: Tensor, advantages: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
         """Return value and derivative, both [n], before weights of mismatch and KL."""
         if self.kind.ratio == "none":
             return advantages * nll, advantages
-        ratio = self._log_ratio(nll, old, sequence).exp()
+        log_ratio = self._log_ratio(nll, old, sequence)
+        ratio = _ratio(log_ratio)
         low, high = 1 - self.clip_low, 1 + self.clip_high
         if self.kind.frozen:
             weight = ratio.clamp(max=high) * advantages
             return weight * nll, weight
         clipped = torch.where(advantages > 0, ratio > high, ratio < low)
         value = -advantages * torch.where(clipped, ratio.clamp(low, high), ratio)
-        return value, torch.where(clipped, 0.0, advantages * ratio)
+        return value, torch.where(clipped | (log_ratio >= _HIGHEST), 0.0, advantages * ratio)
 
     def _log_ratio(self, nll: Tensor, old: Tensor, sequence: Tensor) -> Tensor:
         log_ratio = -nll - old
@@ -169,7 +171,7 @@ class PolicyGradient(Objective):
 
     def _measure(self, tally: Tally, nll: Tensor, old: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> None:
         if not self.on_policy:
-            ratio = self._log_ratio(nll, old, sequence).clamp(max=_HIGHEST).exp()
+            ratio = _ratio(self._log_ratio(nll, old, sequence))
             tally.mean("ratio_mean", ratio)
             tally.highest("ratio_max", ratio)
             high, advantages = ratio > 1 + self.clip_high, columns["advantages"]
@@ -181,21 +183,26 @@ class PolicyGradient(Objective):
             distance = old - columns["sampler_logprobs"]
             tally.mean("mismatch_mean", distance.abs())
             tally.highest("mismatch_max", distance.abs())
-            tally.mean("mismatch_kl", _divergence(distance.clamp(max=_HIGHEST)))
+            tally.mean("mismatch_kl", _divergence(distance))
         if "reference_logprobs" in columns:
-            tally.mean("kl", _divergence((columns["reference_logprobs"] + nll).clamp(max=_HIGHEST)))
+            tally.mean("kl", _divergence(columns["reference_logprobs"] + nll))
 
     def _mismatch_weight(self, log_weight: Tensor, sequence: Tensor) -> Tensor:
         if self.mismatch_level == "sequence":
             log_weight = sum_over_sequences(log_weight, sequence)
-        weight, limit = log_weight.exp(), self.mismatch_limit
+        weight, limit = _ratio(log_weight), self.mismatch_limit
         if self.mismatch == "truncate":
             return weight.clamp(max=limit)
         return torch.where((weight >= 1 / limit) & (weight <= limit), weight, 0.0)
 
 
+def _ratio(log_ratio: Tensor) -> Tensor:
+    """Return the ratio of probabilities, which stays finite, in losses as in measurements."""
+    return log_ratio.clamp(max=_HIGHEST).exp()
+
+
 def _divergence(distance: Tensor) -> Tensor:
-    return distance.exp() - distance - 1
+    return _ratio(distance) - distance.clamp(max=_HIGHEST) - 1
 
 
 def _mean_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:
