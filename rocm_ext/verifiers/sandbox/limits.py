@@ -82,18 +82,18 @@ class Limits:
         return replace(self, seconds=max(0.0, seconds))
 
 
-@functools.cache
-def tool(name: str, missing: str | None = None) -> str:
-    """The path of a system program.
+def program(name: str) -> str | None:
+    """The path of a system program; None: it is not installed."""
+    return shutil.which(name, path="/usr/bin:/bin:/usr/local/bin:" + os.environ.get("PATH", ""))
 
-    Args:
-        name: the program.
-        missing: what to say if it is missing; None: that util-linux has it.
+
+@functools.cache
+def tool(name: str) -> str:
+    """The path of a program of util-linux.
 
     Raises:
         UserError: it is not installed.
     """
-    path = shutil.which(name, path="/usr/bin:/bin:/usr/local/bin:" + os.environ.get("PATH", ""))
-    if path is None:
-        raise UserError(missing or f"{name} is not installed: `apt install util-linux`")
+    if (path := program(name)) is None:
+        raise UserError(f"{name} is not installed: `apt install util-linux`")
     return path

@@ -28,7 +28,7 @@ class Child:
         feed: bytes for stdin, which is closed after them.
         output_bytes: of stdout, and of stderr; a process that prints more is killed.
         memory_mb, processes: of the process with all its descendants, checked every 50 ms; None: no limit.
-        unsized_tmp: count the content of the process's /tmp as memory.
+        inodes: files, folders and links in the /tmp and /dev/shm of its sandbox, checked likewise; None: no limit.
         mark: what the process has in its environment as ``MARK``. All processes with this mark end with it, also those
             in other process groups and sessions. One that has lost its parent and cleared its environment lives on.
 
@@ -43,7 +43,7 @@ class Child:
     output_bytes: int = 1 << 20
     memory_mb: int | None = None
     processes: int | None = None
-    unsized_tmp: bool = False
+    inodes: int | None = None
     mark: str = ""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
@@ -196,13 +196,20 @@ def _look(child: Child) -> None:
     for pid in pids:
         with contextlib.suppress(OSError, ValueError, IndexError):  # the process has ended
             used += int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * PAGE
-    if child.unsized_tmp and pids:
-        with contextlib.suppress(OSError):
-            disk = os.statvfs(f"/proc/{pids[-1]}/root/tmp")
-            used += (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+    if child.inodes is not None and pids and _inodes(f"/proc/{pids[0]}/root") > child.inodes:
+        child.kill(f"made more than {child.inodes} files")
     if child.memory_mb is not None and used > child.memory_mb << 20:
         child.too_big = True
         child.kill(f"used more than {child.memory_mb} MB of memory")
+
+
+def _inodes(root: str) -> int:
+    """How many inodes the sandbox with this root has in use; 0 until it has a root of its own."""
+    with contextlib.suppress(OSError):
+        if os.stat(root).st_dev != os.stat("/").st_dev:
+            disks = [os.statvfs(f"{root}/{folder}") for folder in ("tmp", "dev/shm")]
+            return sum(disk.f_files - disk.f_ffree for disk in disks)
+    return 0
 
 
 def _kill(pids: Sequence[int]) -> None:

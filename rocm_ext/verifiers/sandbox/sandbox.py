@@ -55,6 +55,7 @@ KINDS = ("bubblewrap", "rlimits")
 F_ADD_SEALS, F_SEAL_ALL = 1033, 15  # <linux/fcntl.h>; seal, shrink, grow, write
 START = 60.0  # seconds that bwrap may take to start its first process
 SPARE = 4  # processes of bwrap
+INODES = 20_000  # files, folders and links in /tmp and /dev/shm; each takes one to five KB of the kernel's memory
 BOX = "{box}"  # in argv: the folder with the run's files
 USER = "{user}"  # in argv: the user id that the program must take by itself; empty if it has one already
 
@@ -170,19 +171,20 @@ class Sandbox:
                 for name, text in (files or {}).items()}  # fmt: skip
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             fds = list(pass_fds)
-            status, mark, user = None, "", ""
+            path, status, mark, user = None, None, "", ""
             if self.kind == "bubblewrap":
                 uid = bubblewrap.take_id()
                 ours.callback(bubblewrap.give_back_id, uid)
                 status, writer = _pipe(ours, theirs)
                 blocked, _ = _pipe(theirs, theirs)  # bwrap waits until we close the other end
-                command, opened = bubblewrap.command_line(data, self.readable, limits, uid, writer, blocked)
+                command, opened = bubblewrap.command_line(data, self.readable, limits, writer, blocked)
                 for fd in opened:
                     theirs.callback(os.close, fd)
                 fds += [*opened, writer, blocked]
-                if USER in argv:
-                    user = bubblewrap.leave_id(command)
+                command += [] if USER in argv else bubblewrap.as_user(uid)
                 command += [arg.replace(BOX, "/box") for arg in argv]
+                user = "" if uid is None else str(uid)
+                path, _ = bubblewrap.bwrap()
                 cwd, environment = "/", {}  # the program can read bwrap's environment in /proc/1
             else:
                 folder, cwd = _working_folder(data)
@@ -192,6 +194,7 @@ class Sandbox:
                 environment = ENVIRONMENT | {"HOME": cwd, "TMPDIR": cwd, MARK: mark}
             process = subprocess.Popen(
                 [user if part == USER else part for part in command],
+                executable=path,
                 stdin=subprocess.DEVNULL if stdin is None else _sealed(stdin, theirs),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -201,8 +204,8 @@ class Sandbox:
                 start_new_session=True,
                 bufsize=0,
             )
-            child = Child(process, b"", limits.output_bytes, limits.memory_mb, limits.processes + SPARE, mark=mark)
-            child.unsized_tmp = self.kind == "bubblewrap" and not bubblewrap.sized()
+            inodes = INODES if self.kind == "bubblewrap" else None
+            child = Child(process, b"", limits.output_bytes, limits.memory_mb, limits.processes + SPARE, inodes, mark)
             if status is not None:
                 most = max(map(len, data.values()), default=0)  # bwrap writes the files under the limits
                 _limit(child, status, replace(limits, file_mb=max(limits.file_mb, -(-most >> 20))))

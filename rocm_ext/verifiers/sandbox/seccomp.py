@@ -1,8 +1,8 @@
 """The system calls that sandboxed code may not make, as a classic BPF program for x86-64 and AArch64.
 
 This deny list is defence in depth behind the namespaces. It closes ways to memory that no limit counts (shared memory
-segments, memfd, a tmpfs mounted in a nested user namespace), sockets that no network namespace contains (AF_VSOCK
-reaches the host of a virtual machine), and parts of the kernel with a history of security holes.
+segments, memfd, extended attributes, a tmpfs mounted in a nested user namespace), sockets that no network namespace
+contains (AF_VSOCK reaches the host of a virtual machine), and parts of the kernel with a history of security holes.
 """
 
 import functools
@@ -23,10 +23,12 @@ DENIED = {
     "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
     "memfd_create": (319, 279), "memfd_secret": (447, 447),
 }  # fmt: skip
+# extended attributes on a tmpfs are memory that its size does not limit; programs know file systems without them
+UNSUPPORTED = {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463)}
 CLONE, CLONE3, NEWUSER = (56, 220), (435, 435), 0x10000000
 SOCKETS = ((41, 53), (198, 199))  # socket and socketpair, by machine
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: the network namespace contains them
-EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
+EPERM, ENOSYS, EOPNOTSUPP, EAFNOSUPPORT = 1, 38, 95, 97
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes
 NUMBER, ARCH, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data on a little-endian machine
@@ -76,8 +78,9 @@ def program(machine: str | None = None) -> bytes | None:
         body += [op(AT_LEAST, found.foreign, false=1), op(RETURN, KILL)]
     # glibc falls back to clone, whose flags a filter can see; clone3 passes them behind a pointer
     body += [op(EQUAL, CLONE3[column], false=1), op(RETURN, ERRNO | ENOSYS)]
-    for numbers in DENIED.values():
-        body += [op(EQUAL, numbers[column], false=1), op(RETURN, ERRNO | EPERM)]
+    for calls, error in ((DENIED, EPERM), (UNSUPPORTED, EOPNOTSUPP)):
+        for numbers in calls.values():
+            body += [op(EQUAL, numbers[column], false=1), op(RETURN, ERRNO | error)]
     allowed = [part for family in FAMILIES for part in (op(EQUAL, family, false=1), op(RETURN, ALLOW))]
     one, other = SOCKETS[column]
     body += [op(EQUAL, one, true=1), op(EQUAL, other, false=len(allowed) + 2)]
