@@ -49,7 +49,7 @@ class Tally(TorchDispatchMode):
     """Counts operations and the bytes of live tensors while it is active.
 
     It does not see a kernel's own workspace. Tensors that existed before count once an operation returns
-    them; :meth:`ignore` excludes them.
+    them; :meth:`ignore` excludes them. Tensors on the meta device have no bytes; fake ones stand for some.
 
     Attributes:
         now: bytes of live tensors.
@@ -87,7 +87,7 @@ class Tally(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._sizes:
+        if key in self._sizes or tensor.device.type == "meta":
             return
         self._sizes[key] = storage.nbytes()
         self.now += storage.nbytes()
