@@ -1,8 +1,8 @@
-"""Our speed beside busy programs, by ``cpu_threads``: ``python -m tests.benchmarks.beside``.
+"""``cpu_threads: auto`` against each number of threads: ``python -m tests.benchmarks.beside``.
 
-One process trains or samples. Its settings take turns in it, so that only the number of threads differs, and the result
-is the median and range of the ratio of speeds within a round. The share is the speed beside the other programs as a
-part of the speed that all threads reach alone.
+Every setting is a run of its own that begins, and thus decides, beside the other programs. The runs take turns, and the
+result is the median and range of the ratio of speeds within a round, to the fixed number whose median is best. The
+gates say what ``auto`` must reach of it.
 """
 
 import argparse
@@ -13,23 +13,34 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tests.benchmarks.protocol import Failed, Ratio, Side
+from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn
 from tests.benchmarks.work import model_config, write_random_model
 from tests.tiny import run_config, write_yaml
 
+AUTO = "auto"
 BUSY = "while True: pass"
 TORCH = "import torch\nx = torch.randn(200, 200)\nwhile True: x = (x @ x).tanh().softmax(-1)"
-LOADS = {
-    "alone": (0, BUSY),
-    "2 busy loops": (2, BUSY),
-    "10 busy loops": (10, BUSY),
-    "4 torch programs": (4, TORCH),
+# computes for the seconds on each line of its input, and then answers
+TURNS = """
+import sys, time, torch
+x = torch.randn(200, 200)
+for line in sys.stdin:
+    end = time.monotonic() + float(line)
+    while time.monotonic() < end: x = (x @ x).tanh().softmax(-1)
+    print(flush=True)
+"""
+IN_TURNS = "in turns with a torch program"
+LOADS = {  # programs that are busy all the time, and the gate
+    "alone": (0, BUSY, 0.98),
+    IN_TURNS: (0, BUSY, 0.98),
+    "4 busy loops": (4, BUSY, 0.9),
+    "4 torch programs": (4, TORCH, 0.9),
 }
 WORK = ("pocket", "qwen", "sampling")
 SIDES = "tests.benchmarks.sides.beside_ours"
@@ -41,44 +52,58 @@ class Result:
 
     Attributes:
         rates: tokens per second in each round, by the setting of ``cpu_threads``.
-        alone: the first setting's median alone; None if it was not measured.
+        threads: that ``auto`` chose.
     """
 
     work: str
     load: str
-    rates: dict[int | str, list[float]]
-    alone: float | None
+    rates: dict[str, list[float]]
+    threads: int
+
+    @property
+    def best(self) -> str:
+        """The fixed number with the highest median."""
+        medians = {setting: statistics.median(rates) for setting, rates in self.rates.items() if setting != AUTO}
+        return max(medians, key=lambda setting: medians[setting])
+
+    @property
+    def holds(self) -> bool:
+        """Whether ``auto`` passes the gate."""
+        return Ratio.of(self.rates[AUTO], self.rates[self.best]).median >= LOADS[self.load][2]
 
     def lines(self) -> Iterator[str]:
         """Yield the table's rows."""
-        first = next(iter(self.rates.values()))
         for setting, rates in self.rates.items():
-            ratio, median = Ratio.of(rates, first), statistics.median(rates)
-            share = "" if self.alone is None else f"{median / self.alone:.3f}"
+            ratio = Ratio.of(rates, self.rates[self.best])
+            gate = f"at least {LOADS[self.load][2]}: {'holds' if self.holds else 'FAILS'}" if setting == AUTO else ""
+            said = f"{setting}, which is {self.threads}" if setting == AUTO else setting
             yield (
-                f"| {self.work} | {self.load} | {setting} | {median:,.0f} | "
-                f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f}) | {share} |"
+                f"| {self.work} | {self.load} | {said} | {statistics.median(rates):,.0f} | "
+                f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f}) | {gate} |"
             )
 
 
 def main() -> None:
-    """Print the table, and exit with 1 if a side failed."""
+    """Print the table; exit with 1 if a side failed or a gate does not hold."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.beside", description=__doc__)
     parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--settings", nargs="+", help="of cpu_threads (default: all cores, auto and 1)")
+    parser.add_argument("--numbers", nargs="+", type=int, help="fixed numbers of threads (default: 1 to all cores)")
     parser.add_argument("--rounds", type=int, default=6, help="even numbers balance the order (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3, help="of a turn, after as many (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3, help="of a turn (default: %(default)s)")
     args = parser.parse_args()
-    settings = [int(each) if each.isdecimal() else each for each in args.settings or (str(cores()), "auto", "1")]
-    print("| work | beside | cpu_threads | tokens/s | times the first | share of alone |\n|---|---|---|---|---|---|")
+    numbers, good = args.numbers or range(1, cores() + 1), True
+    print("| work | beside | cpu_threads | tokens/s | of the best number | gate |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         try:
             for work in args.work:
-                for result in measure(Path(folder), work, args.loads, settings, args.rounds, args.seconds):
+                for load in args.loads:
+                    result = measure(Path(folder), work, load, numbers, args.rounds, args.seconds)
                     print(*result.lines(), sep="\n", flush=True)
+                    good = good and result.holds
         except Failed as error:
             sys.exit(f"failed: {error}")
+    sys.exit(0 if good else "a gate does not hold")
 
 
 def cores() -> int:
@@ -88,42 +113,42 @@ def cores() -> int:
     return torch.get_num_threads()
 
 
-def measure(
-    base: Path, work: str, loads: Sequence[str], settings: Sequence[int | str], rounds: int, seconds: float
-) -> Iterator[Result]:
-    """Measure a work beside each load.
+def measure(base: Path, work: str, load: str, numbers: Sequence[int], rounds: int, seconds: float) -> Result:
+    """Measure a work beside a load.
 
     Args:
         base: a folder for models and outputs; a folder ``pocket`` in it serves as the pocket model.
         work: of :data:`WORK`.
-        loads: of :data:`LOADS`.
-        settings: of ``cpu_threads``.
+        load: of :data:`LOADS`.
+        numbers: fixed numbers of threads.
         rounds: turns of each setting.
-        seconds: of a turn, after as many to settle; ``auto`` takes its first decision after two.
+        seconds: of a turn.
 
     Raises:
-        Failed: the model cannot be made, or the side ended.
+        Failed: the model cannot be made, or a side ended.
     """
-    alone = None
-    with Side("ours", Path(sys.executable), command(base, work), base / f"{work}.log") as side:
-        side.ask(threads=settings[0], settle=0, seconds=0)  # ends the set-up
-        for load in loads:
-            rates: dict[int | str, list[float]] = {setting: [] for setting in settings}
-            with busy(*LOADS[load]):
-                for number in range(rounds):
-                    for setting in settings[:: 1 if number % 2 == 0 else -1]:
-                        rates[setting].append(side.ask(threads=setting, settle=seconds, seconds=seconds)["rate"])
-            if load == "alone":
-                alone = statistics.median(rates[settings[0]])
-            yield Result(work, load, rates, alone)
+    settings = [*map(str, numbers), AUTO]
+    with busy(*LOADS[load][:2]), ExitStack() as stack:
+        other = stack.enter_context(another()) if load == IN_TURNS else None
+        sides = []
+        for setting in settings:
+            arguments = command(base, work, setting)
+            sides.append(stack.enter_context(Side(setting, Path(sys.executable), arguments, base / f"{setting}.log")))
+            answer = sides[-1].ask(seconds=seconds)  # ends the set-up, and warms up
+        rates: dict[str, list[float]] = {setting: [] for setting in settings}
+        for side in in_turn(sides, rounds):
+            if other is not None:
+                take_turn(other, seconds)
+            rates[side.name].append(side.ask(seconds=seconds)["rate"])
+    return Result(work, load, rates, answer["threads"])
 
 
 @contextmanager
 def busy(count: int, code: str) -> Iterator[None]:
     """Context with ``count`` busy programs.
 
-    The side has a session of its own. Where the kernel groups programs by session (``sched_autogroup_enabled``), it
-    gets more than one program's share.
+    A side has a session of its own. Where the kernel groups programs by session (``sched_autogroup_enabled``), it gets
+    more than one program's share.
     """
     programs = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
     try:
@@ -135,33 +160,55 @@ def busy(count: int, code: str) -> Iterator[None]:
             program.wait()
 
 
-def command(base: Path, work: str) -> list[str | Path]:
-    """Make the work's model and rows; return the arguments of the side's interpreter."""
+@contextmanager
+def another() -> Iterator[subprocess.Popen]:
+    """Context with a torch program that computes in its turns."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", TURNS], **pipes) as program:  # type: ignore[call-overload]
+        take_turn(program, 0)
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
+def take_turn(program: subprocess.Popen, seconds: float) -> None:
+    """Have :func:`another`'s program compute, and wait for its end."""
+    program.stdin.write(f"{seconds}\n")  # type: ignore[union-attr]
+    program.stdin.flush()  # type: ignore[union-attr]
+    program.stdout.readline()  # type: ignore[union-attr]
+
+
+def command(base: Path, work: str, setting: str) -> list[str | Path]:
+    """Make the work's model and rows where they are missing; return the arguments of a side's interpreter."""
     if work == "qwen":
-        return ["-m", "rocm_ext.recipes.lora_finetune_rocm", "--config", qwen(base)]
-    if not (base / "pocket").exists():
-        make = ["-m", "rocm_ext.cli", "pocket", base / "pocket", "--accuracy", "0.01"]
-        done = subprocess.run([sys.executable, *make], capture_output=True, text=True)
-        if done.returncode:
-            raise Failed(f"cannot make the pocket model: {done.stderr[-2000:]}")
-    if work == "sampling":
-        return ["-m", SIDES, base / "pocket"]
-    changes = [f"pocket={base}/pocket", f"output_dir={base}/out", "epochs=200"]
-    changes += [f"metric_logger={{_component_: {SIDES}.Logger}}"]
-    return ["-m", "rocm_ext.recipes.lora_finetune_rocm", "--config", "cpu_pocket", *changes]
+        sft = ["--config", qwen(base)]
+    else:
+        if not (base / "pocket").exists():
+            make = ["-m", "rocm_ext.cli", "pocket", base / "pocket", "--accuracy", "0.01"]
+            done = subprocess.run([sys.executable, *make], capture_output=True, text=True)
+            if done.returncode:
+                raise Failed(f"cannot make the pocket model: {done.stderr[-2000:]}")
+        if work == "sampling":
+            return ["-m", SIDES, base / "pocket", setting]
+        sft = ["--config", "cpu_pocket", f"pocket={base}/pocket"]
+    changes = [f"cpu_threads={setting}", f"output_dir={base}/out_{setting}", "overwrite_output_dir=True", "epochs=200"]
+    changes.append(f"metric_logger={{_component_: {SIDES}.Logger}}")
+    return ["-m", "rocm_ext.recipes.lora_finetune_rocm", *sft, *changes]
 
 
 def qwen(base: Path) -> Path:
     """Write a Qwen2.5 with 11 million parameters and 32,768 tokens, rows of 150 tokens, and the YAML of a run."""
     model, rows, rng = base / "qwen", base / "rows.jsonl", np.random.default_rng(1)
-    write_random_model(model, "small", 32768)
-    tokens = rng.integers(10, 32768, (400, 150)).tolist()
-    rows.write_text("".join(json.dumps({"tokens": row, "labels": [-100] * 70 + row[70:]}) + "\n" for row in tokens))
+    if not model.exists():
+        write_random_model(model, "small", 32768)
+        tokens = rng.integers(10, 32768, (400, 150)).tolist()
+        rows.write_text("".join(json.dumps({"tokens": row, "labels": [-100] * 70 + row[70:]}) + "\n" for row in tokens))
     cfg = run_config(model, rows, base / "out_qwen")
     cfg["tokenizer"]["max_seq_len"] = None
     return write_yaml(base / "qwen.yaml", {
-        **cfg, "model": model_config(model, "small"), "hardware": "cpu", "dtype": "fp32", "epochs": 200,
-        "batch_size": 2, "sequences_per_step": 4, "metric_logger": {"_component_": f"{SIDES}.Logger"},
+        **cfg, "model": model_config(model, "small"), "hardware": "cpu", "dtype": "fp32",
+        "batch_size": 2, "sequences_per_step": 4,
         "dataset": {"_component_": "tests.benchmarks.sides.rows.TokenRows", "path": str(rows)},
     })  # fmt: skip
 

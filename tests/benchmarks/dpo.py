@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import peers, sft
-from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn
+from tests.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
 from tests.benchmarks.work import (
     SEQUENCES_PER_STEP,
     Task,
@@ -188,16 +188,15 @@ def measure(
     step: dict[str, list[float]] = {side.name: [] for side in sides}
     reference: dict[str, list[float]] = {side.name: [] for side in sides}
     losses: dict[str, list[float]] = {side.name: [] for side in sides}
-    peaks = {}
+    last = {}
     for side in in_turn(sides, args.rounds):
         first = PAIRS_PER_STEP * (GATE + WARM_UP + len(step[side.name]))
         scoring = side.ask(score=[first, first + PAIRS_PER_STEP])["seconds"] if of(side.name).reference_first else 0.0
         reference[side.name].append(scoring)
-        answer = side.ask(steps=1)
-        ((seconds, loss, _),) = answer["steps"]
+        last[side.name] = side.ask(steps=1)
+        ((seconds, loss, _),) = last[side.name]["steps"]
         step[side.name].append(seconds)
         losses[side.name].append(loss)
-        peaks[side.name] = answer["peak_memory"]
     epoch = {name: [sum(each) for each in zip(step[name], reference[name], strict=True)] for name in step}
     timed = steps[GATE + WARM_UP :]
     tokens = sum(row[0] for rows in timed for row in rows)
@@ -207,7 +206,7 @@ def measure(
             **task.describe(name), "ours": OURS,
             "loss_difference": max(apart[name], sft.difference(losses[name], losses[OURS])),
             "tokens_per_second": tokens / len(timed) / statistics.median(epoch[OURS]),
-            "until_warm": [until_warm[OURS], until_warm[name]], "peak_memory": [peaks[OURS], peaks[name]],
+            "until_warm": [until_warm[OURS], until_warm[name]], **both(last[OURS], last[name]),
         }  # fmt: skip
         for work, seconds in (("dpo", epoch), ("dpo step", step)):
             mine, theirs = (arithmetic(task, timed, each, work, args) for each in (OURS, name))

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from tests.benchmarks import peers
-from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn
+from tests.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
 
 OURS = "ours"
 PEERS = {"TRL + PEFT": False}  # whether transformers batches continuously
@@ -50,19 +50,17 @@ def measure(base: Path, rounds: int, changes: Sequence[str] = ()) -> list[dict]:
     steps = WARM_UP + rounds * TURN
     cfg = prepare(base, changes)
     with ExitStack() as stack:  # one update per step: minibatches are dealt out in other ways
-        sides = start(stack, base / "gate", base, cfg, GATE, GATE)
-        apart = check([side.ask(steps=GATE) for side in sides])
+        apart = check([side.ask(steps=GATE) for side in start(stack, base / "gate", base, cfg, GATE, GATE)])
     with ExitStack() as stack:
-        sides = start(stack, base / "timed", base, cfg, steps, 0)
-        until_warm, peaks = {}, {}
-        seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-        for side in sides:
+        sides, until_warm, last = [], {}, {}
+        for side in start(stack, base / "timed", base, cfg, steps, 0):
             side.ask(steps=WARM_UP)
             until_warm[side.name] = time.perf_counter() - side.began
+            sides.append(side)
+        seconds: dict[str, list[float]] = {side.name: [] for side in sides}
         for side in in_turn(sides, rounds):
-            answer = side.ask(steps=TURN)
-            seconds[side.name].append(sum(each for each, _ in answer["steps"]))
-            peaks[side.name] = answer["peak_memory"]
+            last[side.name] = side.ask(steps=TURN)
+            seconds[side.name].append(sum(each for each, _ in last[side.name]["steps"]))
         folders = {side.name: side.ask(steps=10**9)["adapter"] for side in sides}  # they end
     before, right = evaluate(base, None), {name: evaluate(base, folder) for name, folder in folders.items()}
     step = {name: statistics.median(each) / TURN for name, each in seconds.items()}
@@ -73,11 +71,11 @@ def measure(base: Path, rounds: int, changes: Sequence[str] = ()) -> list[dict]:
             "work": "grpo", "peer": peer, "vocab": 320, "dtype": "fp32", "parameters": 1.0e6,
             **Ratio.of(seconds[peer], seconds[OURS]).describe(), "bound": None, "norm_difference": apart,
             "answers": cfg.prompts_per_step * cfg.samples_per_prompt, "updates": cfg.minibatches, "steps": steps,
-            "rounds": rounds, "before": before,
+            "rounds": rounds, "before": before, **both(last[OURS], last[peer]),
         } | {
             key: [each[OURS], each[peer]]
-            for key, each in {"step_seconds": step, "accuracy": right, "gain_per_hour": gain, "until_warm": warm,
-                              "peak_memory": peaks}.items()
+            for key, each in {"step_seconds": step, "accuracy": right, "gain_per_hour": gain,
+                              "until_warm": warm}.items()
         }
         for peer in PEERS
     ]  # fmt: skip
@@ -100,15 +98,14 @@ def prepare(base: Path, changes: Sequence[str]) -> DictConfig:
     given = [f"pocket={base}/pocket", f"output_dir={base}/out", "eval_prompts=null", "mismatch=none", "loss=dapo",
              "updates_per_step=1", "verify_workers=1", f"checkpointer.adapter_checkpoint={base}/peft"]  # fmt: skip
     cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *changes])
-    OmegaConf.resolve(cfg)
     decoder = build_model(cfg.model, torch.float32, 7, torch.device("cpu"))
     (base / "peft").mkdir()
     adapter_files.write_adapter(base / "peft", decoder, "QWEN2", str(base / "pocket"))
     return cfg
 
 
-def start(stack: ExitStack, folder: Path, base: Path, cfg: DictConfig, steps: int, given: int) -> list[Side]:
-    """Start all sides.
+def start(stack: ExitStack, folder: Path, base: Path, cfg: DictConfig, steps: int, given: int) -> Iterator[Side]:
+    """Start the sides one after the other, so that ours chooses its threads while no other one starts.
 
     Args:
         stack: ends them.
@@ -130,7 +127,6 @@ def start(stack: ExitStack, folder: Path, base: Path, cfg: DictConfig, steps: in
     rows = [json.dumps({"prompt": row["prompt"], "answer": row["answer"]}) + "\n" for _, row in order]
     (folder / "prompts.jsonl").write_text("".join(rows))
     (folder / "given.json").write_text(json.dumps(answers))
-    del cfg["pocket"]  # a variable of the run's YAML, and no key
     OmegaConf.save(cfg, folder / "ours.yaml")
     flat = [[tokens for group in step.values() for tokens in group] for step in answers]
     work = {
@@ -140,13 +136,12 @@ def start(stack: ExitStack, folder: Path, base: Path, cfg: DictConfig, steps: in
         "verifier": OmegaConf.to_container(cfg.verifier), "given": flat,
     }  # fmt: skip
     ours = ["-m", "tests.benchmarks.sides.grpo_ours", folder / "given.json", "--config", folder / "ours.yaml"]
-    sides = [stack.enter_context(Side(OURS, Path(sys.executable), ours, folder / "ours.log"))]
+    yield stack.enter_context(Side(OURS, Path(sys.executable), ours, folder / "ours.log"))
     for name, continuous in PEERS.items():
         path = folder / f"{name}.json"
         path.write_text(json.dumps({**work, "continuous": continuous, "out": str(folder / name)}))
         theirs = ["-m", "tests.benchmarks.sides.grpo_trl", path]
-        sides.append(stack.enter_context(Side(name, peers.python("trl"), theirs, folder / f"{name}.log")))
-    return sides
+        yield stack.enter_context(Side(name, peers.python("trl"), theirs, folder / f"{name}.log"))
 
 
 def batch_size(cfg: DictConfig) -> int:
@@ -165,7 +160,7 @@ def make_work(cfg: DictConfig, given: int) -> tuple[list[tuple[str, Any]], list[
     from rocm_ext.rollouts.prompt_set import PromptSet
 
     prompts, rng = PromptSet(cfg), random.Random(0)
-    tokenizer = load_tokenizer(Path(cfg.pocket))
+    tokenizer = load_tokenizer(Path(cfg.checkpointer.checkpoint_dir))
     asked: dict[str, list[tuple[int, float | None]]] = {}
     order, answers = [], []
     for step in range(1, cfg.steps + 1):

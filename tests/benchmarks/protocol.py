@@ -84,6 +84,11 @@ def in_turn(sides: Sequence[Side], rounds: int) -> Iterator[Side]:
         yield from sides[:: 1 if number % 2 == 0 else -1]
 
 
+def both(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the table's columns of what two sides used, from an answer of each."""
+    return {key: [ours[key], theirs[key]] for key in ("peak_memory", "threads")}
+
+
 @dataclass(frozen=True)
 class Ratio:
     """Median and range, over the rounds, of a peer's seconds divided by ours."""

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.benchmarks import peers
-from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn
+from tests.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
 from tests.benchmarks.work import Task, flops, gsm8k_lengths, write_random_model
 
 Prompts = list[list[int]]
@@ -131,7 +131,7 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
             "in_processor_time": Ratio.of(processor[name], processor[side]).median,
             "tokens_per_second": sum(trace) / statistics.median(walls[side]),
             "until_warm": [until_warm[side], until_warm[name]],
-            "peak_memory": [last[side]["peak_memory"], last[name]["peak_memory"]],
+            **both(last[side], last[name]),
         }
         for side, name in pairs
     ]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import peers
-from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn
+from tests.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
 from tests.benchmarks.work import (
     SEQUENCES_PER_STEP,
     Task,
@@ -216,11 +216,10 @@ def measure(
         warm = [seconds for seconds, _ in side.ask(steps=WARM_UP)["steps"]]
         until_warm[side.name] += max(0.0, sum(warm) - WARM_UP * warm[-1])
     runs: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
-    peaks = {}
+    last = {}
     for side in in_turn(sides, args.rounds):
-        answer = side.ask(steps=1)
-        runs[side.name] += answer["steps"]
-        peaks[side.name] = answer["peak_memory"]
+        last[side.name] = side.ask(steps=1)
+        runs[side.name] += last[side.name]["steps"]
     timed = steps[GATE + WARM_UP :]
     tokens, trained = (sum(row[i] for rows in timed for row in rows) for i in (0, 1))
     seconds, losses = ({name: [step[i] for step in each] for name, each in runs.items()} for i in (0, 1))
@@ -236,7 +235,7 @@ def measure(
             "loss_difference": max(apart[name], difference(losses[name], losses[OURS])),
             "tokens_per_second": tokens / len(timed) / statistics.median(seconds[ours]),
             "until_warm": [until_warm[ours], until_warm[name]],
-            "peak_memory": [peaks[ours], peaks[name]],
+            **both(last[ours], last[name]),
         }
         for ours, name in pairs(task.peers)
     ]  # fmt: skip

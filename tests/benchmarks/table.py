@@ -5,7 +5,7 @@ from typing import Any
 
 GIB = 2**30
 _COLUMNS = ("work", "model", "against", "speed-up", "of which by skipped work", "peak memory, ours / theirs",
-            "until warm, ours / theirs")  # fmt: skip
+            "threads, ours / theirs", "until warm, ours / theirs")  # fmt: skip
 NAMES = {"sft": "LoRA SFT", "dpo": "LoRA DPO, an epoch", "dpo step": "LoRA DPO, a step without the reference's scoring",
          "sampling": "sampling", "grpo": "GRPO, a step"}  # fmt: skip
 
@@ -63,5 +63,6 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['speedup']:.2f} x ({low:.2f}-{high:.2f})",
         "" if row["bound"] is None else f"{row['bound']:.2f} x",
         memory,
+        "{} / {}".format(*row["threads"]),
         warm,
     )

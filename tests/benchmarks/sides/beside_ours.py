@@ -1,6 +1,6 @@
-"""Our training and sampling for as many seconds as ordered: ``… beside_ours MODEL`` samples from the pocket model.
+"""Our training and sampling for as many seconds as ordered: ``… beside_ours MODEL CPU_THREADS`` samples.
 
-An order has ``threads`` as ``cpu_threads`` takes them, ``settle`` (seconds before the measurement) and ``seconds``.
+An order has ``seconds``. A setting of ``cpu_threads`` is decided when the side begins, as in a run.
 """
 
 import os
@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from rocm_ext.hardware.threads import use_threads
+from rocm_ext.hardware.threads import choose_threads
 from tests.benchmarks.sides.talk import hear, pipe
-
-CORES = torch.get_num_threads()
 
 
 class Turns:
@@ -25,35 +23,29 @@ class Turns:
 
     def count(self, tokens: int) -> None:
         """Record a finished piece of work."""
-        now = time.perf_counter()
-        if self._began is None:
-            if now >= self._settled:
-                self._began = now, time.process_time()
-            return
         self._tokens += tokens
-        seconds = now - self._began[0]
+        seconds = time.perf_counter() - self._began
         if seconds >= self._seconds:
-            busy = time.process_time() - self._began[1]
-            threads = torch.get_num_threads()
-            pipe().send({"rate": self._tokens / seconds, "cores": busy / seconds, "threads": threads})
+            pipe().send({"rate": self._tokens / seconds, "threads": torch.get_num_threads()})
             self._wait()
 
     def _wait(self) -> None:
-        order = hear()
-        torch.set_num_threads(CORES)
-        use_threads(order["threads"], torch.device("cpu"), {**os.environ, "OMP_NUM_THREADS": ""})
-        self._tokens, self._began = 0, None
-        self._settled, self._seconds = time.perf_counter() + order["settle"], order["seconds"]
+        self._seconds = hear()["seconds"]
+        self._tokens, self._began = 0, time.perf_counter()
 
 
 class Logger:
     """A torchtune metric logger that counts the steps of a training."""
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._turns: Turns | None = None
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        if "loss" in payload:
+        if "loss" not in payload:
+            return
+        if self._turns is None:  # after the first step, so that the set-up is over
+            self._turns = Turns()
+        else:
             self._turns.count(payload["tokens"])
 
     def log_config(self, config: object) -> None:
@@ -65,7 +57,8 @@ class Logger:
 
 def main() -> None:
     """Sample 16 answers to each of 4 prompts, again and again."""
-    sys.argv[2:] = ["fp32", "64"]  # what sample_ours reads
+    setting, sys.argv[2:] = sys.argv[2], ["fp32", "64"]  # what sample_ours reads
+    torch.set_num_threads(choose_threads(os.environ)[0] if setting == "auto" else int(setting))
     from tests.benchmarks.sides.sample_ours import generate
 
     prompts, lengths = [list(range(10 * i + 1, 10 * i + 21)) for i in range(4)], [16] * 64

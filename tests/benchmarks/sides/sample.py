@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.sides.talk import hear, peak_memory, pipe, reset_peak
+from tests.benchmarks.sides.talk import hear, pipe, reset_peak, used
 
 PAD = 0  # prompts do not contain it
 Answers = list[list[int]]  # of prompt 0: sample 0, 1, ...; of prompt 1: ...
@@ -26,7 +26,7 @@ def serve(generate: Callable[[list[list[int]], list[int], bool], Answers], extra
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began[0], time.process_time() - began[1]
-        pipe().send({"answers": answers, "seconds": seconds, "peak_memory": peak_memory(), **extra()})
+        pipe().send({"answers": answers, "seconds": seconds, **used(), **extra()})
 
 
 def padded(prompts: list[list[int]]) -> torch.Tensor:

@@ -35,6 +35,13 @@ def peak_memory() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
+def used() -> dict[str, int]:
+    """Peak bytes, and the threads that torch computes with."""
+    import torch
+
+    return {"peak_memory": peak_memory(), "threads": torch.get_num_threads()}
+
+
 def reset_peak() -> None:
     """Reset the peak that :func:`peak_memory` returns."""
     import torch
@@ -69,7 +76,7 @@ class Pace:
         self._steps.append((now - self._began, *values))
         self._began = now
         if len(self._steps) == self._ordered:
-            pipe().send({"steps": self._steps, "peak_memory": peak_memory()})
+            pipe().send({"steps": self._steps, **used()})
             self._steps = []
             self._wait()
 
