@@ -256,7 +256,7 @@ class RAFT(RolloutRecipe):
         told = ":" if kept else " is skipped, nothing to train on."
         log.info("cycle %d%s %s", cycle, told, cycles.in_words(counts))
         if self.ranks.is_main:
-            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, sorted(cycles.CHANGEABLE)), resolve=True)
+            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, sorted(cycles.CHANGEABLE)))
             selection.write_selection(files.selection, counts, settings)
             # last, because it says that the selection is complete
             selection.write_kept(files.kept, kept, phase.results, self.prompts.tokens)

@@ -25,6 +25,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rocm_ext import registry
+from rocm_ext.config import references
 from rocm_ext.config.components import COMPONENT, check_components
 from rocm_ext.config.folder import complete
 from rocm_ext.errors import UserError, nearest, one_line
@@ -57,7 +58,8 @@ def load(
         content: of a config that is no file; keys that a run must set may then be missing, and are null.
 
     Returns:
-        every key of the recipe's defaults, with ``recipe`` and ``hardware`` resolved to names.
+        every key of the recipe's defaults, with ``recipe`` and ``hardware`` resolved to names. Texts from the
+        environment stay references, see :mod:`rocm_ext.config.references`.
 
     Raises:
         UserError: for an unreadable file, a config of another recipe, unknown or missing keys and values of the wrong
@@ -93,7 +95,7 @@ def load(
         cfg = _merge_yaml_and_cli_args(Namespace(**merged), overrides)
         cfg.recipe, cfg.hardware = recipe.name, hardware
         _check_complete(cfg, known, name)
-        OmegaConf.resolve(cfg)
+        references.resolve(cfg)
         for variable in [key for key in cfg if key not in known]:  # nothing refers to it any more
             del cfg[variable]
         _expand_home(cfg)
@@ -341,7 +343,7 @@ def _expand_home(node: Any) -> None:
     for key, value in node.items() if isinstance(node, DictConfig) else enumerate(node):
         if isinstance(value, DictConfig | ListConfig):
             _expand_home(value)
-        elif key in _PATHS and isinstance(value, str):
+        elif key in _PATHS and isinstance(value, str) and value.startswith("~"):
             node[key] = os.path.expanduser(value)
 
 

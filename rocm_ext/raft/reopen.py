@@ -38,7 +38,7 @@ def reopen(out: Path, begun: Mapping[str, Any], cfg: DictConfig, ranks: Ranks) -
     Raises:
         UserError: the disk is full, or a record is damaged.
     """
-    was, now = with_new_names(begun), OmegaConf.to_container(cfg, resolve=True)
+    was, now = with_new_names(begun), OmegaConf.to_container(cfg)
     changed = {key for key in CHANGEABLE if was.get(key, now[key]) != now[key]}  # type: ignore[index, call-overload]
     if not changed:
         return

@@ -48,7 +48,7 @@ def cycle_config(cfg: DictConfig, cycle: int, trained: int, folder: Path) -> Dic
         cfg,
         output_dir=str(folder),
         seed=sample_seed(cfg.seed, cycle, "train", 0) % 2**31,
-        optimizer={**cfg.optimizer, "lr": max(lr * cfg.lr_decay**trained, min(cfg.lr_floor, lr))},
+        optimizer=OmegaConf.merge(cfg.optimizer, {"lr": max(lr * cfg.lr_decay**trained, min(cfg.lr_floor, lr))}),
         resume_from_checkpoint=(folder / "checkpoints").exists(),
         overwrite_output_dir=True,
         save_adapter_weights_only=True,

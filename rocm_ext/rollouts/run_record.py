@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext.config import references
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, read_json, replace_text
 from rocm_ext.hardware.counter_log import remove_logs
@@ -72,6 +73,7 @@ class RunRecord:
             for name in ("metrics.jsonl", "summary.json"):
                 (self.out / name).unlink(missing_ok=True)
             remove_logs(self.out)
-        content = {"config": OmegaConf.to_container(cfg, resolve=True), "identity": identity}
+        config = OmegaConf.to_container(cfg)
+        content = {"config": config, "environment": references.digests(cfg), "identity": identity}
         replace_text(self.path, json.dumps(content, indent=2) + "\n")
-        replace_text(self.out / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+        replace_text(self.out / "config.yaml", OmegaConf.to_yaml(cfg))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.config import difference
+from rocm_ext.config import difference, references
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, remove_folder, replace_folder
 from rocm_ext.log import log
@@ -235,7 +235,7 @@ def check_same_run(
 
     Args:
         path: source of ``state``, for messages.
-        state: ``config`` and ``identity`` of the run to resume.
+        state: ``config``, ``environment`` and ``identity`` of the run to resume.
         cfg: config of this run.
         identity: values that the two runs must share beside the config, by name.
         free: keys that may differ.
@@ -243,10 +243,10 @@ def check_same_run(
     Raises:
         UserError: the runs differ in something that changes the results; the message names every difference.
     """
-    now: Any = OmegaConf.to_container(cfg, resolve=True)
+    now: Any = OmegaConf.to_container(cfg)
     # a run of an earlier version lacks the keys that came later, and may have variables of the user's
     begun = now | {key: value for key, value in state["config"].items() if key in now}
-    problems = difference(begun, now, free)
+    problems = difference(references.begun_as(cfg, begun, state.get("environment", {})), now, free)
     for what, is_ in identity.items():
         was = state["identity"].get(what, is_)  # a run of an earlier version lacks what came later
         if was != is_:  # hashes tell a reader nothing, so the message omits them

@@ -14,6 +14,7 @@ from torch import nn
 from torchtune.training.metric_logging import TensorBoardLogger, WandBLogger
 
 from rocm_ext import config, registry
+from rocm_ext.config import references
 from rocm_ext.data.encoder import HFTokenizer
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.log import log
@@ -104,9 +105,10 @@ def log_config(logger: Any, cfg: DictConfig) -> None:
         logger.config_allow_val_change = True  # a resumed run differs at least in resume_from_checkpoint
     try:
         if hasattr(logger, "log_config"):
-            logger.log_config(cfg)
+            with references.kept():  # some resolve it
+                logger.log_config(cfg)
         if isinstance(logger, TensorBoardLogger) and logger._writer is not None:  # torchtune only saves a file
-            text = OmegaConf.to_yaml(cfg, resolve=True)
+            text = OmegaConf.to_yaml(cfg)
             logger._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
     except Exception as error:  # a service may raise anything, and the run does not need it
         log.warning("metric_logger: it did not take the config: %s", one_line(error))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext.config import references
 from rocm_ext.data.batches import Batch, StepLoader, Steps
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError, one_line
@@ -116,7 +117,7 @@ class Training:
         self._identity = self.identity()
         resumed = self._resume()
         self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
-        yaml = OmegaConf.to_yaml(self.cfg, resolve=True)
+        yaml = OmegaConf.to_yaml(self.cfg)
         self.metrics = self.folder.take(yaml, self.step if resumed else None) if self.ranks.is_main else None
 
     @classmethod
@@ -379,7 +380,8 @@ class Training:
                 "rng": rng,
                 "best": self.best,
                 "total_steps": self.total_steps,
-                "config": OmegaConf.to_container(self.cfg, resolve=True),
+                "config": OmegaConf.to_container(self.cfg),
+                "environment": references.digests(self.cfg),
                 "identity": self._identity,
                 **self.extra_state(),
             }

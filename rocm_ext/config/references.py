@@ -1,0 +1,109 @@
+"""Texts from the environment, such as ``${oc.env:KEY}``: they may be secrets, so a config keeps the reference.
+
+What is written of a config (``config.yaml``, ``run.json``, ``state.pt``, metric loggers) then has the reference, too.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.resolvers.oc import env
+
+from rocm_ext.errors import UserError
+from rocm_ext.importing import with_new_names
+from rocm_ext.nested import flatten
+
+_UNSET = object()
+_NO_TEXT = "{name} is computed from a variable of the environment; refer to one itself, as in ${{oc.env:NAME}}"
+_renamed = "replace" in signature(OmegaConf.register_resolver).parameters  # from OmegaConf 2.4 on
+_register: Any = OmegaConf.register_resolver if _renamed else OmegaConf.register_new_resolver
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Context in which ``${oc.env:KEY}`` resolves to its own text. A metric logger resolves a config by itself."""
+    _register("oc.env", _text, replace=True)
+    try:
+        yield
+    finally:
+        _register("oc.env", env, replace=True)
+
+
+def _text(key: str, default: Any = _UNSET) -> str:
+    if default is _UNSET:
+        return f"${{oc.env:{key}}}"
+    quoted = "null" if default is None else json.dumps(str(default), ensure_ascii=False)
+    return f"${{oc.env:{key},{quoted}}}"
+
+
+def resolve(cfg: DictConfig) -> None:
+    """Resolve all of ``cfg`` but texts from the environment. Numbers, switches and null are no secrets.
+
+    Raises:
+        UserError: a value depends on the environment in a way that has no reference of its own.
+        OmegaConfBaseException: a reference leads nowhere.
+    """
+    values = cfg.copy()
+    OmegaConf.resolve(values)
+    with kept():
+        OmegaConf.resolve(cfg)
+    _keep_texts(cfg, values, "")
+
+
+def _keep_texts(cfg: Any, values: Any, where: str) -> None:
+    for key in range(len(cfg)) if isinstance(cfg, ListConfig) else list(cfg):
+        name, value = f"{where}{key}", values[key]
+        if OmegaConf.is_interpolation(cfg, key):
+            if value is None or isinstance(value, bool | int | float):
+                cfg[key] = value
+            elif cfg[key] != value:
+                raise UserError(_NO_TEXT.format(name=name))
+        elif isinstance(cfg[key], DictConfig | ListConfig):
+            _keep_texts(cfg[key], value, f"{name}.")
+        elif isinstance(value, str) and cfg[key] != value:
+            raise UserError(_NO_TEXT.format(name=name))
+
+
+def digests(cfg: DictConfig) -> dict[str, str]:
+    """Hash the texts from the environment, by dotted key, so that a resumed run can tell whether they are the same.
+
+    The hash is a slow one, because a secret may be a short word.
+    """
+    texts, values = _flat(cfg, resolve=False), _flat(cfg, resolve=True)
+    return {key: _digest(key, values[key]) for key in texts if texts[key] != values[key]}
+
+
+def begun_as(cfg: DictConfig, begun: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+    """Return a recorded config, flat, to compare with the texts of ``cfg``.
+
+    Args:
+        cfg: the config of today.
+        begun: the recorded one. Versions before 0.2 recorded values and no references.
+        known: its :func:`digests`.
+
+    Returns:
+        ``begun``, where a text of the environment that is still the same is written as ``cfg`` writes it.
+    """
+    was, texts, values = flatten(with_new_names(begun)), _flat(cfg, resolve=False), _flat(cfg, resolve=True)
+    for key in texts:
+        if key in known:
+            same = known[key] == _digest(key, values[key])
+        elif texts[key] != values[key]:
+            same = was.get(key) == values[key]
+        else:
+            continue
+        was[key] = texts[key] if same else "another value"
+    return was
+
+
+def _flat(cfg: DictConfig, resolve: bool) -> dict[str, Any]:
+    content: Any = OmegaConf.to_container(cfg, resolve=resolve)
+    return flatten(content)
+
+
+def _digest(key: str, value: Any) -> str:
+    return hashlib.scrypt(json.dumps(value).encode(), salt=key.encode(), n=2**14, r=8, p=1, dklen=16).hex()
