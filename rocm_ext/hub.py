@@ -1,7 +1,10 @@
 """Models on the Hugging Face hub: names, the cache on this machine, and how to download."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+
+from rocm_ext.errors import UserError
 
 # Owners of models that folders are usually named after
 _OWNERS = {
@@ -52,3 +55,22 @@ def in_cache(name: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+def files_of(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
+    """Return the files of ``folder`` whose names match one of ``patterns``, by name. Hidden files never do.
+
+    Raises:
+        UserError: one of them is a link out of the folder, but for the hub's cache, where all files are links.
+    """
+    from huggingface_hub.utils import filter_repo_objects
+
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    chosen = filter_repo_objects(names, allow_patterns=[*patterns], ignore_patterns=".*")
+    found = {name: folder / name for name in chosen}
+    whole = folder.resolve()
+    inside = [whole, *[whole.parents[1] / "blobs"] * (hub_name(whole) is not None)]
+    for path in found.values():
+        if path.resolve().parent not in inside:
+            raise UserError(f"{path} is a link to {path.resolve()}, outside of its folder; put a copy in its place")
+    return found

@@ -138,7 +138,8 @@ def test_a_runs_folder_stands_for_its_adapter(pocket_dir, adapter, tmp_path, mon
     }
     shutil.copytree(adapter, tmp_path / "run" / "adapter")
     cfg = config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", content)))
-    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    cfg.dataset = cfg.metric_logger = {"_component_": "of_the_users_own.Thing"}  # a conversation needs neither
+    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     out, _, code = chat(monkeypatch, capfd, tmp_path / "run", "-p", QUESTIONS[0], "--max-new-tokens", "32")
     assert out == theirs(pocket_dir, [{"role": "user", "content": QUESTIONS[0]}], adapter) + "\n"
     assert code == 0
@@ -224,6 +225,52 @@ def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, mon
     assert expected in err
     assert err.count("\n") == 1
     assert code
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": {"_component_": "os.system", "command": "touch MARK"}}, "os.system"),
+        ({"model": {"_component_": "torchtune.utils.os.system", "command": "touch MARK"}}, "torchtune.utils.os.system"),
+        (
+            {"model": {"_component_": "rocm_ext.launch.subprocess.run", "args": ["touch", "MARK"]}},
+            "rocm_ext.launch.subprocess.run",
+        ),
+        ({"model": {"_component_": "${seed}", "command": "touch MARK"}, "seed": "os.system"}, "${seed}"),
+        ({"model": {"_component_": "rocm_ext.model.from_checkpoint", "trust_remote_code": True}}, "trust_remote_code"),
+        (
+            {"checkpointer": {"_component_": "torchtune.training.checkpointing._utils.safe_torch_load"}},
+            "safe_torch_load",
+        ),
+        (
+            {"tokenizer": {"_component_": "torchtune.models.qwen2.qwen2_tokenizer", "prompt_template": "evil.Mark"}},
+            "prompt_template",
+        ),
+        ({"tokenizer": {"_component_": "rocm_ext.data.HFTokenizer", "path": "${oc.env:HOME}"}}, "tokenizer.path"),
+        ({"optimizer": {"_component_": "evil.Mark"}}, "evil.Mark"),
+        ({"hardware": "evil.yaml"}, "hardware is 'evil.yaml'"),
+        ({"recipe": "evil.py"}, "recipe is 'evil.py'"),
+        ({"recipe": "evil"}, "recipe is 'evil'"),
+    ],
+)
+def test_a_downloaded_run_runs_no_code(changes, named, adapter, tmp_path, monkeypatch, capfd):
+    """Not in the folder that the user talks from, either, which may be the run's."""
+    cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["pocket=models/pocket"])
+    content = {**OmegaConf.to_container(cfg), **changes}
+    mark = tmp_path / "mark"
+    shutil.copytree(adapter, tmp_path / "adapter")
+    (tmp_path / "evil.py").write_text(
+        f"open({str(mark)!r}, 'w')\ndef Mark(**rest): ...\nrecipe_main('evil', defaults='evil.yaml')\n"
+    )
+    (tmp_path / "evil.yaml").write_text("recipe: evil\nextends: lora_finetune_rocm\n")
+    (tmp_path / "config.yaml").write_text(json.dumps(content).replace("MARK", str(mark)))
+    monkeypatch.chdir(tmp_path)
+    _, err, code = chat(monkeypatch, capfd, tmp_path, "-p", "1+1?")
+    assert code == 1
+    assert named in err
+    assert "If you trust this file, add --trust-config" in err
+    assert err.count("\n") == 1
+    assert not mark.exists()
 
 
 # ---- text from tokens

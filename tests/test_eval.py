@@ -3,11 +3,14 @@
 import json
 import math
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from rocm_ext.recipes.dpo_rocm import DPO
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from safetensors.torch import save_file
@@ -125,6 +128,63 @@ def test_an_interval_of_paired_rows_covers_the_truth_at_its_rate():
         sizes = rng.integers(1, 40, 60).astype(float)
         hits += not paired_ratio(sizes * rng.normal(-0.1, 0.3, 60), sizes).excludes(-0.1)
     assert hits / 2000 == pytest.approx(0.95, abs=0.02)
+
+
+def own(run: Path, folder: Path, **changes: object) -> Path:
+    """A copy of a run whose config names other components."""
+    copy = Path(shutil.copytree(run, folder / "copy"))
+    content = yaml.safe_load((run / "config.yaml").read_text())
+    write_yaml(copy / "config.yaml", {**content, **changes})
+    return copy
+
+
+def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
+    (tmp_path / "own_rows.py").write_text("from rocm_ext.data import preference_dataset, sft_dataset\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rows", raising=False)
+    dataset = yaml.safe_load((run / "config.yaml").read_text())["dataset"]
+    name = f"own_rows.{dataset['_component_'].rpartition('.')[2]}"
+    copy = own(run, tmp_path, dataset={**dataset, "_component_": name})
+    assert cli.main(["eval", "--config", str(copy)]) == 1
+    assert f"dataset._component_ is '{name}'" in capsys.readouterr().err
+    assert "own_rows" not in sys.modules
+    assert evaluate(capsys, "--config", copy, "--trust-config") == evaluate(capsys, "--config", run)
+
+
+VERIFIERS = "rocm_ext.verifiers"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"verifier": {"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}},
+        {"verifier": {"_component_": f"{VERIFIERS}.RewardFunction", "function": "os.abort"}},
+        {
+            "verifier": {
+                "_component_": f"{VERIFIERS}.All",
+                "verifiers": [{"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}],
+            }
+        },
+        {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "sandbox": "rlimits"}},
+        {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "python": "./evil"}},
+        {"verifier": {"_component_": f"{VERIFIERS}.LLMJudge", "base_url": "http://localhost", "api_key_env": "TOKEN"}},
+        {"engine": {"_component_": "rocm_ext.generation.OpenAIEngine", "api_key_env": "TOKEN"}},
+        {"eval_prompts": {"_component_": "os.system", "command": "touch MARK"}},
+    ],
+)
+def test_a_downloaded_run_runs_no_code(changes, tmp_path, capsys):
+    mark, run = tmp_path / "mark", tmp_path / "run"
+    (run / "adapter").mkdir(parents=True)
+    (run / "adapter" / "adapter_config.json").write_text("{}")
+    content = {"recipe": "raft_rocm", "model": {"_component_": "rocm_ext.model.from_checkpoint"}, **changes}
+    (run / "config.yaml").write_text(json.dumps(content).replace("MARK", str(mark)))
+    assert cli.main(["eval", "--config", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert f"{run}/config.yaml: {next(iter(changes))}." in error
+    assert "--trust-config" in error
+    assert error.count("\n") == 1
+    assert not mark.exists()
 
 
 # ---- answers

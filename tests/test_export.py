@@ -8,12 +8,14 @@ import re
 import shutil
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import peft
 import pytest
 import torch
 import yaml
+from huggingface_hub.utils import RepositoryNotFoundError
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from transformers import AutoModelForCausalLM
 
@@ -169,47 +171,192 @@ def test_the_card_tells_base_model_data_settings_and_results(trained, bases, tmp
 
 
 class FakeHub:
-    """Keeps what huggingface_hub's client is asked to upload."""
+    """Keeps what huggingface_hub's client is asked to upload; ``known`` are its repositories."""
 
-    def __init__(self):
-        self.private, self.files = None, {}
+    endpoint = "https://huggingface.co"
 
-    def create_repo(self, repo_id, *, private, exist_ok):
+    def __init__(self, known: dict[str, SimpleNamespace]) -> None:
+        self.known, self.private, self.files = known, None, {}
+
+    def repo_info(self, repo_id):
+        if repo_id not in self.known:
+            raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)  # its arguments differ between versions
+        return self.known[repo_id]
+
+    def create_repo(self, repo_id, *, private):
+        assert repo_id not in self.known
         self.private = private
-        return f"https://huggingface.co/{repo_id}"
 
-    def upload_file(self, *, path_or_fileobj, path_in_repo, repo_id):
-        content = path_or_fileobj if isinstance(path_or_fileobj, bytes) else Path(path_or_fileobj).read_bytes()
-        self.files[repo_id, path_in_repo] = content
-
-    def upload_folder(self, *, repo_id, folder_path, ignore_patterns):
-        for path in Path(folder_path).iterdir():
-            if path.name not in ignore_patterns:
-                self.files[repo_id, path.name] = path.read_bytes()
+    def create_commit(self, repo_id, operations, *, commit_message):
+        for each in operations:
+            content = each.path_or_fileobj
+            self.files[each.path_in_repo] = content if isinstance(content, bytes) else Path(content).read_bytes()
 
 
-def test_push_uploads_the_adapter_or_what_was_written(trained, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def pushed(monkeypatch):
+    """Push to a hub of this test's own: returns the hub, whose ``files`` are what was uploaded, and the exit code."""
     from rocm_ext.export import push
 
-    fakes = []
-    monkeypatch.setattr(push, "HfApi", lambda: fakes.append(FakeHub()) or fakes[-1])
-    for name in FakeHub.__dict__.keys() - object.__dict__.keys() - {"__module__", "__dict__", "__weakref__"}:
-        theirs = inspect.signature(getattr(huggingface_hub.HfApi, name)).parameters
-        assert inspect.signature(getattr(FakeHub, name)).parameters.keys() <= theirs.keys()
-    assert export(trained, "--push", "me/adapter", "--private") == 0
+    for name, own in inspect.getmembers(FakeHub, inspect.isfunction):
+        if not name.startswith("__"):
+            theirs = inspect.signature(getattr(huggingface_hub.HfApi, name)).parameters
+            assert inspect.signature(own).parameters.keys() <= theirs.keys()
+
+    def pushed(*arguments: object, **known: SimpleNamespace) -> tuple[FakeHub, int]:
+        fake = FakeHub({f"me/{name}": info for name, info in known.items()})
+        monkeypatch.setattr(push, "HfApi", lambda: fake)
+        return fake, export(*arguments)
+
+    return pushed
+
+
+BASE_NAME = ("--base-name", "someone/Base-1B")
+OF_AN_ADAPTER = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_push_uploads_the_adapter_or_what_was_written(trained, tmp_path, pushed, capsys):
+    hub, code = pushed(trained, "--push", "me/adapter", "--private", *BASE_NAME)
+    assert code == 0
     assert capsys.readouterr().out == "https://huggingface.co/me/adapter\n"
-    assert fakes[0].private is True
-    uploaded = {name for _, name in fakes[0].files}
-    assert uploaded == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert head_of(fakes[0].files["me/adapter", "README.md"].decode())["library_name"] == "peft"
-    assert export(trained, "--merged", tmp_path / "merged", "--push", "me/merged") == 0
-    assert {name for _, name in fakes[1].files} == {path.name for path in (tmp_path / "merged").iterdir()}
-    assert fakes[1].private is False
-    assert export(trained, "--gguf-adapter", tmp_path / "mine.gguf", "--push", "me/gguf") == 0
-    assert {name for _, name in fakes[2].files} == {"README.md", "mine.gguf"}, "its Modelfile names a folder here"
+    assert hub.private is True
+    assert hub.files.keys() == OF_AN_ADAPTER
+    head = head_of(hub.files["README.md"].decode())
+    assert (head["library_name"], head["base_model"]) == ("peft", "someone/Base-1B")
+    hub, _ = pushed(trained, "--merged", tmp_path / "merged", "--push", "me/merged")
+    assert hub.files.keys() == {path.name for path in (tmp_path / "merged").iterdir()}
+    assert hub.private is False
+    hub, _ = pushed(trained, "--gguf-adapter", tmp_path / "mine.gguf", "--push", "me/gguf")
+    assert hub.files.keys() == {"README.md", "mine.gguf"}, "its Modelfile names a folder here"
     assert (tmp_path / "mine.Modelfile").exists()
-    assert export(trained, "--push", "me") == 1
+    assert pushed(trained, "--push", "me")[1] == 1
     assert "me is no name on the hub; expected OWNER/NAME" in capsys.readouterr().err
+
+
+def test_push_takes_no_paths_state_or_hidden_files_along(trained, bases, tmp_path, pushed, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")
+    checkpoint = next((run / "checkpoints").iterdir())
+    (checkpoint / ".env").write_text("TOKEN=topsecret")
+    (checkpoint / "notes.txt").write_text("topsecret")
+    assert (checkpoint / "state.pt").is_file()
+    hub, code = pushed(checkpoint, "--push", "me/adapter", *BASE_NAME)
+    assert (code, hub.files.keys()) == (0, OF_AN_ADAPTER)
+    settings = json.loads(hub.files["adapter_config.json"])
+    assert settings["base_model_name_or_path"] == "someone/Base-1B"
+    for word in ("topsecret", str(bases("llama")), str(trained.parent)):
+        assert not any(word.encode() in content for content in hub.files.values())
+    # a base model without a name on the hub
+    hub, code = pushed(run, "--push", "me/adapter")
+    assert (code, hub.files) == (1, {})
+    error = capsys.readouterr().err
+    assert str(bases("llama")) in error
+    assert "--base-name OWNER/NAME" in error
+    assert pushed(run, "--push", "me/adapter", "--base-name", "models")[1] == 2
+    # a link out of the folder
+    (tmp_path / "id_rsa").write_text("topsecret")
+    (run / "adapter" / TEMPLATE).symlink_to("../../id_rsa")
+    capsys.readouterr()
+    hub, code = pushed(run, "--push", "me/adapter", *BASE_NAME)
+    assert (code, hub.files) == (1, {})
+    assert "is a link to" in capsys.readouterr().err
+
+
+def test_push_to_a_repository_that_is_there(trained, pushed, messages, capsys):
+    def there(private: bool, *files: str) -> SimpleNamespace:
+        return SimpleNamespace(private=private, siblings=[SimpleNamespace(rfilename=name) for name in files])
+
+    hub, code = pushed(trained, "--push", "me/open", "--private", *BASE_NAME, open=there(False))
+    assert (code, hub.files) == (1, {})
+    assert "me/open exists and is public" in capsys.readouterr().err
+    hub, code = pushed(trained, "--push", "me/open", "--private", *BASE_NAME, open=there(True, "README.md"))
+    assert (code, hub.files.keys()) == (0, OF_AN_ADAPTER - {"README.md"})
+    assert "me/open has a README.md, which stays; --card FILE writes the new one" in messages
+    hub, code = pushed(trained, "--push", "me/open", *BASE_NAME, open=there(False, "config.json"))
+    assert (code, hub.files.keys()) == (0, OF_AN_ADAPTER)
+
+
+def test_a_merged_model_takes_along_what_belongs_to_a_model(trained, bases, tmp_path, pushed, capsys):
+    base = shutil.copytree(bases("llama"), tmp_path / "base")
+    (tmp_path / "id_rsa").write_text("topsecret")
+    (base / "usage.txt").symlink_to("../id_rsa")
+    for name in (".env", "notes.txt", "LICENSE", "modeling.py"):
+        (base / name).write_text("mine")
+    merged = tmp_path / "merged"
+    hub, code = pushed(trained, "--base", base, "--merged", merged, "--push", "me/merged")
+    assert code == 0
+    names = {path.name for path in merged.iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors", "LICENSE"} < names
+    assert not names & {".env", "notes.txt", "usage.txt", "modeling.py"}
+    assert hub.files.keys() == names
+    # a link that belongs to a model, out of the folder
+    (base / "NOTICE").symlink_to("../id_rsa")
+    assert export(trained, "--base", base, "--merged", tmp_path / "other") == 1
+    assert f"NOTICE is a link to {tmp_path / 'id_rsa'}, outside of its folder" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    # in the hub's cache all files are links
+    cached = tmp_path / "models--someone--Base" / "snapshots" / ("a" * 40)
+    (cached.parents[1] / "blobs").mkdir(parents=True)
+    cached.mkdir(parents=True)
+    for path in bases("llama").iterdir():
+        shutil.copy(path, cached.parents[1] / "blobs" / path.name)
+        (cached / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert export(trained, "--base", cached, "--merged", tmp_path / "third") == 0
+    (cached / "NOTICE").symlink_to("../../../id_rsa")
+    assert export(trained, "--base", cached, "--merged", tmp_path / "fourth") == 1
+
+
+def test_the_card_shows_markup_of_others_as_text(trained, bases, tmp_path):
+    base = shutil.copytree(bases("llama"), tmp_path / "a [b](c) <b>*d*")
+    terms = "'[x](https://example.org) <img src=x>\n\n# y'"
+    (base / "README.md").write_text(f"---\nlicense: other\nlicense_name: {terms}\n---\n")
+    assert export(trained, "--base", base, "--card", tmp_path / "card.md") == 0
+    body = (tmp_path / "card.md").read_text().split("---\n", 2)[2]
+    assert r"# a \[b\](c) \<b\>\*d\*, LoRA adapter" in body
+    assert r"Its licence, \[x\](https://example.org) \<img src=x\> # y, applies." in body
+
+
+# ---- what a downloaded folder may do
+
+
+def change(run: Path, **changes: object) -> None:
+    """Change keys in a run's config.yaml."""
+    content = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**content, **changes}))
+
+
+def test_a_downloaded_adapter_runs_no_code(trained, tmp_path, capsys):
+    mark, out = tmp_path / "mark", ("--merged", tmp_path / "merged")
+    attacks = [
+        {"_component_": "os.system", "command": f"touch {mark}"},
+        {"_component_": "torchtune.utils.os.system", "command": f"touch {mark}"},
+        {"_component_": "rocm_ext.launch.subprocess.run", "args": ["touch", str(mark)]},
+        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": "x", "trust_remote_code": True},
+    ]
+    for number, model in enumerate(attacks):
+        run = shutil.copytree(trained, tmp_path / str(number))
+        change(run, model=model)
+        for source in (run, run / "adapter", next((run / "checkpoints").iterdir())):
+            assert export(source, *out) == 1
+            error = capsys.readouterr().err
+            assert str(model.get("trust_remote_code", model["_component_"])) in error
+            assert "--trust-config" in error
+            assert error.count("\n") == 1
+    # that of a folder further up is nobody's
+    adapter = shutil.copytree(trained / "adapter", tmp_path / "0" / "some" / "adapter")
+    assert export(adapter, *out) == 0
+    assert not mark.exists()
+
+
+def test_a_model_of_the_users_own_needs_trust(trained, tmp_path, capsys, monkeypatch):
+    (tmp_path / "own_builder.py").write_text("from rocm_ext.model import from_checkpoint as mine\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = shutil.copytree(trained, tmp_path / "run")
+    model = yaml.safe_load((run / "config.yaml").read_text())["model"]
+    change(run, model={**model, "_component_": "own_builder.mine"})
+    assert export(run, "--merged", tmp_path / "merged") == 1
+    assert "config.yaml: model._component_ is 'own_builder.mine'" in capsys.readouterr().err
+    assert export(run, "--merged", tmp_path / "merged", "--trust-config") == 0
 
 
 def go(template: str, messages: list[dict[str, str]]) -> str:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,3 +129,13 @@ def test_what_has_no_pairs_is_refused(runs, tmp_path, capsys):
     assert main(["pairs", str(sft)]) == 1
     assert "samples no answers; pairs needs raft_rocm or grpo_rocm" in capsys.readouterr().err
     assert main(["pairs", str(tmp_path / "nothing")]) == 1
+
+
+def test_prompts_of_a_downloaded_run_run_no_code(runs, tmp_path, capsys):
+    mark = tmp_path / "mark"
+    content = yaml.safe_load((runs / "raft" / "config.yaml").read_text())
+    attack = {"_component_": "os.system", "command": f"touch {mark}"}
+    write_yaml(runs / "raft" / "config.yaml", {**content, "prompts": attack})
+    assert main(["pairs", str(runs / "raft")]) == 1
+    assert "prompts._component_ is 'os.system'" in capsys.readouterr().err
+    assert not mark.exists()

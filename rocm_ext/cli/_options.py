@@ -14,6 +14,12 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
 
 
+def add_trust(add) -> None:
+    """Add ``--trust-config`` with a parser's ``add_argument``."""
+    told = "use the run's config also where it names code that is not this library's; read it first"
+    add("--trust-config", action="store_true", help=told)
+
+
 def count(text: str) -> int:
     """Parse an option's number of at least 1."""
     if (number := int(text)) < 1:

@@ -9,12 +9,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rocm_ext.cli._options import add_overrides, count
+from rocm_ext.cli._options import add_overrides, add_trust, count
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
     from rocm_ext.chat import Chat
 
+# Keys of a run that a conversation does not read: it samples in this process, and nobody judges or learns
+_UNUSED = ("dataset", "dataset_val", "prompts", "eval_prompts", "verifier", "engine", "loss")
 _HELP = '''
 /base [TEXT]   ask the last question, or TEXT, of the model without its adapter, too
 /reset         forget the conversation
@@ -50,6 +52,7 @@ def add(commands) -> None:
     option("--top-k", type=count, metavar="K", help="draw from the K most probable tokens")
     option("--max-new-tokens", type=count, default=2048, metavar="N", help="limit of an answer (default: 2048)")
     option("--seed", type=int, metavar="N", help="repeat the same answers (default: others each time)")
+    add_trust(option)
     add_overrides(parser)
     parser.set_defaults(run=run)
 
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from rocm_ext.config.target import find_target
     from rocm_ext.log import setup_logging
 
-    target = find_target(args.model, args.adapter)
+    target = find_target(args.model, args.adapter, args.trust_config, _UNUSED)
     for line in startup.prepare_for(target.hardware(args.overrides)):  # may restart this program
         _note(line)
     question = args.prompt

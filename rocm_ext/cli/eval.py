@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from rocm_ext.cli._options import add_format, add_overrides, count
+from rocm_ext.cli._options import add_format, add_overrides, add_trust, count
 from rocm_ext.cli._text import printable
 from rocm_ext.errors import UserError
 
@@ -56,6 +56,7 @@ def add(commands) -> None:
         "two of them",
     )
     option("--json", action="store_true", help="print one JSON object instead of text")
+    add_trust(option)
     add_overrides(parser)
     parser.set_defaults(run=run)
 
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.config.target import find_target
     from rocm_ext.log import setup_logging
 
-    target = find_target(args.config, args.adapter)
+    unused = [*["verifier"] * bool(args.verifier), *["eval_prompts", "dataset_val"] * bool(args.data)]
+    target = find_target(args.config, args.adapter, args.trust_config, unused)
     adapter, target = target.adapter, replace(target, adapter=None)  # measured beside what the config starts from
     family = registry.family(target.recipe(args.overrides))
     answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)

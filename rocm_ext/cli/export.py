@@ -1,8 +1,10 @@
 """``rocm-ext export``: take what a run trained to other programs."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
+from rocm_ext.cli._options import add_trust
 from rocm_ext.errors import UserError
 
 
@@ -22,13 +24,15 @@ def add(commands) -> None:
         help="output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter",
     )
     option("--base", type=Path, metavar="DIR", help="the base model's folder (default: the one in the run's config)")
+    add_trust(option)
     option("--merged", type=Path, metavar="DIR", help="write the merged model in Hugging Face's format")
     option("--gguf", type=Path, metavar="FILE", help="write the merged model as one file for llama.cpp and Ollama")
     option("--type", choices=("f16", "bf16", "q8_0"), default="f16", help="of the weights in --gguf (default: f16)")
     option("--gguf-adapter", type=Path, metavar="FILE", help="write the adapter for llama.cpp's --lora")
     option("--card", type=Path, metavar="FILE", help="write the model card (with --merged: README.md in DIR)")
     option("--push", metavar="OWNER/NAME", help="upload what this command writes, or else the adapter, with its card")
-    option("--private", action="store_true", help="make the new repository of --push private")
+    option("--private", action="store_true", help="make the new repository of --push private, or demand that it is")
+    option("--base-name", metavar="OWNER/NAME", help="what the hub calls the base model (default: as its folder says)")
     parser.set_defaults(run=run)
 
 
@@ -43,11 +47,14 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.export.ollama import write_modelfile
     from rocm_ext.export.push import push
     from rocm_ext.files import replace_text
+    from rocm_ext.hub import is_hub_name
     from rocm_ext.log import setup_logging
 
     _check_new(args)
+    if args.base_name and not is_hub_name(args.base_name):
+        raise UserError(f"--base-name {args.base_name} is no name on the hub; expected OWNER/NAME", code=2)
     setup_logging()
-    source = open_source(args.source, args.base)
+    source = replace(open_source(args.source, args.base, args.trust_config), base_name=args.base_name)
     if source.adapter is None and (args.card or args.push):
         raise UserError(f"{args.source} has no adapter; --card and --push are for what a run trained")
     files: list[Path] = []

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rocm_ext.cli._options import count
+from rocm_ext.cli._options import add_trust, count
 from rocm_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def add(commands) -> None:
     option("--limit", type=count, metavar="N", help="maximum number of pairs, drawn at random")
     option("--last", type=count, metavar="N", help="use only the last N cycles or steps")
     option("--seed", type=int, default=0, help="seed of random choices (default: 0)")
+    add_trust(option)
     parser.set_defaults(run=run)
 
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"warning: {problem}", file=sys.stderr)
     if not pairs:
         raise UserError(f"{args.run_dir} has no prompt with a right and a wrong answer: {_counts(answers, left_out)}")
-    rows = _rows(folder, pairs)
+    rows = _rows(folder, pairs, args.trust_config)
     output = args.output or args.run_dir / "pairs.jsonl"
     replace_text(output, "".join(json.dumps(row) + "\n" for row in rows))
     prompts = len({right.prompt_id for right, _ in pairs})
@@ -65,11 +66,11 @@ def _counts(answers: "Sequence[Answer]", left_out: Any) -> str:
     return found + "".join(f"; left out: {number:,} {what}" for what, number in sorted(left_out.items()))
 
 
-def _rows(folder: "RunFolder", pairs: "Sequence[tuple[Answer, Answer]]") -> list[dict[str, Any]]:
+def _rows(folder: "RunFolder", pairs: "Sequence[tuple[Answer, Answer]]", trusted: bool) -> list[dict[str, Any]]:
     """Return the rows of pairs, with their prompts from the run's own config.
 
     Raises:
-        UserError: the prompts cannot be read, or are not those of the run any more.
+        UserError: the prompts cannot be read, could run code, or are not those of the run any more.
     """
     from omegaconf import OmegaConf
 
@@ -78,6 +79,8 @@ def _rows(folder: "RunFolder", pairs: "Sequence[tuple[Answer, Answer]]") -> list
     node = folder.setting("prompts")
     if not isinstance(node, dict):
         raise UserError(f"{folder.path}/config.yaml names no prompts, whose texts the pairs need")
+    if not trusted:
+        config.check_from_folder({"prompts": node}, folder.path / "config.yaml")
     known = {prompt.id: prompt for prompt in config.instantiate(OmegaConf.create(node), key="prompts")}
     if missing := {right.prompt_id for right, _ in pairs} - known.keys():
         raise UserError(

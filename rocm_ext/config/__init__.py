@@ -1,6 +1,6 @@
 """From a YAML's name and the command line to one checked config."""
 
-from rocm_ext.config.components import COMPONENT, instantiate, takes, without
+from rocm_ext.config.components import COMPONENT, check_from_folder, instantiate, takes, without
 from rocm_ext.config.layers import (
     defaults,
     difference,
@@ -15,6 +15,7 @@ from rocm_ext.config.main import command_line, guarded, recipe_main
 
 __all__ = [
     "COMPONENT",
+    "check_from_folder",
     "command_line",
     "defaults",
     "difference",

@@ -1,18 +1,49 @@
 """Nodes of a config that name a component: a function or class, with its arguments."""
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from rocm_ext import registry
 from rocm_ext.errors import UserError, nearest, one_line
+from rocm_ext.hardware.profile import profile_names
 from rocm_ext.importing import COMPONENT, import_component
 
 # Keys whose value names a component
 _COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
 _COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier"}
 _LISTS = {"dataset", "dataset_val"}  # these may be lists of components
+
+# What the config in a run's folder may name: builders that read the files they are given, and do nothing else.
+# A star stands for the rest of one name.
+_DATASET = "rocm_ext.data.sft_dataset rocm_ext.data.preference_dataset torchtune.datasets.*_dataset"
+_BUILDERS = {
+    "model": "rocm_ext.model.from_checkpoint rocm_ext.pocket.lora_pocket torchtune.models.*.lora_* "
+    "torchtune.models.*.qlora_*",
+    "checkpointer": "rocm_ext.model.HFCheckpointer torchtune.training.FullModel*Checkpointer",
+    "tokenizer": "rocm_ext.data.HFTokenizer torchtune.models.*.*_tokenizer",
+    "dataset": _DATASET,
+    "dataset_val": _DATASET,
+    "prompts": "rocm_ext.data.prompt_dataset",
+    "eval_prompts": "rocm_ext.data.prompt_dataset",
+    "optimizer": "torch.optim.*",
+    "loss": "rocm_ext.objectives.* torchtune.modules.loss.* torchtune.rlhf.loss.*",
+    "engine": "rocm_ext.generation.LocalEngine rocm_ext.generation.TransformersEngine",
+    "verifier": "rocm_ext.verifiers.All rocm_ext.verifiers.Compile rocm_ext.verifiers.ExactMatch "
+    "rocm_ext.verifiers.JsonSchema rocm_ext.verifiers.MajorityAnswer rocm_ext.verifiers.MathAnswer "
+    "rocm_ext.verifiers.PythonTests rocm_ext.verifiers.Regex rocm_ext.verifiers.Run rocm_ext.verifiers.Weighted",
+}
+# Arguments with which one of these would run code, or run it unguarded: the values that are allowed
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "trust_remote_code": (None, False),
+    "prompt_template": (None,),  # torchtune calls what it names
+    "python": (None,),
+    "sandbox": ("bubblewrap",),
+}
 
 
 def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
@@ -73,6 +104,48 @@ def check_components(cfg: DictConfig, defaults: Mapping[str, Any]) -> None:
                 _check_arguments(str(key), part)
             elif key in _COMPONENTS and part is not None and not (key in names and isinstance(part, str)):
                 raise UserError(f"{key} must name a _component_ and its arguments, found {part!r}")
+
+
+def check_from_folder(content: Mapping[str, Any], file: Path) -> None:
+    """Refuse what could run code in the config of a folder: a run or an adapter may come from anybody.
+
+    Args:
+        content: of the config, or the part of it that is used.
+        file: where it is, for the message.
+
+    Raises:
+        UserError: naming the value and ``--trust-config``.
+    """
+    for path, value in _values(content):
+        key, name = path[0], path[-1]
+        if name == COMPONENT:
+            known = _BUILDERS.get(key, "").replace(".", r"\.").replace("*", r"\w+").replace(" ", "|")
+            harmless = isinstance(value, str) and bool(value) and re.fullmatch(known, value) is not None
+        elif name in _HARMLESS:
+            harmless = value in _HARMLESS[name]
+        elif path == ("recipe",):  # one in a file of the folder has defaults of its own
+            harmless = value in registry.recipes()
+        elif path == ("hardware",):  # one in a file of the folder sets environment variables
+            harmless = value in ("auto", *profile_names())
+        else:
+            harmless = not (isinstance(value, str) and "${" in value)  # it may read the environment
+        if not harmless:
+            raise UserError(
+                f"{file}: {'.'.join(path)} is {value!r}, which may run code or read the environment. If you trust this "
+                "file, add --trust-config"
+            )
+
+
+def _values(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All values in a config with their keys; those of a list have the list's."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _values(value, (*path, str(key)))
+    elif isinstance(node, list):
+        for value in node:
+            yield from _values(value, path)
+    else:
+        yield path, node
 
 
 def _check_arguments(key: str, node: DictConfig) -> None:

@@ -1,7 +1,7 @@
 """What a command opens to sample from or to measure: a config, a run's output folder, or a folder with a model."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import registry
-from rocm_ext.config.components import COMPONENT
+from rocm_ext.config.components import COMPONENT, check_from_folder
 from rocm_ext.config.folder import FROM_CHECKPOINT, check_model_folder
 from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
 from rocm_ext.errors import UserError
 from rocm_ext.hub import is_hub_name
+from rocm_ext.importing import with_new_names
 
 _LOCAL = ("rocm_ext.generation.LocalEngine", "rocm_ext.generation.TransformersEngine")
+_OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
 # Keys of adapter_config.json and those of from_checkpoint
 _ADAPTER = {
     "r": "lora_rank",
@@ -33,7 +35,7 @@ class Target:
     Attributes:
         name: name or file of the config, or the model's folder.
         adapter: PEFT folder; None: the model as the config starts from it.
-        content: content of a config that is no file; None: ``name`` is a config.
+        content: of a run's config, or of a config that is no file; None: ``name`` is a config.
         run: whether the user named the output folder of a run.
     """
 
@@ -44,11 +46,12 @@ class Target:
 
     def recipe(self, overrides: Iterable[str] = ()) -> registry.Recipe:
         """Return the recipe that the config is for; for a model, RAFT."""
-        return recipe_of(self.name, overrides) if self.content is None else registry.find(registry.RAFT)
+        named = self.run or self.content is None
+        return recipe_of(self.name, overrides) if named else registry.find(registry.RAFT)
 
     def hardware(self, overrides: Iterable[str] = ()) -> str:
         """Return the value of ``hardware`` that :meth:`load` would resolve."""
-        if self.content is None:
+        if self.run or self.content is None:
             return requested_hardware(self.name, overrides)
         stated = [item.partition("=")[2] for item in overrides if item.startswith("hardware=")]
         return stated[-1] if stated else "auto"
@@ -62,7 +65,7 @@ class Target:
         recipe, content = self.recipe(overrides), self.content
         if self.run:  # its config also has the user's variables, which nothing refers to any more
             known = defaults(recipe)
-            content = {key: value for key, value in read(Path(self.name)).items() if key in known}
+            content = {key: value for key, value in (content or {}).items() if key in known}
         cfg = load(recipe, self.name, overrides, content)
         if self.run:
             _check_here(cfg)
@@ -83,16 +86,18 @@ def _check_here(cfg: DictConfig) -> None:
     raise UserError(f"the model's folder {folder} does not exist{where}")
 
 
-def find_target(name: str, adapter: Path | None = None) -> Target:
+def find_target(name: str, adapter: Path | None = None, trusted: bool = False, unused: Collection[str] = ()) -> Target:
     """Find what the user named.
 
     Args:
         name: a config of this library or a file; the ``output_dir`` of a run, which stands for its adapter; a folder
             with a model in Hugging Face's format; or a model's name on the hub.
         adapter: PEFT folder that takes the place of the run's.
+        trusted: whether a run's config may name any component, see :func:`rocm_ext.config.check_from_folder`.
+        unused: keys of a run's config that the command does not need, beside those that only training needs.
 
     Raises:
-        UserError: there is nothing of this name, or it is another kind of folder.
+        UserError: there is nothing of this name, it is another kind of folder, or its config could run code.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -102,7 +107,7 @@ def find_target(name: str, adapter: Path | None = None) -> Target:
             base = _read_adapter(folder).get("base_model_name_or_path") or "MODEL"
             raise UserError(f"{folder} is an adapter; name its model, too: {base} --adapter {folder}")
         if (folder / "config.yaml").is_file():
-            return _run(folder, adapter)
+            return _run(folder, adapter, trusted, unused)
         raise UserError(
             f"{folder} holds neither a model (config.json) nor a run (config.yaml); name one of these or a config"
         )
@@ -115,13 +120,17 @@ def find_target(name: str, adapter: Path | None = None) -> Target:
     return Target(name, adapter)
 
 
-def _run(folder: Path, adapter: Path | None) -> Target:
+def _run(folder: Path, adapter: Path | None, trusted: bool, unused: Collection[str]) -> Target:
     """Return the result of a run: its ``adapter``."""
     if adapter is None and not (folder / "adapter" / "adapter_config.json").is_file():
         saved = sorted(folder.glob("checkpoints/*/**/adapter_config.json"), key=lambda path: path.stat().st_mtime)
         hint = f"--adapter {saved[-1].parent} is its newest checkpoint" if saved else "it has no checkpoint either"
         raise UserError(f"the run in {folder} has no adapter yet; {hint}")
-    return Target(str(folder / "config.yaml"), adapter or folder / "adapter", run=True)
+    file = folder / "config.yaml"
+    content = {key: value for key, value in with_new_names(read(file)).items() if key not in {*_OF_TRAINING, *unused}}
+    if not trusted:
+        check_from_folder(content, file)
+    return Target(str(file), adapter or folder / "adapter", content, run=True)
 
 
 def _model(name: str, adapter: Path | None) -> Target:

@@ -1,5 +1,6 @@
 """The model card of what a run trained, ``README.md`` on the Hugging Face hub."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,11 @@ def card(source: Source, merged: bool) -> str:
     run = source.run
     if run is not None and (named := [each for each in _sources(run) if _is_data_set(each)]):
         head["datasets"] = list(dict.fromkeys(named))
-    terms = licence.get("license_name", licence.get("license"))
+    terms, shown = _plain(str(licence.get("license_name", licence.get("license", "")))), _plain(name)
     lines = [
-        f"# {name}, {'fine-tuned' if merged else 'LoRA adapter'}",
+        f"# {shown}, {'fine-tuned' if merged else 'LoRA adapter'}",
         "",
-        f"Base model: {name}. Its licence{f', {terms},' if terms else ''} applies.",
+        f"Base model: {shown}. Its licence{f', {terms},' if terms else ''} applies.",
         "Trained with torchtune-rocm.",
         "",
         *_table("Settings", _settings(source)),
@@ -116,6 +117,11 @@ def _results(run: RunFolder) -> dict[str, str]:
     return rows | {key: str(Score(each["correct"], each["prompts"])) for key, each in scores.items() if each}
 
 
+def _plain(text: str) -> str:
+    """Text of others in one line of Markdown, without links, tags and other markup."""
+    return re.sub(r"[\\`*\[\]<>|~!&]", r"\\\g<0>", " ".join(text.split()))
+
+
 def _table(title: str, rows: Mapping[str, str]) -> list[str]:
-    cells = [f"| {key} | {value.replace('|', '&#124;')} |" for key, value in rows.items()]
+    cells = [f"| {_plain(key)} | {_plain(value)} |" for key, value in rows.items()]
     return [f"## {title}", "", "| | |", "|---|---|", *cells, ""] if rows else []

@@ -37,17 +37,19 @@ class Source:
         adapter: PEFT folder; None: the base model alone.
         run: records of the run that trained the adapter; None: unknown.
         cfg: ``model``, ``checkpointer`` and what renders conversations, as in a run's config.
+        base_name: what the hub calls the base model; None: as its folder says.
     """
 
     base: Path
     adapter: Path | None
     run: RunFolder | None
     cfg: DictConfig
+    base_name: str | None = None
 
     @property
     def name(self) -> str:
         """The base model's name on the hub, or its folder."""
-        return base_model_name(self.base)
+        return self.base_name or base_model_name(self.base)
 
     def decoder(self) -> Any:
         """Build the model that the adapter belongs to, without weights."""
@@ -72,35 +74,45 @@ class Source:
         return open_tokenizer(cfg)
 
 
-def open_source(path: Path, base: Path | None = None) -> Source:
+def open_source(path: Path, base: Path | None = None, trusted: bool = False) -> Source:
     """Find what ``path`` holds.
 
     Args:
         path: ``output_dir`` of a run, a PEFT folder, or a model's folder.
         base: the base model's folder; None: the one that the run's config or the adapter names.
+        trusted: whether a run's config may name any model, see :func:`rocm_ext.config.check_from_folder`.
 
     Raises:
-        UserError: there is no such model, or its base model is not found.
+        UserError: there is no such model, its base model is not found, or the run's config could run code.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; expected the output_dir of a run, an adapter or a model")
     if (path / ADAPTER_CONFIG).is_file():
-        above = next((each for each in path.resolve().parents[:3] if (each / _RUN_CONFIG).is_file()), None)
-        return _adapted(path, RunFolder(above) if above else None, base)
+        return _adapted(path, _run_of(path.resolve()), base, trusted)
     if (path / _RUN_CONFIG).is_file():
         run = RunFolder(path)
         if not (path / "adapter" / ADAPTER_WEIGHTS).is_file():
             raise UserError(f"{path} has no adapter yet: its run has not ended; give one of its checkpoints' adapters")
-        return _adapted(path / "adapter", run, base)
+        return _adapted(path / "adapter", run, base, trusted)
     if (path / CONFIG).is_file():
         return Source(path, None, None, OmegaConf.create(_of_folder(str(path))))
     raise UserError(f"{path} holds no run ({_RUN_CONFIG}), no adapter ({ADAPTER_CONFIG}) and no model ({CONFIG})")
 
 
-def _adapted(adapter: Path, run: RunFolder | None, base: Path | None) -> Source:
+def _run_of(adapter: Path) -> RunFolder | None:
+    """The run whose adapter or checkpoint this folder is, by our names of folders; None: it is another adapter."""
+    run = adapter.parent if adapter.name == "adapter" else adapter.parent.parent
+    ours = adapter.name == "adapter" or adapter.parent.name == "checkpoints"
+    return RunFolder(run) if ours and (run / _RUN_CONFIG).is_file() else None
+
+
+def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: bool) -> Source:
     peft = PeftConfig.read(adapter)
     content = _of_folder(str(base or peft.base_model), peft)
     if run is not None and {"model", "checkpointer"} <= run.config.keys():
+        if not trusted:
+            read = ("model", "checkpointer", "chat_template_args", "chat_template_date")
+            config.check_from_folder({key: run.config.get(key) for key in read}, run.path / _RUN_CONFIG)
         content |= {key: run.config[key] for key in ("chat_template_args", "chat_template_date") if key in run.config}
         content["model"] = dict(run.config["model"])
         if base is None:

@@ -19,16 +19,23 @@ from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.errors import UserError
-from rocm_ext.files import replace_folder
+from rocm_ext.files import json_object, replace_folder
+from rocm_ext.hub import files_of
 from rocm_ext.log import log
 from rocm_ext.model import peft_experts
-from rocm_ext.model.adapter_files import ADAPTER_WEIGHTS, PREFIX, REPO_ID, merged_weight, updates_by_weight
+from rocm_ext.model.adapter_files import ADAPTER_WEIGHTS, PREFIX, merged_weight, updates_by_weight
 from rocm_ext.model.checkpointer import read_tensors, weight_files
 from rocm_ext.model.foreign import ForeignDecoder, ForeignWeights
 from rocm_ext.model.lora import ExpertLora, adapters, merged_experts
 from rocm_ext.model.peft_config import PeftConfig
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+# What a merged model takes along from the folder of its base model
+BESIDE_WEIGHTS = (
+    "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "*.model", "*.tiktoken", "tekken.json", "*.jinja", "chat_template.json",
+    "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py",
+)  # fmt: skip
+MERGED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], dict[str, Tensor]]:
@@ -59,7 +66,8 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Mo
         decoder: the model that the adapter belongs to.
 
     Raises:
-        UserError: the adapter changes a weight that the base model does not have.
+        UserError: the adapter changes a weight that the base model does not have, or a file of the base model is a link
+            out of its folder.
     """
     base = Path(cfg_checkpointer.checkpoint_dir)
     if not (base / "config.json").is_file():
@@ -68,6 +76,7 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Mo
     base, files, state = base_tensors(cfg_checkpointer)
     merged = MergedWeights(decoder, state, adapter)
     merged.check(base)
+    beside = _beside_weights(base)
     with replace_folder(out) as folder:
         index: dict[str, str] = {}
         size = 0
@@ -81,14 +90,18 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Mo
         if len(set(index.values())) > 1:
             content = {"metadata": {"total_size": size}, "weight_map": index}
             (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
-        for path in base.iterdir():  # everything except weights: config, tokenizer, licence
-            if path.name == REPO_ID:  # the merged model is another one
-                continue
-            if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
-                shutil.copy2(path, folder / path.name)
+        for name, path in beside.items():
+            shutil.copy2(path, folder / name)
         if (adapter / TEMPLATE).is_file():  # the run had a chat template of its own
             shutil.copy2(adapter / TEMPLATE, folder / TEMPLATE)
             (folder / OF_PROCESSORS).unlink(missing_ok=True)  # transformers' processors prefer it
+
+
+def _beside_weights(base: Path) -> dict[str, Path]:
+    """The files of config, tokenizer and licence; the Python code only of a model that has its own."""
+    own_code = "auto_map" in (json_object((base / "config.json").read_bytes()) or {})
+    found = files_of(base, BESIDE_WEIGHTS)
+    return {name: path for name, path in found.items() if own_code or path.suffix != ".py"}
 
 
 class MergedWeights:
