@@ -384,6 +384,12 @@ def test_a_program_that_cannot_be_started_is_told_from_one_that_fails(box: Sandb
         broken.check()
 
 
+def test_a_program_may_be_named_through_folders_that_the_sandbox_lacks(box: Sandbox):
+    path = os.path.join(Path(__file__).parent, os.path.relpath(sys.executable, Path(__file__).parent))
+    assert ".." in path
+    assert box.run([path, "-S", "-c", "print(4)"]).stdout == b"4\n"
+
+
 def test_stdin_and_large_files(box: Sandbox):
     code = "import sys; print(len(sys.stdin.read()), len(open('/box/a', 'rb').read()))"
     outcome = box.run([sys.executable, "-S", "-c", code], {"a": bytes(20 << 20)}, b"x" * 3_000_000)

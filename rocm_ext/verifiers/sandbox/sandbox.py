@@ -167,6 +167,7 @@ class Sandbox:
             pass_fds: descriptors that the program inherits under the same numbers.
         """
         limits = limits or Limits()
+        argv = [os.path.normpath(argv[0]), *argv[1:]]  # of /a/../usr/bin/x the sandbox has no /a
         data = {name: text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
                 for name, text in (files or {}).items()}  # fmt: skip
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
