@@ -1,4 +1,4 @@
-"""Rows that hold the judge of Python tests to account: honest classes with state, and attempts at an unearned reward."""
+"""Rows that hold the judge of Python tests to account: honest classes with state, and attempts at a free reward."""
 
 import json
 import re
@@ -14,7 +14,9 @@ from rocm_ext.verifiers import PythonTests, Verdict
 
 ROWS = Path(__file__).parent / "code_rows"
 bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
-STATEFUL = [json.loads(line) for line in (ROWS / "stateful.jsonl").read_text().splitlines()]
+STATEFUL, ATTACKS = (
+    [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text().splitlines()] for name in ("stateful", "attacks")
+)
 
 
 def test_plain_python_passes_the_right_answers_and_no_mutant(tmp_path: Path):
@@ -66,3 +68,17 @@ def test_classes_with_state_are_judged(judge):
         unjudged[row["kind"]] += right is not Verdict.CORRECT
     print("not judged:", dict(+unjudged))
     assert unjudged.total() <= 10, unjudged
+
+
+@bwrap
+@pytest.mark.parametrize("row", ATTACKS, ids=lambda row: row["id"])
+def test_no_attack_is_right(row: dict):
+    verifier = PythonTests(timeout=4, memory_mb=2048)
+    fields = {name: value for name, value in row.items() if name not in ("id", "code")}
+    try:
+        verifier.check_row(fields)
+    except ValueError:
+        return
+    result = verifier(f"```python\n{row['code']}```", fields)
+    assert result.verdict is not Verdict.CORRECT, result
+    assert not result.reward
