@@ -70,10 +70,14 @@ def test_classes_with_state_are_judged(judge):
     assert unjudged.total() <= 10, unjudged
 
 
+@pytest.fixture(scope="module")
+def verifier() -> PythonTests:
+    return PythonTests(timeout=4, memory_mb=2048)
+
+
 @bwrap
 @pytest.mark.parametrize("row", ATTACKS, ids=lambda row: row["id"])
-def test_no_attack_is_right(row: dict):
-    verifier = PythonTests(timeout=4, memory_mb=2048)
+def test_no_attack_is_right(verifier: PythonTests, row: dict):
     fields = {name: value for name, value in row.items() if name not in ("id", "code")}
     try:
         verifier.check_row(fields)
