@@ -65,6 +65,9 @@ def test_a_run_writes_references(world, tmp_path, monkeypatch, capsys, logger):
     cfg |= {"own": "note ${oc.env:SECRET}", "chat_template_args": {"note": "${own}", "number": "${oc.decode:'7'}"}}
     cfg |= {"metric_logger": {"_component_": logger, "log_dir": str(out)}}
     cfg["clip_grad_norm"] = "${oc.decode:${oc.env:CLIP,1.5}}"
+    cfg["dataset"]["source"], cfg["checkpointer"]["checkpoint_dir"] = "${oc.env:ROWS}", "${oc.env:MODEL}"
+    monkeypatch.setenv("ROWS", str(world / "prompts.jsonl"))
+    monkeypatch.setenv("MODEL", str(world / "base"))
     start = write_yaml(tmp_path / "run.yaml", cfg)
     assert call(sft, monkeypatch, "--config", start) == 0
     assert cli.main(["report", str(out)]) == 0
@@ -74,6 +77,8 @@ def test_a_run_writes_references(world, tmp_path, monkeypatch, capsys, logger):
     content = yaml.safe_load(files["config.yaml"])
     assert content["chat_template_args"] == {"note": f"note {REFERENCE}", "number": 7}
     assert content["clip_grad_norm"] == 1.5, "a number is no secret"
+    assert content["checkpointer"]["checkpoint_dir"] == str(world / "base"), "nor is a folder"
+    assert content["dataset"]["source"] == "${oc.env:ROWS}"
     assert f"note {REFERENCE}".encode() in files["report.html"]
     if "logged.json" in files:
         assert json.loads(files["logged.json"])["chat_template_args"]["note"] == f"note {REFERENCE}"

@@ -95,7 +95,7 @@ def load(
         cfg = _merge_yaml_and_cli_args(Namespace(**merged), overrides)
         cfg.recipe, cfg.hardware = recipe.name, hardware
         _check_complete(cfg, known, name)
-        references.resolve(cfg)
+        references.resolve(cfg, plain=_PATHS)
         for variable in [key for key in cfg if key not in known]:  # nothing refers to it any more
             del cfg[variable]
         _expand_home(cfg)
@@ -343,7 +343,7 @@ def _expand_home(node: Any) -> None:
     for key, value in node.items() if isinstance(node, DictConfig) else enumerate(node):
         if isinstance(value, DictConfig | ListConfig):
             _expand_home(value)
-        elif key in _PATHS and isinstance(value, str) and value.startswith("~"):
+        elif key in _PATHS and isinstance(value, str):
             node[key] = os.path.expanduser(value)
 
 

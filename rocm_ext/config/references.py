@@ -5,7 +5,7 @@ What is written of a config (``config.yaml``, ``run.json``, ``state.pt``, metric
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -40,8 +40,12 @@ def _text(key: str, default: Any = _UNSET) -> str:
     return f"${{oc.env:{key},{quoted}}}"
 
 
-def resolve(cfg: DictConfig) -> None:
+def resolve(cfg: DictConfig, plain: Collection[str]) -> None:
     """Resolve all of ``cfg`` but texts from the environment. Numbers, switches and null are no secrets.
+
+    Args:
+        cfg: the config, which changes.
+        plain: keys whose texts are no secrets either.
 
     Raises:
         UserError: a value depends on the environment in a way that has no reference of its own.
@@ -51,19 +55,19 @@ def resolve(cfg: DictConfig) -> None:
     OmegaConf.resolve(values)
     with kept():
         OmegaConf.resolve(cfg)
-    _keep_texts(cfg, values, "")
+    _keep_texts(cfg, values, plain, "")
 
 
-def _keep_texts(cfg: Any, values: Any, where: str) -> None:
+def _keep_texts(cfg: Any, values: Any, plain: Collection[str], where: str) -> None:
     for key in range(len(cfg)) if isinstance(cfg, ListConfig) else list(cfg):
         name, value = f"{where}{key}", values[key]
         if OmegaConf.is_interpolation(cfg, key):
-            if value is None or isinstance(value, bool | int | float):
+            if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and key in plain):
                 cfg[key] = value
             elif cfg[key] != value:
                 raise UserError(_NO_TEXT.format(name=name))
         elif isinstance(cfg[key], DictConfig | ListConfig):
-            _keep_texts(cfg[key], value, f"{name}.")
+            _keep_texts(cfg[key], value, plain, f"{name}.")
         elif isinstance(value, str) and cfg[key] != value:
             raise UserError(_NO_TEXT.format(name=name))
 
@@ -71,7 +75,7 @@ def _keep_texts(cfg: Any, values: Any, where: str) -> None:
 def digests(cfg: DictConfig) -> dict[str, str]:
     """Hash the texts from the environment, by dotted key, so that a resumed run can tell whether they are the same.
 
-    The hash is a slow one, because a secret may be a short word.
+    The hash is a slow one, because a secret may be a short word. It has 64 characters, as hashes in messages do.
     """
     texts, values = _flat(cfg, resolve=False), _flat(cfg, resolve=True)
     return {key: _digest(key, values[key]) for key in texts if texts[key] != values[key]}
@@ -82,7 +86,7 @@ def begun_as(cfg: DictConfig, begun: Mapping[str, Any], known: Mapping[str, str]
 
     Args:
         cfg: the config of today.
-        begun: the recorded one. Versions before 0.2 recorded values and no references.
+        begun: the recorded one; earlier versions recorded values in place of references.
         known: its :func:`digests`.
 
     Returns:
@@ -106,4 +110,4 @@ def _flat(cfg: DictConfig, resolve: bool) -> dict[str, Any]:
 
 
 def _digest(key: str, value: Any) -> str:
-    return hashlib.scrypt(json.dumps(value).encode(), salt=key.encode(), n=2**14, r=8, p=1, dklen=16).hex()
+    return hashlib.scrypt(json.dumps(value).encode(), salt=key.encode(), n=2**14, r=8, p=1, dklen=32).hex()

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import rocm_ext
+from rocm_ext.config import references
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors
 from rocm_ext.nested import flatten
@@ -76,8 +77,8 @@ def _told(name: str, one: Any, other: Any) -> str:
 
 
 def _flat(cfg: DictConfig) -> Mapping[str, Any]:
-    content: Any = OmegaConf.to_container(cfg, resolve=True)
-    return flatten(content)
+    content: Any = OmegaConf.to_container(cfg)
+    return flatten(content) | references.digests(cfg)
 
 
 def _versions() -> dict[str, str]:
