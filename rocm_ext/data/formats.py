@@ -17,7 +17,8 @@
   ``private_test_cases``, ``metadata`` -> ``prompt``, and ``cases`` of both
 
 In the last three, words that are numbers are compared by value, as these benchmarks do: apps and taco allow a relative
-error of 1e-5, livecodebench none.
+error of 1e-5, livecodebench none. Where tests of EvalPlus (mbppplus, evalplus/humanevalplus) ask whether numbers are
+close, they ask for the same shape, too.
 """
 
 import ast
@@ -25,6 +26,7 @@ import base64
 import binascii
 import json
 import pickletools
+import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +37,7 @@ from rocm_ext.errors import UserError
 MAX_TESTS = 1 << 30  # bytes of a row's unpacked tests
 TEXT_OPCODES = {"PROTO", "FRAME", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "MEMOIZE", "PUT",
                 "BINPUT", "LONG_BINPUT", "STOP"}  # fmt: skip
+CLOSE = re.compile(r"^([ \t]+)((?:assert np\.allclose|np\.testing\.assert_allclose)\(out, exp\b)", re.M)
 # what LeetCode's and LiveCodeBench's answers use without importing it
 LEETCODE = """import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
@@ -80,7 +83,8 @@ def _humaneval(row: dict[str, Any]) -> dict[str, Any]:
     rest = _without(row, "test", "canonical_solution")
     rest |= {"solution": row["canonical_solution"]} if "canonical_solution" in row else {}
     task = f"Complete this Python function. Answer with all of it in one code block.\n\n```python\n{row['prompt']}"
-    return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"], "tests": row["test"]}
+    return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"],
+            "tests": _with_shapes(row["test"])}  # fmt: skip
 
 
 def _mbppplus(row: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +96,12 @@ def _mbppplus(row: dict[str, Any]) -> dict[str, Any]:
     rest |= {"entry_point": names.pop()} if len(names) == 1 else {}
     examples = "\n".join(shown)
     prompt = f"{row['prompt'].rstrip()}\n\nYour code should pass these tests:\n\n{examples}"
-    return {**rest, "prompt": prompt, "tests": row["test"], "test_setup": "\n".join(imports)}
+    return {**rest, "prompt": prompt, "tests": _with_shapes(row["test"]), "test_setup": "\n".join(imports)}
+
+
+def _with_shapes(tests: str) -> str:
+    """EvalPlus's tests, in which close numbers must have the same shape; numpy finds ``[]`` close to any number."""
+    return CLOSE.sub(r"\1assert np.shape(out) == np.shape(exp)\n\1\2", tests)
 
 
 def _apps(row: dict[str, Any]) -> dict[str, Any] | None:

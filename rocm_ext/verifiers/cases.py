@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rocm_ext.verifiers.extract import parse_python
 from rocm_ext.verifiers.sandbox import BOX, Limits, Outcome, Sandbox, interpreter
 
 CHECKER_MB = 1024  # it reads all that the program printed
-NUMBER = re.compile(r"[+-]?(\d+(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
+NUMBER = re.compile(r"[+-]?((?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)  # 007 is a text
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 
@@ -57,9 +58,11 @@ class Comparison:
     """What counts as the right output.
 
     Args:
-        tolerance: None: the text must be equal apart from white space at the ends of lines and of the text. A number:
-            numbers may differ by so much, absolute or relative to the expected one; whole numbers may not. A row's
-            ``tolerance`` takes precedence.
+        tolerance: None: the lines must be equal apart from white space at their ends; a line of numbers alone is
+            compared word by word, so that ``5.0`` is 5 and a tab is a space. A number: all lines are compared word by
+            word, and numbers may differ by so much, absolute or relative to the expected one; whole numbers may not.
+            Blank lines at the beginning and the end never count, and ``007`` is not 7. A row's ``tolerance`` takes
+            precedence.
         checker: a Python file with ``def check(input, output, expected)`` that returns a bool, or a float from 0 to 1
             as the case's share; a row's ``checker``, the source itself, takes precedence. ValueError, LookupError,
             ArithmeticError and AssertionError in it mean that the output is wrong; any other exception is an ERROR.
@@ -240,18 +243,21 @@ def failure(outcome: Outcome) -> str:
 
 def same_output(printed: str, expected: str, tolerance: float | None = None) -> bool:
     """Whether a program printed the right text; see :class:`Comparison`."""
+    ours, theirs = _lines(printed), _lines(expected)
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs, repeat(tolerance)))
 
-    def lines(text: str) -> list[str]:
-        return [line.rstrip() for line in text.rstrip().split("\n")]
 
-    ours, theirs = lines(printed), lines(expected)
-    if tolerance is None or ours == theirs or len(ours) != len(theirs):
-        return ours == theirs
-    for mine, other in zip(ours, theirs, strict=True):
-        found, wanted = mine.split(), other.split()
-        if len(found) != len(wanted) or not all(close(a, b, tolerance) for a, b in zip(found, wanted, strict=True)):
-            return False
-    return True
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in re.sub(r"\A\s*\n", "", text.rstrip()).split("\n")]
+
+
+def _same_line(mine: str, other: str, tolerance: float | None) -> bool:
+    if mine == other:
+        return True
+    found, wanted = mine.split(), other.split()
+    if tolerance is None and not all(map(NUMBER.fullmatch, wanted)):
+        return False
+    return len(found) == len(wanted) and all(map(close, found, wanted, repeat(tolerance or 0)))
 
 
 def close(found: str, wanted: str, tolerance: float) -> bool:
@@ -262,7 +268,7 @@ def close(found: str, wanted: str, tolerance: float) -> bool:
         return False
     if Decimal(found) == Decimal(wanted):
         return True
-    if WHOLE.fullmatch(found) and WHOLE.fullmatch(wanted):
+    if not tolerance or (WHOLE.fullmatch(found) and WHOLE.fullmatch(wanted)):
         return False
     a, b = float(found), float(wanted)
     return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(b))
