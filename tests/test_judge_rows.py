@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +12,6 @@ import pytest
 from rocm_ext.verifiers import PythonTests, Verdict
 
 ROWS = Path(__file__).parent / "code_rows"
-bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 STATEFUL, ATTACKS = (
     [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text().splitlines()] for name in ("stateful", "attacks")
 )
@@ -55,7 +53,6 @@ def judge():
     return verdict
 
 
-@bwrap
 def test_classes_with_state_are_judged(judge):
     unjudged = Counter()
     for row in STATEFUL:
@@ -75,7 +72,6 @@ def verifier() -> PythonTests:
     return PythonTests(timeout=4, memory_mb=2048)
 
 
-@bwrap
 @pytest.mark.parametrize("row", ATTACKS, ids=lambda row: row["id"])
 def test_no_attack_is_right(verifier: PythonTests, row: dict):
     fields = {name: value for name, value in row.items() if name not in ("id", "code")}

@@ -24,7 +24,6 @@ import _standin
 sys.path.pop()
 
 ROWS = Path(__file__).parent / "code_rows"
-bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
 SQUARE, SAME = "def f(x): return x * x", "def f(x): return x"
 HELPERS = """
@@ -181,7 +180,6 @@ RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point, 
 }  # fmt: skip
 
 
-@bwrap
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", RIGHT_AND_WRONG)
 def test_all_tests_run(verifiers, name: str, partial: bool):
@@ -199,7 +197,6 @@ def verifiers():
     return PythonTests(), PythonTests(partial_credit=True)
 
 
-@bwrap
 @pytest.mark.parametrize(
     "more",
     [
@@ -274,7 +271,6 @@ def test_tests_that_define_the_entry_point_are_refused():
         PythonTests().check_row({"tests": "def f(x): return x\nassert f(1) == 1", "entry_point": "f"})
 
 
-@bwrap
 @pytest.mark.parametrize(
     "tests",
     ["import no_such_module\nassert f(1) == 1", "import pytest\nassert f(1) == getattr(pytest, 'warns')",
@@ -317,7 +313,6 @@ def test_approx_is_that_of_pytest(found, expected, rel, wide, nan):
 # Partial credit
 
 
-@bwrap
 @pytest.mark.parametrize(
     ("code", "tests", "share"),
     [
@@ -363,7 +358,6 @@ def test_partial_credit_for_each_check(verifiers, code: str, tests: str, share: 
 # Cases
 
 
-@bwrap
 def test_cases_as_calls(verifiers):
     row = {
         "entry_point": "Solution().add",
@@ -395,7 +389,6 @@ def test_cases_as_calls(verifiers):
         verifiers[0].check_row(wrapped | {"checker": SORTED})
 
 
-@bwrap
 @pytest.mark.parametrize(
     ("printed", "expected", "tolerance", "right"),
     [
@@ -420,7 +413,6 @@ def test_tolerance(printed: str, expected: str, tolerance: float | None, right: 
 SORTED = "def check(input, output, expected):\n    print('noise')\n    return sorted(map(int, output.split())) == sorted(map(int, expected.split()))"
 
 
-@bwrap
 def test_checkers(tmp_path: Path, verifiers):
     row = {"cases": [{"input": "1 2", "output": "2 1"}, {"input": "3", "output": "3"}], "checker": SORTED}
     code = "print(*input().split())"
@@ -467,7 +459,6 @@ def test_malformed_comparisons_are_refused(tmp_path: Path):
         PythonTests(tolerance=-1.0)
 
 
-@bwrap
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_compiled_programs_are_compared_so_too():
     row = {"cases": [{"input": "", "output": "0.33333333"}]}
@@ -480,7 +471,6 @@ def test_compiled_programs_are_compared_so_too():
 # Data sets
 
 
-@bwrap
 @pytest.mark.parametrize(("format", "count"), [("mbppplus", 3), ("livecodebench", 3), ("apps", 3), ("taco", 3)])
 def test_answers_of_data_sets_pass(format: str, count: int):
     if format == "mbppplus":

@@ -2,14 +2,10 @@
 
 # ruff: noqa: E501 - code in rows
 
-import shutil
-
 import pytest
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers import PythonTests, Verdict
-
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
 POINT = """
 class Point:

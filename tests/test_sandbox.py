@@ -3,14 +3,12 @@
 # ruff: noqa: E501 - the attacks are easier to read in their own lines
 
 import importlib.util
-import shutil
 from functools import cache
 
 import pytest
 
 from rocm_ext.verifiers import PythonTests, Verdict
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 ROW = {"tests": "def test_solution():\n    assert f(2) == 4\n    assert f(3) == 9\n    assert f(-10) == 100",
        "entry_point": "f"}  # fmt: skip
 SECONDS = 0.6

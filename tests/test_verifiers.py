@@ -50,7 +50,6 @@ sys.path.pop()
 DATA = Path(__file__).parents[2] / "shared" / "data"
 MBPP = DATA / "mbpp_train.jsonl"
 HERE = "rocm_ext.verifiers."
-bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
 
 def rows(path: Path) -> list[dict]:
@@ -189,7 +188,6 @@ HUMAN_EVAL = [
 ]  # fmt: skip
 
 
-@bwrap
 @pytest.mark.parametrize("task", HUMAN_EVAL, ids=lambda task: task["entry_point"])
 def test_human_eval_format(task: dict):
     row = {"tests": task["test"], "entry_point": task["entry_point"], "code_prefix": task["prompt"]}
@@ -209,7 +207,6 @@ def test_human_eval_format(task: dict):
         assert verifier(wrong, row).reward == 0, wrong
 
 
-@bwrap
 def test_trusted_helpers_are_not_the_programs():
     """The prompt's own helper decides, even if the completion redefines it."""
     task = HUMAN_EVAL[1]
@@ -499,7 +496,6 @@ def test_b():
 GOOD = GOOD_TEXT.strip("\n").split("\n====\n")  # code, tests, set-up, entry point
 
 
-@bwrap
 @pytest.mark.parametrize("case", GOOD, ids=range(len(GOOD)))
 def test_values_objects_and_exceptions_cross(case: str):
     code, tests, setup, entry = [*case.split("\n--\n"), "", ""][:4]
@@ -510,7 +506,6 @@ def test_values_objects_and_exceptions_cross(case: str):
         assert verifier(f"```python\n{code}\n```", row) == Result(Verdict.CORRECT, 1.0, verifier(code, row).detail)
 
 
-@bwrap
 def test_numpy_arrays_cross():
     pytest.importorskip("numpy")
     code = "import numpy as np\ndef f(a): return a * 2, a.sum(), a.mean()"
@@ -520,7 +515,6 @@ def test_numpy_arrays_cross():
     assert result.verdict is Verdict.CORRECT, result
 
 
-@bwrap
 def test_partial_credit_counts_asserts():
     row = {"tests": "def test_solution():\n    assert f(1) == 1\n    assert f(2) == 4\n    assert f(3) == 9\n    assert f(0) == 0",
            "entry_point": "f"}  # fmt: skip
@@ -536,7 +530,6 @@ def test_partial_credit_counts_asserts():
     assert PythonTests(partial_credit=True)(last, row).reward == 0.75
 
 
-@bwrap
 @pytest.mark.parametrize(
     ("completion", "verdict", "detail"),
     [
@@ -557,7 +550,6 @@ def test_verdicts_say_why(completion: str, verdict: str, detail: str):
     assert detail in result.detail
 
 
-@bwrap
 def test_broken_tests_are_errors():
     verifier, code = PythonTests(), "def f(x): return x"
     for tests in ("assert f(1) ==", "import no_such_module\nassert f(1) == 1", "x = 1",
@@ -570,7 +562,6 @@ def test_broken_tests_are_errors():
             verifier.check_row(row)
 
 
-@bwrap
 def test_programs_of_stdin_and_stdout():
     row = {"cases": [{"input": f"{i}\n", "output": f"{i * 2}\nend\n"} for i in range(4)]}
     verifier, partial = PythonTests(timeout=5), PythonTests(timeout=5, partial_credit=True)
@@ -598,13 +589,11 @@ def mbpp(count: int | None, partial: bool) -> list:
     return found
 
 
-@bwrap
 @pytest.mark.parametrize("partial", [False, True])
 def test_mbpp_solutions_pass(partial: bool):
     assert mbpp(40, partial) == []
 
 
-@bwrap
 @pytest.mark.slow
 @pytest.mark.parametrize("partial", [False, True])
 def test_all_mbpp_solutions_pass(partial: bool):
@@ -679,7 +668,6 @@ SQUARE = {
 }  # fmt: skip
 
 
-@bwrap
 @pytest.mark.parametrize("language", SQUARE)
 def test_compiled_languages(language: str):
     run = Run(language, timeout=5)
@@ -708,7 +696,6 @@ def test_a_missing_compiler_is_one_line():
         Compile("ruts")
 
 
-@bwrap
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_a_crash_earns_what_it_compiled_for():
     row = {"cases": [{"input": "", "output": "4"}]}
@@ -987,7 +974,6 @@ def test_self_check_counts_and_shows_failures(tmp_path: Path):
         self_check(both, [])
 
 
-@bwrap
 def test_self_check_of_code(tmp_path: Path):
     data = [(f"mbpp:{i}", row) for i, row in enumerate(rows(MBPP)[:6], 1)]
     summary = self_check({"_component_": HERE + "PythonTests"}, data, None, 2, None)

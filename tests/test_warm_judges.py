@@ -4,7 +4,6 @@
 
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
@@ -17,7 +16,6 @@ import pytest
 from rocm_ext.verifiers import Pool, PythonTests, Verdict
 from rocm_ext.verifiers.sandbox.process import children_of, descendants
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 SQUARE = "def f(x): return x * x"
 ROW = {"tests": "assert f(3) == 9", "entry_point": "f"}
 NODE = {"_component_": "rocm_ext.verifiers.PythonTests", "timeout": 5}
