@@ -16,7 +16,7 @@ from typing import Any
 
 from rocm_ext.data.prompts import prompt_dataset
 from rocm_ext.verifiers import Pool, Verdict
-from rocm_ext.verifiers.sandbox import interpreter
+from rocm_ext.verifiers.sandbox import bubblewrap, interpreter
 from tests.benchmarks.protocol import Failed, Ratio
 
 MBPP = "google-research-datasets/mbpp"
@@ -30,7 +30,7 @@ PEERS = {"an interpreter in bubblewrap": lambda: [*boxed(), *BARE], "an interpre
 
 def boxed() -> list[str]:
     """The command of a plain sandbox that can run this interpreter."""
-    command = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr"]
+    command = [bubblewrap.bwrap()[0], "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/lib", "/lib64"):
         command += ["--symlink", os.readlink(name), name] if os.path.islink(name) else ["--ro-bind", name, name]
     for folder in interpreter(sys.executable)[0]:
