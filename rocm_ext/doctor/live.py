@@ -41,6 +41,7 @@ def live_facts() -> Facts:
     files, linux = read_system(ROOT), platform.system() == "Linux"
     nodes = _device_nodes() if linux else {}
     user = _user([node.group for node in nodes.values()]) if linux else None
+    sandbox = _sandbox() if linux else None
     said = Recorded(
         system=platform.system(),
         release="" if linux else platform.version(),
@@ -51,8 +52,8 @@ def live_facts() -> Facts:
         user=user,
         device_nodes={path: _with_access(path, node, user) for path, node in nodes.items()} if linux else None,
         packages=pins.installed(),
-        commands=tuple(name for name in ("bwrap", *COMPILERS) if shutil.which(name)),
-        sandbox=_sandbox() if linux else None,
+        commands=(*(["bwrap"] if sandbox else []), *filter(shutil.which, COMPILERS)),
+        sandbox=sandbox,
         disk_free=_disk_free(),
         cpus=len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
         cpu_quota=_cpu_quota(),
@@ -121,15 +122,17 @@ def _user(of_devices: list[str]) -> User:
 # ------------------------------------------------------------------------------------------------------- tools
 def _sandbox() -> Sandbox | None:
     from rocm_ext.verifiers.sandbox import Sandbox as Box
-    from rocm_ext.verifiers.sandbox import seccomp
+    from rocm_ext.verifiers.sandbox import bubblewrap, seccomp
 
-    if shutil.which("bwrap") is None:
+    try:
+        _, version = bubblewrap.bwrap()
+    except UserError:
         return None
     try:
         Box("bubblewrap").check()
     except (UserError, OSError) as error:
         return Sandbox(False, str(error))
-    return Sandbox(True, seccomp.missing())
+    return Sandbox(True, " ".join(filter(None, (version, seccomp.missing()))))
 
 
 def _disk_free() -> dict[str, int]:

@@ -76,7 +76,7 @@ class Sandbox:
     """Whether bubblewrap works."""
 
     works: bool
-    found: str = ""  # why it does not, or what it lacks
+    found: str = ""  # why it does not, or its version, origin, and what it lacks
 
 
 @dataclass(frozen=True)
