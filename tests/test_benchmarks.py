@@ -272,11 +272,12 @@ def test_the_second_way_of_ours_is_compared_with_the_peers_too():
 
 def test_the_table():
     row = {"work": "sft", "vocab": 32768, "dtype": "fp32", "peer": "TRL + PEFT", "parameters": 11e6, "speedup": 2.345,
-           "range": [2.0, 3.0], "bound": 1.5, "peak_memory": [2**30, 2**31], "until_warm": [4.2, 100.0]}  # fmt: skip
+           "range": [2.0, 3.0], "bound": 1.5, "peak_memory": [2**30, 2**31], "threads": [2, 1],
+           "until_warm": [4.2, 100.0]}  # fmt: skip
     cycle = {"work": "cycle", "runs": 5, "outside": 0.0441, "range": [0.04, 0.05]}
     said = table([row, {**row, "ours": sft.BACKED}, cycle]).splitlines()
     expected = "LoRA SFT | 11 M, 32,768 tokens, fp32 | TRL + PEFT | 2.35 x (2.00-3.00) | 1.50 x"
-    assert said[2] == f"| {expected} | 1.00 / 2.00 GiB | 4 / 100 s |"
+    assert said[2] == f"| {expected} | 1.00 / 2.00 GiB | 2 / 1 | 4 / 100 s |"
     assert said[3].startswith("| LoRA SFT on transformers' code | 11 M")
     assert "4.4% (4.0%-5.0%, 5 runs)" in said[-1]
 
@@ -287,23 +288,31 @@ def test_start_up_is_told_as_a_ratio_within_rounds():
     assert "ours 3.0 s (2.0-8.0); torchtune 2.0 s (1.0-8.0)" in said
 
 
-def test_speeds_beside_other_programs_are_ratios_within_rounds():
-    result = beside.Result("qwen", "10 busy loops", {2: [10.0, 20.0], "auto": [30.0, 20.0]}, alone=100.0)
-    first, second = result.lines()
-    assert first == "| qwen | 10 busy loops | 2 | 15 | 1.00 (1.00-1.00) | 0.150 |"
-    assert second == "| qwen | 10 busy loops | auto | 25 | 2.00 (1.00-3.00) | 0.250 |"
+@pytest.mark.parametrize(
+    ("rates", "holds", "told"),
+    [
+        ([18.0, 30.0], True, "| 0.95 (0.90-1.00) | at least 0.9: holds |"),
+        ([17.0, 26.0], False, "| 0.86 (0.85-0.87) | at least 0.9: FAILS |"),
+    ],
+)
+def test_the_chosen_number_is_held_against_the_best_one(rates, holds, told):
+    """Ratios are within a round, to the number whose median is best, here 1."""
+    result = beside.Result("qwen", "4 busy loops", {"1": [20.0, 30.0], "2": [4.0, 6.0], "auto": rates}, threads=1)
+    lines = list(result.lines())
+    assert (result.best, result.holds) == ("1", holds)
+    assert lines[1] == "| qwen | 4 busy loops | 2 | 5 | 0.20 (0.20-0.20) |  |"
+    assert lines[2].startswith("| qwen | 4 busy loops | auto, which is 1 | ")
+    assert lines[2].endswith(told)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", beside.WORK)
-def test_our_speed_is_measured_beside_busy_programs(pocket_dir, tmp_path, work):
+@pytest.mark.parametrize(("work", "load"), zip(beside.WORK, ("alone", beside.IN_TURNS, "4 busy loops"), strict=True))
+def test_our_speed_is_measured_beside_other_programs(pocket_dir, tmp_path, work, load):
     (tmp_path / "pocket").symlink_to(pocket_dir)
-    results = list(beside.measure(tmp_path, work, ["alone", "2 busy loops"], [2, "auto"], 1, 0.1))
-    assert [each.load for each in results] == ["alone", "2 busy loops"]
-    for each in results:
-        assert each.alone == results[0].rates[2][0]
-        assert [len(rates) for rates in each.rates.values()] == [1, 1]
-        assert all(rate > 0 for rates in each.rates.values() for rate in rates)
+    result = beside.measure(tmp_path, work, load, [1], 1, 0.1)
+    assert [len(rates) for rates in result.rates.values()] == [1, 1]
+    assert all(rate > 0 for rates in result.rates.values() for rate in rates)
+    assert result.threads >= 1
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_both_sides_are_in_the_table():
         "work": "grpo", "peer": "TRL + PEFT", "vocab": 320, "dtype": "fp32", "parameters": 1e6, "speedup": 3.2,
         "range": [3.0, 3.5], "bound": None, "answers": 512, "updates": 8, "steps": 25, "step_seconds": [1.5, 4.8],
         "before": 0.34, "accuracy": [0.6, 0.55], "gain_per_hour": [24.96, 6.3], "until_warm": [4.0, 9.0],
-        "peak_memory": [2**30, 2**31],
+        "peak_memory": [2**30, 2**31], "threads": [2, 2],
     }  # fmt: skip
     said = table([row]).splitlines()
     assert said[2].startswith("| GRPO, a step | 1 M, 320 tokens, fp32 | TRL + PEFT | 3.20 x (3.00-3.50) |  |")
@@ -185,7 +185,7 @@ def test_finished_runs_are_not_repeated(tmp_path):
 @pytest.mark.slow
 def test_overhead_is_measured_on_both_models(tmp_path):
     for run in (overhead.run_pocket, overhead.run_41m):
-        out = run(tmp_path, 2, ["prompts_per_step=4", "samples_per_prompt=2"])
+        out = run(tmp_path, 2, ["prompts_per_step=4", "samples_per_prompt=2", "minibatches=2"])
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert len(overhead.shares(lines)) == 2
         assert all(0 < share < 1 for share in overhead.shares(lines))
