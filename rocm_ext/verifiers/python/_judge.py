@@ -1,73 +1,344 @@
-"""The tests' side: runs the user's tests against values that the tested program returns.
+"""The tests' side of the boundary: handles on the code's objects, and what they may do.
 
-The model's code never runs in this process. A name that the tests take from the solution is a handle: calling it sends
-the arguments to the program and gets plain data back, as exact library types. The comparison with the expected value
-happens here, so the program never sees that value and can only return its own. Objects of the code's own classes stay
-in the program; the tests use them through handles, if they take a name for a class. What cannot be judged so stops the
-tests with its reason.
+The rule: from the code come plain data of exact library types, and handles. No function, class or module of the code
+comes inside data, and none comes as data. A handle stands for an object in the code's process; every operation on it
+runs there and gives plain data or a handle again. Three things follow, which this file keeps:
+
+- A handle that the tests did not make, by calling a class, may stand in the place of data. It never answers yes or no
+  by a name that data has too: whether it starts with, contains or equals something. One whose class the tests do not
+  know by name has no such name at all, no length, no items and no value as a number.
+- A handle is never compared with the tests' data, nor computed with it: its class would get the expected value.
+- Two handles are equal if the code says so and their attributes are equal.
+
+What does not fit is ``Unjudged``; PythonTests turns that into a verdict. Exceptions arrive as the library's, or as
+classes of this file with the name of the code's class.
 """
 
-import ast
 import builtins
 import contextlib
+import operator
 import sys
 import weakref
 from _thread import RLock
 
-import _live as live
-from _channel import Closed, Malformed, TooMuch, Unsendable, judge_channel
-from _handles import HINT, Function, Handle, Method, Remote, State, Unjudged, is_handle, set_slots
-from _raised import Errors
-from _reach import doubt, unreached
-from _roles import Roles
-from _special import Record, remote_class
-from _tests import run
-from _wire import SLOT, Codec, deque, integer, state, text
+from _wire import BINARY, FUNCTIONS, IN_PLACE, Closed, Malformed, Unsendable, Wire, mutable, number, text
+
+VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__"}
+HINT = "; `isolation: same_process` can judge it"
+STOPS = ("StopIteration", "StopAsyncIteration")
+STEPS = ("next", "send", "throw", "step")
+DATA_TYPES = (str, bytes, bytearray, list, tuple, dict, set, frozenset, int, float, complex, range, type({}.keys()))
+OF_TABLES = {"all", "any", "equals", "isin", "isna", "isnull", "notna", "notnull", "between"}
+ASKS = ("is", "startswith", "endswith", "any", "all", "equals", "not", "match", "between", "exists")
+METHOD = object()  # an attribute that is a method
+JUDGE = None  # the connection of this process
+
+
+class Unjudged(BaseException):
+    """The tests or the answer do what cannot be judged. Not an Exception, so that tests do not catch it."""
 
 
 class Gone(BaseException):
-    """The program has ended or sent a malformed message. Not an Exception, so that no test catches it and passes."""
+    """The code's process has ended or sent nonsense. Not an Exception, so that tests do not catch it."""
 
 
-READS = {  # operations that change no object
-    "len", "bool", "str", "repr", "int", "float", "complex", "index", "abs", "round", "trunc", "floor", "ceil", "neg",
-    "pos", "invert", "bytes", "hash", "plain", "fields", "eq", "lt", "le", "gt", "ge", "contains", "isinstance",
-    "issubclass", "is_tuple", "getattr", "dir", "format", "signature", "copy", "deepcopy", "pickle",
-}  # fmt: skip
-STEPS, STOPS = ("next", "send", "throw", "step"), (StopIteration, StopAsyncIteration)
-FUNCTIONS: tuple = (type(integer), type(len), type([].append), type(Codec().encode))
-METHOD = FUNCTIONS[2:]
-LIVE = {"y": live.generator, "w": live.coroutine, "ay": live.async_generator}
+class CodeClass(type):
+    """The type of the stand-ins for the code's classes; their instances are handles."""
+
+    __built__ = __known__ = property(lambda cls: cls.__open__)
+    __number__ = property(lambda cls: cls.__class_number__)
+
+    def __new__(meta, name, bases, namespace):
+        JUDGE.refuse(f"a class of the tests inherits from the code's {bases[-1].__name__}")
+
+    def __call__(cls, *args, **keywords):
+        value = JUDGE.request("call", cls, *args, **keywords)
+        if cls.__open__ and isinstance(value, Handle):
+            set_slot(value, "__built__", True)
+            JUDGE.made.setdefault(value.__number__, set()).add(repr((args, keywords)))
+        return value
+
+    def __getattr__(cls, name):
+        return attribute(cls, name)
+
+    def __setattr__(cls, name, value):
+        JUDGE.request("setattr", cls, name, value)
+
+    def __delattr__(cls, name):
+        JUDGE.request("delattr", cls, name)
+
+    def __instancecheck__(cls, value):
+        kind = type(value)
+        if type(kind) is CodeClass:
+            return cls.__class_number__ in kind.__lineage__
+        return isinstance(value, tuple) and hasattr(kind, "_fields") and kind.__name__ == cls.__name__
+
+    def __subclasscheck__(cls, kind):
+        return type(kind) is CodeClass and cls.__class_number__ in kind.__lineage__
+
+    def __iter__(cls):
+        return iter(JUDGE.request("iter", cls))
+
+    def __len__(cls):
+        return JUDGE.request("len", cls)
+
+    def __bool__(cls):
+        return True
+
+    def __getitem__(cls, key):
+        return JUDGE.request("getitem", cls, key)
+
+    def __contains__(cls, item):
+        return item in list(cls)
 
 
-class Judge(Codec):
-    """The connection to the program.
+class ErrorClass(type):
+    """The type of the stand-ins for the code's exception classes."""
+
+    __number__ = property(lambda cls: cls.__class_number__)
+
+    def __call__(cls, *args, **keywords):
+        return JUDGE.request("call", cls, *args, **keywords)
+
+
+class Handle:
+    """An object in the code's process; ``__built__``: the tests made it by calling its class."""
+
+    __slots__ = ("__built__", "__number__", "__weakref__")
+    __known__ = property(lambda self: self.__built__ or type(self).__open__ == "known")
+    __doc__ = property(lambda self: JUDGE.request("get", self, "__doc__"))  # type: ignore[assignment]
+
+    def __getattr__(self, name):
+        return attribute(self, name)
+
+    def __setattr__(self, name, value):
+        JUDGE.request("setattr", self, name, value)
+
+    def __delattr__(self, name):
+        JUDGE.request("delattr", self, name)
+
+    def __eq__(self, other):
+        kind = type(self)
+        if self is other:
+            if len(JUDGE.made.get(self.__number__, ())) > 1:
+                JUDGE.refuse(f"the code gives one object of {kind.__name__} for different arguments")
+            return True
+        if isinstance(other, Handle):
+            return same(self, other)
+        if kind.__compares__ == "data":
+            return JUDGE.request("plain", self) == other
+        if kind.__compares__ == "own" and other is not None:
+            JUDGE.refuse(f"an object of the code's class {kind.__name__}, which defines __eq__, meets data")
+        return NotImplemented
+
+    def __hash__(self):
+        return hash(self.__number__) if type(self).__compares__ == "object" else JUDGE.request("hash", self)
+
+    def __contains__(self, item):
+        if isinstance(item, Handle) or self.__built__:
+            return JUDGE.request("contains", self, item)
+        return item in plain(self, "in")
+
+    def __enter__(self):
+        built, found = self.__built__, JUDGE.request("method", self, "__enter__")
+        if found is self:
+            set_slot(self, "__built__", built)
+        return found
+
+    def __exit__(self, kind, error, trace):
+        if not (is_ours(error) or in_assert(trace)):
+            return JUDGE.request("method", self, "__exit__", kind, error, None)
+        with contextlib.suppress(Exception):
+            JUDGE.request("method", self, "__exit__", AssertionError, AssertionError(), None)
+        return False  # an assert of the tests stays a failure
+
+    def __copy__(self):
+        return JUDGE.request("copy", self, False)
+
+    def __deepcopy__(self, memo):
+        return JUDGE.request("copy", self, True)
+
+    def __format__(self, spec):
+        return JUDGE.request("format", self, spec)
+
+    def __reduce_ex__(self, protocol):
+        JUDGE.refuse("the tests pickle an object of the code")
+
+    async def __aexit__(self, *error):
+        return await Method(self, "__aexit__", False)(*error[:2], None)
+
+
+def _unary(op):
+    return lambda self, *args: JUDGE.request(op, self, *args)
+
+
+def _of_data(op, convert):
+    """An operation of data; of an object whose class the tests do not know, on its value as a builtin alone."""
+    return lambda self, *args: JUDGE.request(op, self, *args) if self.__known__ else convert(plain(self, op), *args)
+
+
+def _call(self, *args, **keywords):
+    value = JUDGE.request("call", self, *args, **keywords)
+    if type(value) is bool and args and type(self).__class_number__ and not self.__built__:
+        JUDGE.refuse("an object of the code answers a call in the place of data")
+    return value
+
+
+def _item(self, key):
+    if not self.__known__:
+        value = plain(self, "getitem")
+        if type(value) is not dict or key in value:  # others are __missing__'s
+            return value[key]
+    return JUDGE.request("getitem", self, key)
+
+
+def _ordered(op):
+    def compare(self, other):
+        if isinstance(other, Handle):
+            return JUDGE.request(op, self, other)
+        return getattr(operator, op)(plain(self, op), other)
+
+    return compare
+
+
+def _method(name):
+    return lambda self, *args: JUDGE.request("method", self, name, *args)
+
+
+def _binary(op, reflected=False):
+    def compute(self, other):
+        if not isinstance(other, Handle) and not self.__built__:
+            pair = (plain(self, op), other)
+            return getattr(operator, op, divmod)(*(reversed(pair) if reflected else pair))
+        found = JUDGE.request(op, *((other, self) if reflected else (self, other)))
+        if isinstance(found, Handle) and type(found) is type(self) and self.__built__:
+            set_slot(found, "__built__", True)
+        return found
+
+    return compute
+
+
+for _op in (*BINARY, *IN_PLACE, "divmod"):
+    _bare = _op.strip("_")
+    type.__setattr__(Handle, f"__{_bare}__", _binary(_op))
+    if _op not in IN_PLACE:
+        type.__setattr__(Handle, f"__r{_bare}__", _binary(_op, True))
+for _op in ("lt", "le", "gt", "ge"):
+    type.__setattr__(Handle, f"__{_op}__", _ordered(_op))
+for _op in ("abs", "bool", "delitem", "dir", "invert", "neg", "next", "pos", "repr", "setitem", "str"):
+    type.__setattr__(Handle, f"__{_op}__", _unary(_op))
+for _op, _convert in {"index": operator.index, **{name: getattr(builtins, name) for name in (
+    "complex", "float", "int", "iter", "len", "reversed", "round")}}.items():  # fmt: skip
+    type.__setattr__(Handle, f"__{_op}__", _of_data(_op, _convert))
+Handle.__getitem__ = _item
+for _name in ("__aenter__", "__aiter__", "__anext__"):
+    type.__setattr__(Handle, _name, _method(_name))
+
+
+class Method:
+    """A method of an object in the code's process; ``of_data``: the object may stand for data that has it, too."""
+
+    def __init__(self, target, name, of_data):
+        self.__self__, self.__name__, self._of_data = target, name, of_data
+
+    def __call__(self, *args, **keywords):
+        value = JUDGE.request("method", self.__self__, self.__name__, *args, **keywords)
+        if self._of_data and type(value) is bool and (args or keywords):
+            JUDGE.refuse(f"an object of the code answers .{self.__name__}() in the place of data")
+        return value
+
+    def __getattr__(self, name):  # such as cache_info of a cached method
+        raise AttributeError(name)
+
+    def __eq__(self, other):
+        return type(other) is Method and (self.__self__, self.__name__) == (other.__self__, other.__name__)
+
+    def __hash__(self):
+        return hash((self.__self__, self.__name__))
+
+
+def is_ours(error):
+    """Whether an exception is an assertion of the tests that failed."""
+    return isinstance(error, AssertionError) and not hasattr(error, "__number__")
+
+
+def in_assert(trace):
+    """Whether an exception came while an assert of the tests was computed."""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "tests" and trace.tb_lineno in JUDGE.asserts:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def set_slot(value, name, content):
+    """Set what this side knows of a handle."""
+    object.__setattr__(value, name, content)
+
+
+def attribute(target, name):
+    """An attribute of an object or class of the code."""
+    if name[:2] == "__" and name[-2:] == "__" and name not in VISIBLE:
+        raise AttributeError(name)  # numpy would read any address from __array_interface__
+    of_data = not target.__built__ and name in JUDGE.of_data
+    if of_data and (name.startswith(ASKS) or not target.__known__):
+        JUDGE.refuse(f"an object of the code is asked .{name} in the place of data")
+    value = JUDGE.request("get", target, name)
+    return Method(target, name, of_data) if value is METHOD else value
+
+
+def plain(handle, op):
+    """The value of an object whose class derives from a builtin type."""
+    kind = type(handle)
+    if kind.__compares__ != "data":
+        JUDGE.refuse(f"an object of the code's class {kind.__name__} meets data ({op})")
+    return JUDGE.request("plain", handle)
+
+
+def same(a, b):
+    """Whether two objects of the code are equal: the code says so, and their attributes are equal."""
+    if type(a).__compares__ == type(b).__compares__ == "data":
+        return JUDGE.request("plain", a) == JUDGE.request("plain", b)
+    if JUDGE.request("eq", a, b) is not True:
+        return False
+    pair = a.__number__, b.__number__
+    if pair in JUDGE.comparing:  # parts that refer to each other
+        return True
+    JUDGE.comparing.append(pair)
+    try:
+        mine, other = JUDGE.request("state", a), JUDGE.request("state", b)
+        if type(a) is not type(b) or not mine or mine != other:
+            JUDGE.refuse(f"the code calls two objects of {type(a).__name__} equal whose attributes do not say so")
+    finally:
+        JUDGE.comparing.pop()
+    return True
+
+
+class Judge(Wire):
+    """The connection to the code's process.
 
     Attributes:
-        gone: why the program can no longer be asked.
-        unjudged: why the tests cannot be judged across the boundary.
-        epoch: counts the operations that may have changed objects.
-        roles: what the tests take each name for.
+        gone: why the code can no longer be asked.
+        unjudged: why the verdict cannot be told.
+        failed: an assertion of the tests that failed in a function that the code called.
+        of_setup: the names of the methods of the set-up's classes, whose objects live with the code.
+        bare: classes that only hold functions.
     """
 
-    def __init__(self, channel, task):
-        super().__init__()
-        self.channel = channel
-        self.handles, self.iterators = {}, weakref.WeakValueDictionary()
-        self.live = weakref.WeakKeyDictionary()  # generators and coroutines here -> numbers
-        self.callbacks, self.callback_numbers = [], {}
-        self.thrown = []  # exceptions of the tests' functions in the exchange under way
-        self.errors = Errors(self, task["tests"])
-        self.shared_exceptions = {}
-        self.lock = RLock()
-        self.comparing, self.closing, self._trusted_methods = set(), [], None
-        self.open, self.demote, self.epoch = False, False, 0
+    def __init__(self, channel, source, namespace):
+        global JUDGE
+        JUDGE = self
+        self.channel, self.source, self.namespace = channel, source, namespace
+        self.handles, self.kinds, self.errors = {}, {}, {}
+        self.things, self.thing_numbers = [], {}  # of the tests, that the code knows by number
+        self.live, self.dropped = weakref.WeakKeyDictionary(), []  # generators and coroutines
+        self.comparing, self.failed, self.named = [], None, set()
+        self.made, self.asserts = {}, set()  # objects -> arguments of the calls that gave them; lines of asserts
+        self.level, self.allowed = 0, ""  # of the value that is decoded: in how many others, and the tags it may have
         self.gone = self.unjudged = ""
-        Handle._judge = Function._judge = self
-        try:
-            self.roles = Roles(ast.parse(task["tests"]).body, task["entry_point"])
-        except (SyntaxError, ValueError):
-            self.roles = Roles([])  # the tests do not even parse
+        self.lock = RLock()  # the tests may have threads
+        self._of_data, self.of_setup, self.bare = None, (), {"Solution"}
+        self.kinds[0] = self.kind(0, "function", "object", True, [])
 
     def refuse(self, reason):
         """Stop the tests, because they cannot be judged."""
@@ -75,304 +346,389 @@ class Judge(Codec):
         raise Unjudged(self.unjudged)
 
     @property
-    def trusted_methods(self):
-        """The names of the methods of the set-up's classes: objects of the code have no say in what they return."""
-        if self._trusted_methods is None:
-            found = [pair for kind in self.shared.values() for pair in vars(kind).items() if pair[0][:2] != "__"]
-            self._trusted_methods = {n for n, value in found if hasattr(value, "__get__") and type(value) is not SLOT}
-        return self._trusted_methods
+    def of_data(self):
+        """The names that data has: of builtins, and of what the tests have imported."""
+        if self._of_data is None:
+            kinds = [*DATA_TYPES, *(vars(sys.modules[module]).get(name) for module, names in (
+                ("_collections", "deque"), ("datetime", "date datetime timedelta"), ("decimal", "Decimal"),
+                ("fractions", "Fraction"), ("pathlib", "PurePath"), ("numpy", "ndarray"), ("pandas", "DataFrame Series"),
+            ) for name in names.split() if module in sys.modules)]  # fmt: skip
+            self._of_data = OF_TABLES.union(self.of_setup, *map(dir, kinds))
+        return self._of_data
 
     # values
 
-    def opaque(self, value):
+    def opaque(self, value, depth):
         kind = type(value)
-        if isinstance(kind, Remote) or kind is Function or kind is Remote:
-            return ["h", value._wire.number]
-        if kind is live.Ref:
-            return ["h", value.number]
         if kind is Method:
-            return ["m", value.__self__._wire.number, value.__name__]
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return ["x", self.errors.lineage(value)]
+            return ["m", value.__self__.__number__, value.__name__]
+        if isinstance(value, (Handle, CodeClass)) or kind is ErrorClass:
+            return ["h", value.__number__]
         if isinstance(value, BaseException):
-            return self.errors.encode(value)
+            return self.thrown(value)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["X", lineage(value)]
         name = getattr(value, "__name__", None)
-        if isinstance(name, str) and getattr(builtins, name, None) is value:
+        if type(name) is str and getattr(builtins, name, None) is value:
             return ["B", name]
+        if kind is type(sys):
+            raise Unsendable(f"the module {name} of the tests")
         try:
             if value in self.live:
                 return ["h", self.live[value]]
         except TypeError:
             pass
-        if callable(value) or (hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")):
-            doc = getattr(value, "__doc__", None)
-            return ["f", self.callback(value), str(name), live.is_async(value), not callable(value),
-                    kind in FUNCTIONS, doc if type(doc) is str else None]  # fmt: skip
-        return super().opaque(value)
+        how = "object"
+        if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
+            how = "iterator"
+        elif kind in FUNCTIONS or kind.__name__ in ("method", "partial", "function"):
+            how = "coroutine" if getattr(getattr(value, "__code__", 0), "co_flags", 0) & 0x80 else "function"
+        key = (id(value.__self__), name) if kind.__name__ == "method" else id(value)  # made anew for each look
+        if key not in self.thing_numbers:
+            self.things.append(value)
+            self.thing_numbers[key] = len(self.things)
+        return ["f", self.thing_numbers[key], str(name), how]
 
-    def callback(self, value):
-        """The number of a function or iterator of the tests."""
-        key = id(value)
-        if type(value) in METHOD:  # Python makes a new one for each look
-            key = id(value.__self__), getattr(value, "__func__", value.__name__)
-        if key not in self.callback_numbers:
-            self.callback_numbers[key] = len(self.callbacks)
-            self.callbacks.append(value)
-        return self.callback_numbers[key]
+    def thrown(self, error):
+        """The JSON of an exception for the code."""
+        if hasattr(error, "__number__"):
+            return ["h", error.__number__]
+        try:
+            args = self.encode(list(error.args), 1)
+        except Unsendable:
+            args = ["l", [str(error)]]
+        self.things.append(error)
+        return ["x", lineage(type(error)), args, len(self.things)]
+
+    def decode(self, item, allowed=""):
+        """JSON as a value; ``allowed``: tags that it may have itself: a class's, an exception class's, a method's."""
+        before, self.level, self.allowed = (self.level, self.allowed), 0, allowed
+        try:
+            return super().decode(item)
+        finally:
+            self.level, self.allowed = before
+
+    def _decode(self, item):
+        self.level += 1
+        try:
+            return super()._decode(item)
+        finally:
+            self.level -= 1
 
     def revive(self, tag, parts):
+        if self.level > 1 or tag not in self.allowed.split():
+            if tag in ("k", "X", "m") or (tag == "h" and self.level > 1 and parts[1] == 0):
+                self.refuse("the code gives a class, or a function in a container")
+        if tag == "m":
+            return METHOD
         if tag == "f":
-            return self.callbacks[integer(parts[0])]
-        if tag == "x":
-            return self.errors.kind(parts[0])
-        if tag == "ex":
-            return self.errors.decode(parts)
-        if tag == "ej":
-            number = integer(parts[0])
-            return self.thrown[number] if number < len(self.thrown) else self.revive(parts[1][0], parts[1][1:])
-        number = integer(parts[0])
-        if tag in LIVE or (tag == "h" and not self.open and "__next__" in self.remote(parts[1:])._record.special):
-            if (found := self.iterators.get(number)) is None:
-                found = self.iterators[number] = LIVE.get(tag, live.generator)(self, number, self.open)
-                self.live[found] = number
+            found = self.things[number(parts[0]) - 1]
+            if type(found).__module__ == "unittest.mock":
+                self.refuse("the code gives back a mock of the tests, which agrees with everything")
             return found
+        if tag == "x":
+            return self.exception(*parts)
         if tag == "k":
-            kind = self.remote(parts)
-            if self.open:
-                kind._wire.open = True
-            return kind
-        found = self.handles.get(number)
-        if found is None:
-            if tag == "u":
-                found = Function(number, text(parts[1])[:100], text(parts[2]))
-                found._wire.open = self.open
-            elif tag == "h":
-                found = object.__new__(self.remote(parts[1:]))
-                set_slots(found, _wire=State(number, self.open))
-            else:
-                raise ValueError(f"tag {tag!r}")
-            self.handles[number] = found
-        elif self.demote and tag == "h":
-            found._wire.built = False
-            found._wire.open = found._wire.open and self.open
-        return found
+            return self.kind(*parts)
+        if tag == "X":
+            return self.exception_class(parts[0])
+        at = number(parts[0])
+        if tag in ("y", "w"):
+            found = next((each for each, n in self.live.items() if n == at), None)
+            if found is None:
+                found = {"y": generator, "await": coroutine, "anext": async_generator}[parts[1] if tag == "w" else "y"](at)
+                self.live[found] = at
+            return found
+        if tag != "h":
+            raise Malformed(f"tag {tag!r}")
+        if at not in self.handles:
+            self.handles[at] = object.__new__(self.kind(*parts[1:]))
+            set_slot(self.handles[at], "__number__", at)
+        set_slot(self.handles[at], "__built__", False)  # what comes back may stand in the place of data
+        return self.handles[at]
 
-    def remote(self, parts):
-        """The class for a class of the program, which describes each class once."""
-        number = integer(parts[0])
-        if number not in self.handles:
-            self.handles[number] = remote_class(Record(parts[1]), number, False)
-        if not isinstance(self.handles[number], Remote):
-            raise ValueError("no class")
-        return self.handles[number]
+    def kind(self, at, name, compares, calls, bases):
+        """The stand-in for a class of the code."""
+        if number(at) not in self.kinds:
+            calling = {"__call__": _call} if calls else {}
+            self.kinds[at] = type.__new__(CodeClass, text(name), (Handle,), {
+                "__slots__": (), "__doc__": vars(Handle)["__doc__"], "__module__": "solution", "__class_number__": at, "__open__": "",
+                "__compares__": text(compares), "__lineage__": {at, *map(number, bases)}, **calling})  # fmt: skip
+        return self.kinds[at]
 
-    def inspect(self, value):
-        """Refuse objects of the code inside one of a shared class, whose methods would run the code."""
-        found, seen = list(state(value).values()), set()
-        while found:
-            item = found.pop()
-            kind = type(item)
-            if isinstance(kind, Remote) or kind in (Function, Method, Remote) or kind in live.KINDS:
-                self.refuse(f"the answer put an object of its own into an object of a class of the set-up{HINT}")
-            if isinstance(item, (list, tuple, set, frozenset, dict, deque)) and id(item) not in seen:
-                seen.add(id(item))
-                found += [*item, *item.values()] if isinstance(item, dict) else item
+    def exception_class(self, names):
+        """The library's exception class of that lineage, or a stand-in for the code's."""
+        module, name, at = text(names[0][0]), text(names[0][1]), number(names[0][2])
+        if module.split(".")[0] in {*sys.stdlib_module_names, "numpy", "pandas", "__main__"} - {"unittest", "doctest"}:
+            found = vars(sys.modules.get(module, builtins)).get(name)
+            if isinstance(found, type) and issubclass(found, BaseException) and not issubclass(found, (Unjudged, Gone)):
+                return found
+        if at not in self.errors:
+            base = self.exception_class(names[1:]) if names[1:] else Exception
+            self.errors[at] = type.__new__(ErrorClass, name, (base,), {
+                "__module__": "solution", "__class_number__": at, "__built__": False, "__known__": False,
+                "__getattr__": attribute,
+                "__str__": lambda error: error.__dict__.get("__says__", "")})  # fmt: skip
+        return self.errors[at]
+
+    def exception(self, names, at, says, args, attributes, cause):
+        """An exception of the code."""
+        kind, args = self.exception_class(names), self._decode(args)
+        try:
+            error = type.__call__(kind, *args)
+        except Exception:
+            error = kind.__new__(kind, text(says))
+            error.args = tuple(args)
+        error.__dict__.update({text(n): self._decode(v) for n, v in attributes if n[:2] != "__"})
+        error.__dict__.update(__says__=text(says), __number__=number(at))
+        error.__cause__ = None if cause is None else self._decode(cause)
+        return error
+
+    def arrived(self, array):
+        """An array of the code; one without elements does not compare with values."""
+        if array.size:
+            return array
+        from _tables import guarded
+
+        return guarded(array)
 
     # messages
 
-    def ask(self, op, names):
-        """The operation ``names``: the values of those names that the code defines."""
-        found = self.request(False, op, (names,))
-        return {name: self.named(name, value) for name, value in found.items()} if type(found) is dict else found
+    def names(self, names):
+        """The values of those names that the code defines; a class with a capital letter makes objects.
 
-    def request(self, is_open, op, args, keywords=None):
-        """Have the program do an operation.
-
-        Args:
-            is_open: the tests may use the objects in the result.
-            op: the operation.
-            args, keywords: of the operation.
-
-        Returns:
-            what it returns; or raises what it raises.
+        Of LeetCode's ``Solution`` and the class in the entry point the tests use the functions alone.
         """
-        with self.lock:  # the tests may have threads
+        found = self.request("names", *names)
+        self.named |= found.keys()
+        for name, value in found.items():
+            if isinstance(value, CodeClass) and name.lstrip("_")[:1].isupper():
+                type.__setattr__(value, "__open__", "functions" if name in self.bare else "known")
+        return found
+
+    def request(self, op, *args, **keywords):
+        """Have the code's process do an operation: what it returns, or raises what it raises."""
+        with self.lock:
             if self.gone:
                 raise Gone(self.gone)
-            if not self.depth:
-                self.settle()
-                self.thrown.clear()
-                if self.closing and op != "close":
-                    self.close_generators()
-            return self._exchange(is_open, op, args, keywords or {})
-
-    def _exchange(self, is_open, op, args, keywords):
-        """Send a request and serve the program until it answers."""
-        if op not in READS:
-            self.epoch += 1
-        self.depth += 1
-        before, failed = (self.open, self.demote), None
-        try:
-            encoded, nodes = self.encode([*args, *keywords.values()], self.depth > 1)
-            message = {"op": op, "a": encoded, "n": nodes, "d": is_open}
-            if keywords:
-                message["k"] = list(keywords)
-            self.channel.send(message)
-            while "op" in (reply := self.channel.receive()):
-                self.show(reply)
-                self.open, self.demote = False, False
-                answer, error = self.call_back(reply)
-                failed = failed or error
-                self.channel.send(answer)
-            self.show(reply)
-            self.open, self.demote = is_open, op not in ("eq", "fields", "plain")
-            if failed is not None:  # whatever the code made of it
-                raise failed
-            if "exc" in reply:
-                raise self.raised(reply, op)
-            return self.decode([reply["ok"]], reply["n"])[0]
-        except Closed:
-            self.gone = "the program ended during the tests"
-        except (Malformed, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            if getattr(error, "from_program", False):
-                raise
-            self.gone = f"the program sent nonsense: {error}"
-        finally:
-            self.depth -= 1
-            self.open, self.demote = before
-        raise Gone(self.gone)
-
-    def check_failure(self, tests):
-        """Have the tests unjudged if their failure may come from the boundary."""
-        if self.gone or self.unjudged:
-            return
-        with contextlib.suppress(Exception, Gone, Unjudged):
-            late, modules = self.request(False, "circumstances", ())
-            if late:
-                self.refuse(f"the code calls a function of the tests after its own call has ended{HINT}")
-            if lost := unreached(self.roles.nodes):
-                self.refuse(f"`{lost}` does not reach the code{HINT}")
-            if why := doubt(tests, modules):
-                self.refuse(why + HINT)
-
-    def close_generators(self):
-        """Close the program's generators that the tests have dropped."""
-        while self.closing:
+            while self.dropped and op != "close":
+                try:
+                    self.request("close", self.dropped.pop())
+                except Exception:
+                    continue
+            both = [*args, *keywords.values()]
             try:
-                self.request(False, "close", (self.closing.pop(),))
-            except Exception:
-                continue
+                encoded = [self.encode(value) for value in both]
+                named = [[name, encoded[len(args) + place]] for place, name in enumerate(keywords)]
+                self.channel.send({"op": op, "a": encoded[: len(args)], "k": named, "w": any(map(mutable, both))})
+                while "op" in (reply := self.channel.receive()):
+                    self.show(reply)
+                    self.channel.send(self.serve(reply))
+                self.show(reply)
+                found, error = self.result(op, reply, both)
+            except Unsendable as problem:
+                self.refuse(f"the tests give the code {problem}")
+            except (Closed, Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError) as problem:
+                ended = isinstance(problem, Closed)
+                self.gone = "the program ended during the tests" if ended else f"the program sent nonsense: {problem!r}"
+                raise Gone(self.gone) from None
+            failed, self.failed = self.failed, None
+            if failed or error:
+                raise failed or error  # a failed assert, whatever the code made of it
+            return found
 
-    def show(self, reply):
-        """Print what the program has printed, where the tests may have redirected it."""
-        for name in ("stdout", "stderr"):
-            if name in reply:
-                getattr(sys, name).write(text(reply[name]))
+    def result(self, op, reply, both):
+        """What a reply says: a value, and the exception to raise if the code raised one."""
+        if "unjudged" in reply:
+            self.refuse(text(reply["unjudged"])[:300])
+        for place, now in reply["changed"]:
+            rewrite(both[number(place)], self.decode(now))
+        for name, now in reply["globals"]:
+            if name in self.named:
+                self.namespace[name] = self.decode(now)
+        if "x" in reply:
+            return None, self.raised(op, self.decode(reply["x"]))
+        found = reply["ok"]
+        if op == "names":
+            return {text(name): self.decode(value, "k X") for name, value in found}, None
+        if type(found) is list and found[0] == "a":  # a container of the tests
+            if not mutable(both[number(found[1])]):
+                raise Malformed("no container")
+            return both[found[1]], None
+        return self.decode(found, "m" if op == "get" else ""), None
 
-    def call_back(self, request):
-        """Do for the program what it asks of the tests; the answer to send, and the assertion that has failed."""
-        try:
-            args = self.decode(request["a"], request["n"])
-            value = self.serve(request, args)
-            encoded, nodes = self.encode([value], True)
-            return {"ok": encoded[0], "n": nodes}, None
-        except Exception as error:
-            if isinstance(error, Malformed):
-                raise
-            if isinstance(error, Unsendable) and not isinstance(error, TooMuch):
-                self.refuse(f"{error} of the tests goes to the code{HINT}")
-            failed = error if isinstance(error, AssertionError) else None  # its text may hold what the tests expect
-            encoded, nodes = self.encode([error if failed is None else AssertionError()], True)
-            self.thrown.append(error)
-            return {"exc": encoded[0], "n": nodes, "j": len(self.thrown) - 1}, failed
-
-    def serve(self, request, args):
-        """Call a function of the tests, advance one of their iterators, or read from their input."""
-        op = request["op"]
-        if op == "input":
-            return builtins.input(*args)
-        if op in ("read", "readline"):
-            return getattr(sys.stdin, op)(*args)
-        target = self.callbacks[integer(request["f"])]
-        if op == "attribute":
-            self.refuse(f"the code reads .{text(args[0])[:100]} of an object of the tests{HINT}")
-        if op == "next":
-            return next(target)
-        keywords = request.get("k", [])
-        cut = len(args) - len(keywords)
-        named = zip(map(text, keywords), args[cut:])  # noqa: B905 - Python 3.9 has no strict
-        return live.run(target(*args[:cut], **dict(named)), self.lock)
-
-    def raised(self, reply, op):
-        """The exception that the program raised in an operation."""
-        names = reply["exc"]
-        if type(names) is not list or not names or not all(type(name) is str for name in names):
-            raise Malformed("an exception without a name")
-        if (why := reply.get("unjudged")) is not None:
-            self.refuse(text(why)[:300] + HINT)
-        says = str(reply.get("text", ""))[:1000]
-        try:
-            error = self.decode([reply["e"]], reply["n"])[0]
-        except Unjudged:
-            raise
-        except Exception:
-            error = RuntimeError(says)
-        if not isinstance(error, Exception) and not self.errors.expected(error):  # such as SystemExit
-            self.gone = f"the program raised {names[0]}: {says}"
+    def raised(self, op, error):
+        """The exception to raise for one of the code."""
+        if not isinstance(error, BaseException):
+            raise Malformed("no exception")
+        names = {kind.__name__ for kind in type(error).__mro__} - {"object", "BaseException", "Exception"}
+        if not isinstance(error, Exception) and not any(name in self.source for name in names):
+            self.gone = f"the code raised {type(error).__name__}: {error.__dict__.get('__says__', '')[:300]}"
             return Gone(self.gone)
-        if isinstance(error, STOPS) and op not in STEPS and not self.errors.expected(error):
-            error = RuntimeError(f"the code raised {names[0]}")  # a loop over map(f, ...) would end, and pass
-        error.from_program = True
+        if op not in STEPS and names.intersection(STOPS) and not any(name in self.source for name in names):
+            return RuntimeError(f"the code raised {type(error).__name__}")  # it would end a loop, and pass
         return error
 
-    # what libraries ask of classes and functions
+    def show(self, reply):
+        """Print what the code has printed, where the tests may have redirected it."""
+        for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+            if name in reply:
+                stream.write(text(reply[name]))
 
-    def named(self, name, value):
-        """Let the tests use what a name of the code stands for as they take the name."""
-        if isinstance(value, (Remote, Function)) or is_handle(value):
-            value._wire.open = self.roles.is_class(name)
-            value._wire.bare = name in self.roles.bare
+    def serve(self, request):
+        """Use for the code what the tests have; what to answer."""
+        try:
+            args = [self.decode(arg) for arg in request["a"]]
+            keywords = {text(name): self.decode(value) for name, value in request["k"]}
+            return {"ok": self.encode(self.serving(request["op"], request["f"], args, keywords))}
+        except Unsendable as error:
+            self.refuse(f"the tests give the code {error}")
+        except Malformed:
+            raise
+        except Exception as error:
+            if is_ours(error):  # its text may hold what the tests expect
+                self.failed = self.failed or error
+            return {"x": self.thrown(AssertionError() if is_ours(error) else error)}
+
+    def serving(self, op, at, args, keywords):
+        """Call a function or method of the tests, advance one of their iterators, or read their input."""
+        if op in ("input", "read", "readline"):
+            return builtins.input(*args) if op == "input" else getattr(sys.stdin, op)(*args)
+        thing = self.things[number(at) - 1]
+        if op == "next":
+            return next(thing)
+        if op == "callback":
+            return finished(thing(*args, **keywords), self.lock)
+        if op not in ("attribute", "method"):
+            raise Malformed(f"operation {op!r}")
+        name = text(args[0])
+        if name[:1] == "_" or type(thing).__module__ not in ("__main__", "unittest.mock") or hasattr(MOCK(), name):
+            self.refuse(f"the code reads .{name[:100]} of an object of the tests")
+        found = getattr(thing, name)
+        if op == "method":
+            return finished(found(*args[1:], **keywords), self.lock)
+        return (True, None) if callable(found) else (False, found)
+
+
+def MOCK():  # noqa: N802 - as a class
+    """The class whose own names no mock shows to the code; ``object`` where the tests use no mocks."""
+    return getattr(sys.modules.get("unittest.mock"), "Mock", object)
+
+
+def lineage(kind):
+    """Module and name of an exception class of the tests and of its bases, up to the first builtin."""
+    names = [(base.__module__, base.__name__) for base in kind.__mro__ if issubclass(base, BaseException)]
+    end = next(place for place, (module, _) in enumerate(names) if module == "builtins")
+    return names[: end + 1]
+
+
+def rewrite(old, new):
+    """Give a container of the tests the content that the code left in it; inner containers stay the same objects."""
+    if type(old) is not type(new):
+        return
+    if isinstance(old, dict):
+        found = {key: inner(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(found)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif hasattr(old, "dtype"):
+        old[...] = new
+    elif type(old) is bytearray:
+        old[:] = new
+    else:
+        befores = [*old, *[None] * len(new)]
+        found = [inner(before, value) for before, value in zip(befores, new)]  # noqa: B905 - the first is longer
+        old.clear() if hasattr(old, "clear") else old.__delitem__(slice(None))
+        old.extend(found)
+
+
+def inner(before, value):
+    """The container ``before`` with the content of ``value``, or ``value``."""
+    if type(before) is not type(value) or not mutable(value):
         return value
-
-    def coroutine_of(self, number, is_open):
-        """A coroutine that awaits an object of the program."""
-        return live.coroutine(self, number, is_open)
-
-    def signature(self, function):
-        """The ``inspect.Signature`` of a function of the program."""
-        import inspect
-
-        found = self.request(False, "signature", (function,))
-        return inspect.Signature([
-            inspect.Parameter(name, inspect._ParameterKind(kind), default=value if has else inspect.Parameter.empty)
-            for name, kind, has, value in found
-        ])  # fmt: skip
-
-    def dataclass_fields(self, kind):
-        """The ``__dataclass_fields__`` of a class of the program."""
-        import dataclasses
-
-        names = self.request(False, "fields_of", (kind,))
-        if names is None:
-            raise AttributeError("__dataclass_fields__")
-        return dataclasses.make_dataclass(kind.__name__, names).__dataclass_fields__
+    rewrite(before, value)
+    return before
 
 
-def judge(task, hears, asks, report):
-    """Judge one task.
+# generators and coroutines of the code: real ones here, which ask for each step
 
-    Args:
-        task: what the verifier sent.
-        hears, asks: the ends of the pipes from and to the program.
-        report: writes a line for the verifier.
-    """
-    program = Judge(judge_channel(hears, asks), task)
+
+class Ref(Handle):
+    """A generator or coroutine of the code, by its number."""
+
+    __slots__ = ()
+
+
+def reference(at):
+    """The handle by which to ask for a generator or coroutine."""
+    ref = object.__new__(Ref)
+    set_slot(ref, "__number__", at)
+    return ref
+
+
+def generator(at):
+    """The values of an iterator of the code."""
+    ref = reference(at)
+    op, args = "next", (ref,)
+    while True:
+        try:
+            item = JUDGE.request(op, *args)
+        except StopIteration as stop:
+            return stop.args[0] if stop.args else None
+        try:
+            sent = yield item
+        except GeneratorExit:  # it may come while the code is being asked, so it waits
+            JUDGE.dropped.append(ref)
+            raise
+        except BaseException as error:
+            op, args = "throw", (ref, error)
+        else:
+            op, args = ("next", (ref,)) if sent is None else ("send", (ref, sent))
+
+
+class _Pause:
+    def __await__(self):
+        yield
+
+
+async def coroutine(at, op="await"):
+    """The result of an awaitable of the code, which gets some milliseconds at a time in its own event loop."""
+    ref = reference(at)
     try:
-        found = run(task, program, report)
-        if found["kind"] in ("done", "failed") and found.get("failed", True):
-            program.check_failure(task["tests"])
-        if program.unjudged and not program.gone:
-            found = {"kind": "broken", "detail": f"cannot be judged: {program.unjudged}"}
-        report(found)
-    except (Closed, Malformed, Gone) as error:
-        report({"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {error}"})
+        while True:
+            done, value = JUDGE.request("step", ref, op)
+            if done:
+                return value
+            await _Pause()
+    except Exception:
+        raise
+    except BaseException:  # cancelled
+        JUDGE.dropped.append(ref)
+        raise
+
+
+async def async_generator(at):
+    """The values of an asynchronous iterator of the code."""
+    while True:
+        try:
+            item = await coroutine(at, "anext")
+        except StopAsyncIteration:
+            return
+        yield item
+
+
+def finished(value, lock):
+    """``value``; of a coroutine of the tests its result, which another thread computes while the code waits."""
+    if type(value).__name__ != "coroutine":
+        return value
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    held = lock._release_save()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, value).result()
+    finally:
+        lock._acquire_restore(held)

@@ -7,6 +7,7 @@ the next.
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import marshal
 import os
@@ -17,15 +18,15 @@ import socket
 import sys
 import time
 
-from _judge import judge
+from _run import judge
 
 PR_SET_DUMPABLE = 4
 
 
-def main(_):
+def main(task):
     """Serve the verifier at the other end of the socket argv[1]; argv[2] is "boxed" in a PID namespace of its own.
 
-    Each request is one byte with four descriptors: the judge's ends of the two pipes to the program, the pipe for its
+    Each request is a line of modules to have imported, with four descriptors: the judge's ends of the two pipes to the program, the pipe for its
     reports, and a file with the task. The answer is a line: the child's wait status, and 1, or 0 if this process ends
     because it could not clear up after the child.
     """
@@ -38,11 +39,17 @@ def main(_):
     silence = os.open(os.devnull, os.O_RDWR)
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no child can read or write this process's memory
     gc.freeze()
+    sys.path += task["path"]
     link.send(b"r")
     while True:
-        asked, fds, *_ = socket.recv_fds(link, 1, 4)
+        asked, fds, *_ = socket.recv_fds(link, 256, 4)
         if not asked:
             return
+        for name in asked.decode().split():
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):  # the tests will say what is missing
+                    importlib.import_module(name)
+                    gc.freeze()
         pid = os.fork()
         if pid == 0:
             try:
@@ -73,7 +80,6 @@ def child(hears, asks, tells, tasks):
         with open(tasks, "rb") as file:
             task = marshal.load(file)
         resource.setrlimit(resource.RLIMIT_CPU, tuple(task["cpu"]))
-        sys.path += task["path"]
         judge(task, hears, asks, report)
     except BaseException as error:  # SystemExit too
         report({"kind": "broken", "detail": f"the judge failed: {type(error).__name__}: {error}"[:1000]})

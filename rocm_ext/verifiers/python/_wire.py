@@ -1,57 +1,158 @@
-"""How values cross between the judge of the tests and the tested program: as JSON of plain data.
+"""Plain data between the tests' process and the code's: messages over two pipes.
 
-This runs inside the sandboxes with the standard library alone. A message holds a graph. Its nodes are mutable
-containers with numbers that both sides keep for a while: shared containers stay shared, cycles work, a container that
-crosses twice is the same object, and changes on one side reach the other with the next message. Decoding makes exact
-library types and nothing else: a value cannot carry code or fake equality.
+What crosses is data of exact library types, and numbers that stand for objects of either side. Decoding makes such
+data and nothing else: it imports nothing, calls nothing that a message names, and keeps no class of the sender.
+
+The code's messages are JSON. Those to the code come from trusted code, so marshal carries them, which needs no import:
+the code's process imports nothing at its start that the interpreter has not loaded, since that time counts for every
+verdict. ``os`` is not loaded, ``posix`` is. This runs inside both sandboxes with the standard library alone.
 """
 
-import builtins
+import marshal
+import posix
 import sys
 from _collections import OrderedDict, defaultdict, deque
-from _operator import is_
 
-from _channel import Malformed, TooMuch, Unsendable
-
-MAX_DEPTH = 100  # of tuples in tuples; lists and dicts are nodes and may nest as they like
+MAX_FRAME = 16 << 20  # bytes
+MAX_DEPTH = 200
 BIG = 1 << 53
-KEPT, LARGE = 64, 1000  # containers whose changes cross by themselves: how many, and their size
-SWEPT = 1000  # other containers that are kept before the first search for those that nobody refers to
-WATCHED = 256  # with more containers, changes cross with the end of an exchange only, unless a message refers to them
+FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
+VIEWS: dict = {type({}.keys()): "dk", type({}.items()): "di", type({}.values()): "dv"}
+MUTABLE = {list, dict, set, bytearray, deque, OrderedDict, defaultdict}
+FUNCTIONS = {type(lambda: 0), type(len), type([].append), type(str.join), type(object().__str__)}
+BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()  # noqa: SIM905
+IN_PLACE = ["i" + name.strip("_") for name in BINARY]
+OF_NAMEDTUPLES = {
+    *("__new__", "__repr__", "__doc__", "__slots__", "__module__", "__match_args__", "__getnewargs__", "__replace__"),
+    *("__annotations__", "__orig_bases__", "__static_attributes__", "__firstlineno__", "__annotations_cache__"),
+    *("__annotate__", "__annotate_func__", "_fields", "_field_defaults", "_field_types", "_make", "_replace", "_asdict"),
+}  # fmt: skip
+LIBRARY = {  # module.class -> the arguments that make an equal object
+    "decimal.Decimal": lambda v: (str(v),),
+    "fractions.Fraction": lambda v: (v.numerator, v.denominator),
+    "datetime.date": lambda v: (v.year, v.month, v.day),
+    "datetime.time": lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
+    "datetime.datetime": lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
+    "datetime.timedelta": lambda v: (v.days, v.seconds, v.microseconds),
+    "datetime.timezone": lambda v: (v.utcoffset(None), v.tzname(None)),
+    "zoneinfo.ZoneInfo": lambda v: (v.key,),
+    "uuid.UUID": lambda v: (str(v),),
+    "pathlib.PosixPath": lambda v: (str(v),),
+    "pathlib.PurePosixPath": lambda v: (str(v),),
+    "array.array": lambda v: (v.typecode, v.tolist()),
+}
 
-DICTS = {"d": dict, "OD": OrderedDict, "DD": defaultdict}  # and "CT": collections.Counter, once it is there
-TAGS = {kind: tag for tag, kind in DICTS.items()} | {list: "l", set: "s", bytearray: "ba", deque: "q"}
-KINDS = {tag: kind for kind, tag in TAGS.items()}
-TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
-LEAVES, INNER, HASHED = {"ba", "ar", "na", "si", "bi"}, {"l", "q", "o", "sn"}, {"d", "OD", "DD", "CT", "s"}
-STREAMS = {("array", "array"), ("numpy", "ndarray"), ("_io", "StringIO"), ("_io", "BytesIO")}
-OWN = {"h", "k", "u", "m", "f", "y", "w", "ay", "x", "ex", "ej", "B"}  # tags of :meth:`Codec.opaque`
-KEYS: type = type({}.keys())
-ITEMS: type = type({}.items())
-PAIRS: type = type({}.values())
+
+class Malformed(Exception):
+    """An invalid message."""
 
 
-class Codec:
-    """Values to JSON and back.
+class Unsendable(Exception):
+    """A value that no message can hold."""
 
-    ``shared``: name -> class that both sides define from the same trusted source; their instances cross as
-    attributes. Subclasses encode and decode all other objects in ``opaque`` and ``revive``.
+
+class Closed(Exception):
+    """The other process has ended."""
+
+
+class Channel:
+    """Frames over two pipes: four bytes of length, then a message.
+
+    Args:
+        reader, writer: descriptors.
+        dumps: makes bytes of a message.
+        loads: makes a message of bytes.
     """
 
-    parity = 0  # the two sides number their containers apart
+    def __init__(self, reader, writer, dumps, loads):
+        self.reader, self.writer, self.dumps, self.loads = reader, writer, dumps, loads
+        self.ahead = b""
 
-    def __init__(self):
-        self.shared = {}
-        self.known = {}  # number -> [container, its content when both sides last agreed]
-        self.unwatched = {}  # like ``known``; their changes cross only when a message refers to them
-        self.sweep = SWEPT
-        self.ids = {}  # id(container) -> number
-        self.count = self.parity
-        self.current = set()  # numbers that crossed in the exchange under way, so that both sides have them
-        self.depth = 0  # exchanges under way, one in the other
-        self._queue = None
+    def send(self, message):
+        """Send a dict.
 
-    def opaque(self, value):
+        Raises:
+            Unsendable: it is larger than MAX_FRAME, or nested too deeply.
+            Closed: the other process has ended.
+        """
+        try:
+            data = self.dumps(message)
+        except ValueError as error:
+            raise Unsendable(f"a value that no message can hold ({error})") from None
+        if len(data) > MAX_FRAME:
+            raise Unsendable(f"a value of {len(data)} bytes, more than {MAX_FRAME}")
+        data = memoryview(len(data).to_bytes(4, "big") + data)
+        while data:
+            try:
+                data = data[posix.write(self.writer, data) :]
+            except OSError:
+                raise Closed from None
+
+    def receive(self):
+        """The next dict.
+
+        Raises:
+            Malformed: the message is no object, or too large.
+            Closed: the other process has ended.
+        """
+        size = int.from_bytes(self._exactly(4), "big")
+        if size > MAX_FRAME:
+            raise Malformed(f"a message of {size} bytes")
+        try:
+            message = self.loads(self._exactly(size))
+        except (ValueError, RecursionError) as error:
+            raise Malformed(str(error)) from None
+        if type(message) is not dict:
+            raise Malformed("no object")
+        return message
+
+    def _exactly(self, count):
+        parts, have = [self.ahead], len(self.ahead)
+        while have < count:
+            data = posix.read(self.reader, 1 << 16)
+            if not data:
+                raise Closed
+            parts.append(data)
+            have += len(data)
+        data = b"".join(parts)
+        self.ahead = data[count:]
+        return data[:count]
+
+
+def program_channel(reader, writer):
+    """The code's end."""
+    return Channel(reader, writer, json_writer(), marshal.loads)
+
+
+def judge_channel(reader, writer):
+    """The tests' end. It never gives the code's bytes to marshal, which is unsafe for them."""
+    import json
+
+    return Channel(reader, writer, marshal.dumps, json.loads)
+
+
+def json_writer():
+    """A function from a value to its JSON in bytes: ``json.dumps`` without its module, which imports re and enum."""
+    try:
+        from _json import encode_basestring_ascii, make_encoder
+
+        encode = make_encoder(None, refuse, encode_basestring_ascii, None, ":", ",", False, False, True)
+        return lambda value: "".join(encode(value, 0)).encode()
+    except (ImportError, TypeError):  # another implementation of Python
+        import json
+
+        return lambda value: json.dumps(value, separators=(",", ":")).encode()
+
+
+def refuse(value):
+    """What the encoder calls for a value that JSON does not have."""
+    raise ValueError(f"a {type(value).__name__} is not JSON")
+
+
+class Wire:
+    """Values to JSON and back. Each side says in ``opaque`` and ``revive`` how its objects are numbered."""
+
+    def opaque(self, value, depth):
         """The JSON of an object that is not plain data: a list of a tag and its parts."""
         raise Unsendable(f"an object of type {type(value).__name__}")
 
@@ -59,404 +160,138 @@ class Codec:
         """The object that :meth:`opaque` of the other side encoded."""
         raise Malformed(f"tag {tag!r}")
 
-    def inspect(self, value):
-        """Look at an object of a shared class that has come from the other side."""
-
-    # to JSON
-
-    def encode(self, roots, nested=False):
-        """Values to JSON.
-
-        Args:
-            roots: the values.
-            nested: the message is in the midst of an exchange.
-
-        Returns:
-            the JSON of the roots, and the nodes: those that they reach, and known ones that have changed.
-        """
-        queue, sent = [], set()
-        before, self._queue = self._queue, (queue, sent)
-        try:
-            encoded = [self._encode(root, 0) for root in roots]
-            for number, entry in () if nested and len(self.known) > WATCHED else list(self.known.items()):
-                if number not in sent and changed(entry):
-                    sent.add(number)
-                    queue.append((number, entry[0]))
-            nodes = []
-            for number, value in queue:  # it grows meanwhile
-                nodes.append([number, *self._content(value)])
-        finally:
-            self._queue = before
-        for number, value in queue:
-            self.known[number][1] = snapshot(value)
-        self.current |= sent
-        return encoded, nodes
-
-    def _number(self, value):
-        """The number of a container, which is sent unless the other side has it as it is."""
-        queue, sent = self._queue
-        number = self.ids.get(id(value))
-        if number is None:
-            self.count += 2
-            number = self.ids[id(value)] = self.count
-            self.known[number] = [value, None]
-        elif number in self.unwatched:
-            self.known[number] = self.unwatched.pop(number)
-        elif number in self.current and number not in sent and not changed(self.known[number]):
-            return number
-        if number not in sent:
-            sent.add(number)
-            queue.append((number, value))
-        return number
-
-    def _content(self, value):
-        """The JSON of a node's content."""
-        encode = self._encode
-        kind = type(value)
-        tag = TAGS.get(kind)
-        if tag == "l" or tag == "s":
-            return [tag, [encode(v, 0) for v in list(value)]]
-        if tag in DICTS:
-            return [tag, [[encode(k, 0), encode(v, 0)] for k, v in list(value.items())]]
-        if tag == "q":
-            return [tag, [encode(v, 0) for v in value], value.maxlen]
-        if tag == "ba":
-            return [tag, value.hex()]
-        if self.shared.get(kind.__name__) is kind:
-            return ["o", kind.__name__, [[name, encode(v, 0)] for name, v in state(value).items()]]
-        tag, header, content = types().content(value)
-        return [tag, encode(content, 0), header]
-
-    def _encode(self, value, depth):
-        kind = type(value)
-        if value is None or kind is bool or kind is str or kind is float:
-            return value
-        if kind is int:
-            return value if -BIG < value < BIG else ["i", hex(value)]
-        if kind in TAGS or self.shared.get(kind.__name__) is kind:
-            return ["r", self._number(value)]
-        if depth > MAX_DEPTH:
-            raise TooMuch("tuples nested too deeply")
-
-        def each(values):
-            return [self._encode(v, depth + 1) for v in values]
-
-        if kind is tuple:
-            return ["t", each(value)]
-        if kind is frozenset:
-            return ["z", each(value)]
-        if kind is bytes:
-            return ["b", value.hex()]
-        if kind is complex:
-            return ["c", value.real, value.imag]
-        if kind is range:
-            return ["g", each((value.start, value.stop, value.step))]
-        if kind is slice:
-            return ["sl", each((value.start, value.stop, value.step))]
-        if value is Ellipsis:
-            return ["e"]
-        if value is NotImplemented:
-            return ["ni"]
-        if kind is type and TYPES.get(value.__name__) is value:
-            return ["T", value.__name__]
-        if kind is KEYS:
-            return ["dk", each(list(value))]
-        if kind is ITEMS:
-            return ["di", [each(pair) for pair in list(value)]]
-        if kind is PAIRS:
-            return ["dv", each(list(value))]
-        if issubclass(kind, tuple) and plain_tuple(kind):
-            return ["nt", kind.__name__, list(kind._fields), each(tuple.__iter__(value))]
-        if kind.__name__ == "Counter" and "CT" not in DICTS and "collections" in sys.modules and know_counter() is kind:
-            return self._encode(value, depth)
-        found = types().encode(value, kind)
-        if found is None:
-            return self.opaque(value)
-        if found[0] == "node":
-            return ["r", self._number(value)]
-        return [found[0], *each(found[1:])]
-
-    # from JSON
-
-    def decode(self, roots, nodes):
-        """JSON to values.
+    def encode(self, value, depth=0):
+        """A value as JSON; ``depth``: in how many containers it is.
 
         Raises:
-            Malformed: the message is invalid.
+            Unsendable: it holds what may not cross.
+        """
+        kind = type(value)
+        if value is None or kind is bool or kind is float or (kind is str and value.isascii()):
+            return value
+        if kind is str:  # JSON would join surrogates
+            data = value.encode("utf-8", "surrogatepass")
+            return value if data.decode("utf-8", "ignore") == value else ["u", data.hex()]
+        if kind is int:
+            return value if -BIG < value < BIG else ["i", hex(value)]
+        if depth > MAX_DEPTH:
+            raise Unsendable("a value that is nested too deeply")
+        deeper = depth + 1
+        if kind is list or kind is tuple or kind is set or kind is frozenset:
+            return [kind.__name__[0] if kind is not frozenset else "z", [self.encode(v, deeper) for v in list(value)]]
+        if kind is dict or kind is OrderedDict or (kind.__name__ == "Counter" and kind.__module__ == "collections"):
+            tag = {"dict": "d", "OrderedDict": "OD"}.get(kind.__name__, "CT")
+            return [tag, [[self.encode(k, deeper), self.encode(v, deeper)] for k, v in list(value.items())]]
+        if kind is defaultdict and FACTORIES.get(getattr(value.default_factory, "__name__", "")) is value.default_factory:
+            return ["DD", value.default_factory and value.default_factory.__name__, self.encode(dict(value), depth)]
+        if kind is deque:
+            return ["q", value.maxlen, [self.encode(v, deeper) for v in list(value)]]
+        if kind is bytes or kind is bytearray:
+            return ["b" if kind is bytes else "ba", value.hex()]
+        if kind is complex:
+            return ["c", value.real, value.imag]
+        if kind is range or kind is slice:
+            return [kind.__name__, *(self.encode(v, deeper) for v in (value.start, value.stop, value.step))]
+        if value is Ellipsis:
+            return ["e"]
+        if kind in VIEWS:
+            return [VIEWS[kind], self.encode(list(value), depth)]
+        if kind.__bases__ == (tuple,) and type(fields := getattr(kind, "_fields", 0)) is tuple:
+            if vars(kind).keys() <= {*OF_NAMEDTUPLES, *fields}:
+                return ["nt", kind.__name__, list(fields), self.encode(list(tuple.__iter__(value)), depth)]
+        name = f"{kind.__module__}.{kind.__name__}".replace("pathlib._local", "pathlib")
+        if name in LIBRARY and "." in name and name.split(".")[0] in sys.modules:
+            return ["L", name, self.encode(list(LIBRARY[name](value)), deeper)]
+        if name.startswith(("numpy.", "pandas.")) and (found := tables().encode(self, value, deeper)) is not None:
+            return found
+        return self.opaque(value, depth)
+
+    def decode(self, item):
+        """JSON as a value.
+
+        Raises:
+            Malformed: the JSON says nothing of this kind.
         """
         try:
-            for node in nodes:
-                self._place(node)
-            # arrays first, since tables are made of them; then objects: the hashes in sets and dicts may depend on
-            # their attributes
-            for tags in (LEAVES, INNER, HASHED):
-                for node in nodes:
-                    if node[1] in tags:
-                        self.fill(self.known[node[0]][0], node[1:])
-            found = [self._decode(root, 0) for root in roots]
-            for node in nodes:
-                entry = self.known[node[0]]
-                entry[1] = snapshot(entry[0])
-                if node[1] == "o":
-                    self.inspect(entry[0])
-                self.current.add(node[0])
-            return found
-        except (
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-            ImportError,
-        ) as error:
+            return self._decode(item)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise Malformed(f"{type(error).__name__}: {error}") from None
 
-    def _place(self, node):
-        """Have a container for a node: the known one, or a new one of the node's type."""
-        number, tag = integer(node[0]), node[1]
-        if tag == "CT" and tag not in DICTS:
-            know_counter()
-        kind = self.shared[node[2]] if tag == "o" else KINDS.get(tag)
-        if entry := self.known.pop(number, None) or self.unwatched.pop(number, None):
-            value = entry[0]
-            if type(value) is kind if kind else types().fits(value, tag, node[3]):
-                self.known[number] = [value, None]
-                return
-            raise ValueError(f"a {type(value).__name__} became a node {tag!r}")
-        if kind is None:
-            value = types().empty(tag, node[3])
-        elif tag == "o":
-            value = object.__new__(kind)
-        else:
-            value = deque(maxlen=node[3]) if tag == "q" else kind()
-        self.known[number] = [value, None]
-        self.ids[id(value)] = number
-
-    def fill(self, value, node):
-        """Replace a node's content with that in the message."""
-        tag, items = node[0], node[1]
-        decode = self._decode
-        if tag == "o":
-            self._fill_object(value, node[2])
-        elif tag in DICTS:
-            pairs = [[decode(item, 0) for item in pair] for pair in items]
-            value.clear()
-            for key, item in pairs:
-                value[key] = item
-        elif tag == "ba":
-            value[:] = bytes.fromhex(items)
-        elif tag in KINDS:
-            items = [decode(item, 0) for item in items]
-            value.clear()
-            if tag == "s":
-                value.update(items)
-            else:
-                value.extend(items)
-        else:
-            types().fill(value, tag, decode(items, 0))
-
-    def _fill_object(self, value, pairs):
-        """Set the attributes of an object of a shared class; none that would replace a method of the class."""
-        kind = type(value)
-        for name in state(value):
-            object.__delattr__(value, name)
-        for name, item in pairs:
-            of_class = getattr(kind, text(name), None)
-            if not name.isidentifier() or (name[:2] == "__" and name[-2:] == "__") or callable(of_class):
-                raise ValueError(f"an attribute {name!r}")
-            if hasattr(type(of_class), "__get__") and type(of_class) is not SLOT:
-                continue  # a property: the class computes it
-            object.__setattr__(value, name, self._decode(item, 0))
-
-    def _decode(self, item, depth):
+    def _decode(self, item):
         if type(item) is not list:
-            if type(item) is dict:
-                raise ValueError("an object as a value")
-            return item
-        if depth > MAX_DEPTH + 2:
-            raise ValueError("nested too deeply")
+            if item is None or type(item) in (bool, str, float, int):
+                return item
+            raise Malformed(f"a {type(item).__name__}")
+        tag, *parts = item
+        if tag in ("l", "t", "s", "z", "dk", "di", "dv"):
+            values = list(map(self._decode, parts[0][1] if tag[0] == "d" else parts[0]))
+            if tag in ("l", "t", "s", "z"):
+                return {"l": list, "t": tuple, "s": set, "z": frozenset}[tag](values)
+            return {"dk": lambda: dict.fromkeys(values).keys(), "di": lambda: dict(values).items(),
+                    "dv": lambda: dict(enumerate(values)).values()}[tag]()  # fmt: skip
+        if tag in ("d", "OD", "CT"):
+            pairs = [(self._decode(k), self._decode(v)) for k, v in parts[0]]
+            if tag == "CT":
+                from collections import Counter
 
-        def each(items):
-            return [self._decode(i, depth + 1) for i in items]
-
-        tag = item[0]
-        if tag == "r":
-            return self.known[integer(item[1])][0]
+                return Counter(dict(pairs))
+            return dict(pairs) if tag == "d" else OrderedDict(pairs)
+        if tag == "u":
+            return bytes.fromhex(parts[0]).decode("utf-8", "surrogatepass")
         if tag == "i":
-            return int(text(item[1]), 16)
-        if tag == "t":
-            return tuple(each(item[1]))
-        if tag == "z":
-            return frozenset(each(item[1]))
-        if tag == "b":
-            return bytes.fromhex(item[1])
+            return int(text(parts[0]), 16)
+        if tag == "DD":
+            return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], self._decode(parts[1]))
+        if tag == "q":
+            return deque(map(self._decode, parts[1]), parts[0])
+        if tag in ("b", "ba"):
+            return (bytes if tag == "b" else bytearray).fromhex(parts[0])
         if tag == "c":
-            return complex(float(item[1]), float(item[2]))
-        if tag == "g":
-            return range(*map(integer, each(item[1])))
-        if tag == "sl":
-            return slice(*each(item[1]))
+            return complex(*map(float, parts))
+        if tag in ("range", "slice"):
+            return (range if tag == "range" else slice)(*map(self._decode, parts))
         if tag == "e":
             return Ellipsis
-        if tag == "ni":
-            return NotImplemented
-        if tag == "T":
-            return TYPES[item[1]]
-        if tag == "dk":
-            return dict.fromkeys(each(item[1])).keys()
-        if tag == "di":
-            return dict(each(pair) for pair in item[1]).items()
-        if tag == "dv":
-            return dict(enumerate(each(item[1]))).values()
         if tag == "nt":
-            return named(text(item[1]), tuple(map(text, item[2])))._make(each(item[3]))
-        if tag in OWN:
-            return self.revive(tag, item[1:])
-        if (make := types().DECODE.get(tag)) is None:
-            raise ValueError(f"tag {tag!r}")
-        return make(*each(item[1:]))
+            from collections import namedtuple
 
-    # containers that outlive an exchange
+            return namedtuple(text(parts[0]), list(map(text, parts[1])))(*self._decode(parts[2]))
+        if tag == "L":
+            return self._library(text(parts[0]), self._decode(parts[1]))
+        if tag in ("na", "ns", "no", "df", "se", "ix", "ts", "td", "NA"):
+            return tables().decode(self, tag, parts)
+        return self.revive(tag, parts)
 
-    def settle(self):
-        """Before an exchange: forget containers that nobody else refers to, and watch no large and no old ones.
-
-        Containers that have changed cross first.
-        """
-        self.current.clear()
-        for number in list(self.known):
-            entry = self.known[number]
-            if (alone(entry) or size(entry[1]) > LARGE) and not changed(entry):
-                self._drop(number)
-        for number in list(self.known)[: max(0, len(self.known) - KEPT)]:
-            if not changed(self.known[number]):
-                self._drop(number)
-        if len(self.unwatched) > self.sweep:
-            for number in list(self.unwatched):
-                if alone(self.unwatched[number]):
-                    self._drop(number)
-            self.sweep = SWEPT + 2 * len(self.unwatched)
-
-    def _drop(self, number):
-        """Forget a container, or stop watching it if somebody refers to it."""
-        entry = self.known.pop(number, None) or self.unwatched.pop(number)
-        if alone(entry):
-            del self.ids[id(entry[0])]
-        else:
-            self.unwatched[number] = [entry[0], None]
+    @staticmethod
+    def _library(name, args):
+        """An object of a class in LIBRARY."""
+        if name not in LIBRARY:
+            raise Malformed(f"class {name!r}")
+        module, kind = name.split(".")
+        return getattr(__import__(module), kind)(*args)
 
 
-def know_counter():
-    """Let counters cross, too; their module takes long to import."""
-    from collections import Counter
-
-    DICTS["CT"] = KINDS["CT"] = Counter
-    TAGS[Counter] = "CT"
-    return Counter
+def mutable(value):
+    """Whether a value is a container that both sides may change."""
+    return type(value) in MUTABLE or type(value).__name__ in ("Counter", "ndarray", "array")
 
 
-def types():
-    """The module of library types, loaded when the first is needed."""
-    import _types
+def tables():
+    """The module for numpy and pandas, which few values need."""
+    import _tables
 
-    return _types
-
-
-def snapshot(value):
-    """The present content of a container: a list of what it holds; for arrays and streams a tuple."""
-    kind = type(value)
-    if kind is list or kind is set or kind is deque or kind is bytearray:
-        return list(value)
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if (kind.__module__, kind.__name__) in STREAMS:
-        return types().snapshot(value)
-    pairs = state(value)
-    return [*pairs, *pairs.values()]
-
-
-def changed(entry):
-    """Whether a known container has changed since both sides agreed."""
-    now, before = snapshot(entry[0]), entry[1]
-    if type(now) is tuple or before is None or len(now) != len(before):
-        return now != before
-    return not all(map(is_, now, before))
-
-
-def size(content):
-    """The size of a snapshot."""
-    return 0 if content is None else len(content[-1] if type(content) is tuple else content)
-
-
-def alone(entry):
-    """Whether nothing but the table of known containers refers to this one."""
-    return sys.getrefcount(entry[0]) <= ALONE
-
-
-_entry: list = [[]]
-ALONE = sys.getrefcount(_entry[0])
-SLOT = type(vars(type("S", (), {"__slots__": ("x",)}))["x"])
+    return _tables
 
 
 def text(value):
     """``value``, which must be a str."""
     if type(value) is not str:
-        raise ValueError("no text")
+        raise Malformed("no text")
     return value
 
 
-def integer(value):
-    """``value``, which must be an int."""
-    if type(value) is not int:
-        raise ValueError("no integer")
+def number(value):
+    """``value``, which must be an int of at least 0."""
+    if type(value) is not int or value < 0:
+        raise Malformed("no number")
     return value
-
-
-NAMED: dict = {}
-
-
-def named(name, fields):
-    """The named tuple type of that name and fields, always the same object."""
-    if (name, fields) not in NAMED:
-        from collections import namedtuple
-
-        NAMED[name, fields] = namedtuple(name, fields)
-    return NAMED[name, fields]
-
-
-MADE = {"__doc__", "__slots__", "_fields", "_field_defaults", "__new__", "_make", "_replace", "__repr__", "_asdict",
-        "__getnewargs__", "__match_args__", "__module__", "__annotations__", "__orig_bases__", "__replace__",
-        "__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__",
-        "__static_attributes__"}  # fmt: skip
-
-
-def plain_tuple(kind):
-    """Whether a class is a named tuple without methods of its own."""
-    fields = vars(kind).get("_fields")
-    return type(fields) is tuple and kind.__bases__ == (tuple,) and vars(kind).keys() - MADE <= set(fields)
-
-
-def state(value):
-    """The attributes of an object, including those in slots."""
-    found = {}
-    for kind in reversed(type(value).__mro__):
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if type(slots) is str else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = object.__getattribute__(value, name)
-    return found | vars(value) if hasattr(value, "__dict__") else found
-
-
-def plain_classes(namespace):
-    """The classes defined in a namespace whose instances consist of their attributes alone."""
-    name = namespace["__name__"]
-
-    def own(kind):
-        return kind is object or (type(kind) is type and kind.__module__ == name)
-
-    return {
-        key: kind
-        for key, kind in namespace.items()
-        if isinstance(kind, type) and kind.__name__ == key and all(map(own, kind.__mro__)) and own(kind)
-    }

@@ -21,11 +21,10 @@ from rocm_ext.verifiers.sandbox.process import readable
 JUDGE_MB = 1024  # the tests may need more memory than the code
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
-RUNNER = ("_units", "_standin", "_runner", "_calls", "_tests")
-JUDGE = ("_channel", "_wire", "_types", "_roles", "_reach", "_errors", "_raised", "_handles", "_special", "_live",
-         *RUNNER, "_judge", "_warm")  # fmt: skip
-PROGRAM = ("_channel", "_wire", "_types", "_errors", "_objects", "_streams", "_candidate")
-BOTH = ("_channel", "_wire", *RUNNER, "_local")
+JUDGE = ("_tables", "_wire", "_source", "_judge", "_run", "_warm")
+PROGRAM = ("_tables", "_wire", "_program")
+BOTH = ("_tables", "_wire", "_source", "_judge", "_run")
+PRELOADED = ("pytest", "numpy", "pandas", "unittest")  # judges import these once, for all verdicts
 SCRIPTS = (JUDGE, PROGRAM, BOTH)
 
 # runs in the sandbox; -c spares the interpreter a search for the file's importer, _exit the freeing of its memory
@@ -108,13 +107,13 @@ class WarmJudge:
         Gone: it did not start.
     """
 
-    def __init__(self, sandbox: Sandbox, python: str) -> None:
+    def __init__(self, sandbox: Sandbox, python: str, path: Sequence[str]) -> None:
         self.owner = os.getpid()
         self._link, theirs = socket.socketpair()
         with theirs:
             arguments = (theirs.fileno(), "boxed" if sandbox.kind == "bubblewrap" else "unboxed")
             limits = Limits(cpu_seconds=0, memory_mb=JUDGE_MB)
-            self._running = start(sandbox, python, JUDGE, {}, limits, arguments, [theirs.fileno()])
+            self._running = start(sandbox, python, JUDGE, {"path": list(path)}, limits, arguments, [theirs.fileno()])
         self.child = self._running.child
         self._end = weakref.finalize(self, _end, self.owner, self._link, self._running)
         if not self._heard(PATIENCE):
@@ -136,7 +135,7 @@ class WarmJudge:
         """Start a verdict.
 
         Args:
-            task: for ``_judge.py``.
+            task: for ``_run.py``.
             hears, asks: the judge's ends of the pipes from and to the program.
             tells: the pipe for its reports.
 
@@ -148,7 +147,9 @@ class WarmJudge:
             with open(fd, "wb", closefd=False) as file:
                 file.write(marshal.dumps(task, 4))
             os.lseek(fd, 0, os.SEEK_SET)
-            socket.send_fds(self._link, [b"t"], [hears, asks, tells, fd])
+            text = "\n".join([task["tests"], *task["trusted"]])
+            modules = " ".join(name for name in PRELOADED if name in text)
+            socket.send_fds(self._link, [modules.encode() or b" "], [hears, asks, tells, fd])
         except OSError as error:
             self.close()
             raise Gone(f"the judge's process has died: {error}") from error
@@ -197,7 +198,7 @@ class Judges:
         return Judges, ()
 
     @contextlib.contextmanager
-    def one(self, sandbox: Sandbox, python: str) -> Iterator[WarmJudge]:
+    def one(self, sandbox: Sandbox, python: str, path: Sequence[str]) -> Iterator[WarmJudge]:
         """A judge for one verdict.
 
         Raises:
@@ -205,7 +206,7 @@ class Judges:
         """
         judge: WarmJudge | None = self._idle.__dict__.pop("judge", None)
         if judge is None or not judge.alive():
-            judge = WarmJudge(sandbox, python)
+            judge = WarmJudge(sandbox, python, path)
         try:
             yield judge
         except BaseException:

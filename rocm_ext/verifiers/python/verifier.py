@@ -19,7 +19,7 @@ from rocm_ext.errors import UserError, nearest
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import Comparison, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code, parse_python
-from rocm_ext.verifiers.python._units import Broken, Tests
+from rocm_ext.verifiers.python._source import Broken, Tests
 from rocm_ext.verifiers.python.start import BOTH, PROGRAM, Gone, Judges, WarmJudge, start
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.process import supervise
@@ -27,6 +27,7 @@ from rocm_ext.verifiers.sandbox.process import supervise
 log = logging.getLogger("rocm_ext")
 REPORTS = 1 << 16  # bytes; the judge's reports are far shorter
 ISOLATIONS = ("two_processes", "same_process")
+UNJUDGED = ("wrong", "error")
 ENDS = 2.0  # seconds that a sandbox may take to report how its program ended
 
 
@@ -35,56 +36,47 @@ class PythonTests(Verifier):
 
     Row fields:
 
-    - ``tests``: source with asserts at the top level (also in loops, ``with pytest.raises``, calls of functions that
-      assert, ``if __name__ == "__main__":``), ``test_*`` functions, also async, ``check(candidate)``, ``TestCase``
-      classes of unittest, or ``Test*`` classes; or a list of statements. Of pytest these work: fixtures with their
-      scopes, ``parametrize``, ``raises``, ``approx``, ``fail``, ``skip``, the marks skip, skipif, xfail and
-      usefixtures, the fixtures ``capsys``, ``monkeypatch`` and ``request``. Tests that are skipped, or may fail by
-      ``xfail``, do not count. ``check_row`` refuses tests that would not run or could not fail
+    - ``tests``: source with asserts at the top level, ``test_*`` functions, also async, ``check(candidate)``, and
+      whatever pytest runs: fixtures, marks, ``Test*`` classes, ``TestCase`` classes of unittest; or a list of
+      statements. Tests that are skipped, or may fail by ``xfail``, do not count
     - ``entry_point``: the name that the code must define and that ``check`` is called with; it may be an expression
       such as ``Solution().two_sum``. Without it the answer defines the names that the tests use and do not define, as
       ``from solution import f`` also says; names of builtins and of well-known modules stay the library's, unless the
       tests call just one of them and nothing else
-    - ``test_setup``: imports and definitions for both sides; the model's code runs with them and can read them
+    - ``test_setup``: imports and definitions for both sides; the model's code runs with them and can read them. Objects
+      of its classes live with the code
     - ``code_prefix``: HumanEval's prompt, a signature with its docstring; it precedes code that does not define the
       entry point itself. Its helper functions are trusted: the tests use them
-    - ``cases`` instead of ``tests``: a list of ``{input, output}`` for a program that reads stdin and writes stdout.
-      White space at the ends of lines and of the output does not count; ``tolerance`` and ``checker`` in the row
-      take precedence over the arguments
+    - ``cases`` instead of ``tests``: a list of ``{input, output}`` for a program that reads stdin and writes stdout;
+      ``tolerance`` and ``checker`` in the row take precedence over the arguments
     - ``cases`` as a list of ``{input: [arguments], output: value}`` for calls of ``entry_point``. A tuple counts as
       the list of its elements, and a number within ``tolerance`` as equal. With ``unwrap: true`` in a case, an expected
       list of one also stands for its element
 
-    The code and the tests run in two processes, each in its own sandbox. The code's process gets the arguments of
-    the calls that the tests make, and returns values; it sees neither the tests' source nor the expected values.
-    Values cross as plain data of exact library types. A function that the tests call gives such data, an iterator, a
-    coroutine, a function, or an object that the tests cannot use as data.
+    The code and the tests run in two processes, each in its own sandbox. The code's process gets the arguments of the
+    calls that the tests make; it sees neither the tests' source nor the expected values. What comes back is plain data
+    of exact library types, or a handle on an object of the code, on which the tests may operate; ``_judge.py`` has the
+    rule. Containers cross as copies; after a call, the tests' own have the content that the code left in them.
 
-    Objects of the code's own classes stay in its process. The tests use them if they take a name for a class: it has
-    a capital letter, stands in ``isinstance`` or ``except``, or an attribute is read from what its call returns that
-    no data has. Methods of a class ``Solution``, or of the one in ``entry_point``, give data, too.
-
-    What cannot be judged across the boundary is ERROR, never WRONG: an object of the code's class where the tests take
-    data; data compared with an object whose class defines ``__eq__``, except for a subclass of a builtin type, whose
-    value is compared; a class of the tests that inherits from one of the code's; objects of the tests' own classes as
-    arguments. A failure is ERROR, too, if the tests patch a library, set the environment, or record logs or warnings,
-    which does not reach the code; if they use files, if they set a seed and the code draws random numbers, or if the
-    code calls a function of the tests after its own call has ended. An assert that fails in a function which the code
-    calls fails the test, even if the code catches the exception. Threads of the tests call the code one after another.
+    ``check_row`` refuses rows that would not run, could not fail, or need one process: those that patch a library, use
+    files, look into the answer's objects, derive classes from the answer's, or run text.
 
     These asserts trust the code: one that compares with a value that the code's own classes or helper functions
     compute; one that computes the expected value from an argument after the call, which may have changed it; and one
-    that asks an object of a class of the code about data of the tests.
+    that asks an object that it made by calling a class of the code.
 
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
         memory_mb: for the code.
-        partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each assert of a test function
-            or of ``check`` counts as a test. A loop that asserts counts as one, by the share of its rounds that pass.
+        partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each check of a plain test
+            function or of ``check`` counts as a test; a loop and a function with fixtures count as one.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
         isolation: ``two_processes``; or ``same_process``, which runs the code and the tests in one interpreter, in the
             sandbox, and judges all that Python can. The code can then read the tests and forge its verdict: it is for
             benchmarks of code that you trust, not for training.
+        unjudged: the verdict of an answer that gives what the tests cannot judge across the two processes, such as an
+            object where they take data: ``wrong``, so that no answer escapes its verdict; or ``error``, to look for
+            rows that need ``same_process``.
         python: the interpreter; the code can import its installed packages.
         tolerance, checker: what counts as the right output of ``cases``; see
             :class:`rocm_ext.verifiers.cases.Comparison`.
@@ -97,6 +89,7 @@ class PythonTests(Verifier):
         partial_credit: bool = False,
         sandbox: str = "bubblewrap",
         isolation: str = "two_processes",
+        unjudged: str = "wrong",
         python: str | None = None,
         tolerance: float | None = None,
         checker: str | None = None,
@@ -105,7 +98,9 @@ class PythonTests(Verifier):
             raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 64, found {timeout} and {memory_mb}")
         if isolation not in ISOLATIONS:
             raise UserError(f"isolation {isolation!r} is unknown{nearest(isolation, ISOLATIONS)}")
-        self.isolation = isolation
+        if unjudged not in UNJUDGED:
+            raise UserError(f"unjudged {unjudged!r} is unknown{nearest(unjudged, UNJUDGED)}")
+        self.isolation, self.unjudged = isolation, unjudged
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.partial_credit, self.kind, self.python = partial_credit, sandbox, python or sys.executable
         self.comparison = Comparison(tolerance, checker, sandbox, self.python)
@@ -145,7 +140,7 @@ class PythonTests(Verifier):
                 raise ValueError(f"field {name!r} is not Python: {error}") from error
         try:
             if tests:
-                Tests(tests, self._trusted(row), entry)
+                Tests(tests, self._trusted(row), entry, self.isolation == "two_processes")
         except (Broken, SyntaxError, RecursionError) as error:
             raise ValueError(f"field 'tests': {error}") from error
 
@@ -178,7 +173,7 @@ class PythonTests(Verifier):
 
     def _tests(self, code: str, prefix: str, entry: str, row: Mapping[str, Any]) -> Result:
         trusted = self._trusted(row)
-        shared = [name for source in trusted for name in _classes(source)]
+        shared, methods = _classes(trusted)
         tests, cases = "", None
         try:
             if row.get("cases") is not None:
@@ -190,14 +185,14 @@ class PythonTests(Verifier):
         path = list(self._packages)
         tested = [re.split(r"\W", entry)[0]] + ["Solution"] * (cases is not None)
         forget = f"[globals().pop(name, None) for name in {tested!r}]"  # those of the set-up are not the answer's
-        program = {"setup": "\n".join([*trusted, forget]), "code": code, "shared": shared, "path": path}
-        task = {"trusted": trusted, "tests": tests, "entry_point": entry, "shared": shared, "path": path,
-                "cases": cases, "tolerance": self.comparison.within(row), "all": self.partial_credit,
+        program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": path}
+        task = {"trusted": trusted, "tests": tests, "entry_point": entry, "shared": shared, "methods": methods,
+                "path": path, "cases": cases, "tolerance": self.comparison.within(row), "all": self.partial_credit,
                 "cpu": self.limits.resources(False)["CPU"]}  # fmt: skip
         if self.isolation == "same_process":
             return self._in_one(task | {"program": program})
         try:
-            with self._judges.one(self._sandbox, self.python) as judge:
+            with self._judges.one(self._sandbox, self.python, self._packages) as judge:
                 return self._judged(judge, task, program)
         except Gone as problem:
             return error(problem)
@@ -285,6 +280,8 @@ class PythonTests(Verifier):
         detail = short(last.get("detail", ""))
         if last["kind"] == "broken":
             return error(detail)
+        if last["kind"] == "unjudged":
+            return (wrong if self.unjudged == "wrong" else error)(f"cannot be judged: {detail}")
         if last["kind"] == "gone":
             return wrong(detail)
         if last["kind"] == "failed":
@@ -333,5 +330,9 @@ def _parses(source: str) -> bool:
     return True
 
 
-def _classes(source: str) -> list[str]:
-    return [node.name for node in parse_python(source).body if isinstance(node, ast.ClassDef)]
+def _classes(sources: list[str]) -> tuple[list[str], list[str]]:
+    """The classes of trusted sources whose objects live with the code, and their methods: all but those of unittest."""
+    nodes = [node for source in sources for node in parse_python(source).body if isinstance(node, ast.ClassDef)]
+    nodes = [node for node in nodes if not any("TestCase" in ast.unparse(base) for base in node.bases)]
+    methods = {n.name for node in nodes for n in node.body if isinstance(n, ast.FunctionDef)}
+    return [node.name for node in nodes], sorted(methods)

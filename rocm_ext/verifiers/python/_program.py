@@ -1,0 +1,439 @@
+"""The code's process: runs what the model wrote and does what the tests' process asks. It never sees the tests.
+
+Nobody trusts what it answers: an answer is data, or the number of an object in here.
+"""
+
+import _operator
+import builtins
+import io
+import posix  # os is not loaded yet, and takes a millisecond
+import sys
+from _thread import RLock
+
+from _wire import BINARY, FUNCTIONS, IN_PLACE, Closed, Unsendable, Wire, mutable, program_channel
+
+PRINTED = 1 << 20  # characters between two messages; the rest is dropped
+WRAPPERS = {"method", "partial", "_lru_cache_wrapper", "singledispatch_wrapper", "builtin_function_or_method"}
+DATA = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+OTHERS = "lt le gt ge eq neg pos invert contains getitem setitem delitem index".split()  # noqa: SIM905
+BUILTINS = """abs bool complex delattr dir divmod float format hash int iter len next repr reversed round setattr
+str""".split()  # noqa: SIM905
+
+
+class Program(Wire):
+    """The model's names, and the objects that the tests' process knows by number."""
+
+    def __init__(self, channel):
+        self.channel = channel
+        self.objects, self.numbers = [], {}
+        self.theirs, self.classes = {}, {}  # stand-ins for what the tests have
+        self.depth = 0  # operations under way, one in the other
+        self.turn = RLock()  # of the code's threads: one exchange at a time
+        self.loop, self.tasks = None, {}
+        self.watched = {}  # the plain globals that the tests read, as they last crossed
+        self.module = sys.modules["solution"] = type(sys)("solution")
+        self.namespace = self.module.__dict__
+        self.namespace["__builtins__"] = builtins
+        self.operations = {name: getattr(_operator, name) for name in (*BINARY, *IN_PLACE, *OTHERS)}
+        self.operations |= {name: getattr(builtins, name) for name in BUILTINS}
+        self.operations |= {"call": lambda f, *a, **k: f(*a, **k), "define": self.define, "state": state,
+                            "method": lambda o, name, *a, **k: getattr(o, name)(*a, **k), "plain": plain,
+                            "copy": copied, "step": self.step, "close": self.close,
+                            "send": lambda o, value: o.send(value), "throw": lambda o, e: o.throw(e)}  # fmt: skip
+        self.describing = {"names": self.names, "get": self.get}  # these give JSON
+
+    # values
+
+    def opaque(self, value, depth):
+        kind = type(value)
+        if kind is Theirs or ("number", id(value)) in self.theirs:
+            return ["f", value.__number__ if kind is Theirs else self.theirs["number", id(value)]]
+        if isinstance(value, BaseException):
+            return self.exception(value)
+        if isinstance(value, type) or kind is type(sys):
+            raise Unsendable(f"the {'class' if isinstance(value, type) else 'module'} {value.__name__}")
+        if kind.__module__ == "itertools" or (kind.__module__ == "builtins" and hasattr(kind, "__next__")):
+            return ["y", self.number(value)]
+        if kind.__module__ == "builtins" and kind.__name__ in ("coroutine", "async_generator"):
+            return ["w", self.number(value), "await" if kind.__name__ == "coroutine" else "anext"]
+        if kind in FUNCTIONS or kind.__name__ in WRAPPERS:
+            if depth:
+                raise Unsendable(f"a container with the function {getattr(value, '__name__', '')}")
+            return ["h", self.number(value), 0, "function", "object", True, []]
+        return ["h", self.number(value), *self.describe(kind)]
+
+    def number(self, value):
+        """The number of an object, which stays alive so that no other gets its id; 0 is none's."""
+        if id(value) not in self.numbers:
+            self.objects.append(value)
+            self.numbers[id(value)] = len(self.objects)
+        return self.numbers[id(value)]
+
+    def describe(self, kind):
+        """The number and name of a class, how its objects compare, whether they can be called, and its bases."""
+        bases = [self.number(base) for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
+        return [self.number(kind), kind.__name__, comparison(kind), any("__call__" in vars(base) for base in kind.__mro__), bases]
+
+    def lineage(self, kind):
+        """Module, name and number of an exception class and of its bases, up to the first builtin."""
+        found = []
+        for base in kind.__mro__:
+            if issubclass(base, BaseException):
+                library = getattr(sys.modules.get(base.__module__), base.__name__, None) is base
+                found.append([base.__module__ if library else "solution", base.__name__, self.number(base)])
+                if library and base.__module__ == "builtins":
+                    break
+        return found
+
+    def exception(self, error, cause=True):
+        """The JSON of an exception: lineage, number, text, plain arguments, plain attributes, cause."""
+        try:
+            says = str(error)[:10_000]
+        except BaseException:
+            says = ""
+        args = (*error.args, error.filename) if isinstance(error, OSError) and len(error.args) == 2 else error.args
+        args = self.as_data(list(args))
+        attributes = [[name, now] for name, value in list(vars(error).items())[:50]
+                      if (now := self.as_data(value)) is not ...]  # fmt: skip
+        because = self.exception(error.__cause__, False) if cause and isinstance(error.__cause__, Exception) else None
+        return ["x", self.lineage(type(error)), self.number(error), says, args if args is not ... else ["l", [says]],
+                attributes, because]  # fmt: skip
+
+    def as_data(self, value):
+        """The JSON of a value; ``...`` if it may not cross."""
+        try:
+            return self.encode(value, 1)
+        except (Unsendable, RecursionError):
+            return ...
+
+    def revive(self, tag, parts):
+        if tag == "h":
+            return self.objects[parts[0] - 1]
+        if tag == "m":
+            return getattr(self.objects[parts[0] - 1], parts[1])
+        if tag == "f":
+            return self.stand_in(*parts)
+        if tag == "B":
+            return getattr(builtins, parts[0])
+        if tag == "X":
+            return self.exception_class(parts[0])
+        if tag == "x":
+            error = self.exception_class(parts[0])(*self.decode(parts[1]))
+            self.number(error)
+            self.theirs["number", id(error)] = parts[2]
+            return error
+        return super().revive(tag, parts)
+
+    def exception_class(self, names):
+        """The class of an exception of the tests: a loaded one of that name, or a new one."""
+        module, name = names[0]
+        found = getattr(sys.modules.get(module), name, None)
+        if isinstance(found, type) and issubclass(found, BaseException):
+            return found
+        if (module, name) not in self.classes:
+            base = self.exception_class(names[1:]) if names[1:] else Exception
+            self.classes[module, name] = type(name, (base,), {"__module__": module})
+        return self.classes[module, name]
+
+    def stand_in(self, number, name="", how=""):
+        """What stands here for a thing of the tests; ``how``: function, coroutine, iterator or object."""
+        if number in self.theirs:
+            return self.theirs[number]
+        if how == "object":
+            found = self.theirs[number] = Theirs(self, number)
+            return found
+        if how == "iterator":
+
+            def stream():
+                while True:
+                    try:
+                        item = self.request("next", number, [])
+                    except StopIteration as stop:
+                        return stop.value
+                    yield item
+
+            found = stream()
+        elif how == "coroutine":
+
+            async def found(*args, **keywords):
+                await Pause()  # others go on beside it
+                return self.request("callback", number, args, keywords)
+        else:
+
+            def found(*args, **keywords):
+                return self.request("callback", number, args, keywords)
+
+        if how != "iterator":
+            found.__name__ = found.__qualname__ = name
+        self.number(found)
+        self.theirs[number], self.theirs["number", id(found)] = found, number
+        return found
+
+    def arrived(self, array):
+        """An array of the tests, as it is."""
+        return array
+
+    # messages
+
+    def request(self, op, number, args, keywords=None):
+        """Have the tests' process use what the tests have: call a function, advance an iterator, read their input."""
+        if not self.depth:
+            raise RuntimeError("the tests are called outside of their calls")
+        with self.turn:
+            named = [[name, self.encode(value)] for name, value in (keywords or {}).items()]
+            self.channel.send({"op": op, "f": number, "a": [self.encode(arg) for arg in args], "k": named,
+                               **self.printed()})  # fmt: skip
+            while "op" in (reply := self.channel.receive()):  # the function calls the code again
+                self.channel.send(self.answer(reply))
+            if "x" in reply:
+                raise self.decode(reply["x"])
+            return self.decode(reply["ok"])
+
+    def printed(self):
+        """The text that the code has printed since the last message, by stream."""
+        return {name: said for name, stream in (("out", self.stdout), ("err", self.stderr)) if (said := stream.take())}
+
+    def serve(self):
+        """Answer until the tests' process ends."""
+        while True:
+            answer = self.answer(self.channel.receive())
+            with self.turn:
+                try:
+                    self.channel.send(answer)
+                except Unsendable as error:
+                    self.channel.send({"unjudged": f"the code gives {error}"})
+
+    def answer(self, request):
+        """Do an operation; what to answer."""
+        self.depth += 1
+        both, before = [], {}
+        try:
+            args = [self.decode(arg) for arg in request["a"]]
+            keywords = {name: self.decode(value) for name, value in request["k"]}
+            both = [*args, *keywords.values()]
+            kept = [place for place, arg in enumerate(both) if mutable(arg)]
+            before = {place: self.as_data(both[place]) for place in kept} if request["w"] else {}
+            if request["op"] in self.describing:
+                reply = {"ok": self.describing[request["op"]](*args)}
+            else:
+                value = self.operations[request["op"]](*args, **keywords)
+                same = next((place for place in kept if both[place] is value), None)
+                reply = {"ok": self.encode(value) if same is None else ["a", same]}
+        except Closed:
+            raise
+        except Unsendable as error:
+            return {"unjudged": f"the code gives {error}"}
+        except BaseException as error:
+            reply = {"x": self.exception(error)}
+        finally:
+            self.depth -= 1
+        changed = [[place, now] for place, old in before.items() if (now := self.as_data(both[place])) != old]
+        if any(now is ... for _, now in changed):
+            return {"unjudged": "the code leaves what may not cross in a container of the tests"}
+        return reply | {"changed": changed, "globals": self.changed_globals(), **self.printed()}
+
+    def changed_globals(self):
+        """The plain globals that have changed since they crossed."""
+        found = [[name, now] for name, before in self.watched.items()
+                 if (now := self.as_data(self.namespace.get(name))) is not ... and now != before]  # fmt: skip
+        self.watched.update(found)
+        return found
+
+    # operations
+
+    def names(self, *names):
+        """The names of those that the code defines, each with a class, an exception's lineage or a value."""
+        found = []
+        for name in names:
+            if name not in self.namespace:
+                continue
+            value = self.namespace[name]
+            if isinstance(value, type):
+                is_error = issubclass(value, BaseException)
+                data = ["X", self.lineage(value)] if is_error else ["k", *self.describe(value)]
+            else:
+                data = self.encode(value)
+                if not callable(value):
+                    self.watched[name] = data
+            found.append([name, data])
+        return found
+
+    def get(self, value, name):
+        """An attribute; of a method only that it is one."""
+        found = getattr(value, name)
+        is_method = callable(found) and not isinstance(found, type) and type(found) is not Theirs
+        return ["m"] if is_method else self.encode(found)
+
+    def define(self, name, *value):
+        """Set a name of the code, or remove it."""
+        self.namespace.pop(name, None)
+        self.namespace.update((name, each) for each in value)
+
+    def step(self, value, op):
+        """Go on with an awaitable for a moment; whether it is done, and its result."""
+        import asyncio
+
+        self.loop = self.loop or asyncio.new_event_loop()
+        task = self.tasks.get(id(value))
+        if task is None:
+            task = self.tasks[id(value)] = self.loop.create_task(waited(value, op))
+            for _ in range(2):  # the tests may start others beside it
+                self.loop.run_until_complete(asyncio.sleep(0))
+        else:
+            self.loop.run_until_complete(asyncio.wait([task], timeout=0.01))
+        if not task.done():
+            return False, None
+        del self.tasks[id(value)]
+        return True, task.result()
+
+    def close(self, value):
+        """Close a generator, or cancel a coroutine, that the tests have dropped."""
+        task = self.tasks.pop(id(value), None)
+        if task is not None:
+            import asyncio
+
+            task.cancel()
+            self.loop.run_until_complete(asyncio.wait([task], timeout=0.01))
+        elif hasattr(value, "close"):
+            value.close()
+
+    def load(self, task):
+        """Run the trusted set-up and the model's code."""
+        self.stdout, self.stderr = sys.stdout, sys.stderr = Capture(), Capture()
+        sys.stdin = Input(self)
+        builtins.input = lambda prompt="": self.request("input", 0, [str(prompt)])
+        exec(compile(task["setup"], "setup", "exec", dont_inherit=True), self.namespace)
+        exec(compile(task["code"], "solution", "exec", dont_inherit=True), self.namespace)
+        self.printed()
+
+
+class Theirs:
+    """An object of the tests: it can be called and kept, and its class's own methods and plain attributes be used."""
+
+    def __init__(self, program, number):
+        self.__dict__.update(__program__=program, __number__=number)
+
+    def __call__(self, *args, **keywords):
+        return self.__program__.request("callback", self.__number__, args, keywords)
+
+    def __getattr__(self, name):
+        if name[:1] == "_":
+            raise AttributeError(name)
+        program, number = self.__program__, self.__number__
+        is_method, value = program.request("attribute", number, [name])
+        if is_method:
+            return lambda *args, **keywords: program.request("method", number, (name, *args), keywords)
+        return value
+
+
+class Capture(io.TextIOWrapper):
+    """An output stream that keeps what is written."""
+
+    def __init__(self):
+        super().__init__(io.BytesIO(), "utf-8", "surrogatepass", newline="", write_through=True)
+
+    def write(self, text):
+        """Keep ``text`` if there is room."""
+        return super().write(text) if self.buffer.tell() < PRINTED or type(text) is not str else len(text)
+
+    def take(self):
+        """What was written since the last time."""
+        if self.closed or not self.buffer.tell():
+            return ""
+        said = self.buffer.getvalue()[:PRINTED].decode("utf-8", "replace")
+        self.buffer.seek(0)
+        self.buffer.truncate()
+        return said
+
+
+class Input(io.TextIOBase):
+    """The tests' ``sys.stdin``; empty while the code is loaded."""
+
+    def __init__(self, program):
+        self.program = program
+
+    def readable(self):
+        """True."""
+        return True
+
+    def read(self, size=-1):
+        """The rest, or ``size`` characters."""
+        return self.program.request("read", 0, [-1 if size is None else size]) if self.program.depth else ""
+
+    def readline(self, size=-1):
+        """The next line."""
+        return self.program.request("readline", 0, [size]) if self.program.depth else ""
+
+
+class Pause:
+    """Lets other coroutines go on, also those that the tests start a moment later."""
+
+    def __await__(self):
+        for _ in range(100):
+            yield
+
+
+async def waited(value, op):
+    """The result of an awaitable, or the next value of an asynchronous iterator."""
+    return await (value.__anext__() if op == "anext" else value)
+
+
+def comparison(kind):
+    """How objects of a class compare: as the ``object`` they are, by the ``data`` of a builtin, or by code of their
+    ``own``."""
+    owner = next(base for base in kind.__mro__ if "__eq__" in vars(base))
+    if owner is object or owner.__module__ == "enum":
+        return "object"
+    return "data" if issubclass(kind, DATA) and owner.__module__ in ("builtins", "collections") else "own"
+
+
+def plain(value):
+    """The value of an object whose class derives from a builtin type, as that type."""
+    kind = next(kind for kind in DATA if isinstance(value, kind))
+    if kind in (list, tuple, set, frozenset):
+        return kind(kind.__iter__(value))
+    if kind is dict:
+        return dict(dict.items(value))
+    if kind in (bytes, bytearray, str):
+        return kind.__getitem__(value, slice(None)) if kind is not str else str.__str__(value)
+    return kind.__add__(value, kind())
+
+
+def state(value):
+    """The attributes of an object, and its value if its class derives from a builtin type."""
+    found = dict(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found | ({"": plain(value)} if isinstance(value, DATA) else {})
+
+
+def copied(value, deep):
+    """A copy of an object."""
+    import copy
+
+    return (copy.deepcopy if deep else copy.copy)(value)
+
+
+def main(task):
+    """Load the task and serve the tests' process over the pipes argv[1] and argv[2]."""
+    sys.path += task["path"]
+    builtins.exit = builtins.quit = sys.exit
+    channel = program_channel(int(sys.argv[1]), int(sys.argv[2]))
+    channel.send({"hello": posix.getpid()})
+    silence = posix.open("/dev/null", posix.O_RDWR)
+    for fd in range(3):
+        posix.dup2(silence, fd)
+    program = Program(channel)
+    try:
+        program.load(task)
+    except BaseException as error:
+        channel.send({"x": program.exception(error)})
+        return
+    channel.send({"ready": True})
+    try:
+        program.serve()
+    except Closed:
+        return
