@@ -6,7 +6,7 @@
   IPv4 and IPv6 alone, which the network namespace contains
 - a read-only system: /usr, the libraries, the interpreter's or compiler's folder. It sees no home, no repository, and
   of /etc what the loader needs
-- a /tmp in memory, of limited size, that vanishes with the run
+- a /tmp in memory, of limited size and number of files, that vanishes with the run
 - an empty environment, no capabilities, an unprivileged user id, and a filter of system calls (x86-64 and AArch64)
 - limits on wall and CPU time, memory, processes, file size, open files and output
 
@@ -21,7 +21,8 @@ The sandbox does not protect against
 - side channels: CPU caches, timing, load. The code can see the machine's CPU and kernel version
 - short peaks of memory. The address space limits each process; all processes of a run together are limited by checks
   of their resident memory, 50 ms apart. Between two checks they may use up to processes x memory. There is no cgroup.
-  The numbers of processes and open files alone limit what the kernel holds for the run (pipes, sockets, page tables)
+  What the kernel holds for the run is limited by the numbers of files, of processes and of open files (pipes, sockets,
+  page tables), and for locks on files by the time alone
 - reading what is installed in the interpreter's folder: keep secrets out of site-packages
 - nested user namespaces and AF_VSOCK sockets on machines other than x86-64 and AArch64, which have no filter of system
   calls
