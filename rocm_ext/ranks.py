@@ -7,6 +7,7 @@ communicates.
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -103,6 +104,8 @@ class Ranks:
         # A rank may wait long for another rank's last answers. torchrun detects dead ranks of its machine, and
         # rocm_ext.watch those of the others.
         forever = timedelta(days=1)
+        if _GLOO not in os.environ and sys.platform == "linux" and (name := _interface()):
+            os.environ[_GLOO] = name
         if several_machines():
             store = dist.PrefixStore("default_pg", _meet())
             dist.init_process_group(backend, timeout=forever, store=store, rank=rank(), world_size=world_size())
@@ -165,7 +168,10 @@ class Ranks:
             p.grad = total.view_as(p)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's ``value`` in rank order, on every rank."""
+        """Return every rank's ``value`` in rank order, on every rank.
+
+        They travel as pickles, so whoever can answer for a rank can run code: see docs/several-machines.md.
+        """
         if self.mesh is None:
             return [value]
         values: list[Any] = [None] * self.world
@@ -212,14 +218,13 @@ def _meet() -> dist.Store:
     Raises:
         UserError: a rank has failed before, or does not come.
     """
-    if _GLOO not in os.environ and (name := _interface()):
-        os.environ[_GLOO] = name
     store, end = _store(_MEET), time.monotonic() + _MEET
     store.set(_key(f"rank {rank()}"), socket.gethostname())
     everyone = {number: _key(f"rank {number}") for number in range(world_size())}
     while not store.check(list(everyone.values())):
         if store.check([failed := _key("failed")]):
-            raise UserError(store.get(failed).decode())
+            said = " ".join(store.get(failed).decode(errors="replace").split())
+            raise UserError("".join(c if c.isprintable() else "?" for c in said))
         if time.monotonic() > end:
             missing = ", ".join(str(number) for number, key in everyone.items() if not store.check([key]))
             raise UserError(
@@ -241,7 +246,8 @@ def _key(name: str) -> str:
 def _interface() -> str | None:
     """The network interface that leads to rank 0; None where the system does not say.
 
-    gloo takes the one that this machine's own name belongs to, which often is the loopback.
+    gloo takes the one that this machine's own name belongs to: on several machines this often is the loopback, and on
+    one machine often a network.
     """
     with suppress(OSError):
         kind, _, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]

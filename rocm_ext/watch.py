@@ -3,24 +3,30 @@
 Every rank keeps a connection to rank 0, which carries nothing while all is well. The system closes it when a process
 ends, and its keepalive probes find a machine or a link that is gone. The system answers the probes and not the process,
 so neither a long computation nor a long wait for another rank counts as a loss.
+
+A token that the ranks exchange before keeps strangers out, and a rank listens only where the others reach it. Messages
+are neither signed nor encrypted: see docs/several-machines.md.
 """
 
+import hmac
 import json
 import os
 import secrets
-import select
+import selectors
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.process import tell_launcher
 
 _MEET = 60.0  # seconds in which all ranks connect
+_STRANGERS = 256  # connections that have not said the token; beyond, the oldest is closed
+_LONGEST = 1 << 16  # bytes of a message
 _GRACE = 1.0  # seconds for a rank to end by itself, with its own message; less than `guarded` waits before a traceback
 
 _watch: "Watch | None" = None
@@ -57,20 +63,32 @@ class Watch:
                 peer.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:
-        ranks = {peer: rank for rank, peer in self._peers.items()}
-        received = dict.fromkeys(ranks, b"")
-        while received and not self._closing:
-            for peer in select.select(list(received), [], [])[0]:
-                data, why = _read(peer)
-                received[peer] += data
-                if data and b"\n" not in data:
-                    continue
-                content = received.pop(peer).partition(b"\n")[0]  # where all ranks fail, rank 0 sends several
-                message = (
-                    json.loads(content) if data else {"rank": ranks[peer], "text": f"{why}; {_CURE}", "lost": True}
-                )
-                if message:  # an empty one says that all went well
-                    self._end(message)
+        received = dict.fromkeys(self._peers, b"")
+        with selectors.DefaultSelector() as selector:
+            for rank, peer in self._peers.items():
+                selector.register(peer, selectors.EVENT_READ, rank)
+            while selector.get_map() and not self._closing:
+                for key, _ in selector.select():
+                    rank, (data, why) = key.data, _read(key.fileobj)  # type: ignore[arg-type]
+                    lines, _, rest = (received[rank] + data).rpartition(b"\n")
+                    received[rank] = rest[:_LONGEST]
+                    messages = [each for each in map(self._parsed, lines.split(b"\n")) if each is not None]
+                    if not data:
+                        messages.append({"rank": rank, "text": f"{why}; {_CURE}", "lost": True})
+                    if messages:
+                        selector.unregister(key.fileobj)
+                    if messages and messages[0]:  # an empty one says that all went well
+                        self._end(messages[0])  # where all ranks fail, rank 0 sends several
+
+    def _parsed(self, line: bytes) -> dict[str, Any] | None:
+        """A message of a rank; None for anything else."""
+        try:
+            message = json.loads(line)
+            rank, text = (message["rank"], message["text"]) if message else (0, "")
+        except (ValueError, RecursionError, LookupError, TypeError):
+            return None
+        known = type(rank) is int and 0 <= rank < len(self._places) and isinstance(text, str)
+        return message if known and isinstance(message, dict) else None
 
     def _end(self, message: dict[str, Any]) -> None:
         """End this process because another rank has failed, or is lost."""
@@ -118,25 +136,35 @@ def begin(rank: int, node: int, gather: Callable[[Any], list[Any]], timeout: flo
         UserError: rank 0 cannot be reached.
     """
     global _watch
-    server = None if rank else _server()
-    key = (server.getsockname()[1], secrets.token_hex(8)) if server else None
-    shared = gather((socket.gethostname(), node, key))
-    port, token = shared[0][2]
-    hello = token.encode()
-    peers, problem = {}, ""
+    problem, address = "", ""
     try:
-        peers = _accept(server, hello, len(shared) - 1) if server else {0: _connect(port, hello, rank)}
+        address = _reached() if rank else ""
+    except OSError as error:
+        problem = error.strerror or str(error)
+    shared = gather((socket.gethostname(), node, address))
+    places = [(host, number) for host, number, _ in shared]
+    servers = {} if rank else {seen: _server(seen) for seen in {seen for _, _, seen in shared if seen}}
+    ports = {seen: server.getsockname()[1] for seen, server in servers.items()}
+    ports, token = gather((ports, secrets.token_hex(16)))[0]
+    hello, peers = token.encode(), {}
+    try:
+        if not all(seen for _, _, seen in shared[1:]):
+            pass  # somebody has a problem already
+        elif not rank:
+            peers = _accept(list(servers.values()), hello, len(shared) - 1)
+        else:
+            peers = {0: _connect(address, ports[address], hello, rank)}
     except OSError as error:
         problem = error.strerror or str(error)
     for peer in peers.values():
         _keep_alive(peer, timeout)
-    places = [(host, number) for host, number, _ in shared]
     failed = [(at, problem) for at, problem in enumerate(gather(problem)) if problem]
     if failed:
         at, problem = failed[-1]
+        port = f", port {ports[shared[at][2]]}" if shared[at][2] else ""
         raise UserError(
-            f"rank {at} on {places[at][0]} cannot reach rank 0 on {places[0][0]}, port {port}: {problem}. The machines "
-            "of a run must reach each other on every TCP port; look at their firewalls"
+            f"rank {at} on {places[at][0]} cannot reach rank 0 on {places[0][0]}{port}: {problem}. The machines of a "
+            "run must reach each other on every TCP port; look at their firewalls"
         )
     _watch = Watch(rank, peers, places)
 
@@ -157,35 +185,73 @@ def close() -> None:
     _watch = None
 
 
-def _server() -> socket.socket:
-    with suppress(OSError):  # IPv6 may be switched off
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+def _reached() -> str:
+    """The address at which this process reaches rank 0's machine, where torchrun's store listens."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.create_connection(place, timeout=_MEET / 2) as probe:
+        return str(probe.getpeername()[0])
 
 
-def _accept(server: socket.socket, hello: bytes, count: int) -> dict[int, socket.socket]:
-    """Wait for ``count`` ranks."""
+def _server(address: str) -> socket.socket:
+    """Listen at an address of this machine; at all of them if it has not this one, as behind a NAT."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError):
+        return socket.create_server((address, 0), family=family)
+    return socket.create_server(("", 0), family=family)
+
+
+def _accept(servers: Sequence[socket.socket], hello: bytes, count: int) -> dict[int, socket.socket]:
+    """Wait for ``count`` ranks, each of which says ``hello`` and its number.
+
+    Raises:
+        TimeoutError: not all of them came within a minute.
+    """
     found: dict[int, socket.socket] = {}
-    end = time.monotonic() + _MEET
-    with server:
-        while len(found) < count:
-            server.settimeout(max(0.001, end - time.monotonic()))
-            peer = server.accept()[0]
-            peer.settimeout(5)
-            said = b""
-            with suppress(OSError):
-                while len(said) < len(hello) + 4 and (data := peer.recv(len(hello) + 4 - len(said))):
-                    said += data
-            if len(said) == len(hello) + 4 and said.startswith(hello):
-                found[int.from_bytes(said[-4:], "big")] = peer
-            else:  # not one of ours
-                peer.close()
+    said: dict[socket.socket, bytes] = {}  # those that have not said all yet, the oldest first
+    length, end = len(hello) + 4, time.monotonic() + _MEET
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+
+        def drop(peer: socket.socket) -> bytes:
+            selector.unregister(peer)
+            return said.pop(peer)
+
+        for server in servers:
+            stack.enter_context(server).setblocking(False)
+            selector.register(server, selectors.EVENT_READ)
+        while len(found) < count and time.monotonic() < end:
+            for key, _ in selector.select(end - time.monotonic()):
+                peer: Any = key.fileobj
+                if peer in servers:
+                    if len(said) >= _STRANGERS:
+                        drop(oldest := next(iter(said)))
+                        oldest.close()
+                    with suppress(OSError):  # it has left again
+                        peer = peer.accept()[0]
+                        peer.setblocking(False)
+                        selector.register(peer, selectors.EVENT_READ)
+                        said[peer] = b""
+                elif peer in said:
+                    data = b""
+                    with suppress(OSError):
+                        data = peer.recv(length - len(said[peer]))
+                    said[peer] += data
+                    if data and len(said[peer]) < length:
+                        continue
+                    content = drop(peer)
+                    if hmac.compare_digest(content[:-4], hello):
+                        found[int.from_bytes(content[-4:], "big")] = peer
+                    else:  # not one of ours
+                        peer.close()
+        for peer in list(said):
+            drop(peer)
+            peer.close()
+    if len(found) < count:
+        raise TimeoutError("timed out")
     return found
 
 
-def _connect(port: int, hello: bytes, rank: int) -> socket.socket:
-    peer = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=_MEET / 2)
+def _connect(address: str, port: int, hello: bytes, rank: int) -> socket.socket:
+    peer = socket.create_connection((address, port), timeout=_MEET / 2)
     peer.sendall(hello + rank.to_bytes(4, "big"))
     return peer
 

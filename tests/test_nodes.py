@@ -4,12 +4,16 @@ The fast tests run each machine in a fork, with what torchrun would put into its
 in network namespaces.
 """
 
+import contextlib
+import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -201,6 +205,18 @@ def test_an_error_before_the_ranks_meet_is_told_on_every_machine(make, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+def test_what_another_process_writes_into_the_store_is_one_line(make):
+    """Whoever reaches the store can end a run before it begins, and nothing else."""
+
+    def stranger():
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+        store.set("rocm_ext/0/failed", b"a stranger\n\x1b[2Jerror: \xff")
+
+    ((code, messages),) = run_machines(SFT, (make(), (), stranger), None)
+    assert code == 1
+    assert_one_line(messages.replace("[rank 0] ", ""), "a stranger ?[2Jerror: \N{REPLACEMENT CHARACTER}")
+
+
 def test_a_machine_that_does_not_come_is_named(make, monkeypatch):
     monkeypatch.setattr(ranks, "_MEET", 0.5)
     ((code, messages),) = run_machines(SFT, (make(), (), None), None)
@@ -224,13 +240,115 @@ def test_the_first_of_several_messages_ends_the_rank(capfd):
     """Rank 0 has failed, and passes on that another one has, before this rank reads."""
     ours, theirs = socket.socketpair()
     theirs.sendall(b'{"rank": 0, "text": "first"}\n{"rank": 2, "text": "second"}\n')
+    assert ended_by_the_watch({0: ours}) == 1
+    assert capfd.readouterr().err == "error: rank 0 on trainer: first\n"
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"nothing\n",
+        b"[1]\n",
+        b'{"rank": 7, "text": "of nobody"}\n',
+        b'{"rank": 1.0, "text": "a"}\n{"rank": "0", "text": "a"}\n{"rank": 0, "text": 1}\n{"rank": 0}\n\n',
+        b"[" * 100_000 + b"\n",
+        b"\xff\n",
+        b"x" * 1_000_000 + b"\n",
+    ],
+    ids=lambda rubbish: str(rubbish[:20]),
+)
+def test_the_watch_survives_what_is_no_message(capfd, rubbish):
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=theirs.sendall, args=(rubbish + b'{"rank": 0, "text": "a message"}\n',)).start()
+    assert ended_by_the_watch({0: ours}) == 1
+    assert capfd.readouterr().err == "error: rank 0 on trainer: a message\n"
+
+
+def test_the_watch_uses_any_descriptor(capfd):
+    """select() knows those below 1,024 only; a rank with many files has others."""
+    ours, theirs = socket.socketpair()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2100:
+        pytest.skip("this system allows no descriptor above 1,023")
+
+    def prepare():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2100), hard))
+        return {0: socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, 2000))}
+
+    theirs.sendall(b'{"rank": 0, "text": "a message"}\n')
+    assert ended_by_the_watch(prepare) == 1
+    assert capfd.readouterr().err == "error: rank 0 on trainer: a message\n"
+
+
+def ended_by_the_watch(peers) -> int:
+    """Watch ``peers``, or what ``peers()`` returns, in a fork as rank 1; return its exit code."""
     pid = os.fork()
     if not pid:
-        watch.Watch(1, {0: ours}, [("trainer", 0), ("helper", 1), ("third", 2)])
+        watch.Watch(1, peers() if callable(peers) else peers, [("trainer", 0), ("helper", 1), ("third", 2)])
         time.sleep(20)
         os._exit(77)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    assert capfd.readouterr().err == "error: rank 0 on trainer: first\n"
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_strangers_do_not_delay_the_meeting():
+    """Connections that say nothing, or something else than the token, are left aside."""
+    token, server = b"0123456789abcdef", watch._server("127.0.0.1")
+    assert server.getsockname()[0] == "127.0.0.1"
+    place = server.getsockname()
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(40)]
+        silent[0].sendall(token[:5])
+        silent[1].sendall(b"GET / HTTP/1.1\r\n\r\n" * 3)
+        silent[2].close()
+        ranks_ = [stack.enter_context(watch._connect(*place, token, number)) for number in (2, 1)]
+        silent += [stack.enter_context(socket.create_connection(place)) for _ in range(40)]
+        began = time.monotonic()
+        found = watch._accept([server], token, 2)
+        assert time.monotonic() - began < 4
+        names = {number: peer.getpeername() for number, peer in found.items()}
+        assert names == {2: ranks_[0].getsockname(), 1: ranks_[1].getsockname()}
+        for peer in found.values():
+            peer.close()
+
+
+def test_a_flood_of_strangers_leaves_room_for_a_rank(monkeypatch):
+    monkeypatch.setattr(watch, "_STRANGERS", 5)
+    token, server = b"0123456789abcdef", watch._server("127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(socket.create_connection(server.getsockname()))
+        stack.enter_context(watch._connect(*server.getsockname(), token, 1))
+        found = watch._accept([server], token, 1)
+        assert list(found) == [1]
+        found[1].close()
+
+
+def test_a_rank_that_does_not_come_has_one_deadline(monkeypatch):
+    monkeypatch.setattr(watch, "_MEET", 0.3)
+    server = watch._server("127.0.0.1")
+    with socket.create_connection(server.getsockname()), pytest.raises(TimeoutError):
+        watch._accept([server], b"0123456789abcdef", 1)
+
+
+def test_the_watch_listens_where_the_ranks_reach_it(make, monkeypatch, tmp_path):
+    """With the loopback address as MASTER_ADDR it is not on any other interface."""
+    seen = tmp_path / "addresses"
+
+    def noted():
+        original = watch._server
+
+        def server(address):
+            found = original(address)
+            with seen.open("a") as file:
+                file.write(f"{found.getsockname()[0]}\n")
+            return found
+
+        watch._server = server
+
+    path = make()
+    for code, messages in run_machines(SFT, (path, (), noted), (path, (), noted)):
+        assert code == 0, messages
+    assert seen.read_text() == "127.0.0.1\n"
 
 
 # ---- torchrun on two machines, in network namespaces

@@ -1,6 +1,8 @@
 """Two ranks give the same results as one."""
 
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from safetensors.torch import load_file
 
 from rocm_ext import config
+from rocm_ext.ranks import Ranks
 from tests.forks import forked_ranks, several_ranks
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
@@ -52,3 +55,18 @@ def test_two_ranks_equal_one(tmp_path, family, start, lora, changes):
         assert found == pytest.approx(expected, rel=tolerance, abs=0)
     found, expected = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("two", "one"))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@several_ranks
+@pytest.mark.skipif(sys.platform != "linux", reason="names of interfaces")
+def test_ranks_of_one_machine_talk_over_its_loopback(tmp_path):
+    """gloo would listen at the address of the machine's own name, often one of a network."""
+
+    def where():
+        ranks = Ranks.from_env(torch.device("cpu"))
+        print(os.environ["GLOO_SOCKET_IFNAME"])
+        ranks.close()
+        sys.exit(0)
+
+    for code, messages in forked_ranks(where, tmp_path):
+        assert (code, messages.splitlines()[-1]) == (0, "lo"), messages

@@ -44,6 +44,12 @@ def test_every_answer_is_kept_or_counted_once(drawn, seed):
     assert len(kept) + sum(counts.values()) == len(drawn)
 
 
+def test_an_answer_without_tokens_is_not_kept():
+    kept, counts = keep([(0, 1.0, [], False), (0, 1.0, [1], False)])
+    assert [sample.tokens for sample in kept] == [[1]]
+    assert counts == {"empty": 1, "kept": 1}
+
+
 @given(answers, st.integers(0, 5), st.randoms(use_true_random=False))
 def test_the_order_of_records_does_not_matter(drawn, seed, rng):
     samples, results = phase(drawn)

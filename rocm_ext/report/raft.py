@@ -22,6 +22,7 @@ _RULE_STYLES = {
     "not among best": "r2",
     "duplicate": "r1",
     "truncated": "v2",
+    "empty": "v2",
     "not correct": "v3",
     "below threshold": "v1",
     "without reward": "v4",
