@@ -48,7 +48,7 @@ test: setup lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist worksteal
 
 # Checks that need a GPU, and a benchmark table: gpu.md and gpu.json. make gpu GPU="--minutes 10 --parts sft-7b" runs some.
 gpu: setup

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+
+from filelock import FileLock
 
 from rocm_ext.hardware.bench_file import cache_folder
 from tests.benchmarks.protocol import Failed
@@ -52,18 +54,29 @@ def python(peer: str, gpu: bool = False, installed: bool = False) -> Path:
     key = hashlib.sha256("\n".join([sys.version, metadata.version("torch"), sys.prefix, *pins]).encode())
     folder = (cache_folder() or Path(tempfile.gettempdir())) / "peers" / f"{peer}-{key.hexdigest()[:12]}"
     found = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    if not (folder / "ready").exists():
-        print(f"making an environment for {peer} ({', '.join(pins)}) in {folder}", file=sys.stderr, flush=True)
-        venv.create(folder, with_pip=True, clear=True)
-        lib = subprocess.check_output(
-            [found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-        ).strip()
-        link_torch(folder / "torch")
-        Path(lib, "torch.pth").write_text(f"{folder / 'torch'}\n")
-        if subprocess.run([found, "-m", "pip", "install", "--quiet", *pins]).returncode:
-            raise Failed(f"no environment for {peer}: pip could not install {', '.join(pins)}, see above")
-        (folder / "ready").touch()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # tests run in several processes
+        if not (folder / "ready").exists():
+            make(peer, folder, found, pins)
     return found
+
+
+def make(peer: str, folder: Path, found: Path, pins: Sequence[str]) -> None:
+    """Make the environment of ``peer`` in ``folder``, with the interpreter ``found``.
+
+    Raises:
+        Failed: pip could not install the pinned packages.
+    """
+    print(f"making an environment for {peer} ({', '.join(pins)}) in {folder}", file=sys.stderr, flush=True)
+    venv.create(folder, with_pip=True, clear=True)
+    lib = subprocess.check_output(
+        [found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+    ).strip()
+    link_torch(folder / "torch")
+    Path(lib, "torch.pth").write_text(f"{folder / 'torch'}\n")
+    if subprocess.run([found, "-m", "pip", "install", "--quiet", *pins]).returncode:
+        raise Failed(f"no environment for {peer}: pip could not install {', '.join(pins)}, see above")
+    (folder / "ready").touch()
 
 
 def link_torch(target: Path) -> None:
