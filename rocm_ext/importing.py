@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import PathFinder
 from typing import Any
 
 from rocm_ext.errors import UserError, nearest, one_line
@@ -19,7 +20,7 @@ _MOVED = {
 
 
 def import_component(path: Any) -> Callable:
-    """Import what ``path`` names. Modules in the current folder are found, too.
+    """Import what ``path`` names. Modules in the current folder are found, too, and what those import.
 
     Args:
         path: such as ``torch.optim.AdamW`` or ``my_module.MyClass``.
@@ -30,7 +31,8 @@ def import_component(path: Any) -> Callable:
     if not isinstance(path, str) or "." not in path.strip("."):
         raise UserError(f"{path!r} cannot be imported: expected module.Class, such as torch.optim.AdamW")
     here = os.getcwd()
-    if here not in sys.path:
+    # not for what is installed: the current folder may be a downloaded one, and libraries try out imports
+    if here not in sys.path and not _installed(path.split(".")[0]):
         sys.path.append(here)
         importlib.invalidate_caches()
     found, names = _import_module(path, here)
@@ -43,6 +45,13 @@ def import_component(path: Any) -> Callable:
     if not callable(found):
         raise UserError(f"{path!r} is a {type(found).__name__}; expected a function or class")
     return found
+
+
+def _installed(package: str) -> bool:
+    if package in sys.modules:
+        return True
+    spec = PathFinder.find_spec(package)
+    return spec is not None and spec.origin is not None  # without, it is a folder that is no package
 
 
 def with_new_names(node: Any) -> Any:

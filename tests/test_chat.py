@@ -140,9 +140,12 @@ def test_a_runs_folder_stands_for_its_adapter(pocket_dir, adapter, tmp_path, mon
     cfg = config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", content)))
     cfg.dataset = cfg.metric_logger = {"_component_": "of_the_users_own.Thing"}  # a conversation needs neither
     (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    monkeypatch.chdir(tmp_path / "run")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     out, _, code = chat(monkeypatch, capfd, tmp_path / "run", "-p", QUESTIONS[0], "--max-new-tokens", "32")
     assert out == theirs(pocket_dir, [{"role": "user", "content": QUESTIONS[0]}], adapter) + "\n"
     assert code == 0
+    assert str(tmp_path / "run") not in sys.path, "no library finds modules in the run's folder"
 
 
 def test_a_model_that_transformers_computes_answers_as_there(tmp_path, monkeypatch, capfd):

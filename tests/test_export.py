@@ -178,7 +178,7 @@ class FakeHub:
     def __init__(self, known: dict[str, SimpleNamespace]) -> None:
         self.known, self.private, self.files = known, None, {}
 
-    def repo_info(self, repo_id):
+    def model_info(self, repo_id):
         if repo_id not in self.known:
             raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)  # its arguments differ between versions
         return self.known[repo_id]
@@ -256,9 +256,11 @@ def test_push_takes_no_paths_state_or_hidden_files_along(trained, bases, tmp_pat
     (tmp_path / "id_rsa").write_text("topsecret")
     (run / "adapter" / TEMPLATE).symlink_to("../../id_rsa")
     capsys.readouterr()
-    hub, code = pushed(run, "--push", "me/adapter", *BASE_NAME)
-    assert (code, hub.files) == (1, {})
-    assert "is a link to" in capsys.readouterr().err
+    for more in ((), ("--merged", tmp_path / "merged"), ("--gguf", tmp_path / "all.gguf")):
+        hub, code = pushed(run, "--push", "me/adapter", *BASE_NAME, *more)
+        assert (code, hub.files) == (1, {})
+        assert "is a link to" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
 
 
 def test_push_to_a_repository_that_is_there(trained, pushed, messages, capsys):

@@ -47,17 +47,16 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
-    """torchtune's ``config.instantiate``, with one line for components that cannot be made.
+    """As torchtune's ``config.instantiate``, with one line for components that cannot be made.
 
     Args:
         node: has ``_component_`` and its arguments.
         args, kwargs: more arguments; kwargs overrule the node's.
         key: where in the config ``node`` is, for messages.
     """
-    from torchtune.config import instantiate as torchtune_instantiate
-
     component = _component(node, key)
-    given = {str(k): v for k, v in node.items() if k != COMPONENT} | kwargs
+    content: Any = OmegaConf.to_container(node, resolve=True)
+    given = {str(k): v for k, v in content.items() if k != COMPONENT} | kwargs
     try:
         inspect.signature(component).bind(*args, **given)
     except TypeError as error:
@@ -65,7 +64,7 @@ def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
     except ValueError:
         pass  # a builtin without a signature checks its arguments itself
     try:
-        return torchtune_instantiate(node, *args, **kwargs)
+        return component(*args, **given)
     except UserError:
         raise
     except Exception as error:  # whatever the component raises

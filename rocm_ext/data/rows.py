@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 from torch.utils.data import ConcatDataset, Dataset
-from torchtune.config import instantiate
 from tqdm import tqdm
 
 from rocm_ext.data.pairs import SIDE, Limits, PairReader, is_pair
@@ -18,6 +17,7 @@ from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.errors import UserError, nearest, one_line
+from rocm_ext.importing import COMPONENT, import_component
 from rocm_ext.log import log, warn
 
 TOO_LONG = ("truncate", "drop", "error")
@@ -39,7 +39,7 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
     """
     if OmegaConf.is_list(cfg) and cfg:
         return ConcatDataset([open_dataset(node, tokenizer, too_long) for node in cfg])
-    component = cfg.get("_component_") if OmegaConf.is_dict(cfg) else None
+    component = cfg.get(COMPONENT) if OmegaConf.is_dict(cfg) else None
     if component is None:
         raise UserError("dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them")
     try:
@@ -47,7 +47,9 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
         if cfg.get("packed") and isinstance(tokenizer, ChatTokenizer):
             tokenizer = copy.copy(tokenizer)
             tokenizer.cuts = True
-        return instantiate(cfg, tokenizer if as_it_is else unlimited(tokenizer))
+        content: Any = OmegaConf.to_container(cfg, resolve=True)
+        made = import_component(content.pop(COMPONENT))
+        return made(tokenizer if as_it_is else unlimited(tokenizer), **content)
     except UserError:
         raise
     except Exception as error:  # a user's component may raise anything

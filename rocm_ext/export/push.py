@@ -7,13 +7,11 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.utils import RepositoryNotFoundError
 
-from rocm_ext.data.template import TEMPLATE
 from rocm_ext.errors import UserError, one_line
-from rocm_ext.export.source import Source
+from rocm_ext.export.source import OF_ADAPTER, Source
 from rocm_ext.files import json_object
 from rocm_ext.hub import files_of, is_hub_name
 from rocm_ext.log import log
-from rocm_ext.model.adapter_files import ADAPTER_WEIGHTS
 from rocm_ext.model.merge import BESIDE_WEIGHTS, MERGED_WEIGHTS
 from rocm_ext.model.peft_config import ADAPTER_CONFIG
 
@@ -48,7 +46,7 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
     api = HfApi()
     try:
         try:
-            known = api.repo_info(repo)
+            known = api.model_info(repo)
         except RepositoryNotFoundError:
             known = None
         if known is None:
@@ -82,7 +80,7 @@ def _of_adapter(source: Source) -> dict[str, bytes | Path]:
             f"the adapter's base model is a folder of this machine, {source.name}; say what the hub calls it: "
             "--base-name OWNER/NAME"
         )
-    found: dict[str, bytes | Path] = dict(files_of(source.adapter, (ADAPTER_CONFIG, ADAPTER_WEIGHTS, TEMPLATE)))
+    found: dict[str, bytes | Path] = dict(files_of(source.adapter, OF_ADAPTER))
     settings = json_object((source.adapter / ADAPTER_CONFIG).read_bytes()) or {}
     text = json.dumps({**settings, "base_model_name_or_path": source.name}, indent=2)
     return found | {ADAPTER_CONFIG: text.encode()}

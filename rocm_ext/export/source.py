@@ -15,10 +15,12 @@ from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.errors import UserError
+from rocm_ext.hub import files_of
 from rocm_ext.model.adapter_files import ADAPTER_WEIGHTS, base_model_name
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_downloaded, use_weights
 from rocm_ext.model.families import CONFIG
+from rocm_ext.model.merge import BESIDE_WEIGHTS
 from rocm_ext.model.peft_config import ADAPTER_CONFIG, PeftConfig
 from rocm_ext.ranks import Ranks
 from rocm_ext.registry import SFT
@@ -26,6 +28,7 @@ from rocm_ext.runs.reader import RunFolder
 
 _RUN_CONFIG, _TOKENIZER = "config.yaml", "${checkpointer.checkpoint_dir}/" + TOKENIZER
 _HERE = Ranks(torch.device("cpu"))
+OF_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, TEMPLATE)  # the files of an adapter that others get
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ def open_source(path: Path, base: Path | None = None, trusted: bool = False) -> 
         trusted: whether a run's config may name any model, see :func:`rocm_ext.config.check_from_folder`.
 
     Raises:
-        UserError: there is no such model, its base model is not found, or the run's config could run code.
+        UserError: there is no such model, its base model is not found, the run's config could run code, or a file is a
+            link out of its folder.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; expected the output_dir of a run, an adapter or a model")
@@ -95,6 +99,7 @@ def open_source(path: Path, base: Path | None = None, trusted: bool = False) -> 
             raise UserError(f"{path} has no adapter yet: its run has not ended; give one of its checkpoints' adapters")
         return _adapted(path / "adapter", run, base, trusted)
     if (path / CONFIG).is_file():
+        files_of(path, BESIDE_WEIGHTS)
         return Source(path, None, None, OmegaConf.create(_of_folder(str(path))))
     raise UserError(f"{path} holds no run ({_RUN_CONFIG}), no adapter ({ADAPTER_CONFIG}) and no model ({CONFIG})")
 
@@ -107,6 +112,7 @@ def _run_of(adapter: Path) -> RunFolder | None:
 
 
 def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: bool) -> Source:
+    files_of(adapter, OF_ADAPTER)
     peft = PeftConfig.read(adapter)
     content = _of_folder(str(base or peft.base_model), peft)
     if run is not None and {"model", "checkpointer"} <= run.config.keys():
@@ -129,6 +135,7 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
             f"no base model in {folder} ({CONFIG} is missing); start this command in the folder where the run started, "
             "or set --base"
         )
+    files_of(folder, BESIDE_WEIGHTS)
     use_weights(folder, _HERE)
     return Source(folder, adapter, run, cfg)
 
