@@ -1,14 +1,15 @@
 """The tests' side of the boundary: handles on the code's objects, and what they may do.
 
-The rule: from the code come plain data of exact library types, and handles. No function, class or module of the code
-comes inside data, and none comes as data. A handle stands for an object in the code's process; every operation on it
-runs there and gives plain data or a handle again. Three things follow, which this file keeps:
+The rule: from the code come plain data of exact library types, and handles. No class or module of the code is a value,
+and no function is one inside of data. A handle stands for an object in the code's process; every operation on it runs
+there and gives plain data or a handle again. Four things follow, which this file keeps:
 
 - A handle that the tests did not make, by calling a class, may stand in the place of data. It never answers yes or no
   by a name that data has too: whether it starts with, contains or equals something. One whose class the tests do not
   know by name has no such name at all, no length, no items and no value as a number.
 - A handle is never compared with the tests' data, nor computed with it: its class would get the expected value.
 - Two handles are equal if the code says so and their attributes are equal.
+- An assert of the tests that fails stays a failure, whatever code it passes through.
 
 What does not fit is ``Unjudged``; PythonTests turns that into a verdict. Exceptions arrive as the library's, or as
 classes of this file with the name of the code's class.
@@ -24,12 +25,21 @@ from _thread import RLock
 from _wire import BINARY, FUNCTIONS, IN_PLACE, Closed, Malformed, Unsendable, Wire, mutable, number, text
 
 VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__"}
-HINT = "; `isolation: same_process` can judge it"
-STOPS = ("StopIteration", "StopAsyncIteration")
-STEPS = ("next", "send", "throw", "step")
-DATA_TYPES = (str, bytes, bytearray, list, tuple, dict, set, frozenset, int, float, complex, range, type({}.keys()))
+LIBRARIES = {*sys.stdlib_module_names, "numpy", "pandas", "__main__"} - {
+    "unittest",
+    "doctest",
+}  # whose exceptions cross
+STOPS = {"StopIteration", "StopAsyncIteration"}
+STEPS = ("next", "send", "throw", "await", "anext")
+OF_DATA = {  # types whose names data has, in modules that may not be loaded
+    "builtins": "str bytes bytearray list tuple dict set frozenset int float complex range",
+    **{"_collections": "deque", "datetime": "date datetime timedelta", "decimal": "Decimal", "fractions": "Fraction"},
+    **{"pathlib": "PurePath", "numpy": "ndarray", "pandas": "DataFrame Series"},
+}
 OF_TABLES = {"all", "any", "equals", "isin", "isna", "isnull", "notna", "notnull", "between"}
 ASKS = ("is", "startswith", "endswith", "any", "all", "equals", "not", "match", "between", "exists")
+FORWARDED = """abs bool delattr delitem dir format invert neg next pos repr setattr setitem
+str""".split()  # noqa: SIM905
 METHOD = object()  # an attribute that is a method
 JUDGE = None  # the connection of this process
 
@@ -43,9 +53,12 @@ class Gone(BaseException):
 
 
 class CodeClass(type):
-    """The type of the stand-ins for the code's classes; their instances are handles."""
+    """The type of the stand-ins for the code's classes; their instances are handles.
 
-    __built__ = __known__ = property(lambda cls: cls.__open__)
+    ``__open__``: what the class is to tests that know its name: it makes ``objects``, or only holds ``functions``.
+    """
+
+    __built__ = __known__ = property(lambda cls: bool(cls.__open__))
     __number__ = property(lambda cls: cls.__class_number__)
 
     def __new__(meta, name, bases, namespace):
@@ -58,15 +71,6 @@ class CodeClass(type):
             JUDGE.made.setdefault(value.__number__, set()).add(repr((args, keywords)))
         return value
 
-    def __getattr__(cls, name):
-        return attribute(cls, name)
-
-    def __setattr__(cls, name, value):
-        JUDGE.request("setattr", cls, name, value)
-
-    def __delattr__(cls, name):
-        JUDGE.request("delattr", cls, name)
-
     def __instancecheck__(cls, value):
         kind = type(value)
         if type(kind) is CodeClass:
@@ -76,20 +80,11 @@ class CodeClass(type):
     def __subclasscheck__(cls, kind):
         return type(kind) is CodeClass and cls.__class_number__ in kind.__lineage__
 
-    def __iter__(cls):
-        return iter(JUDGE.request("iter", cls))
-
-    def __len__(cls):
-        return JUDGE.request("len", cls)
+    def __contains__(cls, item):
+        return item in list(cls)
 
     def __bool__(cls):
         return True
-
-    def __getitem__(cls, key):
-        return JUDGE.request("getitem", cls, key)
-
-    def __contains__(cls, item):
-        return item in list(cls)
 
 
 class ErrorClass(type):
@@ -105,17 +100,8 @@ class Handle:
     """An object in the code's process; ``__built__``: the tests made it by calling its class."""
 
     __slots__ = ("__built__", "__number__", "__weakref__")
-    __known__ = property(lambda self: self.__built__ or type(self).__open__ == "known")
+    __known__ = property(lambda self: self.__built__ or type(self).__open__ == "objects")
     __doc__ = property(lambda self: JUDGE.request("get", self, "__doc__"))  # type: ignore[assignment]
-
-    def __getattr__(self, name):
-        return attribute(self, name)
-
-    def __setattr__(self, name, value):
-        JUDGE.request("setattr", self, name, value)
-
-    def __delattr__(self, name):
-        JUDGE.request("delattr", self, name)
 
     def __eq__(self, other):
         kind = type(self)
@@ -126,9 +112,9 @@ class Handle:
         if isinstance(other, Handle):
             return same(self, other)
         if kind.__compares__ == "data":
-            return JUDGE.request("plain", self) == other
+            return plain(self) == other
         if kind.__compares__ == "own" and other is not None:
-            JUDGE.refuse(f"an object of the code's class {kind.__name__}, which defines __eq__, meets data")
+            plain(self)
         return NotImplemented
 
     def __hash__(self):
@@ -137,102 +123,117 @@ class Handle:
     def __contains__(self, item):
         if isinstance(item, Handle) or self.__built__:
             return JUDGE.request("contains", self, item)
-        return item in plain(self, "in")
+        return item in plain(self)
+
+    def __getitem__(self, key):
+        if not self.__known__:
+            value = plain(self)
+            if type(value) is not dict or key in value:  # others are __missing__'s
+                return value[key]
+        return JUDGE.request("getitem", self, key)
 
     def __enter__(self):
         built, found = self.__built__, JUDGE.request("method", self, "__enter__")
-        if found is self:
-            set_slot(self, "__built__", built)
+        set_slot(self, "__built__", built)  # also if it gives itself
         return found
 
     def __exit__(self, kind, error, trace):
-        if not (is_ours(error) or in_assert(trace)):
+        if not failed_here(error, trace):
             return JUDGE.request("method", self, "__exit__", kind, error, None)
         with contextlib.suppress(Exception):
             JUDGE.request("method", self, "__exit__", AssertionError, AssertionError(), None)
-        return False  # an assert of the tests stays a failure
+        return False
 
-    def __copy__(self):
-        return JUDGE.request("copy", self, False)
+    async def __aenter__(self):
+        return await JUDGE.request("method", self, "__aenter__")
+
+    async def __aexit__(self, kind, error, trace):
+        sent = (AssertionError, AssertionError()) if failed_here(error, trace) else (kind, error)
+        return await JUDGE.request("method", self, "__aexit__", *sent, None) and sent[1] is error
 
     def __deepcopy__(self, memo):
         return JUDGE.request("copy", self, True)
 
-    def __format__(self, spec):
-        return JUDGE.request("format", self, spec)
-
     def __reduce_ex__(self, protocol):
         JUDGE.refuse("the tests pickle an object of the code")
 
-    async def __aexit__(self, *error):
-        return await Method(self, "__aexit__", False)(*error[:2], None)
+
+def set_slot(value, name, content):
+    """Set what this side knows of a handle."""
+    object.__setattr__(value, name, content)
 
 
-def _unary(op):
-    return lambda self, *args: JUDGE.request(op, self, *args)
+def _forwarded(op, *more):
+    return lambda self, *args: JUDGE.request(op, self, *more, *args)
 
 
 def _of_data(op, convert):
     """An operation of data; of an object whose class the tests do not know, on its value as a builtin alone."""
-    return lambda self, *args: JUDGE.request(op, self, *args) if self.__known__ else convert(plain(self, op), *args)
-
-
-def _call(self, *args, **keywords):
-    value = JUDGE.request("call", self, *args, **keywords)
-    if type(value) is bool and args and type(self).__class_number__ and not self.__built__:
-        JUDGE.refuse("an object of the code answers a call in the place of data")
-    return value
-
-
-def _item(self, key):
-    if not self.__known__:
-        value = plain(self, "getitem")
-        if type(value) is not dict or key in value:  # others are __missing__'s
-            return value[key]
-    return JUDGE.request("getitem", self, key)
+    return lambda self, *args: JUDGE.request(op, self, *args) if self.__known__ else convert(plain(self), *args)
 
 
 def _ordered(op):
     def compare(self, other):
         if isinstance(other, Handle):
             return JUDGE.request(op, self, other)
-        return getattr(operator, op)(plain(self, op), other)
+        return getattr(operator, op)(plain(self), other)
 
     return compare
-
-
-def _method(name):
-    return lambda self, *args: JUDGE.request("method", self, name, *args)
 
 
 def _binary(op, reflected=False):
     def compute(self, other):
         if not isinstance(other, Handle) and not self.__built__:
-            pair = (plain(self, op), other)
-            return getattr(operator, op, divmod)(*(reversed(pair) if reflected else pair))
+            pair = (other, plain(self)) if reflected else (plain(self), other)
+            return getattr(operator, op, divmod)(*pair)
         found = JUDGE.request(op, *((other, self) if reflected else (self, other)))
-        if isinstance(found, Handle) and type(found) is type(self) and self.__built__:
+        if type(found) is type(self) and self.__built__:
             set_slot(found, "__built__", True)
         return found
 
     return compute
 
 
-for _op in (*BINARY, *IN_PLACE, "divmod"):
-    _bare = _op.strip("_")
-    type.__setattr__(Handle, f"__{_bare}__", _binary(_op))
-    if _op not in IN_PLACE:
-        type.__setattr__(Handle, f"__r{_bare}__", _binary(_op, True))
-for _op in ("lt", "le", "gt", "ge"):
-    type.__setattr__(Handle, f"__{_op}__", _ordered(_op))
-for _op in ("abs", "bool", "delitem", "dir", "invert", "neg", "next", "pos", "repr", "setitem", "str"):
-    type.__setattr__(Handle, f"__{_op}__", _unary(_op))
-for _op, _convert in {"index": operator.index, **{name: getattr(builtins, name) for name in (
-    "complex", "float", "int", "iter", "len", "reversed", "round")}}.items():  # fmt: skip
-    type.__setattr__(Handle, f"__{_op}__", _of_data(_op, _convert))
-Handle.__getitem__ = _item
-for _name in ("__aenter__", "__aiter__", "__anext__"):
-    type.__setattr__(Handle, _name, _method(_name))
+def _called(self, *args, **keywords):
+    value = JUDGE.request("call", self, *args, **keywords)
+    if type(value) is bool and args and type(self).__class_number__ and not self.__built__:
+        JUDGE.refuse("an object of the code answers a call in the place of data")
+    return value
+
+
+def _attribute(target, name):
+    if name[:2] == "__" and name[-2:] == "__" and name not in VISIBLE:
+        raise AttributeError(name)  # numpy would read any address from __array_interface__
+    of_data = not target.__built__ and name in JUDGE.of_data
+    if of_data and (name.startswith(ASKS) or not target.__known__):
+        JUDGE.refuse(f"an object of the code is asked .{name} in the place of data")
+    value = JUDGE.request("get", target, name)
+    return Method(target, name, of_data) if value is METHOD else value
+
+
+def _install():
+    """Give handles and stand-ins for classes their operators."""
+    methods = {"__getattr__": _attribute, "__copy__": _forwarded("copy", False), "__anext__": _forwarded("anext"),
+               "__aiter__": _forwarded("method", "__aiter__"), "__index__": _of_data("index", operator.index)}  # fmt: skip
+    for op in FORWARDED:
+        methods[f"__{op}__"] = _forwarded(op)
+    for op in ("complex", "float", "int", "iter", "len", "reversed", "round"):
+        methods[f"__{op}__"] = _of_data(op, getattr(builtins, op))
+    for op in ("lt", "le", "gt", "ge"):
+        methods[f"__{op}__"] = _ordered(op)
+    for op in (*BINARY, *IN_PLACE, "divmod"):
+        methods[f"__{op.strip('_')}__"] = _binary(op)
+        if op not in IN_PLACE:
+            methods[f"__r{op.strip('_')}__"] = _binary(op, True)
+    for name, method in methods.items():
+        setattr(Handle, name, method)
+    for name in ("__getattr__", "__setattr__", "__delattr__"):
+        setattr(CodeClass, name, methods[name])
+    for op in ("iter", "len", "getitem"):
+        setattr(CodeClass, f"__{op}__", _forwarded(op))
+
+
+_install()
 
 
 class Method:
@@ -247,23 +248,11 @@ class Method:
             JUDGE.refuse(f"an object of the code answers .{self.__name__}() in the place of data")
         return value
 
-    def __getattr__(self, name):  # such as cache_info of a cached method
-        raise AttributeError(name)
 
-    def __eq__(self, other):
-        return type(other) is Method and (self.__self__, self.__name__) == (other.__self__, other.__name__)
-
-    def __hash__(self):
-        return hash((self.__self__, self.__name__))
-
-
-def is_ours(error):
-    """Whether an exception is an assertion of the tests that failed."""
-    return isinstance(error, AssertionError) and not hasattr(error, "__number__")
-
-
-def in_assert(trace):
-    """Whether an exception came while an assert of the tests was computed."""
+def failed_here(error, trace):
+    """Whether an exception is a failure of the tests: an AssertionError of theirs, or one inside of an assert."""
+    if isinstance(error, AssertionError) and not hasattr(error, "__number__"):
+        return True
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "tests" and trace.tb_lineno in JUDGE.asserts:
             return True
@@ -271,34 +260,18 @@ def in_assert(trace):
     return False
 
 
-def set_slot(value, name, content):
-    """Set what this side knows of a handle."""
-    object.__setattr__(value, name, content)
-
-
-def attribute(target, name):
-    """An attribute of an object or class of the code."""
-    if name[:2] == "__" and name[-2:] == "__" and name not in VISIBLE:
-        raise AttributeError(name)  # numpy would read any address from __array_interface__
-    of_data = not target.__built__ and name in JUDGE.of_data
-    if of_data and (name.startswith(ASKS) or not target.__known__):
-        JUDGE.refuse(f"an object of the code is asked .{name} in the place of data")
-    value = JUDGE.request("get", target, name)
-    return Method(target, name, of_data) if value is METHOD else value
-
-
-def plain(handle, op):
+def plain(handle):
     """The value of an object whose class derives from a builtin type."""
     kind = type(handle)
     if kind.__compares__ != "data":
-        JUDGE.refuse(f"an object of the code's class {kind.__name__} meets data ({op})")
+        JUDGE.refuse(f"an object of the code's class {kind.__name__} is taken for data")
     return JUDGE.request("plain", handle)
 
 
 def same(a, b):
     """Whether two objects of the code are equal: the code says so, and their attributes are equal."""
     if type(a).__compares__ == type(b).__compares__ == "data":
-        return JUDGE.request("plain", a) == JUDGE.request("plain", b)
+        return plain(a) == plain(b)
     if JUDGE.request("eq", a, b) is not True:
         return False
     pair = a.__number__, b.__number__
@@ -317,28 +290,32 @@ def same(a, b):
 class Judge(Wire):
     """The connection to the code's process.
 
+    Args:
+        channel: to the code.
+        task: what the verifier sent.
+        namespace: of the tests.
+
     Attributes:
         gone: why the code can no longer be asked.
-        unjudged: why the verdict cannot be told.
-        failed: an assertion of the tests that failed in a function that the code called.
-        of_setup: the names of the methods of the set-up's classes, whose objects live with the code.
-        bare: classes that only hold functions.
+        unjudged: why there is no verdict.
+        asserts: the lines of the tests' asserts.
     """
 
-    def __init__(self, channel, source, namespace):
+    def __init__(self, channel, task, namespace):
         global JUDGE
         JUDGE = self
-        self.channel, self.source, self.namespace = channel, source, namespace
+        self.channel, self.namespace = channel, namespace
+        self.source = "\n".join([task["tests"], *task["trusted"]])
+        self.of_setup, self.bare = task["methods"], {"Solution", *task["functions"]}
         self.handles, self.kinds, self.errors = {}, {}, {}
         self.things, self.thing_numbers = [], {}  # of the tests, that the code knows by number
         self.live, self.dropped = weakref.WeakKeyDictionary(), []  # generators and coroutines
         self.comparing, self.failed, self.named = [], None, set()
-        self.made, self.asserts = {}, set()  # objects -> arguments of the calls that gave them; lines of asserts
+        self.made, self.asserts = {}, set()  # made: objects -> arguments of the calls that gave them
         self.level, self.allowed = 0, ""  # of the value that is decoded: in how many others, and the tags it may have
         self.gone = self.unjudged = ""
         self.lock = RLock()  # the tests may have threads
-        self._of_data, self.of_setup, self.bare = None, (), {"Solution"}
-        self.kinds[0] = self.kind(0, "function", "object", True, [])
+        self.kind(0, "function", "object", True, [])
 
     def refuse(self, reason):
         """Stop the tests, because they cannot be judged."""
@@ -347,12 +324,11 @@ class Judge(Wire):
 
     @property
     def of_data(self):
-        """The names that data has: of builtins, and of what the tests have imported."""
-        if self._of_data is None:
-            kinds = [*DATA_TYPES, *(vars(sys.modules[module]).get(name) for module, names in (
-                ("_collections", "deque"), ("datetime", "date datetime timedelta"), ("decimal", "Decimal"),
-                ("fractions", "Fraction"), ("pathlib", "PurePath"), ("numpy", "ndarray"), ("pandas", "DataFrame Series"),
-            ) for name in names.split() if module in sys.modules)]  # fmt: skip
+        """The names that data has, and the methods of the set-up's classes, whose objects live with the code."""
+        if not hasattr(self, "_of_data"):
+            kinds = [
+                getattr(sys.modules[m], n) for m, names in OF_DATA.items() if m in sys.modules for n in names.split()
+            ]
             self._of_data = OF_TABLES.union(self.of_setup, *map(dir, kinds))
         return self._of_data
 
@@ -362,7 +338,7 @@ class Judge(Wire):
         kind = type(value)
         if kind is Method:
             return ["m", value.__self__.__number__, value.__name__]
-        if isinstance(value, (Handle, CodeClass)) or kind is ErrorClass:
+        if isinstance(value, Handle) or kind in (CodeClass, ErrorClass):
             return ["h", value.__number__]
         if isinstance(value, BaseException):
             return self.thrown(value)
@@ -373,15 +349,13 @@ class Judge(Wire):
             return ["B", name]
         if kind is type(sys):
             raise Unsendable(f"the module {name} of the tests")
-        try:
+        with contextlib.suppress(TypeError):
             if value in self.live:
                 return ["h", self.live[value]]
-        except TypeError:
-            pass
         how = "object"
         if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
             how = "iterator"
-        elif kind in FUNCTIONS or kind.__name__ in ("method", "partial", "function"):
+        elif kind in FUNCTIONS or kind.__name__ in ("method", "partial"):
             how = "coroutine" if getattr(getattr(value, "__code__", 0), "co_flags", 0) & 0x80 else "function"
         key = (id(value.__self__), name) if kind.__name__ == "method" else id(value)  # made anew for each look
         if key not in self.thing_numbers:
@@ -416,50 +390,46 @@ class Judge(Wire):
             self.level -= 1
 
     def revive(self, tag, parts):
-        if self.level > 1 or tag not in self.allowed.split():
-            if tag in ("k", "X", "m") or (tag == "h" and self.level > 1 and parts[1] == 0):
-                self.refuse("the code gives a class, or a function in a container")
+        if tag in ("k", "X", "m") and (self.level > 1 or tag not in self.allowed):
+            self.refuse("the code gives a class")
+        if tag == "h" and self.level > 1 and parts[1] == 0:
+            self.refuse("the code gives a function in a container")
         if tag == "m":
             return METHOD
+        if tag == "X":
+            return self.exception_class(parts[0])
+        at = number(parts[0]) if tag != "x" else 0
         if tag == "f":
-            found = self.things[number(parts[0]) - 1]
+            found = self.things[at - 1]
             if type(found).__module__ == "unittest.mock":
                 self.refuse("the code gives back a mock of the tests, which agrees with everything")
             return found
-        if tag == "x":
-            return self.exception(*parts)
-        if tag == "k":
-            return self.kind(*parts)
-        if tag == "X":
-            return self.exception_class(parts[0])
-        at = number(parts[0])
-        if tag in ("y", "w"):
-            found = next((each for each, n in self.live.items() if n == at), None)
-            if found is None:
-                found = {"y": generator, "await": coroutine, "anext": async_generator}[parts[1] if tag == "w" else "y"](at)
-                self.live[found] = at
+        if tag in ("x", "k"):
+            return (self.exception if tag == "x" else self.kind)(*parts)
+        if tag in LIVE:
+            found = next((each for each, n in self.live.items() if n == at), None) or LIVE[tag](at)
+            self.live[found] = at
             return found
         if tag != "h":
             raise Malformed(f"tag {tag!r}")
         if at not in self.handles:
-            self.handles[at] = object.__new__(self.kind(*parts[1:]))
-            set_slot(self.handles[at], "__number__", at)
+            self.handles[at] = made_handle(self.kind(*parts[1:]), at)
         set_slot(self.handles[at], "__built__", False)  # what comes back may stand in the place of data
         return self.handles[at]
 
     def kind(self, at, name, compares, calls, bases):
         """The stand-in for a class of the code."""
         if number(at) not in self.kinds:
-            calling = {"__call__": _call} if calls else {}
             self.kinds[at] = type.__new__(CodeClass, text(name), (Handle,), {
-                "__slots__": (), "__doc__": vars(Handle)["__doc__"], "__module__": "solution", "__class_number__": at, "__open__": "",
-                "__compares__": text(compares), "__lineage__": {at, *map(number, bases)}, **calling})  # fmt: skip
+                "__slots__": (), "__doc__": vars(Handle)["__doc__"], "__module__": "solution", "__class_number__": at,
+                "__open__": "", "__compares__": text(compares), "__lineage__": {at, *map(number, bases)},
+                **({"__call__": _called} if calls else {})})  # fmt: skip
         return self.kinds[at]
 
     def exception_class(self, names):
         """The library's exception class of that lineage, or a stand-in for the code's."""
         module, name, at = text(names[0][0]), text(names[0][1]), number(names[0][2])
-        if module.split(".")[0] in {*sys.stdlib_module_names, "numpy", "pandas", "__main__"} - {"unittest", "doctest"}:
+        if module.split(".")[0] in LIBRARIES:
             found = vars(sys.modules.get(module, builtins)).get(name)
             if isinstance(found, type) and issubclass(found, BaseException) and not issubclass(found, (Unjudged, Gone)):
                 return found
@@ -467,8 +437,7 @@ class Judge(Wire):
             base = self.exception_class(names[1:]) if names[1:] else Exception
             self.errors[at] = type.__new__(ErrorClass, name, (base,), {
                 "__module__": "solution", "__class_number__": at, "__built__": False, "__known__": False,
-                "__getattr__": attribute,
-                "__str__": lambda error: error.__dict__.get("__says__", "")})  # fmt: skip
+                "__getattr__": _attribute, "__str__": lambda error: error.__dict__.get("__says__", "")})  # fmt: skip
         return self.errors[at]
 
     def exception(self, names, at, says, args, attributes, cause):
@@ -486,24 +455,17 @@ class Judge(Wire):
 
     def arrived(self, array):
         """An array of the code; one without elements does not compare with values."""
-        if array.size:
-            return array
-        from _tables import guarded
-
-        return guarded(array)
+        return array if array.size else sys.modules["_tables"].guarded(array)
 
     # messages
 
     def names(self, names):
-        """The values of those names that the code defines; a class with a capital letter makes objects.
-
-        Of LeetCode's ``Solution`` and the class in the entry point the tests use the functions alone.
-        """
+        """The values of those names that the code defines; a class with a capital letter is known by its name."""
         found = self.request("names", *names)
         self.named |= found.keys()
         for name, value in found.items():
-            if isinstance(value, CodeClass) and name.lstrip("_")[:1].isupper():
-                type.__setattr__(value, "__open__", "functions" if name in self.bare else "known")
+            if type(value) is CodeClass and name.lstrip("_")[:1].isupper():
+                type.__setattr__(value, "__open__", "functions" if name in self.bare else "objects")
         return found
 
     def request(self, op, *args, **keywords):
@@ -512,10 +474,8 @@ class Judge(Wire):
             if self.gone:
                 raise Gone(self.gone)
             while self.dropped and op != "close":
-                try:
+                with contextlib.suppress(Exception):
                     self.request("close", self.dropped.pop())
-                except Exception:
-                    continue
             both = [*args, *keywords.values()]
             try:
                 encoded = [self.encode(value) for value in both]
@@ -550,7 +510,7 @@ class Judge(Wire):
             return None, self.raised(op, self.decode(reply["x"]))
         found = reply["ok"]
         if op == "names":
-            return {text(name): self.decode(value, "k X") for name, value in found}, None
+            return {text(name): self.decode(value, "kX") for name, value in found}, None
         if type(found) is list and found[0] == "a":  # a container of the tests
             if not mutable(both[number(found[1])]):
                 raise Malformed("no container")
@@ -562,18 +522,18 @@ class Judge(Wire):
         if not isinstance(error, BaseException):
             raise Malformed("no exception")
         names = {kind.__name__ for kind in type(error).__mro__} - {"object", "BaseException", "Exception"}
-        if not isinstance(error, Exception) and not any(name in self.source for name in names):
-            self.gone = f"the code raised {type(error).__name__}: {error.__dict__.get('__says__', '')[:300]}"
+        expected = any(name in self.source for name in names)
+        if not isinstance(error, Exception) and not expected:
+            self.gone = f"the code raised {type(error).__name__}: {str(error)[:300]}"
             return Gone(self.gone)
-        if op not in STEPS and names.intersection(STOPS) and not any(name in self.source for name in names):
-            return RuntimeError(f"the code raised {type(error).__name__}")  # it would end a loop, and pass
+        if op not in STEPS and names & STOPS and not expected:  # it would end a loop of the tests, which passes
+            return RuntimeError(f"the code raised {type(error).__name__}")
         return error
 
     def show(self, reply):
         """Print what the code has printed, where the tests may have redirected it."""
-        for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
-            if name in reply:
-                stream.write(text(reply[name]))
+        for name in {"stdout", "stderr"} & reply.keys():
+            getattr(sys, name).write(text(reply[name]))
 
     def serve(self, request):
         """Use for the code what the tests have; what to answer."""
@@ -586,61 +546,60 @@ class Judge(Wire):
         except Malformed:
             raise
         except Exception as error:
-            if is_ours(error):  # its text may hold what the tests expect
-                self.failed = self.failed or error
-            return {"x": self.thrown(AssertionError() if is_ours(error) else error)}
+            if not failed_here(error, None):
+                return {"x": self.thrown(error)}
+            self.failed = self.failed or error
+            return {"x": self.thrown(AssertionError())}  # its text may hold what the tests expect
 
     def serving(self, op, at, args, keywords):
         """Call a function or method of the tests, advance one of their iterators, or read their input."""
-        if op in ("input", "read", "readline"):
-            return builtins.input(*args) if op == "input" else getattr(sys.stdin, op)(*args)
+        if op == "input":
+            return builtins.input(*args)
         thing = self.things[number(at) - 1]
         if op == "next":
             return next(thing)
-        if op == "callback":
-            return finished(thing(*args, **keywords), self.lock)
-        if op not in ("attribute", "method"):
-            raise Malformed(f"operation {op!r}")
-        name = text(args[0])
-        if name[:1] == "_" or type(thing).__module__ not in ("__main__", "unittest.mock") or hasattr(MOCK(), name):
-            self.refuse(f"the code reads .{name[:100]} of an object of the tests")
-        found = getattr(thing, name)
-        if op == "method":
-            return finished(found(*args[1:], **keywords), self.lock)
-        return (True, None) if callable(found) else (False, found)
-
-
-def MOCK():  # noqa: N802 - as a class
-    """The class whose own names no mock shows to the code; ``object`` where the tests use no mocks."""
-    return getattr(sys.modules.get("unittest.mock"), "Mock", object)
+        if op in ("attribute", "method"):
+            name, of_mocks = text(args[0]), getattr(sys.modules.get("unittest.mock"), "Mock", object)
+            if (
+                name[:1] == "_"
+                or type(thing).__module__ not in ("__main__", "unittest.mock")
+                or hasattr(of_mocks, name)
+            ):
+                self.refuse(f"the code reads .{name[:100]} of an object of the tests")
+            found = getattr(thing, name)
+            if op == "attribute":
+                return (True, None) if callable(found) else (False, found)
+            thing, args = found, args[1:]
+        return finished(thing(*args, **keywords), self.lock)
 
 
 def lineage(kind):
     """Module and name of an exception class of the tests and of its bases, up to the first builtin."""
     names = [(base.__module__, base.__name__) for base in kind.__mro__ if issubclass(base, BaseException)]
-    end = next(place for place, (module, _) in enumerate(names) if module == "builtins")
-    return names[: end + 1]
+    return names[: 1 + [module for module, _ in names].index("builtins")]
+
+
+def made_handle(kind, at):
+    """A new handle on the object of that number."""
+    handle = object.__new__(kind)
+    set_slot(handle, "__number__", at)
+    return handle
 
 
 def rewrite(old, new):
     """Give a container of the tests the content that the code left in it; inner containers stay the same objects."""
     if type(old) is not type(new):
         return
-    if isinstance(old, dict):
-        found = {key: inner(old.get(key), value) for key, value in new.items()}
+    if hasattr(old, "dtype"):
+        old[...] = new
+    elif isinstance(old, (dict, set)):
+        found = {key: inner(old.get(key), new[key]) for key in new} if isinstance(old, dict) else new
         old.clear()
         old.update(found)
-    elif isinstance(old, set):
-        old.clear()
-        old.update(new)
-    elif hasattr(old, "dtype"):
-        old[...] = new
-    elif type(old) is bytearray:
-        old[:] = new
     else:
-        befores = [*old, *[None] * len(new)]
-        found = [inner(before, value) for before, value in zip(befores, new)]  # noqa: B905 - the first is longer
-        old.clear() if hasattr(old, "clear") else old.__delitem__(slice(None))
+        found = [inner(before, value) for before, value in zip([*old, *[None] * len(new)], new)]  # noqa: B905
+        while len(old):
+            old.pop()
         old.extend(found)
 
 
@@ -655,23 +614,10 @@ def inner(before, value):
 # generators and coroutines of the code: real ones here, which ask for each step
 
 
-class Ref(Handle):
-    """A generator or coroutine of the code, by its number."""
-
-    __slots__ = ()
-
-
-def reference(at):
-    """The handle by which to ask for a generator or coroutine."""
-    ref = object.__new__(Ref)
-    set_slot(ref, "__number__", at)
-    return ref
-
-
 def generator(at):
     """The values of an iterator of the code."""
-    ref = reference(at)
-    op, args = "next", (ref,)
+    op, ref = "next", made_handle(Handle, at)
+    args = (ref,)
     while True:
         try:
             item = JUDGE.request(op, *args)
@@ -688,35 +634,22 @@ def generator(at):
             op, args = ("next", (ref,)) if sent is None else ("send", (ref, sent))
 
 
-class _Pause:
-    def __await__(self):
-        yield
-
-
-async def coroutine(at, op="await"):
-    """The result of an awaitable of the code, which gets some milliseconds at a time in its own event loop."""
-    ref = reference(at)
-    try:
-        while True:
-            done, value = JUDGE.request("step", ref, op)
-            if done:
-                return value
-            await _Pause()
-    except Exception:
-        raise
-    except BaseException:  # cancelled
-        JUDGE.dropped.append(ref)
-        raise
+async def coroutine(at):
+    """The result of an awaitable of the code, which runs to its end when the tests await it."""
+    return JUDGE.request("await", made_handle(Handle, at))
 
 
 async def async_generator(at):
     """The values of an asynchronous iterator of the code."""
     while True:
         try:
-            item = await coroutine(at, "anext")
+            item = JUDGE.request("anext", made_handle(Handle, at))
         except StopAsyncIteration:
             return
         yield item
+
+
+LIVE = {"y": generator, "w": coroutine, "ay": async_generator}
 
 
 def finished(value, lock):

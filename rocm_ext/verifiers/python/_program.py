@@ -26,10 +26,10 @@ class Program(Wire):
     def __init__(self, channel):
         self.channel = channel
         self.objects, self.numbers = [], {}
-        self.theirs, self.classes = {}, {}  # stand-ins for what the tests have
+        self.theirs = {}  # stand-ins for what the tests have
         self.depth = 0  # operations under way, one in the other
         self.turn = RLock()  # of the code's threads: one exchange at a time
-        self.loop, self.tasks = None, {}
+        self.loop = None
         self.watched = {}  # the plain globals that the tests read, as they last crossed
         self.module = sys.modules["solution"] = type(sys)("solution")
         self.namespace = self.module.__dict__
@@ -38,8 +38,9 @@ class Program(Wire):
         self.operations |= {name: getattr(builtins, name) for name in BUILTINS}
         self.operations |= {"call": lambda f, *a, **k: f(*a, **k), "define": self.define, "state": state,
                             "method": lambda o, name, *a, **k: getattr(o, name)(*a, **k), "plain": plain,
-                            "copy": copied, "step": self.step, "close": self.close,
-                            "send": lambda o, value: o.send(value), "throw": lambda o, e: o.throw(e)}  # fmt: skip
+                            "await": self.finish, "anext": lambda o: self.finish(o.__anext__()),
+                            "close": lambda o: getattr(o, "close", int)(), "send": lambda o, value: o.send(value),
+                            "throw": lambda o, e: o.throw(e), "copy": copied}  # fmt: skip
         self.describing = {"names": self.names, "get": self.get}  # these give JSON
 
     # values
@@ -55,7 +56,7 @@ class Program(Wire):
         if kind.__module__ == "itertools" or (kind.__module__ == "builtins" and hasattr(kind, "__next__")):
             return ["y", self.number(value)]
         if kind.__module__ == "builtins" and kind.__name__ in ("coroutine", "async_generator"):
-            return ["w", self.number(value), "await" if kind.__name__ == "coroutine" else "anext"]
+            return ["w" if kind.__name__ == "coroutine" else "ay", self.number(value)]
         if kind in FUNCTIONS or kind.__name__ in WRAPPERS:
             if depth:
                 raise Unsendable(f"a container with the function {getattr(value, '__name__', '')}")
@@ -72,7 +73,8 @@ class Program(Wire):
     def describe(self, kind):
         """The number and name of a class, how its objects compare, whether they can be called, and its bases."""
         bases = [self.number(base) for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
-        return [self.number(kind), kind.__name__, comparison(kind), any("__call__" in vars(base) for base in kind.__mro__), bases]
+        calls = any("__call__" in vars(base) for base in kind.__mro__)
+        return [self.number(kind), kind.__name__, comparison(kind), calls, bases]
 
     def lineage(self, kind):
         """Module, name and number of an exception class and of its bases, up to the first builtin."""
@@ -125,15 +127,9 @@ class Program(Wire):
         return super().revive(tag, parts)
 
     def exception_class(self, names):
-        """The class of an exception of the tests: a loaded one of that name, or a new one."""
-        module, name = names[0]
-        found = getattr(sys.modules.get(module), name, None)
-        if isinstance(found, type) and issubclass(found, BaseException):
-            return found
-        if (module, name) not in self.classes:
-            base = self.exception_class(names[1:]) if names[1:] else Exception
-            self.classes[module, name] = type(name, (base,), {"__module__": module})
-        return self.classes[module, name]
+        """The class of an exception of the tests, or its nearest base that this process has loaded."""
+        found = (getattr(sys.modules.get(module), name, None) for module, name in names)
+        return next(kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseException))
 
     def stand_in(self, number, name="", how=""):
         """What stands here for a thing of the tests; ``how``: function, coroutine, iterator or object."""
@@ -156,7 +152,6 @@ class Program(Wire):
         elif how == "coroutine":
 
             async def found(*args, **keywords):
-                await Pause()  # others go on beside it
                 return self.request("callback", number, args, keywords)
         else:
 
@@ -191,7 +186,11 @@ class Program(Wire):
 
     def printed(self):
         """The text that the code has printed since the last message, by stream."""
-        return {name: said for name, stream in (("out", self.stdout), ("err", self.stderr)) if (said := stream.take())}
+        found = {"stdout": self.stdout.getvalue()[:PRINTED], "stderr": self.stderr.getvalue()[:PRINTED]}
+        for stream in (self.stdout, self.stderr):
+            stream.seek(0)
+            stream.truncate()
+        return {name: said for name, said in found.items() if said}
 
     def serve(self):
         """Answer until the tests' process ends."""
@@ -224,7 +223,7 @@ class Program(Wire):
         except Unsendable as error:
             return {"unjudged": f"the code gives {error}"}
         except BaseException as error:
-            reply = {"x": self.exception(error)}
+            reply = {"x": self.encode(error)}
         finally:
             self.depth -= 1
         changed = [[place, now] for place, old in before.items() if (now := self.as_data(both[place])) != old]
@@ -252,7 +251,10 @@ class Program(Wire):
                 is_error = issubclass(value, BaseException)
                 data = ["X", self.lineage(value)] if is_error else ["k", *self.describe(value)]
             else:
-                data = self.encode(value)
+                try:
+                    data = self.encode(value)
+                except Unsendable:
+                    continue
                 if not callable(value):
                     self.watched[name] = data
             found.append([name, data])
@@ -269,38 +271,17 @@ class Program(Wire):
         self.namespace.pop(name, None)
         self.namespace.update((name, each) for each in value)
 
-    def step(self, value, op):
-        """Go on with an awaitable for a moment; whether it is done, and its result."""
+    def finish(self, value):
+        """The result of an awaitable."""
         import asyncio
 
         self.loop = self.loop or asyncio.new_event_loop()
-        task = self.tasks.get(id(value))
-        if task is None:
-            task = self.tasks[id(value)] = self.loop.create_task(waited(value, op))
-            for _ in range(2):  # the tests may start others beside it
-                self.loop.run_until_complete(asyncio.sleep(0))
-        else:
-            self.loop.run_until_complete(asyncio.wait([task], timeout=0.01))
-        if not task.done():
-            return False, None
-        del self.tasks[id(value)]
-        return True, task.result()
-
-    def close(self, value):
-        """Close a generator, or cancel a coroutine, that the tests have dropped."""
-        task = self.tasks.pop(id(value), None)
-        if task is not None:
-            import asyncio
-
-            task.cancel()
-            self.loop.run_until_complete(asyncio.wait([task], timeout=0.01))
-        elif hasattr(value, "close"):
-            value.close()
+        return self.loop.run_until_complete(waited(value))
 
     def load(self, task):
         """Run the trusted set-up and the model's code."""
-        self.stdout, self.stderr = sys.stdout, sys.stderr = Capture(), Capture()
-        sys.stdin = Input(self)
+        self.stdout, self.stderr = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+        sys.stdin = io.StringIO()
         builtins.input = lambda prompt="": self.request("input", 0, [str(prompt)])
         exec(compile(task["setup"], "setup", "exec", dont_inherit=True), self.namespace)
         exec(compile(task["code"], "solution", "exec", dont_inherit=True), self.namespace)
@@ -326,56 +307,9 @@ class Theirs:
         return value
 
 
-class Capture(io.TextIOWrapper):
-    """An output stream that keeps what is written."""
-
-    def __init__(self):
-        super().__init__(io.BytesIO(), "utf-8", "surrogatepass", newline="", write_through=True)
-
-    def write(self, text):
-        """Keep ``text`` if there is room."""
-        return super().write(text) if self.buffer.tell() < PRINTED or type(text) is not str else len(text)
-
-    def take(self):
-        """What was written since the last time."""
-        if self.closed or not self.buffer.tell():
-            return ""
-        said = self.buffer.getvalue()[:PRINTED].decode("utf-8", "replace")
-        self.buffer.seek(0)
-        self.buffer.truncate()
-        return said
-
-
-class Input(io.TextIOBase):
-    """The tests' ``sys.stdin``; empty while the code is loaded."""
-
-    def __init__(self, program):
-        self.program = program
-
-    def readable(self):
-        """True."""
-        return True
-
-    def read(self, size=-1):
-        """The rest, or ``size`` characters."""
-        return self.program.request("read", 0, [-1 if size is None else size]) if self.program.depth else ""
-
-    def readline(self, size=-1):
-        """The next line."""
-        return self.program.request("readline", 0, [size]) if self.program.depth else ""
-
-
-class Pause:
-    """Lets other coroutines go on, also those that the tests start a moment later."""
-
-    def __await__(self):
-        for _ in range(100):
-            yield
-
-
-async def waited(value, op):
-    """The result of an awaitable, or the next value of an asynchronous iterator."""
-    return await (value.__anext__() if op == "anext" else value)
+async def waited(value):
+    """The result of an awaitable."""
+    return await value
 
 
 def comparison(kind):

@@ -6,7 +6,6 @@ import ast
 import builtins
 import importlib
 import inspect
-import json
 import math
 import os
 import sys
@@ -19,6 +18,7 @@ from _source import RAN, SITE, Broken, Tests, is_test
 from _wire import Closed, Malformed, judge_channel
 
 MAIN = "__main__"  # where unittest, dataclasses and pickle look for the tests' classes
+PLUGINS = ("cacheprovider", "terminal", "faulthandler", "warnings", "doctest", "junitxml")  # of pytest, that cost time
 
 
 class Score:
@@ -55,8 +55,8 @@ class Score:
             checks: how many it counts for.
             asserts: it fails if none of its asserts runs.
         """
+        self.total += checks
         if self.stopped:
-            self.total += checks if self.go_on else 0
             return
         before, ran, self.right, self.text = self.failures, self.ran, 0, text
         try:
@@ -67,53 +67,42 @@ class Score:
             self.note(error, text)
         if self.judge.gone and self.failures == before:
             self.note(None, text)
-        self.total += checks
         self.passed += checks if self.failures == before else min(self.right, checks - 1)
 
     def note(self, error, text):
         """Record a failure; raises Broken if it is the tests' own."""
-        if isinstance(error, Broken):
-            raise error
-        if isinstance(error, ImportError) and not hasattr(error, "__number__") and getattr(error, "name", "") != "solution":
+        if isinstance(error, ImportError) and not hasattr(error, "__number__") and error.name != "solution":
             raise Broken(f"{type(error).__name__}: {error}")
         self.failures += 1
         if self.detail:
             return
-        self.detail = text
-        if error is not None:
-            line, says = self._line(error.__traceback__), said(error)
-            self.detail += f": {line}" if line and _squeezed(line) not in _squeezed(text) else ""
-            if says or not isinstance(error, AssertionError):
-                self.detail += f": {type(error).__name__}: {says}"
-        if self.judge.gone and self.judge.gone not in self.detail:
-            self.detail += f": {self.judge.gone}"
-
-    def _line(self, trace):
-        """The line of the tests that raised."""
-        found = ""
+        line, trace = "", getattr(error, "__traceback__", None)
         while trace is not None:
-            if trace.tb_frame.f_code.co_filename == "tests" and 0 < trace.tb_lineno <= len(self.lines):
-                found = self.lines[trace.tb_lineno - 1].strip()[:150]
+            if trace.tb_frame.f_code.co_filename == "tests":
+                line = "".join(self.lines[trace.tb_lineno - 1 : trace.tb_lineno]).strip()[:150]
             trace = trace.tb_next
-        return found
+        parts = [text, line if _squeezed(line) not in _squeezed(text) else ""]
+        if error is not None and (said(error) or not isinstance(error, AssertionError)):
+            parts.append(f"{type(error).__name__}: {said(error)}")
+        parts.append(self.judge.gone if self.judge.gone not in parts[-1] else "")
+        self.detail = ": ".join(filter(None, parts))
 
 
 class Site:
     """A check of a unit: the unit goes on if it fails."""
 
     def __init__(self, score):
-        self.score = score
+        self.score, self.before = score, score.failures
 
     def __enter__(self):
-        self.before = self.score.failures
+        return self
 
     def __exit__(self, kind, error, trace):
         score = self.score
-        if error is None:
-            score.right += not score.judge.gone and score.failures == self.before
-            return False
         if isinstance(error, Exception):
             score.note(error, score.text)
+        elif error is None:
+            score.right += not score.judge.gone and score.failures == self.before
         return isinstance(error, Exception)
 
 
@@ -137,85 +126,69 @@ def run(task, judge, namespace, report):
         judge: the connection to the program.
         namespace: of the tests.
         report: writes a line for the verifier.
+
+    Raises:
+        Broken: the tests themselves do not work.
     """
     builtins.exit = builtins.quit = sys.exit  # as `site` does
-    try:
-        tests = Calls(task) if task["cases"] is not None else Tests(task["tests"], task["trusted"], task["entry_point"], False)
-        trusted = [_without(source, task["shared"]) for source in task["trusted"]]
-        if "hello" not in judge.channel.receive():
-            raise Malformed("no greeting")
-        report("started")
-        loaded = judge.channel.receive()
-        if loaded.get("ready") is not True:
-            error = judge.decode(loaded["x"])
-            return {"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"}
-        found = judge.names(sorted({*tests.wanted, *task["shared"]} - set(namespace)))
-        namespace.update((name, value) for name, value in found.items() if name in task["shared"])
-        for tree in trusted:
-            exec(compile(tree, "setup", "exec", dont_inherit=True), namespace)
-        library = {n: _library(*where) for n, where in tests.library.items() if n not in namespace}
-        if "random" in task["tests"]:
-            importlib.import_module("random").seed(0)
-        if type(judge) is Judge:
-            sys.modules["solution"] = Solution(judge)
-    except (Closed, Malformed, Gone, Unjudged):
-        raise
-    except Exception as error:
-        return _broken(error)
+    tests = (
+        Calls(task) if task["cases"] is not None else Tests(task["tests"], task["trusted"], task["entry_point"], False)
+    )
+    if "hello" not in judge.channel.receive():
+        raise Malformed("no greeting")
+    report("started")
+    loaded = judge.channel.receive()
+    if loaded.get("ready") is not True:
+        error = judge.decode(loaded["x"])
+        return {"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"}
+    found = judge.names(sorted({*tests.wanted, *task["shared"]}))
     missing = tests.required - set(found) or (tests.own if tests.own.isdisjoint(found) else ())
     if missing:
         return {"kind": "failed", "detail": f"the code defines no {' or '.join(sorted(missing))}"}
+    score = Score(judge, task["tests"], task["all"])
+    _prepare("\n".join([task["tests"], *task["trusted"]]), judge, score)
+    namespace.update((name, found[name]) for name in task["shared"] if name in found)
+    for source in task["trusted"]:
+        tree = ast.parse(source)
+        tree.body = [s for s in tree.body if getattr(s, "name", "") not in task["shared"]]  # they live with the code
+        exec(compile(tree, "setup", "exec", dont_inherit=True), namespace)
     for name in tests.required | (tests.own if task["cases"] is not None else set()):
         namespace.pop(name, None)  # the set-up may define it, such as a bare signature or what it imports
-    namespace.update(library)
-    namespace.update({name: value for name, value in found.items() if name in tests.wanted})
-    score = Score(judge, task["tests"], task["all"])
-    _quiet("\n".join([task["tests"], *task["trusted"]]), score)
-    if "threading" in task["tests"]:
-        importlib.import_module("threading").excepthook = lambda args: score.note(args.exc_value, "a thread")
-    try:
-        tests.take(namespace, score) if task["cases"] is not None else take(tests, namespace, score)
-    except Broken as error:
-        return _broken(error)
+    given = set(namespace) - set(task["shared"])
+    namespace.update({n: _library(*where) for n, where in tests.library.items() if n not in given})
+    namespace.update({name: value for name, value in found.items() if name in tests.wanted and name not in given})
+    tests.take(namespace, score) if task["cases"] is not None else take(tests, namespace, score)
     if not score.total and not score.failures and not judge.unjudged:
-        return _broken(Broken("all of them are skipped"))
+        raise Broken("all of them are skipped")
     return {"kind": "done", "passed": score.passed, "total": score.total, "detail": score.detail,
             "failed": bool(score.failures or judge.gone)}  # fmt: skip
 
 
-def _quiet(source, score):
-    """Have the ends of test files, such as ``unittest.main()``, do nothing: the tests run anyway."""
-    for name in ("pytest", "unittest"):
+def _prepare(source, judge, score):
+    """Set the libraries up: the ends of test files do nothing, and comparisons with nothing at all fail."""
+    for name in ("numpy", "pandas", "pytest", "unittest", "random"):
         if name in source:
-            module = importlib.import_module(name)
-            module.main = lambda *args, **keywords: 0
+            importlib.import_module(name)
+    if "random" in source:
+        sys.modules["random"].seed(0)
+    if "threading" in source:
+        importlib.import_module("threading").excepthook = lambda args: score.note(args.exc_value, "a thread")
+    for name in {"pytest", "unittest"} & sys.modules.keys():  # the tests run anyway
+        sys.modules[name].main = lambda *args, **keywords: 0
     if "TextTestRunner" in source:
-        runs = module.TextTestRunner.run
+        runner = sys.modules["unittest"].TextTestRunner
+        runs = runner.run
 
-        def run_suite(runner, suite):
-            result = runs(runner, suite)
+        def run_suite(self, suite):
+            result = runs(self, suite)
             if not result.wasSuccessful():
                 score.note(None, f"{len(result.failures + result.errors)} of {result.testsRun} tests of a suite")
             return result
 
-        module.TextTestRunner.run = run_suite
-    if any(name in source for name in ("numpy", "pandas", "pytest")):
-        for name in ("numpy", "pandas"):
-            if name in source:
-                importlib.import_module(name)
-        _tables.guard()
-
-
-def _broken(error):
-    name = "" if type(error) is Broken else f"{type(error).__name__}: "
-    return {"kind": "broken", "detail": f"the tests do not work: {name}{said(error)}"}
-
-
-def _without(source, classes):
-    """A trusted source without those classes, whose objects live with the code."""
-    tree = ast.parse(source)
-    tree.body = [s for s in tree.body if not (isinstance(s, ast.ClassDef) and s.name in classes)]
-    return tree
+        runner.run = run_suite
+    _tables.guard()
+    if type(judge) is Judge:
+        sys.modules["solution"] = Solution(judge)
 
 
 def _library(module, name):
@@ -255,13 +228,13 @@ def take(tests, namespace, score):
         namespace: of the tests, with the answer's names.
         score: counts them.
     """
-    lines = tests.watched()
-    score.judge.asserts = tests.asserts
-    sites = tests.counted() if score.go_on and not tests.runner else {}
 
     def ran():
         score.ran += 1
 
+    lines = tests.watched()
+    score.judge.asserts = tests.asserts
+    sites = tests.counted() if score.go_on and not tests.runner else {}
     namespace[SITE], namespace[RAN] = lambda index: Site(score), ran
     flags = 0
     for statement, text in tests.steps:
@@ -272,12 +245,13 @@ def take(tests, namespace, score):
             statement.names = [a for a in statement.names if (a.asname or a.name) not in tests.required]
             if not statement.names:
                 continue
-        held = [_ran_first(statement), statement] if isinstance(statement, ast.Assert) else [statement]
-        work = partial(_execute, ast.Module(held, []), flags, namespace)
+        work = partial(_execute, statement, flags, namespace)
         if text is not None:
-            loops = isinstance(statement, (ast.For, ast.While)) and any(isinstance(n, ast.Assert) for n in ast.walk(statement))
+            loops = isinstance(statement, (ast.For, ast.While)) and any(
+                isinstance(n, ast.Assert) for n in ast.walk(statement)
+            )
             call = getattr(getattr(getattr(statement, "value", None), "func", None), "id", "")
-            score.unit(partial(_until_exit, work), text, max(1, sites.get(call, 0)), loops)
+            score.unit(work, text, max(1, sites.get(call, 0)), loops)
             continue
         try:
             work()
@@ -289,40 +263,33 @@ def take(tests, namespace, score):
             score.total += isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         if score.stopped:
             return
-    _functions(tests, namespace, score, sites, lines)
-    if tests.runner and not score.stopped:
-        by_pytest(tests, namespace, score, lines)
-
-
-def _ran_first(statement):
-    return ast.copy_location(ast.Expr(ast.Call(ast.Name(RAN, ast.Load()), [], [])), statement)
-
-
-def _functions(tests, namespace, score, sites, lines):
-    """Run the plain test functions, also those that code of the tests made, as in ``test_a = make(1)``."""
-    called = {s.value.func.id for s, _ in tests.steps if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)
-              and isinstance(s.value.func, ast.Name)}  # fmt: skip
+    called = {getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s, _ in tests.steps}
     for name, value in list(namespace.items()):
-        made = name not in tests.defined and is_test(name) and inspect.isfunction(value) and value.__globals__ is namespace
-        runs = name in tests.simple or (made and value.__name__ != "<lambda>" and not inspect.signature(value).parameters)
-        if not runs or name in called or (tests.runner and name != "check") or not inspect.isfunction(value):
+        needs = inspect.isfunction(value) and inspect.signature(value).parameters
+        made = (
+            inspect.isfunction(value) and value.__globals__ is namespace and value.__name__ != "<lambda>" and not needs
+        )
+        if name in called or (tests.runner and name != "check") or not inspect.isfunction(value):
             continue
-        args = [tests.entry] if name == "check" and inspect.signature(value).parameters else []
-        work = lambda value=value, args=args: finish(value(*(eval(arg, namespace) for arg in args)))  # noqa: E731
-        score.unit(work, name, max(1, sites.get(name, 0)), value.__code__.co_firstlineno in lines)
+        if name in tests.simple or (made and is_test(name) and name not in tests.defined):  # as in `test_a = make(1)`
+            args = [tests.entry] if name == "check" and needs else []
+            work = lambda value=value, args=args: finish(value(*(eval(arg, namespace) for arg in args)))  # noqa: E731
+            score.unit(work, name, max(1, sites.get(name, 0)), value.__code__.co_firstlineno in lines)
+    if tests.runner and not score.stopped:
+        by_pytest(tests, score, lines)
 
 
-def _until_exit(work):
+def _execute(statement, flags, namespace):
     """Run a statement of the tests, which may end in ``sys.exit(0)``."""
+    body = [statement]
+    if isinstance(statement, ast.Assert):
+        body = [ast.copy_location(ast.Expr(ast.Call(ast.Name(RAN, ast.Load()), [], [])), statement), statement]
+    module = ast.fix_missing_locations(ast.Module(body, []))
     try:
-        work()
+        exec(compile(module, "tests", "exec", flags, dont_inherit=True), namespace)
     except SystemExit as error:
         if error.code or hasattr(error, "__number__"):
             raise
-
-
-def _execute(module, flags, namespace):
-    exec(compile(ast.fix_missing_locations(module), "tests", "exec", flags, dont_inherit=True), namespace)
 
 
 def finish(found):
@@ -335,20 +302,18 @@ def finish(found):
         raise AssertionError("returned False")
 
 
-def by_pytest(tests, namespace, score, lines):
-    """Have pytest run the test functions and classes of the namespace, also unittest's."""
+def by_pytest(tests, score, lines):
+    """Have pytest run the test functions and classes of ``__main__``, also unittest's."""
     import pytest
-    from _pytest.config import main as run_pytest
+    from _pytest.config import main
 
-    module = sys.modules[MAIN]
+    broken, outcomes = [], {}
 
     class Module(pytest.Module):
         def _getobj(self):
-            return module
+            return sys.modules[MAIN]
 
     class Plugin:
-        outcomes: dict = {}
-
         def pytest_collect_file(self, file_path, parent):
             return Module.from_parent(parent, path=file_path)
 
@@ -358,8 +323,8 @@ def by_pytest(tests, namespace, score, lines):
         def pytest_pyfunc_call(self, pyfuncitem):
             ran, function = score.ran, pyfuncitem.obj
             finish(function(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
-            line = getattr(getattr(function, "__code__", None), "co_firstlineno", 0)
-            if line in lines and score.ran == ran:
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if getattr(code, "co_firstlineno", 0) in lines and score.ran == ran:
                 raise AssertionError("none of its asserts ran")
             return True
 
@@ -367,31 +332,29 @@ def by_pytest(tests, namespace, score, lines):
             error = call.excinfo.value
             ours = isinstance(error, (Gone, Unjudged)) or hasattr(error, "__number__")
             if not ours and (report.when == "collect" or type(error).__name__ == "FixtureLookupError"):
-                self.broken = Broken(" ".join(said(error).split()) or type(error).__name__)
+                broken.append(" ".join(said(error).split()) or type(error).__name__)
             elif not ours and isinstance(error, ImportError):
-                self.broken = Broken(f"{type(error).__name__}: {said(error)}")
+                broken.append(f"{type(error).__name__}: {said(error)}")
             elif not isinstance(error, Unjudged):
                 score.note(error, node.name)
 
         def pytest_runtest_logreport(self, report):
             if report.failed:
-                self.outcomes[report.nodeid] = False
+                outcomes[report.nodeid] = False
             elif report.passed and report.when == "call" and not hasattr(report, "wasxfail"):
-                self.outcomes.setdefault(report.nodeid, not score.judge.gone)
+                outcomes.setdefault(report.nodeid, not score.judge.gone)
 
-        broken = None
-
-    plugin, failures = Plugin(), score.failures
-    with open("test_row.py", "w"):
+    failures = score.failures
+    with open("test_row.py", "w"):  # pytest collects a file; what it holds is ours
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    off = [part for name in ("cacheprovider", "terminal", "faulthandler", "warnings", "doctest", "junitxml") for part in ("-p", f"no:{name}")]
-    status = run_pytest([*off, "-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest", "--assert=plain", "-s",
-                          *([] if score.go_on else ["-x"]), "test_row.py"], [plugin])  # fmt: skip
-    if plugin.broken is not None:
-        raise plugin.broken
-    score.total += len(plugin.outcomes)
-    score.passed += sum(plugin.outcomes.values())
-    if (status not in (0, 5) or not all(plugin.outcomes.values())) and score.failures == failures:
+    options = ["-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest", "--assert=plain", "-s", "test_row.py"]
+    options += [f"-pno:{name}" for name in PLUGINS] + ([] if score.go_on else ["-x"])
+    status = main(options, [Plugin()])
+    if broken:
+        raise Broken(broken[0])
+    score.total += len(outcomes)
+    score.passed += sum(outcomes.values())
+    if (status not in (0, 5) or not all(outcomes.values())) and score.failures == failures:
         score.note(None, f"pytest ended with status {int(status)}")
 
 
@@ -441,43 +404,13 @@ class Calls:
         return bool(found == expected)
 
 
-def main_module():
-    """A new ``__main__`` for the tests; its namespace."""
-    module = sys.modules[MAIN] = types.ModuleType(MAIN)
-    module.__dict__.update({"__builtins__": builtins, "__file__": "tests.py"})
-    return module.__dict__
-
-
-def judge(task, hears, asks, report):
-    """Judge one task.
-
-    Args:
-        task: what the verifier sent.
-        hears, asks: the ends of the pipes from and to the program.
-        report: writes a line for the verifier.
-    """
-    namespace = main_module()
-    connection = Judge(judge_channel(hears, asks), "\n".join([task["tests"], *task["trusted"]]), namespace)
-    connection.of_setup = task["methods"]
-    connection.bare |= {node.id for node in ast.walk(ast.parse(task["entry_point"] or "0")) if isinstance(node, ast.Name)}
-    try:
-        found = run(task, connection, namespace, report)
-    except Unjudged:
-        found = {}
-    except (Closed, Malformed, Gone) as error:
-        found = {"kind": "gone", "detail": connection.gone or f"the program ended while it was loaded {said(error)}"}
-    if connection.unjudged and not connection.gone and found.get("kind") != "broken":
-        found = {"kind": "unjudged", "detail": connection.unjudged}
-    report(found)
-
-
 class Local:
-    """What the connection to the program is where the code runs with its tests: the names are the code's own."""
+    """What the connection to the program is where the code runs in this process: the names are the code's own."""
 
     gone = unjudged = ""
 
-    def __init__(self, program, namespace):
-        self.program, self.namespace, self.channel = program, namespace, self
+    def __init__(self, program):
+        self.program, self.channel = program, self
         self.messages = iter((lambda: {"hello": True}, self.load))
         self.module = sys.modules["solution"] = types.ModuleType("solution")
 
@@ -505,16 +438,26 @@ class Local:
         return {name: vars(self.module)[name] for name in names if name in vars(self.module)}
 
 
-def main(task):
-    """Judge a task whose code runs in this process, too, and report to the descriptor argv[1]."""
-    tells = int(sys.argv[1])
+def judge(task, hears, asks, report):
+    """Judge one task.
 
-    def report(what):
-        os.write(tells, json.dumps(what).encode() + b"\n")
-
-    sys.path += task["path"]
-    silence = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
-        os.dup2(silence, fd)
-    namespace = main_module()
-    report(run(task, Local(task["program"], namespace), namespace, report))
+    Args:
+        task: what the verifier sent; with ``program``, the code runs in this process, too.
+        hears, asks: the ends of the pipes from and to the program.
+        report: writes a line for the verifier.
+    """
+    module = sys.modules[MAIN] = types.ModuleType(MAIN)
+    module.__dict__.update({"__builtins__": builtins, "__file__": "tests.py"})
+    program = Local(task["program"]) if "program" in task else Judge(judge_channel(hears, asks), task, vars(module))
+    try:
+        found = run(task, program, vars(module), report)
+    except Unjudged:
+        found = {}
+    except (Closed, Malformed, Gone) as error:
+        found = {"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {said(error)}"}
+    except Exception as error:  # of the tests or the set-up
+        name = "" if type(error) is Broken else f"{type(error).__name__}: "
+        found = {"kind": "broken", "detail": f"the tests do not work: {name}{said(error)}"}
+    if program.unjudged and not program.gone and found.get("kind") != "broken":
+        found = {"kind": "unjudged", "detail": program.unjudged}
+    report(found)

@@ -26,9 +26,9 @@ PR_SET_DUMPABLE = 4
 def main(task):
     """Serve the verifier at the other end of the socket argv[1]; argv[2] is "boxed" in a PID namespace of its own.
 
-    Each request is a line of modules to have imported, with four descriptors: the judge's ends of the two pipes to the program, the pipe for its
-    reports, and a file with the task. The answer is a line: the child's wait status, and 1, or 0 if this process ends
-    because it could not clear up after the child.
+    Each request is a line of modules to import first, for all later children, with four descriptors: the judge's ends
+    of the two pipes to the program, the pipe for its reports, and a file with the task. The answer is a line: the
+    child's wait status, and 1, or 0 if this process ends because it could not clear up after the child.
     """
     link = socket.socket(fileno=int(sys.argv[1]))
     boxed = sys.argv[2] == "boxed" and os.getpid() == 2  # bwrap's first process has number 1

@@ -25,7 +25,7 @@ IN_PLACE = ["i" + name.strip("_") for name in BINARY]
 OF_NAMEDTUPLES = {
     *("__new__", "__repr__", "__doc__", "__slots__", "__module__", "__match_args__", "__getnewargs__", "__replace__"),
     *("__annotations__", "__orig_bases__", "__static_attributes__", "__firstlineno__", "__annotations_cache__"),
-    *("__annotate__", "__annotate_func__", "_fields", "_field_defaults", "_field_types", "_make", "_replace", "_asdict"),
+    *("__annotate__", "__annotate_func__", "_fields", "_field_defaults", "_make", "_replace", "_asdict"),
 }  # fmt: skip
 LIBRARY = {  # module.class -> the arguments that make an equal object
     "decimal.Decimal": lambda v: (str(v),),
@@ -182,7 +182,10 @@ class Wire:
         if kind is dict or kind is OrderedDict or (kind.__name__ == "Counter" and kind.__module__ == "collections"):
             tag = {"dict": "d", "OrderedDict": "OD"}.get(kind.__name__, "CT")
             return [tag, [[self.encode(k, deeper), self.encode(v, deeper)] for k, v in list(value.items())]]
-        if kind is defaultdict and FACTORIES.get(getattr(value.default_factory, "__name__", "")) is value.default_factory:
+        if (
+            kind is defaultdict
+            and FACTORIES.get(getattr(value.default_factory, "__name__", "")) is value.default_factory
+        ):
             return ["DD", value.default_factory and value.default_factory.__name__, self.encode(dict(value), depth)]
         if kind is deque:
             return ["q", value.maxlen, [self.encode(v, deeper) for v in list(value)]]
@@ -196,9 +199,9 @@ class Wire:
             return ["e"]
         if kind in VIEWS:
             return [VIEWS[kind], self.encode(list(value), depth)]
-        if kind.__bases__ == (tuple,) and type(fields := getattr(kind, "_fields", 0)) is tuple:
-            if vars(kind).keys() <= {*OF_NAMEDTUPLES, *fields}:
-                return ["nt", kind.__name__, list(fields), self.encode(list(tuple.__iter__(value)), depth)]
+        fields = getattr(kind, "_fields", None) if kind.__bases__ == (tuple,) else None
+        if type(fields) is tuple and vars(kind).keys() <= {*OF_NAMEDTUPLES, *fields}:
+            return ["nt", kind.__name__, list(fields), self.encode(list(tuple.__iter__(value)), depth)]
         name = f"{kind.__module__}.{kind.__name__}".replace("pathlib._local", "pathlib")
         if name in LIBRARY and "." in name and name.split(".")[0] in sys.modules:
             return ["L", name, self.encode(list(LIBRARY[name](value)), deeper)]

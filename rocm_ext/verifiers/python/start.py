@@ -23,9 +23,8 @@ PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
 JUDGE = ("_tables", "_wire", "_source", "_judge", "_run", "_warm")
 PROGRAM = ("_tables", "_wire", "_program")
-BOTH = ("_tables", "_wire", "_source", "_judge", "_run")
 PRELOADED = ("pytest", "numpy", "pandas", "unittest")  # judges import these once, for all verdicts
-SCRIPTS = (JUDGE, PROGRAM, BOTH)
+SCRIPTS = (JUDGE, PROGRAM)
 
 # runs in the sandbox; -c spares the interpreter a search for the file's importer, _exit the freeing of its memory
 BOOT = """

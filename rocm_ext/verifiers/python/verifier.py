@@ -20,7 +20,7 @@ from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, f
 from rocm_ext.verifiers.cases import Comparison, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code, parse_python
 from rocm_ext.verifiers.python._source import Broken, Tests
-from rocm_ext.verifiers.python.start import BOTH, PROGRAM, Gone, Judges, WarmJudge, start
+from rocm_ext.verifiers.python.start import PROGRAM, Gone, Judges, WarmJudge, start
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.process import supervise
 
@@ -182,15 +182,14 @@ class PythonTests(Verifier):
                 tests = tests_of(row)
         except ValueError as problem:
             return error(problem)
-        path = list(self._packages)
         tested = [re.split(r"\W", entry)[0]] + ["Solution"] * (cases is not None)
         forget = f"[globals().pop(name, None) for name in {tested!r}]"  # those of the set-up are not the answer's
-        program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": path}
+        program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(self._packages)}
         task = {"trusted": trusted, "tests": tests, "entry_point": entry, "shared": shared, "methods": methods,
-                "path": path, "cases": cases, "tolerance": self.comparison.within(row), "all": self.partial_credit,
-                "cpu": self.limits.resources(False)["CPU"]}  # fmt: skip
+                "functions": re.findall(r"\w+", entry), "cases": cases, "tolerance": self.comparison.within(row),
+                "all": self.partial_credit, "cpu": self.limits.resources(False)["CPU"]}  # fmt: skip
         if self.isolation == "same_process":
-            return self._in_one(task | {"program": program})
+            task["program"] = program
         try:
             with self._judges.one(self._sandbox, self.python, self._packages) as judge:
                 return self._judged(judge, task, program)
@@ -206,19 +205,21 @@ class PythonTests(Verifier):
                 ours.callback(os.close, fd)
             for fd in (asked, ask, answer, tell):
                 theirs.callback(os.close, fd)
-            fds = (asked, answer)
-            running = start(self._sandbox, self.python, PROGRAM, program, self.limits, fds, fds)
-            ours.callback(running.close)
+            running = None
+            if "program" not in task:
+                fds = (asked, answer)
+                running = start(self._sandbox, self.python, PROGRAM, program, self.limits, fds, fds)
+                ours.callback(running.close)
             judge.give(task, heard, ask, tell)
             theirs.close()
-            child = running.child
-            in_time = supervise(
-                [child], self.limits.seconds - (time.monotonic() - began), judge.fileno(), [judge.child]
-            )
-            if in_time and _has_no_writer(heard):  # the code has ended by itself; the sandbox will tell how
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.process.wait(ENDS)
-            running.close()
+            child = running.child if running else judge.child
+            seconds = self.limits.seconds - (time.monotonic() - began)
+            in_time = supervise([child] if running else [], seconds, judge.fileno(), [judge.child])
+            if running:
+                if in_time and _has_no_writer(heard):  # the code has ended by itself; the sandbox will tell how
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        child.process.wait(ENDS)
+                running.close()
             status = judge.finish()
             os.set_blocking(told, False)
             said = b""
@@ -229,34 +230,9 @@ class PythonTests(Verifier):
         if child.killed:
             return wrong(f"the code {child.killed}")
         result = self._result(said, judge, status, bytes(child.stderr).decode("utf-8", "replace"))
-        spent = child.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU)
+        ends = (128 + signal.SIGXCPU, -signal.SIGXCPU, signal.SIGXCPU)
+        spent = (child.returncode if running else status) in ends
         return timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
-
-    def _in_one(self, task: dict) -> Result:
-        """Run the code and the tests in one process, and return the verdict."""
-        told, tell = os.pipe()
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, told)
-            try:
-                running = start(self._sandbox, self.python, BOTH, task, self.limits, (tell,), (tell,))
-            finally:
-                os.close(tell)
-            stack.callback(running.close)
-            child = running.child
-            in_time = supervise([child], self.limits.seconds)
-            os.set_blocking(told, False)
-            said = b""
-            with contextlib.suppress(BlockingIOError):
-                said = os.read(told, REPORTS)
-        spent = child.returncode in (128 + signal.SIGXCPU, -signal.SIGXCPU)
-        if not in_time or spent:
-            return timeout("used up its CPU time" if spent else f"still running after {self.limits.seconds:g} s")
-        if child.killed:
-            return wrong(f"the code {child.killed}")
-        started, last = _reports(said)
-        if last is None and not started:
-            return error(f"the sandbox or the tests did not start: {bytes(child.stderr).decode('utf-8', 'replace')}")
-        return wrong("the code ended the tests") if last is None else self._verdict(last)
 
     @staticmethod
     def _trusted(row: Mapping[str, Any]) -> list[str]:
