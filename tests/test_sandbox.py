@@ -280,8 +280,8 @@ import os
     tests = "".join(map(swallow.format, expressions)) + "seen()\nassert f(2)\n"
     row = {"tests": tests, "entry_point": "f"}
     result = verify(fenced(spy), row)
-    assert result.verdict is Verdict.ERROR, result  # a program that saw it ends, and is WRONG
-    assert "class Spy" in result.detail
+    assert result.verdict is Verdict.WRONG, result
+    assert "class Spy" in result.detail  # of a program that saw it and ended, the detail says that
     shown = "try: f(1234)\nexcept: pass\n" + tests
     assert (
         verify(
