@@ -37,13 +37,15 @@ def replace_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)  # a killed process may have left it
     try:
         with disk_errors(path):
+            _restore(path, old)
             aside.mkdir(parents=True)
             yield aside
             mode = aside.stat().st_mode & 0o666
             for file in aside.rglob("*"):
                 if file.is_file():
                     file.chmod(mode)
-                    _sync(file)
+                _sync(file)
+            _sync(aside)
             shutil.rmtree(old, ignore_errors=True)
             if path.exists():
                 path.rename(old)
@@ -51,13 +53,21 @@ def replace_folder(path: Path) -> Iterator[Path]:
             _sync(path.parent)
             shutil.rmtree(old, ignore_errors=True)
     except BaseException:
+        with suppress(OSError):  # the error before says more
+            _restore(path, old)
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
+def _restore(path: Path, old: Path) -> None:
+    """Undo the first of the two renames that replace a folder, where the second is missing."""
+    if old.exists() and not path.exists():
+        old.rename(path)
+
+
 def remove_folder(path: Path) -> None:
     """Remove a folder; other processes see it whole or not at all."""
-    aside = path.with_name(f".{path.name}.old")
+    aside = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
@@ -89,6 +99,7 @@ def replace_file(path: Path) -> Iterator[Path]:
             yield aside
             _sync(aside)
             aside.replace(path)
+            _sync(path.parent)
     except BaseException:
         with suppress(OSError):  # the error before says more
             aside.unlink()
@@ -102,16 +113,8 @@ def rewrite_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     Raises:
         UserError: the disk is full or read-only, or a line is damaged.
     """
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        with disk_errors(path):
-            with aside.open("w") as file:
-                file.writelines(json.dumps(line) + "\n" for line in read_lines(path) if keep(line))
-            _sync(aside)
-            aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    with replace_file(path) as aside, aside.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in read_lines(path) if keep(line))
 
 
 def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -209,5 +212,8 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # fsync needs write access on Windows
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # a file system that cannot flush folders
+            raise
     finally:
         os.close(descriptor)

@@ -1,11 +1,87 @@
-"""Reading JSON lines that a process is writing, or was killed while it wrote."""
+"""Folders that are replaced whole or not at all, and JSON lines that a process is writing, or was killed at."""
 
+import errno
 from pathlib import Path
 
 import pytest
 
+from rocm_ext import files
 from rocm_ext.errors import UserError
-from rocm_ext.files import read_json, read_lines
+from rocm_ext.files import read_json, read_lines, remove_folder, replace_folder, replace_text
+
+
+@pytest.fixture
+def adapter(tmp_path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "weights").write_text("old")
+    return folder
+
+
+def replace(folder: Path, text: str = "new") -> None:
+    with replace_folder(folder) as aside:
+        (aside / "part").mkdir()
+        (aside / "weights").write_text(text)
+
+
+@pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")], ids=repr)
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_folder_whose_renames_fail_keeps_its_content(adapter, monkeypatch, at, error):
+    """SIGTERM's handler raises SystemExit anywhere, also between the two renames."""
+    original, done = Path.rename, []
+
+    def rename(self, target):
+        done.append(target)
+        if len(done) == at:
+            raise error
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(UserError if isinstance(error, OSError) else type(error)):
+        replace(adapter)
+    assert len(done) >= at
+    assert [path.name for path in adapter.parent.iterdir()] == ["adapter"]
+    assert (adapter / "weights").read_text() == "old"
+    replace(adapter)
+    assert [path.name for path in adapter.parent.iterdir()] == ["adapter"]
+    assert (adapter / "weights").read_text() == "new"
+
+
+def test_a_folder_of_a_process_killed_between_the_renames_comes_back(adapter):
+    adapter.rename(adapter.with_name(".adapter.old"))
+    with pytest.raises(UserError, match="no space left"), replace_folder(adapter):
+        raise OSError(errno.ENOSPC, "full")
+    assert [path.name for path in adapter.parent.iterdir()] == ["adapter"]
+    assert (adapter / "weights").read_text() == "old"
+
+
+def test_what_a_killed_removal_leaves_does_not_come_back(adapter, monkeypatch):
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *args, **kwargs: None)  # killed before
+    remove_folder(adapter)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="no space left"), replace_folder(adapter):
+        raise OSError(errno.ENOSPC, "full")
+    assert list(adapter.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_all_is_flushed_before_it_appears_and_its_name_after(tmp_path, monkeypatch, kind):
+    flushed, path = [], tmp_path / "name"
+    original = files._sync
+
+    def sync(what):
+        flushed.append((what.relative_to(tmp_path).as_posix(), path.exists()))
+        original(what)
+
+    monkeypatch.setattr(files, "_sync", sync)
+    if kind == "folder":
+        replace(path)
+        before = [".name.tmp/part", ".name.tmp/weights"]
+        assert sorted(flushed[:2]) == [(name, False) for name in before]
+        assert flushed[2:] == [(".name.tmp", False), (".", True)]
+    else:
+        replace_text(path, "text")
+        assert flushed == [(".name.tmp", False), (".", True)]
 
 
 def written(folder: Path, content: bytes) -> Path:

@@ -115,7 +115,7 @@ def sleeping():
 
 
 def record_of(pid: int, **changes) -> str:
-    record = json.loads(lock._me()) | {"pid": pid, "created": psutil.Process(pid).create_time()}
+    record = json.loads(lock._me()) | {"pid": pid, "created": lock._created(pid)}
     return json.dumps(record | changes)
 
 
@@ -139,7 +139,14 @@ def test_without_locks_the_record_decides(tmp_path, monkeypatch, sleeping):
     assert "delete" in refused(record_of(sleeping.pid, namespace="pid:[1]"))
 
     assert "delete" in refused("")  # its holder may be writing it
-    dead = [record_of(sleeping.pid, created=1e9)]  # another process has its id now
+    moved = psutil.Process.create_time(psutil.Process(sleeping.pid)) + 3
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: moved)  # the clock was set
+    assert alive in refused(record_of(sleeping.pid))
+    boot, ticks = lock._created(sleeping.pid).split()
+    dead = [
+        record_of(sleeping.pid, created=f"{boot} {int(ticks) - 1}"),  # another process has its id now
+        record_of(sleeping.pid, created=f"{boot[::-1]} {ticks}"),  # of the machine's boot before
+    ]
     sleeping.kill()
     while psutil.Process(sleeping.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
@@ -149,6 +156,40 @@ def test_without_locks_the_record_decides(tmp_path, monkeypatch, sleeping):
         with hold(tmp_path):
             assert json.loads(record.read_text())["pid"] == os.getpid()
         assert not record.exists()
+
+
+def test_of_two_processes_that_find_a_dead_record_one_takes_over(tmp_path, monkeypatch, sleeping):
+    """Another process takes over between this one's look and its removal."""
+    monkeypatch.setattr(lock, "FileLock", WithoutLocks)
+    record, original = tmp_path / ".lock.json", lock._runs
+    boot, ticks = lock._created(sleeping.pid).split()
+    dead, alive = record_of(sleeping.pid, created=f"{boot} {int(ticks) - 1}"), record_of(sleeping.pid)
+    record.write_text(dead)
+
+    def runs(holder):
+        found = original(holder)
+        record.write_text(alive)
+        return found
+
+    monkeypatch.setattr(lock, "_runs", runs)
+    with pytest.raises(UserError, match=f"in use by process {sleeping.pid} on "), hold(tmp_path):
+        pass
+    assert record.read_text() == alive
+    assert os.listdir(tmp_path) == [".lock.json"]
+
+
+def test_while_one_process_takes_over_another_waits(tmp_path, monkeypatch, sleeping):
+    monkeypatch.setattr(lock, "FileLock", WithoutLocks)
+    record, removing = tmp_path / ".lock.json", tmp_path / ".lock.json.removing"
+    boot, ticks = lock._created(sleeping.pid).split()
+    record.write_text(dead := record_of(sleeping.pid, created=f"{boot} {int(ticks) - 1}"))
+    removing.touch()
+    with pytest.raises(UserError, match=f"in use by another process.*delete {record}"), hold(tmp_path):
+        pass
+    assert record.read_text() == dead
+    record.unlink()  # as the message says
+    with hold(tmp_path):
+        assert json.loads(record.read_text())["pid"] == os.getpid()
 
 
 def test_ranks_other_than_the_main_one_take_no_lock(tmp_path, monkeypatch):

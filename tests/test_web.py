@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import http.client
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -19,11 +21,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from rocm_ext.cli import main
+from rocm_ext.report import server
 from rocm_ext.report.live import LivePage
-from rocm_ext.report.server import PORT
+from rocm_ext.report.server import PORT, Server
 from tests import sysfs
 from tests.browser import browser as browser
 from tests.run_folders import curve, grpo, raft, sft, step_lines
@@ -165,6 +169,89 @@ def test_with_host_the_address_has_a_token():
             "%c3%a9/",
         ):
             assert ask(top, path)[0].status == 404, path
+
+
+@contextlib.contextmanager
+def served(monkeypatch, **settings) -> Iterator[Server]:
+    """A server in this process, with other values for the constants of its module."""
+    for name, value in settings.items():
+        monkeypatch.setattr(server, name, value)
+    with Server(LivePage([], 1.0), "127.0.0.1", 0) as site:
+        thread = threading.Thread(target=site.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield site
+        site.shutdown()
+
+
+def connect(site: Server) -> socket.socket:
+    return socket.create_connection(site.server_address[:2], timeout=20)
+
+
+def test_silent_connections_are_few_and_short(monkeypatch):
+    with served(monkeypatch, _CONNECTIONS=4, _FIRST=1000.0) as site, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(site)) for _ in range(10)]
+        assert [peer.recv(1) for peer in silent[4:]] == [b""] * 6  # at once
+        assert len(site.ends) == 4
+        site.ends.update(dict.fromkeys(site.ends, 0.0))
+        assert [peer.recv(1) for peer in silent[:4]] == [b""] * 4
+        while site.ends:
+            time.sleep(0.01)
+        assert ask(site.url)[0].status == 200
+
+
+def test_a_request_that_comes_byte_by_byte_has_a_deadline(monkeypatch):
+    with served(monkeypatch, _FIRST=0.5, _NEXT=0.5) as site, connect(site) as peer:
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            for letter in itertools.cycle(b"GET / HTTP/1.1\r\nA"):
+                peer.send(bytes([letter]))
+                time.sleep(0.05)
+                assert time.monotonic() - began < 15
+
+
+def test_a_stranger_without_the_token_is_not_kept(monkeypatch):
+    with served(monkeypatch) as site, connect(site) as peer:
+        peer.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        answer = b"".join(iter(lambda: peer.recv(65536), b""))  # to the end of the connection
+        assert answer.startswith(b"HTTP/1.1 404")
+
+
+def test_without_descriptors_it_waits(tmp_path):
+    """80 silent connections to a process that may have 64 files."""
+    program = "import resource, sys; from rocm_ext.cli import main; " \
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); sys.exit(main(sys.argv[1:]))"  # fmt: skip
+    command = [sys.executable, "-c", program, "monitor", "--web", "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as stack:
+        stack.callback(process.kill)
+        assert process.stdout
+        url = process.stdout.readline().split()[0]
+        place = urlsplit(url).hostname, urlsplit(url).port
+        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(80)]
+        watched = psutil.Process(process.pid)
+        time.sleep(0.5)
+        assert watched.num_threads() < 45
+        before = watched.cpu_times()
+        time.sleep(1)
+        assert sum(watched.cpu_times()[:2]) - sum(before[:2]) < 0.5
+        for peer in silent:
+            peer.close()
+        assert wait(url, lambda text: "Host" in text, "machine")
+
+
+def test_a_page_is_drawn_and_compressed_once(monkeypatch):
+    packed = []
+    original = gzip.compress
+    monkeypatch.setattr(server.gzip, "compress", lambda *args: packed.append(1) or original(*args))
+    with served(monkeypatch) as site:
+        site.page.take({"gpus": [], "host": {"cpu": 5.0}, "time": time.time()})
+        drawn = []
+        monkeypatch.setattr(site.page, "_draw_machine", lambda readings: drawn.append(1) or "the machine")
+        for _ in range(5):
+            assert "the machine" in ask(site.url, **{"Accept-Encoding": "gzip"})[1]
+        assert (len(drawn), len(packed)) == (1, 1)
+        site.page.take({"gpus": [], "host": {"cpu": 6.0}, "time": time.time()})
+        ask(site.url, "machine")
+        assert len(drawn) == 2
 
 
 # ---- options

@@ -72,7 +72,7 @@ class Adapters:
                 folder = Cycle(self._out, cycle).adapter
                 if folder.exists():
                     remove_folder(folder)
-                shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)  # a killed process's
+                shutil.rmtree(folder.with_name(f".{folder.name}.tmp"), ignore_errors=True)  # a killed process's
                 self._pruned.add(cycle)
 
     def _state(self, cycle: int) -> Mapping[str, torch.Tensor]:

@@ -74,6 +74,7 @@ class LivePage:
         self._readings: deque[dict[str, Any]] = deque(maxlen=math.ceil(60 * _MINUTES / interval))
         self._lock = Lock()
         self._drawn, self._recorded = "", False
+        self._machine: tuple[object, str] = object(), ""  # of which readings, and what was drawn
         self._patience: dict[Path, float] = {}
         self._of: object = None  # state of the files that was drawn
         self._due = 0.0  # time.monotonic() before which nothing is drawn again
@@ -119,6 +120,13 @@ class LivePage:
     def machine(self) -> str:
         """The machine's counters as HTML: the last values, and their curves unless a run has recorded them."""
         readings = list(self._readings)
+        of = readings[-1] if readings else None, self._recorded
+        with self._lock:
+            if self._machine[0] != of:
+                self._machine = of, self._draw_machine(readings)
+            return self._machine[1]
+
+    def _draw_machine(self, readings: Sequence[dict[str, Any]]) -> str:
         history = Readings()
         for reading in readings:
             history.take(reading)

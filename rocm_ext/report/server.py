@@ -13,7 +13,10 @@ import os
 import secrets
 import socket
 import sys
+import time
 from base64 import b64encode
+from contextlib import suppress
+from functools import lru_cache
 from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,7 +31,8 @@ from rocm_ext.report.live import SCRIPT, LivePage, tag_of
 PORT = 8642
 _LOOPBACK = "127.0.0.1"
 _NAMES = (_LOOPBACK, "localhost", "::1")  # a port that ssh forwards is at one of these, too
-_TIMEOUT = 30  # seconds that a connection may say nothing
+_CONNECTIONS = 32  # more are closed at once
+_FIRST, _NEXT = 5.0, 30.0  # seconds for the first request of a connection, and from an answer to the end of the next
 
 
 def _source(text: str) -> str:
@@ -68,6 +72,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, page: LivePage, host: str | None = None, port: int | None = None) -> None:
         self.page, self.names = page, _NAMES if host is None else None
+        self.ends: dict[socket.socket, float] = {}  # time.monotonic() at which a connection is closed
         self.prefix = "/" if host is None else f"/{secrets.token_urlsafe(24)}/"
         self.address_family, address = _address(host or _LOOPBACK)
         try:
@@ -89,6 +94,33 @@ class Server(ThreadingHTTPServer):
         """Bind; HTTPServer's own way also looks up the machine's name, which takes seconds without a network."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:  # too many open files: do not ask again at once
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self.ends) >= _CONNECTIONS:
+            self.shutdown_request(request)
+            return
+        self.ends[request] = time.monotonic() + _FIRST
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.ends.pop(request, None)
+
+    def service_actions(self) -> None:
+        """Close connections whose time is up; ``serve_forever`` calls this twice a second."""
+        for connection, end in list(self.ends.items()):
+            if time.monotonic() > end:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Show an error, unless a browser only closed its connection."""
@@ -120,11 +152,24 @@ def _outward(family: int) -> str:
         return socket.gethostname()
 
 
+def _encoded(html: str) -> bytes:
+    return html.encode("ascii", "xmlcharrefreplace")
+
+
+@lru_cache(maxsize=4)
+def _packed(html: str) -> tuple[str, bytes]:
+    """The ETag of a page, and the page compressed: a site that a browser visits can ask for it as often as it likes."""
+    return tag_of(html), gzip.compress(_encoded(html), 1)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "rocm-ext", ""
-    timeout = _TIMEOUT
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self.server.ends[self.connection] = time.monotonic() + _NEXT
 
     def do_GET(self) -> None:
         page, prefix = self.server.page, self.server.prefix
@@ -132,9 +177,15 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0].encode()
         draw = next((draw for name, draw in drawn.items() if hmac.compare_digest(path, (prefix + name).encode())), None)
         if not self._is_named():
-            self._answer(HTTPStatus.FORBIDDEN, "This page has another host name; open the address that was printed.")
+            self._answer(
+                HTTPStatus.FORBIDDEN,
+                b"This page has another host name; open the address that was printed.",
+                Connection="close",
+            )
         elif draw is None:
-            self._answer(HTTPStatus.NOT_FOUND, "Nothing is here; open the whole address that was printed.")
+            self._answer(
+                HTTPStatus.NOT_FOUND, b"Nothing is here; open the whole address that was printed.", Connection="close"
+            )
         else:
             self._show(draw())
 
@@ -150,16 +201,15 @@ class _Handler(BaseHTTPRequestHandler):
             return False
 
     def _show(self, html: str) -> None:
-        tag = tag_of(html)
+        tag, packed = _packed(html)
         if self.headers.get("If-None-Match") == tag:
-            self._answer(HTTPStatus.NOT_MODIFIED, "", ETag=tag)
+            self._answer(HTTPStatus.NOT_MODIFIED, b"", ETag=tag)
+        elif "gzip" in self.headers.get("Accept-Encoding", ""):
+            self._answer(HTTPStatus.OK, packed, **{"ETag": tag, "Content-Encoding": "gzip"})
         else:
-            self._answer(HTTPStatus.OK, html, ETag=tag)
+            self._answer(HTTPStatus.OK, _encoded(html), ETag=tag)
 
-    def _answer(self, status: HTTPStatus, text: str, **more: str) -> None:
-        body = text.encode("ascii", "xmlcharrefreplace")
-        if len(body) > 1000 and "gzip" in self.headers.get("Accept-Encoding", ""):
-            body, more = gzip.compress(body, 1), {**more, "Content-Encoding": "gzip"}
+    def _answer(self, status: HTTPStatus, body: bytes, **more: str) -> None:
         self.send_response(status)
         for name, value in {**_HEADERS, **more}.items():
             self.send_header(name, value)

@@ -92,13 +92,18 @@ def _claim(folder: Path) -> None:
     Raises:
         UserError: the holder runs, or runs on another host.
     """
-    record = folder / HOLDER
+    record, removing = folder / HOLDER, folder / f"{HOLDER}.removing"
     own = folder / f"{HOLDER}.{platform.node()}.{os.getpid()}"
     with disk_errors(record):
         try:
-            if record.exists() and _runs(_read(record)) is False:
-                record.unlink(missing_ok=True)
             own.write_text(_me())
+            if _runs(_read(record)) is False:
+                os.link(own, removing)  # one process at a time, which looks again: another may hold the folder now
+                try:
+                    if _runs(_read(record)) is False:
+                        record.unlink()
+                finally:
+                    removing.unlink()
             os.link(own, record)  # appears with its content, and fails if another has one
         except FileExistsError:
             raise _used(folder) from None
@@ -124,7 +129,7 @@ def _me() -> str:
         "pid": os.getpid(),
         "host": platform.node(),
         "namespace": _namespace(),
-        "created": psutil.Process().create_time(),
+        "created": _created(os.getpid()),
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(sys.argv),
     }
@@ -147,10 +152,17 @@ def _runs(holder: dict[str, Any]) -> bool | None:
         return None
     try:
         process = psutil.Process(holder["pid"])
-        # the clock may have been set since
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - holder["created"]) < 2
+        return process.status() != psutil.STATUS_ZOMBIE and _created(process.pid) == holder["created"]
     except psutil.Error:
         return False
+
+
+def _created(pid: int) -> str:
+    """What tells a process from another with its id: its boot and its ticks since, which no set clock moves."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    return str(psutil.Process(pid).create_time())  # without /proc
 
 
 def _namespace() -> str:
