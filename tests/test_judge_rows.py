@@ -37,7 +37,7 @@ def test_plain_python_passes_the_right_answers_and_no_mutant(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def judge():
-    verifier = PythonTests(timeout=20, memory_mb=4096)
+    verifier = PythonTests(timeout=20, memory_mb=4096, unjudged="error")
 
     def verdict(code: str, row: dict) -> Verdict | None:
         """None: the row is refused before anything is judged."""

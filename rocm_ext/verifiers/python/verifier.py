@@ -260,6 +260,8 @@ class PythonTests(Verifier):
             return (wrong if self.unjudged == "wrong" else error)(f"cannot be judged: {detail}")
         if last["kind"] == "gone":
             return wrong(detail)
+        if re.search("MemoryError|map segment|allocate memory", detail):
+            detail += f" (memory_mb is {self.limits.memory_mb})"
         if last["kind"] == "failed":
             return wrong(f"failed: {detail}")
         passed, total = last["passed"], last["total"]
