@@ -1,6 +1,7 @@
 """Verifiers that see all answers to a prompt at once."""
 
 import sys
+import time
 from collections import Counter
 
 import pytest
@@ -14,7 +15,8 @@ from rocm_ext.ranks import Ranks
 from rocm_ext.rollouts.journal import journals_in
 from rocm_ext.rollouts.phases import Rollouts
 from rocm_ext.train.interrupt import Interrupt, Interrupted
-from rocm_ext.verifiers import MajorityAnswer, Pool, Verdict, as_reward_function, build
+from rocm_ext.verifiers import MajorityAnswer, Pool, Verdict, as_reward_function, build, maths
+from rocm_ext.verifiers.workers import worker
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 HERE = "rocm_ext.verifiers."
@@ -221,14 +223,49 @@ def test_formulas_vote_by_value():
     assert [str(result.verdict) for result in group] == ["CORRECT"] * 3 + ["WRONG"] * 2
 
 
-@settings(max_examples=50)
+def test_a_slow_answer_spoils_no_other_of_its_group():
+    slow = [rf"\boxed{{9^{{9^{{9^{n}}}}}}}" for n in range(4, 9)]
+    quick = [
+        r"\boxed{2\sqrt{2}}",
+        r"\boxed{\sqrt{8}}",
+        r"\boxed{3\sqrt{2}}",
+        "no answer",
+        r"\boxed{5(" + "a" * 60 + "1)}",
+    ]
+    node = {"_component_": HERE + "MajorityAnswer", "timeout": 1.0}
+    started = time.monotonic()
+    [group] = judged(node, [*slow, *quick, slow[0]], timeout=60)
+    assert time.monotonic() - started < 30 + 10
+    verdicts = [str(result.verdict) for result in group]
+    assert verdicts == ["WRONG"] * 5 + ["WRONG"] * 3 + ["UNPARSED", "WRONG", "WRONG"]  # two pairs: no majority
+    [group] = judged(node, [*slow, *quick, r"\boxed{\frac{4}{\sqrt{2}}}"], timeout=60)
+    assert [str(result.verdict) for result in group][5:] == [
+        "CORRECT",
+        "CORRECT",
+        "WRONG",
+        "UNPARSED",
+        "WRONG",
+        "CORRECT",
+    ]
+
+
+def test_a_group_of_numbers_needs_no_other_process(monkeypatch):
+    monkeypatch.setattr(maths, "_child", lambda *_: pytest.fail("another process"))
+    monkeypatch.setattr(worker, "RUNNING", True)
+    assert voted("72", "#### 72.0", "\\boxed{5}", "7,200") == ["CORRECT", "CORRECT", "WRONG", "WRONG"]
+
+
+VOTE = MajorityAnswer(field=None)
+
+
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(["1", "2", "3", "no"]), min_size=2, max_size=7), st.randoms(use_true_random=False))
 def test_votes_are_counted_whatever_the_order(texts, rng):
     counts = Counter(text for text in texts if text != "no").most_common()
     leads = [text for text, count in counts if count == counts[0][1]]
     expected = {text: "UNPARSED" if text == "no" else "CORRECT" if leads == [text] else "WRONG" for text in set(texts)}
     rng.shuffle(texts)
-    assert voted(*texts) == [expected[text] for text in texts]
+    assert [str(result.verdict) for result in VOTE.judge_group(texts, {})] == [expected[text] for text in texts]
 
 
 # ---- groups in a run

@@ -3,69 +3,46 @@
 import contextlib
 import functools
 import logging
+import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
-from rocm_ext.verifiers.mathtext import (
-    LONGEST,
-    NO_UNIT,
-    TAIL,
-    decimal_comma,
-    exclaimed,
-    final_answer,
-    gold_answer,
-    number,
-)
+from rocm_ext.verifiers.mathtext import TAIL, WORD, clean, final_answer, gold_answer, number, plain, readable
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
-BOX = re.compile(r"\\(?:boxed|fbox)[ \t]*\{")
-TEXT = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it)|[hm]box)\s*\{([^{}]*\d[^{}]*)\}")
-UNIT = re.compile(
-    r"(?<=[\d})!])\s*(?:\\[,;! ]|~)*\s*(?:\\(?:text\w*|mathrm|mbox|hbox)\s*\{\s*([^{}\d]{2,40}|[mgshlLJNWVC])\s*\}"
-    r"|(?<=\s)([A-Za-z]{2,20}))(?:\^\{?[23]\}?)?$"
-)
-MIXED = re.compile(r"(?<![\d.,/^}])(\d{1,20})\s+(\d{1,20}\s*/\s*\d{1,20})(?![\d.!^])")
-COMMAS = re.compile(r"\s*(?:(?:,|\\q?quad\b|\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z]))\s*)+")
-GROUPED = re.compile(r"=\s*-?[1-9]\d{0,2}(?:,\d{3})+(?=$|\s*=)")  # the library reads x = 1,350 as two values
-SPACED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:\s\d{3})+)(?![\d,]|\s\d)")
-# What latex2sympy would leave out without a word, or add up: "5 6" is 11 to it, "1, \ldots, 9" is 1, 9.
-UNREADABLE = re.compile(
-    r"\d\s+\d|\d\s*\}\s+\d|\\[a-z]*dots|\.\.|\d\s*[\"']\s*\d|\\pmod|\\equiv|(?<!\\)~|\d\s*\\(?:[,;:! ]|quad)\s*\d"
-    r"|\\[lg]e?q?\s*$|[?#@;]\s*\d+\s*[?#@]"
-)
-ASSIGNED = re.compile(r"^[A-Za-z](?:_\w)?\s*=")
-APPROX = re.compile(r"^([^\d]*)\\approx")
+GROUP_SECONDS = 30.0  # for all forks of a group, half of verify_timeout's default
 SET = re.compile(r"\s*(?:\\left\s*)?\\\{(?!\s*\()")
 TUPLE = re.compile(r"\s*(?:\\left\s*)?\([^()]*\)\s*")
 BASE = re.compile(r"\d_\{?(\d+)\}?$")
+# The left side of an equation that gives no value: 2x = 10, x^2 = 25 and x + 1 = 5 do not, f(2) = 5 does.
+UNSOLVED = re.compile(r"[\d)}]\s*[A-Za-z(]|\^|[-+*]\s*\d|/\s*\d|\\(?:[dt]?frac|sqrt|cdot)|[A-Za-z]\s*[-+*/]\s*[A-Za-z]")
 
 
 class MathAnswer(Verifier):
     r"""Whether the completion's final answer equals the row's.
 
     The final answer is the last of: a ``\boxed{...}``, a line ``#### ...``, ``<answer>...</answer>``, and a sentence
-    "final answer is ...". A sign, power or "million" beside a box counts. Boxes beside each other, or joined by "and"
-    or "or", are one list. Without these marks it is what the sentence of the last "answer is" gives; else what the last
-    sentence with a number or formula gives: all of the sentence if it is one expression, else its last number or
-    formula, or the list that this ends. The search covers the last 20,000 characters.
+    "final answer is ..."; else what the last "answer is" or the last sentence with mathematics ends in. Ask for
+    ``\boxed{}`` or ``####`` in the prompt: prose is ambiguous. Boxes joined by "and" or "or" are one list. Words that
+    change a number ("at least 5", "5 or 6", "17, maybe 23") make the answer WRONG; units and currency signs do not.
 
-    Words that change a number are read ("1 million", "5 dozen") or make the answer WRONG ("at least 5", "5 to 6",
-    "5 or 6" for 6, "2 hours 30 minutes" for 30). Units and currency signs do not count. Equal are: the same texts;
-    two decimal numbers of exactly the same value, also as ``1,234.5``, ``1 234.5``, ``1.234,5``, ``1.2e5`` or ``2,74``;
-    50% and both 50 and 0.5; ``x = 5`` and 5, but not ``2x = 10`` and 10. ``a:b`` is a ratio, ``1, 2`` a set,
-    ``(1, 2)`` a point or open interval. math-verify compares all else, decimals with fractions to six digits, in a
-    process that is killed at the time limit; what it cannot read in full is WRONG.
+    Equal are the same texts; decimal numbers of exactly the same value, also as ``1,234.5``, ``1 234.5``, ``1.234,5``,
+    ``1.2e5`` or ``2,74``; 50% and both 50 and 0.5; ``x = 5`` and 5, but not ``2x = 10`` and 10. ``1, 2`` is a set,
+    ``(1, 2)`` a point or open interval. math-verify compares all else, decimals with fractions to six digits. What it
+    cannot read in full is WRONG. The search and the comparison run in a process that is killed at the time limit,
+    except for numbers that are plain at a glance.
 
     Args:
-        field: the row's field with the gold answer: text that ends like GSM8K's (``#### 72``), has a ``\\boxed{}``,
+        field: the row's field with the gold answer: text that ends like GSM8K's (``#### 72``), has a ``\boxed{}``,
             or is the bare answer.
-        tolerance: relative error allowed between two decimal numbers.
-        timeout: seconds for one comparison by math-verify; one that takes longer gives TIMEOUT.
+        tolerance: relative error allowed between two numbers.
+        timeout: seconds for one answer; one that takes longer gives TIMEOUT.
     """
 
     def __init__(self, field: str = "answer", tolerance: float = 0.0, timeout: float = 5.0) -> None:
@@ -86,46 +63,22 @@ class MathAnswer(Verifier):
         value = row.get(self.field)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return
-        gold = gold_answer(field(row, self.field, str))
+        if plain(field(row, self.field, str)) is not None:
+            return
+        gold = gold_answer(row[self.field])
         text = readable(gold)
-        if number(gold) is None and (text is None or not _parse(text)):
+        if number(gold) is None and not (_worded(gold) or (text and _parse(text))):
             found = short(row[self.field], 80)
             raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {found!r}")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
-        gold = gold_answer(str(row[self.field]))
-        found = final_answer(completion)
-        if same_text(completion[-LONGEST:] if found is None else found, gold):
-            return correct(f"found {gold}")
-        if found is None:
-            return unparsed("no answer found")
-        if len(found) > LONGEST:
-            return wrong(f"the answer has {len(found)} characters; at most {LONGEST} are compared")
-        if number(gold) is not None:
-            found = exclaimed(found, completion[-TAIL:])
-        equal = self._numbers(gold, found)
-        if equal is not None:
-            return correct(f"found {found}") if equal else wrong(f"found {found}")
-        mine, golden = readable(found), readable(gold)
-        if mine is None or golden is None:
-            return wrong(f"cannot compare {found}")
-        if worker.RUNNING:
-            _library()  # before the fork, so that every child has it
-            judge = functools.partial(_judge, golden, mine, self.tolerance)
-            return forked(judge, self.timeout, "the comparison") or wrong("the answer cannot be compared")
-        return self._elsewhere(completion[-TAIL:], {"answer": rf"\boxed{{{gold}}}"})
-
-    def _numbers(self, gold: str, found: str) -> bool | None:
-        """Whether two decimal numbers are equal; None if one is no number."""
-        golden = number(gold)
-        mine = number(found if golden is None else ASSIGNED.sub("", found))
-        if (mine is None) != (golden is None):
-            mine = mine or _with_comma(found)
-            golden = golden or _with_comma(gold)
-        if mine is None or golden is None:
-            return None
-        values = {mine[0]} if mine[1] == golden[1] else {mine[0], mine[0] / 100 if mine[1] else mine[0] * 100}
-        return any(abs(value - golden[0]) <= abs(golden[0]) * Fraction(self.tolerance) for value in values)
+        answer = str(row[self.field])
+        mine, gold = plain(completion), plain(answer)
+        if mine is not None and gold is not None:
+            return _verdict(abs(mine - gold) <= abs(gold) * Fraction(self.tolerance), str(mine))
+        if not worker.RUNNING:
+            return self._elsewhere(completion[-TAIL:], {"answer": answer})
+        return _child(functools.partial(_judge, completion, answer, self.tolerance), self.timeout)
 
 
 class MajorityAnswer(Verifier):
@@ -141,7 +94,7 @@ class MajorityAnswer(Verifier):
         min_share: share of the group's answers that the most frequent final answer needs.
         field: the row's field with the right answer, if the row has it; None: always vote.
         tolerance: as in :class:`MathAnswer`.
-        timeout: seconds for one comparison by math-verify; answers that take longer count as different.
+        timeout: seconds for one comparison, at most 30 for a group; answers that take longer equal no other.
     """
 
     def __init__(
@@ -151,6 +104,8 @@ class MajorityAnswer(Verifier):
             raise UserError(f"MajorityAnswer needs min_share in [0, 1], found {min_share}")
         self.min_share, self.field = min_share, field
         self._compared = MathAnswer(field or "answer", tolerance, timeout)
+        node = {"_component_": "rocm_ext.verifiers.MajorityAnswer", "tolerance": tolerance, "timeout": timeout}
+        self._elsewhere = Elsewhere(node | {"min_share": min_share, "field": field}, timeout)
 
     def check(self) -> None:
         self._compared.check()
@@ -168,24 +123,72 @@ class MajorityAnswer(Verifier):
         if len(completions) < 2:
             more = "" if self.field is None else f"; to judge it alone, the row needs the field {self.field!r}"
             return [error(f"one answer alone has no majority{more}")] * len(completions)
-        votes: dict[str, list[int]] = {}  # places of the completions with each final answer
-        for place, completion in enumerate(completions):
-            answer = final_answer(completion)
-            if answer is not None:
-                same = next((known for known in votes if self._equal(completion, known)), answer)
-                votes.setdefault(same, []).append(place)
-        ranked = sorted(votes, key=lambda answer: -len(votes[answer]))
-        counts = [len(votes[answer]) for answer in ranked]
-        results = [unparsed("no answer found")] * len(completions)
+        if not worker.RUNNING and any(plain(text) is None for text in completions):
+            return self._elsewhere.judge_group([text[-TAIL:] for text in completions], {})
+        results, votes = self._votes(completions)
+        counts = sorted(map(len, votes.values()), reverse=True)
         for answer, places in votes.items():
             shown = f"{len(places)} of {len(completions)} answers are {answer}"
             agreed = counts[1:2] != counts[:1] and counts[0] >= self.min_share * len(completions)
             for place in places:
-                results[place] = correct(shown) if agreed and answer == ranked[0] else wrong(shown)
+                results[place] = correct(shown) if agreed and len(places) == counts[0] else wrong(shown)
         return results
 
-    def _equal(self, completion: str, answer: str) -> bool:
-        return self._compared(completion, {self._compared.field: rf"\boxed{{{answer}}}"}).verdict is Verdict.CORRECT
+    def _votes(self, completions: Sequence[str]) -> tuple[list[Result], dict[str, list[int]]]:
+        """A result for each completion without an answer, and the places of the completions with each answer."""
+        tolerance, end = self._compared.tolerance, time.monotonic() + GROUP_SECONDS
+
+        def child(judge: Callable[[], Result], shares: int) -> Result:
+            return _child(judge, max(0.01, min(self._compared.timeout, (end - time.monotonic()) / shares)))
+
+        results, votes = [], {}  # type: tuple[list[Result], dict[str, list[int]]]
+        for place, completion in enumerate(completions):
+            value = plain(completion)
+            shares = 2 * (len(completions) - place)  # half of the time is for what follows
+            found = child(functools.partial(_find, completion), shares) if value is None else correct(value)
+            results.append(found)
+            if found.verdict is Verdict.CORRECT:
+                answer = found.detail
+                same = (known for known in votes if same_text(known, answer) or _by_number(known, answer, tolerance))
+                votes.setdefault(next(same, answer), []).append(place)
+        sizes: dict[str, str] = {}  # of answers that can be computed in time; any other equals no other
+        for i, answer in enumerate(waiting := list(votes)):
+            left = 2 * (len(waiting) - i)
+            size = correct() if number(answer) else child(functools.partial(_size, answer), left)
+            if size.verdict is not Verdict.CORRECT:
+                continue
+            for known in [known for known in sizes if size.detail in ("", sizes[known]) or not sizes[known]]:
+                compared = functools.partial(_same_value, known, answer, tolerance)
+                if _by_number(known, answer, tolerance) is None and child(compared, left).reward:
+                    votes[known] += votes.pop(answer)
+                    break
+            else:
+                sizes[answer] = size.detail
+        return results, votes
+
+
+def _child(judge: Callable[[], Result], seconds: float) -> Result:
+    _library()  # before the fork, so that every child has it
+    return forked(judge, seconds, "the comparison") or wrong("the answer cannot be compared")
+
+
+def _find(completion: str) -> Result:
+    answer = final_answer(completion)
+    if answer is None:
+        return unparsed("no answer found")
+    return correct(answer) if len(answer) <= 250 else wrong("the answer is too long to vote")
+
+
+def _same_value(gold: str, found: str, tolerance: float) -> Result:
+    return _verdict(_equal(gold, found, tolerance), found)
+
+
+def _size(answer: str) -> Result:
+    """The first digits of an answer's value, empty for what is no number: equal answers have the same ones."""
+    text = readable(answer)
+    parsed = _parse(text) if text else []
+    value = parsed[0].evalf(15) if parsed and hasattr(parsed[0], "evalf") else None
+    return correct(f"{float(value):.3g}" if value is not None and value.is_Float else "")
 
 
 def same_text(a: str, b: str) -> bool:
@@ -194,37 +197,50 @@ def same_text(a: str, b: str) -> bool:
     return a == b or (len(a) > 1 and a.casefold() == b.casefold() and all(part.isalpha() for part in a.split()))
 
 
-def _with_comma(answer: str) -> tuple[Fraction, bool] | None:
-    value = decimal_comma(answer)
-    return None if value is None else (value, False)
+def _worded(gold: str) -> bool:
+    return bool(WORD.search(gold)) and not re.search(r"\d", gold)
 
 
-def readable(answer: str) -> str | None:
-    """An answer as math-verify reads it in full; None if it would leave a part out.
+def _verdict(equal: bool, found: str) -> Result:
+    return correct(f"found {short(found)}") if equal else wrong(f"found {short(found)}")
 
-    Boxes, text commands around numbers, and units are taken off, mixed numbers become sums, joined answers a list.
-    """
-    if len(answer) > LONGEST or "..." in answer:
+
+def _judge(completion: str, answer: str, tolerance: float) -> Result:
+    """Find the final answer and compare it with the gold one. It runs in a child."""
+    gold, found = gold_answer(answer), final_answer(completion)
+    if same_text(clean(completion) if found is None else found, gold) or same_text(completion, answer):
+        return correct(f"found {short(gold)}")
+    if found is None:
+        return unparsed("no answer found")
+    bare = found.removesuffix("!")  # the end of a sentence: no factorial is meant above 20
+    if (value := number(bare)) and not re.search(r"\\boxed|\\fbox|####|\$|\\[(\[]", completion[-TAIL:]):
+        found = bare if value[0] > 20 or value[0].denominator > 1 else found
+    return _same_value(gold, found, tolerance)
+
+
+def _equal(gold: str, found: str, tolerance: float) -> bool:
+    """Whether two answers have the same value. It runs in a child."""
+    equal = _by_number(gold, found, tolerance)
+    if equal is not None:
+        return equal
+    a, b = readable(gold), readable(found)
+    return a is not None and b is not None and _compare(a, b, tolerance)
+
+
+def _by_number(gold: str, found: str, tolerance: float) -> bool | None:
+    """Whether two decimal numbers are equal; None if one is no number."""
+    golden = number(gold)
+    mine = number(found if golden is None else re.sub(r"\A[A-Za-z](?:_\w)?\s*=", "", found))
+    if (mine is None) != (golden is None):
+        mine, golden = mine or number(found, comma=True), golden or number(gold, comma=True)
+    if mine is None or golden is None:
         return None
-    text = BOX.sub("{", answer)
-    text = COMMAS.sub(lambda match: match[0] if match[0].strip() == "," else ", ", text)
-    text = TEXT.sub(r" \1 ", text).strip().strip(",. ")
-    text = GROUPED.sub(lambda match: match[0].replace(",", ""), text)
-    text = MIXED.sub(r"(\1+\2)", SPACED.sub(lambda match: re.sub(r"\s", "", match[0]), text))
-    while unit := UNIT.search(text):
-        if any(NO_UNIT.fullmatch(word) for word in re.findall(r"\w+", unit[1] or unit[2])):
-            break
-        text = text[: unit.start()].rstrip()
-    text = APPROX.sub(r"\1=", text).removeprefix("=")
-    return None if not text or UNREADABLE.search(text) else text
-
-
-def _judge(gold: str, found: str, tolerance: float) -> Result:
-    return correct() if _compare(gold, found, tolerance) else wrong("the answers differ")
+    values = {mine[0]} if mine[1] == golden[1] else {mine[0], mine[0] / 100 if mine[1] else mine[0] * 100}
+    return any(abs(value - golden[0]) <= abs(golden[0]) * Fraction(tolerance) for value in values)
 
 
 def _compare(gold: str, found: str, tolerance: float) -> bool:
-    """Whether two readable answers are equal. It runs in a child, whose math-verify it makes stricter."""
+    """Whether two readable answers are equal for a math-verify that this makes stricter. It runs in a child."""
     from sympy import Eq
 
     math_verify = _library()
@@ -232,38 +248,22 @@ def _compare(gold: str, found: str, tolerance: float) -> bool:
     if other and other[1] != (base[1] if base else "10"):
         return False
     target, parsed = _parse(gold), _parse(found)
-    if not target or not parsed:
+    if not target or not parsed or any(SET.match(a) and TUPLE.fullmatch(b) for a, b in ((gold, found), (found, gold))):
         return False
-    with contextlib.suppress(TypeError, ValueError, AttributeError, OverflowError):
+    with contextlib.suppress(TypeError, ValueError, AttributeError):
         if tolerance:
-            a, b = (float(side[0].evalf()) for side in (target, parsed))
-            return abs(a - b) <= tolerance * abs(a)
-    if isinstance(parsed[0], Eq) and not isinstance(target[0], Eq) and not _defines(parsed[0].lhs):
+            a, b = (side[0].evalf(30) for side in (target, parsed))  # floats end at 1.8e308
+            if a.is_Number and b.is_Number and a.is_finite and b.is_finite:
+                return bool(abs(a - b) <= tolerance * abs(a))
+    left, equation, _ = found.partition("=")
+    if equation and isinstance(parsed[0], Eq) and not isinstance(target[0], Eq) and UNSOLVED.search(left):
         return False
-    if any(SET.match(a) and TUPLE.fullmatch(b) for a, b in ((gold, found), (found, gold))):
-        return False
-    _stricter(math_verify.grader)
-    return math_verify.verify(target, parsed, timeout_seconds=None)
+    _stricter(math_verify.grader, tolerance)
+    digits = int(-math.log10(tolerance)) if tolerance else 6
+    return math_verify.verify(target, parsed, float_rounding=digits, timeout_seconds=None)
 
 
-def _defines(left: Any) -> bool:
-    """Whether an equation with this left side gives a value: ``f(2) = 5`` does; ``2x = 10`` and ``x^2 = 5`` do not."""
-    from sympy import Symbol, preorder_traversal
-    from sympy.core.function import AppliedUndef
-
-    left = left.replace(lambda part: isinstance(part, AppliedUndef), lambda part: Symbol("f"))
-    if not left.free_symbols:
-        return True
-    for part in preorder_traversal(left):
-        numbers = [each for each in part.args if each.is_Number]
-        if (part.is_Pow and part.exp != -1) or (part.is_Add and numbers):
-            return False
-        if part.is_Mul and any(abs(each) != 1 for each in numbers):
-            return False
-    return True
-
-
-def _stricter(grader: Any) -> None:
+def _stricter(grader: Any, tolerance: float) -> None:
     """Have math-verify compare small numbers by their ratio, and no two equations without solutions as equal.
 
     By itself it rounds differences: ``10^{-20}`` and ``1/2006!`` are zero to it.
@@ -273,7 +273,7 @@ def _stricter(grader: Any) -> None:
     numeric, solved = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
 
     def numeric_equal(a: Any, b: Any, *digits: int) -> bool:
-        return numeric(a, b, *digits) and not _far(a, b)
+        return numeric(a, b, *digits) and not _far(a, b, tolerance)
 
     def solutions_equal(a: Any, b: Any, *digits: int) -> bool:
         return bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
@@ -281,7 +281,7 @@ def _stricter(grader: Any) -> None:
     grader.sympy_numeric_eq, grader.sympy_solve_and_compare = numeric_equal, solutions_equal
 
 
-def _far(a: Any, b: Any) -> bool:
+def _far(a: Any, b: Any, tolerance: float) -> bool:
     """Whether two expressions differ by more than 1e-5 of their size (1e-12 if exact), at one value of the symbols."""
     from sympy import Float, Rational, UnevaluatedExpr
 
@@ -289,7 +289,7 @@ def _far(a: Any, b: Any) -> bool:
         return False
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     values = {symbol: Rational(1009 + 26 * i, 997 - 6 * i) for i, symbol in enumerate(symbols)}
-    near = 1e-5 if a.has(Float) or b.has(Float) else 1e-12
+    near = tolerance or 1e-5 if a.has(Float) or b.has(Float) else 1e-12
     with contextlib.suppress(TypeError, ValueError, AttributeError):
         x, y = a.subs(values).evalf(30), b.subs(values).evalf(30)
         return bool(abs(x - y) > near * max(abs(x), abs(y)))

@@ -1,9 +1,14 @@
-"""Where the final answer of a mathematical text stands, and the decimal numbers among answers."""
+"""Where the final answer of a mathematical text stands, and the decimal numbers among answers.
+
+A text is words and runs of mathematics between them. The answer is what a mark holds (a box, ``####``, ``<answer>``,
+"answer is"), else the last run. The words beside a run may change its value ("at least 5"): then the words stay, and
+text with words equals the same words only.
+"""
+
+# ruff: noqa: E501 - patterns that are read in one piece
 
 import re
-from collections.abc import Iterator
 from fractions import Fraction
-from typing import NamedTuple
 
 TAIL = 20_000  # characters at the end of a text that are searched
 LONGEST = 500  # characters of an answer that is read
@@ -12,392 +17,336 @@ LONGEST = 500  # characters of an answer that is read
 SIGNS = str.maketrans(
     dict.fromkeys("−‐‑–—﹣－", "-")
     | dict.fromkeys("\u00a0\u2007\u2009\u202f", " ")
+    | dict.fromkeys("“”„«»「」", '"')
     | {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "π": r"\pi ", "∞": r"\infty "}
     | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "°": r"^\circ ", "∪": r"\cup "}
-    | {"∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "％": "%", "，": ",", "（": "(", "）": ")", "＝": "="}
-    | {"½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "＋": "+", "∶": ":", "٫": ".", "٬": ","}
+    | {
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "∅": r"\emptyset ",
+        "％": "%",
+        "，": ",",
+        "、": ",",
+        "（": "(",
+        "）": ")",
+        "＝": "=",
+    }
+    | {
+        "½": " 1/2",
+        "¼": " 1/4",
+        "¾": " 3/4",
+        "⅓": " 1/3",
+        "⅔": " 2/3",
+        "＋": "+",
+        "∶": ":",
+        "：": ":",
+        "٫": ".",
+        "٬": ",",
+    }
+    | {"。": ". ", "？": "? ", "！": ". ", "’": "'", "θ": r"\theta ", "€": "$", "£": "$", "¥": "$", "₹": "$"}
 )
 POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-ROOT = re.compile(r"√\s?(?:\(([^()]{1,100})\)|(\d+(?:\.\d+)?|\w))")
-THOUSANDS = re.compile(r"(?<=\d) ?(?:\{ ?, ?\}|, ?\\!) ?(?=\d{3})")  # 14{,}916 and 14,\!916
+REWRITES = [  # mark-up that changes no value, in this order
+    (r"<<[^<>\n]{1,100}>>", ""),  # GSM8K's calculations: 48+24 = <<48+24=72>>72
+    (r"(?m)^[ \t]*(?:[-+*•][ \t]+)+", ""),  # the bullet of a list, which is no minus
+    (r"(?<=[\d)])\*\*(?=[\d(])", "^"),
+    (r"\*\*+|__+|`+", ""),
+    (r"(?<=\d) ?(?:\{ ?, ?\}|, ?\\!) ?(?=\d{3})", ","),  # 14{,}916 and 14,\!916
+    (r"(?<=\d)(?: ?x ?| X )(?=\$?\.?\d)", "*"),  # 4 x 5
+    (r"(?<=[\w}]) ?\\(?:text|mathrm|mbox) ?\{ ?[mgshlLJNWVC] ?\}", " unit "),  # 72 \text{ m}
+    (r"\\(?:text\w*|math(?:rm|bf|sf|it)|[hm]box) ?\{([^{}]*)\}", r" \1 "),
+    (r'\\"', '"'),
+    (r"(?<![\w'\"])(['\"])([^'\"\n]{1,100})\1(?!\w)", r" \2 "),
+    (r"(?<!\\)\\!", ""),
+    (r"(?<=\d)(and|or)(?=[A-Z\\])", r" \1 "),
+    (r"(?<!\\)\\[,;: ]|\\q?quad\b|(?<!\\)~", " "),
+    (r"-\\?\$(?=[\d.])", "-"),
+    (r"\\?\$|(?<!\\)\\[()\[\]]|\\displaystyle\b", " "),
+    (r"(?<=[\d}]) *[ckm]m *\^(?:\{[23]\}|[23])|(?<=\d)(?=(?:[ckm]m|[km]g|ft|in|lb|oz|m[lL]|hrs?|min|mi|mph)\b)", " "),
+    (r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}"),  # \frac 1 2
+    (r"_(\w)\s+(?=\d)", r"_{\1}"),  # \log_2 3
+    (r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp|sqrt)(?= ?[\d(])", r"\\\1 "),
+]
+MARKUP = [(re.compile(pattern), by) for pattern, by in REWRITES]
 
-CALCULATION = re.compile(r"<<[^<>\n]{1,100}>>")  # GSM8K's: 48+24 = <<48+24=72>>72
-
-BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*\n]{1,200})(?<!\s)\*\*(?![\w*])")
-PRODUCT = re.compile(r"(?<=\d)(?: ?x ?| X )(?=\$?\.?\d)")  # 4 x 5
-
-# Marks of the final answer
-BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|(?<!\\)[{}]")
-NEGATIVE = re.compile(r"(?<!-)-(?:\$|\\\()?\Z|[=($]\s*-\s*\Z")  # before a box; "- \boxed" is an item of a list
-BEFORE_BOX = re.compile(  # what changes the value of the box after it
-    r"(?:\d|[\d)}]\s*[+*/]\s*|\\(?:cdot|times|div|pm|ne|neq|sqrt|[dt]?frac|log|ln)\s*"
-    r"|\\(?:sqrt|[dt]?frac)(?:\[\w+\])?(?:\{[^{}]{0,40}\})?\{|!=\s*"
-    r"|(?:\b(?:not|never|cannot be|anything but)|n['’]t)\s+)"
-    r"(?:\$|\\\()?\Z",
-    re.I,
-)
-AFTER_BOX = re.compile(  # what changes the value of the box before it
-    r"(?P<part>\s{0,2}[\^_](?:\{[^{}]{1,20}\}|\w))"
-    r"|[\s$~]{0,3}(?:\\[),; ])?\s?(?:\\(?:text|mathrm|mbox)\s*\{\s*)?"
-    r"(?:(?P<scale>(?:hundred|thousand|[mbtr]+illion|dozen)\b)"
-    r"|(?:[*/+]\s*[\d\\]|-\d|\\(?:cdot|times|div|pm)\b|or\b[\s}]*(?:maybe\s+)?[$\\(]{0,3}\d"
-    r"|is (?:not|wrong|incorrect)\b|isn['’]t\b)"
-    r"|,\s*\d[\d.$ ]*(?:\n|\Z))|\.?\d",
-    re.I,
-)
-TAG = "<answer>", "</answer>"  # as many prompts for reinforcement learning want it
+BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|\\boxed[ \t]+([^\s{}$\\]+)|(?<!\\)[{}]")
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
-PHRASE = re.compile(r"\b(final )?answer\b[*_ \t]*(?:is|are|equals|=|:)[*_ \t]*:?[*_ \t]*(?=[^\n])", re.I)
+TAG = "<answer>", "</answer>"  # as many prompts for reinforcement learning want it
+PHRASE = re.compile(r"\b(final )?answer\b[*_ \t]*(?:is|are|equals|=|:)[*_: \t]*", re.I)
 END = re.compile(r"\n|[.?](?=[\s*_\"')]|$)|(?<!\d)!(?=\s|$)")  # of a sentence; 5! is a factorial
-JOINED = re.compile(r"\b(?:and|or)\b")
-FORMULA = re.compile(r"\$\$|(?<!\\)\$|(?<!\\)\\[\[(]")
-PERCENT = re.compile(r"[ \t*_$\\)]{0,4}(?:%|percent\b|pct\b)")
 
-# Decimal numbers
-SPACED = r"[1-9]\d{0,2}(?: \d{3})+(?![\d,])(?:\.\d+)?"
-GROUPED = r"[1-9]\d{0,2}(?:,\d{3})+(?![\d,])(?:\.\d+)?"
-EUROPEAN = r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}"
-SIMPLE = r"\d+(?:\.\d+)?|\.\d+"
-POWER = r"(?:[eE]|\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*)\{?\s*([-+]?\d{1,3})\s*\}?"
-UNIT = r"\s*[A-Za-z]+(?:\^\{?[23]\}?)?(?:\s*/\s*[A-Za-z]+)?\.?(?:\s+[A-Za-z]+(?:\^\{?[23]\}?)?){0,3}"
-NUMBER = re.compile(
-    rf"([-+]?)\s?(?:({EUROPEAN})|({SPACED}|{GROUPED}|{SIMPLE}))(?:{POWER})?"
-    rf"\s*(%|percent\b|pct\b|percentage\b)?({UNIT})?"
-)
-COMMA = re.compile(r"([-+]?\d+),(\d+)")  # 2,74: a decimal comma, or a list of two numbers
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-FRACTIONS = r"halves|thirds?|fourths|fifths|sixths|eighths|tenths|hundredths"
-NO_UNIT = re.compile(  # words that change the number before them
-    rf"and|or|to|than|least|most|more|less|fewer|over|half|{FRACTIONS}|squared|cubed|factorial|times|plus|minus|divided"
-    r"|out|if|when|is|by|modulo|infinity|score|gross|lakh|crore|percent|pct|percentage|remainder|sin|cos|tan|cot|sec|csc"
-    r"|hundreds|thousands|[mb]illions|trillions|dozens|tens|bn|mn|mil|mln|mod|log|ln|exp|sqrt|arcsin|arccos|arctan|inf|st|nd|rd|th|hundred|thousand|million|billion|trillion|dozen",
+WORD = re.compile(  # of any language; xy is a product
+    r"(?<![\\{A-Za-z_^])(?:\d+(?:st|nd|rd|th)\b|[A-Za-z]+'(?:s|t|re|ll)\b|(?:[^\W\d_]{3,}"
+    r"|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if|or|vs|be|do|up|me|my|us|sq|[ckm]m|[km]g|ft|lb|oz|m[lL]|hr|mi|(?<!\S)(?<![-+*/=^,(]\s)a(?!\s*[-+*/=^_<>,)}\\(]))"
+    r"(?![A-Za-z{])|[^\W\d_\x00-\x7f\u0370-\u03ff]+)",
     re.I,
 )
-SHORT = re.compile(r"[mgshlL]|[ckm]m|[km]g|ft|in|lb|oz|m[lL]|hrs?|min|sec|mi|yd|mph|kmh|[ap]m|[AP]M")  # units
-
-# Text
-WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if)\b", re.I)
-TEXT = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it)|[hm]box|operatorname|begin|end)\s*\{[^{}]*\}")
-IN_WORDS = re.compile(r"(?<=\d)\s*\(((?!not\b|wrong|incorrect)(?:[A-Za-z]{3,20}[ -]?){1,8})\)\Z")  # 72 (seventy-two)
-LABEL = re.compile(r"\s*[A-Za-z]+:\s+")  # "Total: 72"
-LEFT = re.compile(  # the left side of an equation in letters
-    r"(?<![^\s$*_,;])(?!a\s)(?=[^=]{0,40}[A-Za-z])"
-    r"(?:[-+*/^()|\d. ]|(?<![A-Za-z])[A-Za-z](?:_\w)?(?![A-Za-z])){1,40}=[\s$*_]*$"
-)
-BRACKET = re.compile(r"\\?[\[({][^\[\](){}\n]{1,80},[^\[\](){}\n]{1,80}[\])}]")  # a point, an interval or a set
-OPERATORS = {r"\times", r"\cdot", r"\approx"}
-DIGITS = rf"(?:{SPACED}|\d+(?:[.,]\d+)*|\.\d+)(?:e[-+]?\d+\b)?"
-OPERAND = rf"[-+(]{{0,3}}[$€£¥]?-?{DIGITS}[)%!]{{0,3}}"
-SIGN = r"[ \t]{0,3}(?:\*\*|[-+*/^:=]|\\times|\\cdot|x(?=[ \t]?\d))[ \t]{0,3}"
-RUN = re.compile(rf"(?<![\w.{{^_\\]){OPERAND}(?: \d+/\d+(?![\d.]))?(?:{SIGN}{OPERAND})*")  # of numbers
-ATTACHED = re.compile(r"([^\W\d_]+)(?:\^\{[23]\})?")
-BEFORE = re.compile(  # what changes the value of the number after it
-    r"(?:\b(?:at (?:least|most)|than|up to|over|under|above|below|exceed\w*"
-    r"|not|never|cannot be|anything but|no longer|before|after|n?either|nor|minus|negative|plus|times"
-    r"|between|from|(?:divided|multiplied) by|out of|half(?: of| a)?"
-    r"|(?:thirds?|quarters?|[a-z]+ths?|percent|%|squared?|cubed?|reciprocal|inverse|opposite|negat\w+|successor|predecessor"
-    r"|digits) of|twice|double"
-    r"|triple|thrice|multiples? of|root of|power of|factorial of|remainder|root|log|ln|sin|cos|tan|sqrt|r)"
-    r"|n['’]t|!=|[-<>~]=?|\\(?:le|ge|ne|lt|gt|neq|leq|geq)\b)(?: (?:the|a|an|about|only|just|exactly))?[\s$€£¥*_]*$",
+PARTS = r"hal(?:f|ves)|thirds?|quarters?|fourths|fifths|sixths|eighths|tenths|hundredths"
+DENIED = r"not|never|cannot|anything but|no longer|n?either|nor|maybe|perhaps|possibly|formerly|previously|originally"
+BEFORE = re.compile(  # what changes the value of the run after it
+    rf"(?:\b(?:{DENIED}|least|most|than|(?<!add )(?<!adds )up to|over|under|above|below|exceed\w*|before|after|minus|negative|plus|times|between|from"
+    rf"|divided by|multiplied by|out|{PARTS}|percent|squared?|cubed?|reciprocal|inverse|opposite|negat\w+|successor"
+    rf"|predecessor|digits|twice|double|triple|thrice|multiples?|roots?|power|factorial|remainder)|n't|至少|至多|不是|或)"
+    rf"(?: ?(?:of|be|the|an?|about|only|just|exactly)\b)*[\s(]*$",
     re.I,
 )
-AFTER = re.compile(  # what changes the value of the number before it
-    rf"[\s*_$()]{{0,4}}(?:(?:,? ?(?:or|squared|cubed|factorial|{FRACTIONS}"
-    r"|(?:to|through|plus|minus|times|divided by|over) [$€£]?\d|score|gross|lakh|crore|modulo|mod|[bdefijknpqruvwxyz]"
-    r"|and (?:an?|one|two|three|\d+) ?(?:half|third|quarter))"
-    r"|hundreds|thousands|[mb]illions|trillions|dozens|tens|bn|mn|mil|mln"
-    r"|[a-z]+ (?:or (?:more|less|fewer|so)|and a half))\b|[<>^_])",
+AFTER = re.compile(  # what changes the value of the run before it
+    rf"(?:[\s(]*|[^.?\n]{{0,25}}[\s(])(?:or|maybe|perhaps|possibly|formerly|previously|unless|(?:is|was|are) (?:not|wrong|incorrect)|isn't"
+    rf"|squared|cubed|factorial|(?:and )?(?:an? |one |two |three )?(?:{PARTS})|score|gross|lakh|crore|(?:in )?base|mod\w*|hundreds|thousands"
+    rf"|[mbtr]+illions|dozens|tens|if right|plus|minus|times|(?:to|through|over) \$?\d|或)\b",
     re.I,
 )
-LIST = re.compile(r"[\s*_]*(?:,|;|&)?[\s*_]*(?:and|or)?[\s*_]*", re.I)
-PHRASE_AFTER = re.compile(  # a result: 7 * 4 = 28 berries in 4 days
-    r"(?!.*\b(?:or|not|but|so|base|less|minus|plus|times)\b)(?:\s+[A-Za-z]+){0,4}\s+"
-    r"(?:in|for|after|before|during|from|over|to [a-z]{3,}|(?:for|after|on|by) [a-z]+ing)"
-    r"(?:\s+(?:the|a|all|these))?\s+\0+(?:\s+[A-Za-z]+){0,6}[\s.!*]*",
-    re.I,
-)
-MEASURE = (
-    r"(?:hours?|hrs?|minutes?|mins?|seconds?|secs?|days?|weeks?|months?|years?|feet|foot|ft|inch(?:es)?|dollars?|cents?"
-    r"|pounds?|lbs?|ounces?|oz|k?m|cm|k?g|(?:kilo|centi)?(?:met(?:er|re)s?|grams?)|dozen)"
-)
+JOIN = re.compile(r"(?:[\w\s]{1,20},)?[\s,;&]*(?:(?:and|or)\b)?[\s,;&]*", re.I)
+LENGTH = r"hours?|hrs?|minutes?|mins?|days?|weeks?|months?|years?|feet|foot|ft|dollars?|pounds?|lbs?|yards?|k?m|k?g|met(?:er|re)s?"
 UNCLEAR = re.compile(  # between two numbers: neither alone is the answer
-    rf"[^.]*\b(?:or|nor)\b[^.]*|(?:\s*\w+)?\s+(?:to|through|versus|vs)\s+(?:(?:about|the)\s+)?|\s*{MEASURE},?\s*|(?:\s*\w+){{0,2}}\s+and\s+",
+    rf"[^.]*\b(?:or|nor)\b[^.]*|(?:\w+\s+)?(?:to|through|versus|vs)\s+(?:(?:about|the)\s+)?|of\s+|(?:{LENGTH})\W*"
+    rf"|(?:\w+\s+){{0,2}}and\s+|[^(]*\([^)]*",
+    re.I,
+)
+ASIDE = re.compile(
+    r"(?!.*\b(?:or|not|but|so|and|less|minus|plus|times)\b)[^,;(]*\b(?:in|for|from|after|during|on|by|to [a-z]{3,})\b[^,;(]*"
+)
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+SCALE = re.compile(rf"[\s(]*({'|'.join(SCALES)}|%|percent|percentage|pct)(?![A-Za-z])", re.I)
+
+SPACED = r"[1-9]\d{0,2}(?: \d{3})+"
+GROUPED = r"[1-9]\d{0,2}(?:,\d{3})+"
+EUROPEAN = r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}"
+POWER = r"(?:[eE]|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*)\{?\s*([-+]?\d{1,3})\s*\}?"
+NUMBER = re.compile(
+    rf"([-+]?)\s?(?:({EUROPEAN})|((?:{SPACED}|{GROUPED}|\d+)(?:\.\d+)?|\.\d+))(?:{POWER})?"
+    rf"\s?({'|'.join(SCALES)})?\s?(\\?%)?(?:\^\\circ|\^\{{\\circ\}})?"
+)
+MIXED = re.compile(r"(?<![\d.,/^}])(\d{1,20})\s+(\d{1,20}\s*/\s*\d{1,20})(?![\d.!^])")
+# What latex2sympy would leave out without a word, or add up: "5 6" is 11 to it, "1, \ldots, 9" is 1, 9.
+UNREADABLE = re.compile(
+    r"\d\s+\d|\d\s*\}\s+\d|\\[a-z]*dots|\.\.|\d\s*[\"']|\\pmod|\\equiv|\\prime|(?<!\\)~|[?#@]"
+    r"|^\s*(?:[<>]|\\(?:[lg]eq?|lt|gt)\b)|(?:[<>=]|\\[lg]eq?|\\neq?)\s*$|[^\x00-\x7f]"
+)
+THING = re.compile(r"\d|\\[A-Za-z]")
+ROWS = re.compile(r"\\begin\{(\w*matrix|cases|array)\}.{0,400}?\\end\{\1\}", re.S)
+BESIDE = re.compile(  # what makes the box before it a part
+    r"[\s)]*(?:[*/+]\s*[\d\\(]|-\s?\d|\.?\d|\\(?:cdot|times|div|pm)\b|(?:or|and)\b[\s(]*(?:maybe\s+)?\d|,\s*\d[\d. ]*(?:\n|\Z))"
+)
+BESIDE_LEFT = re.compile(  # what makes the box after it a part
+    rf"(?:\d|[+*/^_<>]\s*|!=\s*|\\(?:cdot|times|div|pm|neq?|sqrt|[dtc]?frac|log|ln)\b\s*|\}}\s*(?=\{{)|(?:\b(?:{DENIED})|n't)(?: be| just| only| exactly)?\s+)[({{\s]*\Z",
     re.I,
 )
 
+PLAIN = re.compile(  # a number that needs no search: the whole text, a last line ####, or a last box
+    rf"(?:\A|(?:\A|\n)####|((?:\A|\n|:|\bis|(?<![!<>])=) ?\$?\\boxed\{{))[ \t]?([-+]?(?:{GROUPED}|\d+)(?:\.\d+)?)(?(1)\}}\$?)\.?\s*\Z"
+)
 
-class Thing(NamedTuple):
-    """A formula or a number in a text."""
 
-    start: int
-    end: int
-    inner: str
+def plain(text: str) -> Fraction | None:
+    """The number that a text certainly gives, found without a search; None if it takes one. Linear."""
+    found = PLAIN.search(text if len(text) <= 80 else "..." + text[-80:])
+    if found is None or (found[1] and text.count("\\boxed") > 1):
+        return None
+    return Fraction(found[2].replace(",", ""))
 
 
 def clean(text: str) -> str:
-    """A text with its signs, digits and powers in ASCII and LaTeX."""
-    if "<<" in text:
-        text = CALCULATION.sub("", text)
-    text = PRODUCT.sub("*", BOLD.sub(r"\1", text))
-    if "{" in text or "!" in text:
-        text = THOUSANDS.sub(",", text)
-    if text.isascii():
-        return text
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(POWERS)}}}", text)
-    text = ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text.translate(SIGNS))
-    return re.sub(r"[^\W\d_]|\d", lambda m: str(int(m[0])) if m[0].isdecimal() else m[0], text)
+    """The end of a text without mark-up and formula delimiters, its signs, digits and powers in ASCII and LaTeX."""
+    text = text[-TAIL:]
+    if not text.isascii():
+        text = re.sub(r"(?<=\d) ?[ckm]?m[²³]", " ", text)
+        text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(POWERS)}}}", text).translate(SIGNS)
+        text = re.sub(r"√\s?(?:\(([^()]{1,100})\)|(\d+(?:\.\d+)?|\w))", lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
+        text = re.sub(r"[^\W\d_]|\d", lambda m: str(int(m[0])) if m[0].isdecimal() else m[0], text)
+    for pattern, by in MARKUP:
+        text = pattern.sub(by, text)
+    return ROWS.sub(lambda m: m[0].replace("\n", " "), text)
 
 
 def gold_answer(text: str) -> str:
     """The answer in a row's field: the marked one, as in :func:`final_answer`, or the whole text."""
-    text = clean(text[-TAIL:])
+    text = clean(re.sub(r"\A\s*-\s+", "-", text))
     found = _marked(text)
-    if found is None and (PHRASE.search(text) or any(_formulas(text))):
-        found = final_answer(text)
-    return tidy(text if found is None else found)
+    if found is None and PHRASE.search(text):
+        found = _said(text)
+    return _read(text, True) if found is None else found
 
 
 def final_answer(text: str) -> str | None:
     """The text of a completion's final answer, as ``MathAnswer`` defines it; None if it has none."""
-    text = clean(text[-TAIL:])
+    text = clean(text)
     found = _marked(text)
-    if found is None:
-        found = _said(text)
-    return tidy(found) or None if found is not None else None
-
-
-def tidy(answer: str) -> str:
-    """An answer without mark-up around it."""
-    answer = re.sub(r"(?<!\\)\\[\[\]()]|(?<!\\)\$", " ", answer.strip().strip("*_` \t"))
-    answer = re.sub(r"^\s*\\?[\"“”]|\\?[\"“”]\s*\Z", "", answer)
-    if label := LABEL.match(answer):
-        answer = answer[label.end() :]
-    answer = answer.strip().rstrip(".:,;").strip("*_ \t\n").removeprefix("=").strip()
-    if (words := IN_WORDS.search(answer)) and not any(NO_UNIT.fullmatch(word) for word in words[1].split()):
-        answer = answer[: words.start()]
-    return answer
+    return (_said(text) or "" if found is None else found).strip() or None
 
 
 def _marked(text: str) -> str | None:
-    """The last of: joined boxes, a line ``#### ...``, a sentence "final answer is ...", ``<answer>...</answer>``."""
-    found = [(m.end(), m[1]) for m in HASHES.finditer(text)][-1:]
-    if boxes := _boxes(text):
-        found.append(boxes)
+    """What the last mark holds: joined boxes, a line ``####``, ``<answer>``, or a sentence "final answer is ..."."""
+    found = [(m.end(), _read(m[1], True)) for m in [*HASHES.finditer(text)][-1:]]
+    found += _boxes(text)
     end = text.rfind(TAG[1])
-    start = text.rfind(TAG[0], 0, max(end, 0))
-    if start >= 0:
+    if (start := text.rfind(TAG[0], 0, max(end, 0))) >= 0:
         inner = text[start + len(TAG[0]) : end]
-        found.append((end, _marked(inner) or _in(inner) or inner))
-    for match in [m for m in PHRASE.finditer(text) if m[1]][-1:] if found and "final answer" in text.lower() else ():
-        sentence = text[match.end() : _end(text, match.end())]
-        if "\\boxed" not in sentence and "\\fbox" not in sentence and (said := _in(sentence)):
-            found.append((match.end() + len(sentence), said))
+        found.append((end + 1, _marked(inner) or _said(inner) or inner.strip()))
+    for match in [m for m in PHRASE.finditer(text) if m[1]][-1:]:
+        sentence = _sentence(text, match.end())
+        if found and "\\boxed" not in sentence and THING.search(sentence):
+            found.append((match.end() + len(sentence), _read(sentence)))
     return max(found)[1] if found else None
 
 
-def _boxes(text: str) -> tuple[int, str] | None:
+def _boxes(text: str) -> list[tuple[int, str]]:
     """End and content of the last box, and of those before it that it is joined to: by little text, or by and/or."""
-    boxes: list[Thing] = []
+    boxes: list[tuple[int, int, str]] = []
     opened = []
     for match in BRACE.finditer(text):
-        if match[0] != "}":
+        if match[1]:
+            boxes.append((match.start(), match.end(), match[1].rstrip(".,;:")))
+        elif match[0] != "}":
             opened.append(match)
         elif opened and (start := opened.pop())[0] != "{":
-            while boxes and boxes[-1].start > start.start():  # a box inside another is part of it
+            while boxes and boxes[-1][0] > start.start():  # a box inside another is part of it
                 boxes.pop()
-            boxes.append(Thing(start.start(), match.end(), text[start.end() : match.start()].strip()))
+            boxes.append((start.start(), match.end(), text[start.end() : match.start()]))
     if not boxes:
-        return None
-    last, parts = boxes[-1], [boxes[-1].inner]
-    first = last
-    for box in reversed(boxes[:-1]):
-        between = text[box.end : first.start]
-        if len(between) >= 10 and not (len(between) < 70 and JOINED.search(between)):
+        return []
+    first, end, inner = boxes.pop()
+    parts = [inner]
+    while boxes:
+        between = text[boxes[-1][1] : first]
+        if len(between) >= 10 and not (len(between) < 70 and re.search(r"\b(?:and|or)\b", between)):
             break
-        if box.inner != parts[-1]:
-            parts.append(box.inner)
-        first = box
-    return last.end, _in_place(text, first.start, ", ".join(reversed(parts)), last.end)
+        first, _, inner = boxes.pop()
+        parts += [inner] * (inner != parts[-1])
+    inner = _read(", ".join(reversed(parts)), True)
+    before, after = text[max(0, first - 60) : first].rpartition("\n")[2], text[end : end + 60]
+    if part := re.match(r"\s{0,2}[\^_](?:\{[^{}]*\}|\w)", after):
+        inner += part[0].strip()
+    elif scale := SCALE.match(after.lstrip(" )")):
+        inner += _scale(scale)
+    elif BESIDE.match(after) or AFTER.match(after):
+        return [(end, f"part of {inner}")]
+    if minus := re.search(r"(?<![-\d)}])-[ \t]*\Z", before.rstrip(" ({")):
+        inner = f"-{inner}" if number(inner) else f"-({inner})"
+        before = before[: minus.start()]
+    return [(end, f"part of {inner}" if BESIDE_LEFT.search(before) else inner)]
 
 
-def _in_place(text: str, start: int, inner: str, end: int) -> str:
-    """What boxes hold, with what around them changes its value."""
-    before, after = text[max(0, start - 60) : start], AFTER_BOX.match(text, end)
-    if PERCENT.match(text, end):
-        inner += "\\%"
-    elif after and (more := after["part"] or after["scale"]):
-        inner += more if after["part"] else f" {more}"
-    elif after:
-        return f"... {inner} ..."
-    if NEGATIVE.search(before):
-        return f"-{inner}" if number(inner) else f"-({inner})"
-    return f"... {inner}" if BEFORE_BOX.search(before) else inner
+def _scale(match: re.Match | None) -> str:
+    return "" if match is None else f" {match[1].lower()}" if match[1].lower() in SCALES else "%"
+
+
+def _sentence(text: str, start: int) -> str:
+    """The sentence that begins at ``start``, or on the next line that has text."""
+    rest = text[start:].lstrip()
+    end = END.search(rest)
+    return rest[: end.start()] if end else rest
 
 
 def _said(text: str) -> str | None:
     """The answer in the sentence of the last "answer is", else in the last sentence that has a formula or a number."""
+    things = [m.start() for m in THING.finditer(text)]
     for match in [*PHRASE.finditer(text)][-1:]:
-        start = match.end()
-        sentence = text[start : _end(text, start)]
-        if (found := _in(sentence)) is not None or not _things(text[start:]):
-            return found or sentence
-    things = _things(text)
+        sentence = _sentence(text, match.end())
+        if THING.search(sentence) or not things or things[-1] < match.end():
+            return _read(sentence)
     if not things:
-        line = tidy(text.rstrip().rpartition("\n")[2])
-        return None if WORD.search(TEXT.sub("", line)) else line
-    last = things[-1]
-    start = max((m.end() for m in END.finditer(text, 0, last.start)), default=0)
-    return _in(text[start : _end(text, last.end)])
+        line = text.rstrip().rpartition("\n")[2]
+        return None if WORD.search(re.sub(r"\A\s*[A-Za-z]+:", "", line)) else _read(line)
+    start = max((m.end() for m in END.finditer(text) if m.end() <= things[-1]), default=0)
+    return _read(_sentence(text, start))
 
 
-def _end(text: str, start: int) -> int:
-    """Where the sentence that begins at ``start`` ends; what stands in formulas does not end it."""
-    rest = text[start:]
-    match = END.search(_without(rest, list(_formulas(rest)), "\0"))
-    return start + match.start() if match else len(text)
+def _read(text: str, marked: bool = False) -> str:
+    """The value that a sentence gives, or all of it where words change or hide the value.
 
-
-def _in(sentence: str) -> str | None:
-    """The answer in one sentence: all of it if it is one expression, else its last formula or number.
-
-    A number keeps the words around it that change its value, so that it is read as no number.
+    Args:
+        text: cleaned.
+        marked: all of the text is the answer; else its last run of mathematics is.
     """
-    whole = tidy(sentence)
-    if whole and (number(whole) is not None or not WORD.search(JOINED.sub(",", TEXT.sub("", whole)))):
-        return whole
-    things = _things(sentence)
-    if not things:
-        return None
-    last = things.pop()
-    if things and sentence[: things[-1].start].rstrip(" $").endswith("="):
-        rest = _without(sentence, [last], "\0")[things[-1].end :]
-        last = things.pop() if PHRASE_AFTER.fullmatch(rest) else last
-    first, parts = last, [last.inner]
-    while things:
-        between = sentence[things[-1].end : first.start]
-        if LIST.fullmatch(between):
-            first = things.pop()
-            parts.append(first.inner)
-        elif len(between) < 80 and UNCLEAR.fullmatch(between):
-            return f"{things[-1].inner} ... {last.inner}"
+    text = text.strip(" \t\n*_,;:")
+    edges = [0, *(edge for word in WORD.finditer(text) for edge in word.span()), len(text)]
+    spans = [_trim(text, *edges[i : i + 2]) for i in range(0, len(edges), 2)]
+    runs = [span for span in spans if THING.search(text, *span)]
+    if not runs and (marked or len(spans) == 1) and [span for span in spans if span[0] < span[1]] == spans[:1]:
+        runs = spans[:1]  # x dollars
+    if not runs:
+        return text.rstrip(".")
+    last = runs.pop()
+    aside = runs and not marked and "=" in text[slice(*runs[-1])] and "=" not in text[slice(*last)]
+    if aside and ASIDE.fullmatch(text[runs[-1][1] : last[0]]):  # the result in: 7 * 4 = 28 berries in 4 days
+        last = runs.pop()
+    first, parts = last, [text[slice(*last)]]
+    if calculated := not marked and len(spans) > 1 and re.match(r"[^A-Za-z]*=", parts[0]):  # 30 hours / 3 = 10
+        parts = [parts[0].rpartition("=")[2]]
+    while runs and not calculated:
+        between = text[runs[-1][1] : first[0]]
+        if JOIN.fullmatch(between):
+            first = runs.pop()
+            parts.append(text[slice(*first)])
+        elif marked or UNCLEAR.fullmatch(between[:80].strip(" ,") + " "):
+            return text
         else:
             break
-    if BEFORE.search(sentence[max(0, first.start - 60) : first.start]) or AFTER.match(sentence, last.end):
-        return f"... {last.inner} ..."
-    return ", ".join(reversed(parts))
+    scale = SCALE.match(text, last[1])
+    refused = AFTER.match(text, scale.end() if scale else last[1], last[1] + 60)
+    if refused or (not calculated and BEFORE.search(text[max(0, first[0] - 60) : first[0]])):
+        return text
+    return _value(", ".join(reversed(parts)).strip()) + _scale(scale)
 
 
-def _things(text: str) -> list[Thing]:
-    """The formulas and numbers of a text in order."""
-    found = list(_formulas(text))
-    for token in re.finditer(r"\S+", _without(text, found)):
-        if re.search(r"\\[A-Za-z]", token[0]) and token[0] not in OPERATORS:
-            found.append(Thing(token.start(), token.end(), token[0].strip(".,;:*_")))
-    for match in BRACKET.finditer(_without(text, found)):
-        if not WORD.search(match[0]):
-            found.append(Thing(match.start(), match.end(), match[0]))
-    for match in RUN.finditer(_without(text, found)):
-        if thing := _run(text, match):
-            found.append(thing)
-    return sorted(found)
+def _trim(text: str, start: int, end: int) -> tuple[int, int]:
+    """Where a run between words begins and ends without punctuation and the brackets of the sentence."""
+    run = text[start:end]
+    bare = re.sub(r"\A(?:[\s,;:*_?/]|\.(?!\d))+|[\s,;:.*_?]+\Z", "", run)
+    if not re.search(r"[\[\]]", bare):
+        while bare.endswith("(") or (bare.count("(") < bare.count(")") and bare.endswith(")")):
+            bare = bare[:-1].rstrip(" ,.;:")
+        while bare.startswith(")") or (bare.count("(") > bare.count(")") and bare.startswith("(")):
+            bare = bare[1:].lstrip()
+    start += run.find(bare)
+    return start, start + len(bare)
 
 
-def _run(text: str, match: re.Match) -> Thing | None:
-    """Numbers with operators between them, or what stands after their last ``=``; None for 3rd and the like."""
-    start, end = match.span()
-    while (cut := text.rfind("=", start, end)) >= 0:  # 70 + 2 = 72
-        start = cut + 1
-    inner = text[start:end].strip()
-    inner = inner if "(" in inner[1:] else inner.lstrip("(")
-    inner = inner if "(" in inner else inner.rstrip(")")
-    before = text[max(0, start - 80) : start]
-    if left := LEFT.search(before[before.rfind("\n") + 1 :]):  # x = 72
-        start, inner = start - len(left[0]), left[0].strip(" $*_") + inner
-    unit = ATTACHED.match(text, end)
-    if unit is not None and not SHORT.fullmatch(unit[1]):
-        return None if unit[1] in ("st", "nd", "rd", "th") else Thing(start, unit.end(), inner + unit[1])
-    if unit is not None:
-        return Thing(start, unit.end(), inner)
-    if text[end : end + 1] in ("{", "}"):
+def _value(run: str) -> str:
+    """A run without its label and calculation: what stands after the last ``=``, with a variable on its left."""
+    run = re.sub(r"\A[A-Za-z]:\s", "", run)
+    sides = [side.strip() for side in re.split(r"(?<![!<>\\])=(?!=)", run)]
+    if len(sides) == 1 or re.search(r"[({\[][^]})]*=", run):
+        return run
+    if not re.search(r"[(\[{]", run):  # the library reads x = 1,350 as two values
+        sides = [re.sub(rf"(?<![\d.,]){GROUPED}(?![\d,])", lambda m: m[0].replace(",", ""), side) for side in sides]
+    if any("," in side for side in sides):
+        return run
+    values = {value[0] / (100 if value[1] else 1) for side in sides if (value := number(side))}
+    if len(values) > 1 and all(number(side) or len(side) == 1 for side in sides):
+        return f"{run} is false"  # 4 = 5, a = 6 = 5
+    variable = re.search(r"(?<![\\A-Za-z])[A-Za-z]", sides[0] + " " + sides[-1])
+    return f"{sides[0]} = {sides[-1]}".strip() if variable else sides[-1]
+
+
+def readable(answer: str) -> str | None:
+    """An answer as math-verify reads it in full; None if it has words, or math-verify would leave a part out."""
+    if len(answer) > LONGEST or WORD.search(answer):
         return None
-    word = re.match(r"[ \t*_]{0,3}([a-z]+)", text[end : end + 30])
-    scale = f" {word[1]}" if word and word[1] in SCALES else "%" if PERCENT.match(text, end) else ""
-    return Thing(start, end, inner + scale)
+    text = re.sub(rf"(?<![\d.,]){SPACED}(?![\d,]|\s\d)", lambda match: match[0].replace(" ", ""), answer)
+    text = MIXED.sub(r"(\1+\2)", re.sub(r"\\(?:boxed|fbox)\s*\{", "{", text)).strip(" \n,.")
+    exact, *rounded = re.split(r"\\approx(?![a-z])", text)
+    if len(rounded) > 1 or (rounded and number(exact)):  # 5 \approx 6
+        return None
+    if rounded:
+        text = exact if re.search(r"\d", exact) else exact + "=" + rounded[0]
+    text = text.strip().removeprefix("=")
+    return None if not text or UNREADABLE.search(text) else text
 
 
-def _without(text: str, things: list[Thing], filler: str = " ") -> str:
-    """A text in which the things are blank."""
-    parts, at = [], 0
-    for thing in sorted(things):
-        parts += [text[at : thing.start], filler * (thing.end - thing.start)]
-        at = thing.end
-    return "".join(parts) + text[at:]
-
-
-def _formulas(text: str) -> Iterator[Thing]:
-    r"""The formulas in ``$$``, ``\[ \]``, ``$`` and ``\( \)``; a dollar sign before a price opens none."""
-    closers = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$"}
-    ends: dict[str, int] = {}
-    at = 0
-    while match := FORMULA.search(text, at):
-        opener = match[0]
-        closer = closers.get(opener)
-        at = match.end()
-        if closer is None:  # one that no later text closes
-            continue
-        end = ends.get(opener, -1)
-        if end < at:
-            end = ends[opener] = text.find(closer, at)
-        while opener == "$" and end > 0 and text[end - 1] == "\\":
-            end = ends[opener] = text.find(closer, end + 1)
-        if end < 0:
-            del closers[opener]
-            continue
-        if end - at > 2 * LONGEST or not (inner := text[at:end]).strip():
-            continue
-        worded = " " in inner.strip() and WORD.search(TEXT.sub("", inner))
-        price = opener == "$" and (text[end + 1 : end + 2].isdigit() or worded or inner.rstrip()[-1] in "=+-*/")
-        if price or (opener in ("$", "\\(") and "\n" in inner):
-            continue
-        yield Thing(match.start(), end + len(closer), inner.strip().rstrip(".,;"))
-        at = end + len(closer)
-
-
-def exclaimed(answer: str, text: str) -> str:
-    """An answer without the exclamation mark that ends a sentence of ``text``, where no factorial can be meant."""
-    bare = answer.removesuffix("!")
-    if bare == answer or any(mark in text for mark in ("\\boxed", "\\fbox", "####", "$", "\\(", "\\[")):
-        return answer
-    value = number(bare.rpartition("=")[2])
-    ends = re.search(r"\d[*_`]*![*_`]*(?:\s+[A-Z]|\s*\Z)", text)
-    return bare if value and ends and (value[0] > 20 or value[0].denominator > 1) else answer
-
-
-def number(answer: str) -> tuple[Fraction, bool] | None:
+def number(answer: str, comma: bool = False) -> tuple[Fraction, bool] | None:
     """The exact value of a decimal number and whether it is a percentage; None for any other text.
 
-    It may have a currency sign, thousands separators, a power of ten, a scale such as "million" and a unit.
+    It may have thousands separators, a power of ten and a scale such as "million"; with ``comma``, it is ``2,74``.
     """
-    if len(answer) > LONGEST:
-        return None
-    bare = re.sub(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}\d]*)\}", r" \1 ", answer)
-    bare = re.sub(r"\\[ ,!]|\^\\circ|\^\{\\circ\}|[$€£¥₹]|\\(?=[%$])", " ", bare).replace("- ", "-").strip().rstrip(".")
-    found = NUMBER.fullmatch(bare.strip())
+    bare = " ".join(answer.split()).replace("- ", "-").rstrip(".") if len(answer) <= LONGEST else ""
+    if comma:
+        return (Fraction(bare.replace(",", ".")), False) if re.fullmatch(r"[-+]?\d+,\d+", bare) else None
+    found = NUMBER.fullmatch(bare[1:-1] if re.fullmatch(r"\([^()]*\)", bare) else bare)
     if found is None:
         return None
-    sign, european, digits, power, percent, unit = found.groups()
-    words = re.findall(r"[A-Za-z]+", unit or "")
+    sign, european, digits, power, scale, percent = found.groups()
     value = Fraction(european.replace(".", "").replace(",", ".") if european else re.sub("[ ,]", "", digits))
-    if words and words[0] in SCALES:
-        value *= SCALES[words.pop(0)]
-    if any(NO_UNIT.fullmatch(word) for word in words):
-        return None
-    if words and (len(words[0]) == 1 or (len(words[0]) == 2 and not SHORT.fullmatch(words[0]))):
-        return None  # 2t and 5 m are products
-    return (-value if sign == "-" else value) * Fraction(10) ** int(power or 0), bool(percent)
-
-
-def decimal_comma(answer: str) -> Fraction | None:
-    """The value of ``2,74``; None for any other text."""
-    found = COMMA.fullmatch(re.sub(r"[$€£¥]", "", answer).strip()) if len(answer) <= LONGEST else None
-    return Fraction(f"{found[1]}.{found[2]}") if found else None
+    value *= SCALES.get(scale, 1) * Fraction(10) ** int(power or 0)
+    return (-value if sign == "-" else value), bool(percent)

@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rocm_ext.verifiers.base import Result, Verdict, timeout
@@ -76,8 +76,14 @@ class Elsewhere:
         self._lock = threading.Lock()
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        return self._started().submit(completion, row).result()
+
+    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+        return self._started().submit_group(completions, row).result()
+
+    def _started(self) -> Pool:
         with self._lock:
             if self._pool is None:
                 self._pool = Pool(self._node, workers=1, timeout=2 * self._timeout + 30).__enter__()
                 weakref.finalize(self, self._pool.close)  # also when the interpreter ends
-        return self._pool.submit(completion, row).result()
+            return self._pool
