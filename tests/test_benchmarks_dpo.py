@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.benchmarks import dpo, work
+from tests.benchmarks import dpo, peers, work
 from tests.benchmarks.protocol import ROOT, Failed, Side
+from tests.test_benchmarks import needs
 
 ARGS = SimpleNamespace(gpu=False, attention="sdpa")
 
@@ -84,7 +85,7 @@ def test_arithmetic_of_four_pairs(name, tokens, logits, epoch, step):
 
 @pytest.mark.slow
 def test_a_whole_comparison(tmp_path):
-    """This makes the peers' environments, which needs a package index."""
+    needs(*peers.PINS)
     out = tmp_path / "rows.json"
     options = ["--work", "dpo", "--shape", "tiny", "--vocab", "2048", "--rounds", "1", "--json", str(out)]
     done = subprocess.run(

@@ -19,6 +19,7 @@ from tests.benchmarks.learning import Budget
 from tests.benchmarks.picture import write_picture
 from tests.benchmarks.protocol import ROOT, Failed
 from tests.benchmarks.table import table
+from tests.test_benchmarks import needs
 
 
 # ---------------------------------------------------------------------------------------------------- learning
@@ -159,7 +160,7 @@ def test_both_sides_are_in_the_table():
 
 @pytest.mark.slow
 def test_trl_computes_the_same_and_both_learn(tmp_path):
-    """This makes TRL's environment, which needs a package index."""
+    needs("trl")
     rows = grpo.measure(tmp_path, 1, ["prompts_per_step=8", "samples_per_prompt=4", "minibatches=2"])
     assert [row["peer"] for row in rows] == list(grpo.PEERS)
     for row in rows:
@@ -183,7 +184,8 @@ def test_finished_runs_are_not_repeated(tmp_path):
 
 
 @pytest.mark.slow
-def test_overhead_is_measured_on_both_models(tmp_path):
+def test_overhead_is_measured_on_both_models(pocket_dir, tmp_path):
+    (tmp_path / "pocket").symlink_to(pocket_dir)
     for run in (overhead.run_pocket, overhead.run_41m):
         out = run(tmp_path, 2, ["prompts_per_step=4", "samples_per_prompt=2", "minibatches=2"])
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.benchmarks.protocol import Failed, Ratio, Side, in_turn
-from tests.benchmarks.work import model_config, write_random_model
+from tests.benchmarks.work import model_config, pocket, write_random_model
 from tests.tiny import run_config, write_yaml
 
 AUTO = "auto"
@@ -184,14 +184,10 @@ def command(base: Path, work: str, setting: str) -> list[str | Path]:
     if work == "qwen":
         sft = ["--config", qwen(base)]
     else:
-        if not (base / "pocket").exists():
-            make = ["-m", "rocm_ext.cli", "pocket", base / "pocket", "--accuracy", "0.01"]
-            done = subprocess.run([sys.executable, *make], capture_output=True, text=True)
-            if done.returncode:
-                raise Failed(f"cannot make the pocket model: {done.stderr[-2000:]}")
+        model = pocket(base, "--accuracy", "0.01")
         if work == "sampling":
-            return ["-m", SIDES, base / "pocket", setting]
-        sft = ["--config", "cpu_pocket", f"pocket={base}/pocket"]
+            return ["-m", SIDES, model, setting]
+        sft = ["--config", "cpu_pocket", f"pocket={model}"]
     changes = [f"cpu_threads={setting}", f"output_dir={base}/out_{setting}", "overwrite_output_dir=True", "epochs=200"]
     changes.append(f"metric_logger={{_component_: {SIDES}.Logger}}")
     return ["-m", "rocm_ext.recipes.lora_finetune_rocm", *sft, *changes]

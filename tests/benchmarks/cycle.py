@@ -4,23 +4,20 @@ This share loads verifiers, waits for verdicts, filters answers, merges and rest
 measured on the pocket model, because its generation and training are so short that the rest is most visible.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 
-from tests.benchmarks.protocol import Failed, Side
+from tests.benchmarks.protocol import Side
+from tests.benchmarks.work import pocket
 
 
-def measure(base: Path, runs: int) -> list[dict]:
-    """Measure ``runs`` runs of two cycles and return one row of the table."""
-    done = subprocess.run([sys.executable, "-m", "rocm_ext.cli", "pocket", str(base / "pocket")], capture_output=True)
-    if done.returncode:
-        raise Failed(f"cannot make the pocket model: {done.stderr.decode()[-2000:]}")
-    shares = []
+def measure(base: Path, runs: int, prompts: int = 1000) -> list[dict]:
+    """Measure ``runs`` runs of two cycles with ``prompts`` each, and return one row of the table."""
+    model, shares = pocket(base), []
     for number in range(runs):
-        arguments = ["-m", "tests.benchmarks.sides.cycle_ours", "--config", "cpu_pocket_raft", f"pocket={base}/pocket",
-                     f"output_dir={base}/{number}", "cycles=2", "prompts_per_cycle=1000"]  # fmt: skip
+        arguments = ["-m", "tests.benchmarks.sides.cycle_ours", "--config", "cpu_pocket_raft", f"pocket={model}",
+                     f"output_dir={base}/{number}", "cycles=2", f"prompts_per_cycle={prompts}"]  # fmt: skip
         with Side("ours", Path(sys.executable), arguments, base / f"{number}.log") as side:
             seconds = side.ask(report=True)
         shares.append(1 - (seconds["generation"] + seconds["training"]) / seconds["cycles"])

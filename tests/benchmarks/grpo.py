@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext import config
 from tests.benchmarks import peers
 from tests.benchmarks.protocol import Failed, Ratio, Side, both, in_turn
+from tests.benchmarks.work import pocket
 
 OURS = "ours"
 PEERS = {"TRL + PEFT": False}  # whether transformers batches continuously
@@ -92,9 +93,7 @@ def prepare(base: Path, changes: Sequence[str]) -> DictConfig:
     from rocm_ext.model import adapter_files
     from rocm_ext.model.build import build_model
 
-    done = subprocess.run([sys.executable, "-m", "rocm_ext.cli", "pocket", str(base / "pocket")], capture_output=True)
-    if done.returncode:
-        raise Failed(f"cannot make the pocket model: {done.stderr.decode()[-2000:]}")
+    pocket(base)
     given = [f"pocket={base}/pocket", f"output_dir={base}/out", "eval_prompts=null", "mismatch=none", "loss=dapo",
              "updates_per_step=1", "verify_workers=1", f"checkpointer.adapter_checkpoint={base}/peft"]  # fmt: skip
     cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *changes])

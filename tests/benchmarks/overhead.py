@@ -35,7 +35,7 @@ from rocm_ext.rollouts.phases import Phase
 from rocm_ext.rollouts.samples import to_result, to_sample
 from rocm_ext.train.metrics import Metrics
 from tests.benchmarks.protocol import ROOT, Failed
-from tests.benchmarks.work import LORA, write_random_model
+from tests.benchmarks.work import LORA, pocket, write_random_model
 from tests.grpo_runs import write_run
 
 SHAPES = {"pocket": 0.08, "41M": 0.02}  # the largest share that is the goal
@@ -47,7 +47,7 @@ WARM_UP = 2  # steps
 
 def run_pocket(base: Path, steps: int, changes: Sequence[str]) -> Path:
     """Do ``steps`` steps of the pocket model without evaluation; return the output folder."""
-    _call("rocm_ext.cli", "pocket", base / "pocket")
+    pocket(base)
     out = base / "pocket_run"
     _call("rocm_ext.recipes.grpo_rocm", "--config", "cpu_pocket_grpo", f"pocket={base}/pocket", f"output_dir={out}",
           f"steps={steps}", "eval_prompts=null", "save_every_n_steps=1000", *changes)  # fmt: skip

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.benchmarks.protocol import Failed
 from tests.families import folder_config, write_family
 from tests.tiny import SHAPE, run_config, write_model, write_tokenizer
 
@@ -83,6 +86,21 @@ def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
     if is_qwen3(shape):
         return write_family(folder, "qwen3", vocab_size=vocab, **{"initializer_range": 0.02, **config})
     return write_model(folder, vocab=vocab, **config)
+
+
+def pocket(base: Path, *options: str) -> Path:
+    """Return the pocket model in ``base``; it is made if it is missing.
+
+    Raises:
+        Failed: it cannot be made.
+    """
+    folder = base / "pocket"
+    if not folder.exists():
+        make = [sys.executable, "-m", "rocm_ext.cli", "pocket", str(folder), *options]
+        done = subprocess.run(make, capture_output=True, text=True)
+        if done.returncode:
+            raise Failed(f"cannot make the pocket model: {done.stderr[-2000:]}")
+    return folder
 
 
 def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: str) -> None:
