@@ -14,36 +14,17 @@ TAIL = 20_000  # characters at the end of a text that are searched
 LONGEST = 500  # characters of an answer that is read
 
 # What a model writes for ASCII and LaTeX's commands. latex2sympy skips some of these characters without a word.
+COMMANDS = (
+    r"×\times ·\cdot ⋅\cdot π\pi ∞\infty ≤\le ≥\ge ≠\ne ≈\approx ±\pm °^\circ ∪\cup ∩\cap ∈\in ∅\emptyset θ\theta"
+)
 SIGNS = str.maketrans(
-    dict.fromkeys("−‐‑–—﹣－", "-")
+    {command[0]: command[1:] + " " for command in COMMANDS.split()}
+    | dict.fromkeys("−‐‑–—﹣－", "-")
     | dict.fromkeys("\u00a0\u2007\u2009\u202f", " ")
     | dict.fromkeys("“”„«»「」", '"')
-    | {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "π": r"\pi ", "∞": r"\infty "}
-    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "°": r"^\circ ", "∪": r"\cup "}
-    | {
-        "∩": r"\cap ",
-        "∈": r"\in ",
-        "∅": r"\emptyset ",
-        "％": "%",
-        "，": ",",
-        "、": ",",
-        "（": "(",
-        "）": ")",
-        "＝": "=",
-    }
-    | {
-        "½": " 1/2",
-        "¼": " 1/4",
-        "¾": " 3/4",
-        "⅓": " 1/3",
-        "⅔": " 2/3",
-        "＋": "+",
-        "∶": ":",
-        "：": ":",
-        "٫": ".",
-        "٬": ",",
-    }
-    | {"。": ". ", "？": "? ", "！": ". ", "’": "'", "θ": r"\theta ", "€": "$", "£": "$", "¥": "$", "₹": "$"}
+    | dict.fromkeys("€£¥₹", "$")
+    | dict(zip("÷∕⁄％，、（）＝＋∶：٫٬’", "///%,,()=+::.,'", strict=True))
+    | dict(zip("½¼¾⅓⅔。？！", [" 1/2", " 1/4", " 3/4", " 1/3", " 2/3", ". ", "? ", ". "], strict=True))
 )
 POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 REWRITES = [  # mark-up that changes no value, in this order
