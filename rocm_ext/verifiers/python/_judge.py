@@ -461,7 +461,11 @@ class Judge(Wire):
 
     def names(self, names):
         """The values of those names that the code defines; a class with a capital letter is known by its name."""
-        found = self.request("names", *names)
+        try:
+            found = self.request("names", *names)
+        except Exception as error:
+            self.gone = f"the program does not tell its names: {error!r:.100}"
+            raise Gone(self.gone) from None
         self.named |= found.keys()
         for name, value in found.items():
             if type(value) is CodeClass and name.lstrip("_")[:1].isupper():

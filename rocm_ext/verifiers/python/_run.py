@@ -139,7 +139,7 @@ def run(task, judge, namespace, report):
     report("started")
     loaded = judge.channel.receive()
     if loaded.get("ready") is not True:
-        error = judge.decode(loaded["x"])
+        error = judge.decode(loaded.get("x"))
         return {"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"}
     found = judge.names(sorted({*tests.wanted, *task["shared"]}))
     missing = tests.required - set(found) or (tests.own if tests.own.isdisjoint(found) else ())
@@ -455,7 +455,9 @@ def judge(task, hears, asks, report):
         found = {}
     except (Closed, Malformed, Gone) as error:
         found = {"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {said(error)}"}
-    except Exception as error:  # of the tests or the set-up
+    except Exception as error:  # of the tests or the set-up, or of the code that the set-up uses
+        if hasattr(error, "__number__"):
+            return report({"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"})
         name = "" if type(error) is Broken else f"{type(error).__name__}: "
         found = {"kind": "broken", "detail": f"the tests do not work: {name}{said(error)}"}
     if program.unjudged and not program.gone and found.get("kind") != "broken":
