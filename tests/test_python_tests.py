@@ -5,36 +5,113 @@
 import json
 import pickle
 import shutil
-import sys
 import zlib
 from base64 import b64encode
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rocm_ext.data.prompts import prompt_dataset
 from rocm_ext.errors import UserError
-from rocm_ext.verifiers import PythonTests, Run, Verdict, python
-
-sys.path.append(str(Path(python.__file__).parent))  # as in the sandbox, where they are scripts
-import _standin
-
-sys.path.pop()
+from rocm_ext.verifiers import PythonTests, Run, Verdict
+from rocm_ext.verifiers.selfcheck import self_check
 
 ROWS = Path(__file__).parent / "code_rows"
+MBPP = Path(__file__).parents[2] / "shared" / "data" / "mbpp_train.jsonl"
 
 SQUARE, SAME = "def f(x): return x * x", "def f(x): return x"
-HELPERS = """
-def is_floats(x):
-    if isinstance(x, float): return True
-    if isinstance(x, (list, tuple)): return all(isinstance(i, float) for i in x)
-    return False
 
+
+@pytest.fixture(scope="module")
+def verifiers():
+    return PythonTests(), PythonTests(partial_credit=True)
+
+
+# Data sets of functions
+
+HUMAN_EVAL = [
+    {
+        "prompt": "from typing import List\n\n\ndef has_close_elements(numbers: List[float], threshold: float) -> bool:\n"
+        '    """ Check if any two numbers are closer than threshold.\n'
+        '    >>> has_close_elements([1.0, 2.0], 0.5)\n    False\n    """\n',
+        "body": "    for i, a in enumerate(numbers):\n        for j, b in enumerate(numbers):\n"
+        "            if i != j and abs(a - b) < threshold:\n                return True\n    return False\n",
+        "test": "\n\nMETADATA = {'author': 'jt', 'dataset': 'test'}\n\n\ndef check(candidate):\n"
+        "    assert candidate([1.0, 2.0, 3.9, 4.0, 5.0, 2.2], 0.3) == True\n    assert candidate([1.0, 2.0], 0.05) == False\n",
+        "entry_point": "has_close_elements",
+    },
+    {
+        "prompt": "import math\n\n\ndef poly(xs: list, x: float):\n    return sum(c * math.pow(x, i) for i, c in enumerate(xs))\n\n\n"
+        'def find_zero(xs: list):\n    """ xs are coefficients; find x with poly(x) = 0. """\n',
+        "body": "    lo, hi = -1.0, 1.0\n    while poly(xs, lo) * poly(xs, hi) > 0:\n        lo, hi = lo * 2, hi * 2\n"
+        "    while hi - lo > 1e-10:\n        mid = (lo + hi) / 2\n        if poly(xs, mid) * poly(xs, lo) > 0:\n"
+        "            lo = mid\n        else:\n            hi = mid\n    return lo\n",
+        "test": "def check(candidate):\n    import copy, math, random\n    rng = random.Random(42)\n    for _ in range(20):\n"
+        "        coeffs = [-rng.randint(1, 10), rng.randint(1, 10), 0, 1]\n"
+        "        solution = candidate(copy.deepcopy(coeffs))\n"
+        "        assert math.fabs(poly(coeffs, solution)) < 1e-4\n",
+        "entry_point": "find_zero",
+    },
+    {
+        "prompt": "def sort_third(l: list):\n    '''sorts every third element.'''\n",
+        "body": "    l = list(l)\n    l[::3] = sorted(l[::3])\n    return l\n",
+        "test": "def check(candidate):\n    a = [5, 6, 3, 4, 8, 9, 2]\n"
+        "    assert tuple(candidate(a)) == tuple([2, 6, 3, 4, 8, 9, 5])\n    assert a == [5, 6, 3, 4, 8, 9, 2]\n\ncheck(sort_third)\n",
+        "entry_point": "sort_third",
+    },
+    {
+        "prompt": "def mean_absolute_deviation(numbers) -> float:\n    '''around the mean'''\n",
+        "body": "    mean = sum(numbers) / len(numbers)\n    return sum(abs(x - mean) for x in numbers) / len(numbers)\n",
+        "test": "def check(candidate):\n    assert abs(candidate([1.0, 2.0, 3.0]) - 2.0/3.0) < 1e-6\n"
+        "    assert math.isclose(candidate([1.0, 2.0, 3.0, 4.0]), 1.0)\n",
+        "entry_point": "mean_absolute_deviation",
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("task", HUMAN_EVAL, ids=lambda task: task["entry_point"])
+def test_human_eval_format(verifiers, task: dict):
+    row = {"tests": task["test"], "entry_point": task["entry_point"], "code_prefix": task["prompt"]}
+    verifier = verifiers[0]
+    verifier.check_row(row)
+    whole = task["prompt"] + task["body"]
+    function = whole[whole.index(f"def {task['entry_point']}") :]
+    for completion in (
+        task["body"],
+        f"```python\n{task['body']}```",
+        f"```python\n{whole}```",
+        f"Here:\n```\n{function}\n```",
+    ):
+        result = verifier(completion, row)
+        assert result.verdict is Verdict.CORRECT, (result, completion)
+    for wrong in ("    return None\n", f"```python\n{task['prompt']}    return -1\n```", "    return candidate\n"):
+        assert verifier(wrong, row).reward == 0, wrong
+
+
+def mbpp(step: int, partial: bool) -> list[str]:
+    """The tasks of MBPP's train split, each ``step``-th one, whose own solution fails."""
+    if not MBPP.exists():
+        pytest.skip(f"needs {MBPP}")
+    data = [(str(row["task_id"]), row) for row in map(json.loads, MBPP.read_text().splitlines())][::step]
+    node = {"_component_": "rocm_ext.verifiers.PythonTests", "partial_credit": partial}
+    return [origin for origin, _ in self_check(node, data, None, 2, None).failures]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_mbpp_solutions_pass(partial: bool):
+    assert mbpp(9, partial) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partial", [False, True])
+def test_all_mbpp_solutions_pass(partial: bool):
+    assert mbpp(1, partial) == ["927"]  # broken upstream: its tests use an undefined name
+
+
+# What runs
+
+HELPERS = """
 def assertion(out, exp, atol):
-    if atol == 0 and is_floats(exp):
-        atol = 1e-6
     if out != exp and atol != 0:
         assert abs(out - exp) <= atol
     else:
@@ -96,6 +173,8 @@ class TestClass:
     @pytest.fixture
     def own(self): return self.four
     def test_method(self, nine, own): assert f(self.four) == own ** 2 and nine == f(3)
+
+class TestOuter:
     class TestInner:
         @pytest.mark.slow
         def test_inner(self): assert f([5, 6][0]) == pytest.approx(25.0)
@@ -113,10 +192,9 @@ def test_raises():
     assert "str" in str(info.value) and info.type is TypeError
 
 def test_patch(monkeypatch, capsys):
-    monkeypatch.setenv("SOME_NAME", "7")
-    import os
-    print(os.environ["SOME_NAME"])
-    assert capsys.readouterr().out == "7\\n" and f(7) == 49
+    monkeypatch.setitem(globals(), "made", [7])
+    print(made[0])
+    assert capsys.readouterr().out == "7\\n" and f(made[0]) == 49
 
 @pytest.mark.xfail
 def test_unclear(): assert f(1) == 100
@@ -151,11 +229,8 @@ RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point, 
     "exceptions": ("class Own(Exception): pass\ndef f(x): raise Own('no')", SAME, "import pytest\nfrom solution import Own\ndef test():\n    with pytest.raises(Own) as e: f(1)\n    assert str(e.value) == 'no'", ""),
     "no name at all": ("def f(x): raise ValueError", "def g(x): return x", "import pytest\ndef test_a():\n    with pytest.raises(Exception): f(1)", ""),
     "setup": (SQUARE, SAME, "value = 0\ndef setup_module():\n    global value\n    value = 3\ndef test_a():\n    assert value == 3 and f(value) == 9", ""),
-    "main module": (SQUARE, SAME, "from __future__ import annotations\nimport dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\ndef test_a():\n    assert pickle.loads(pickle.dumps(P(3))) == P(3) and f(3) == 9", ""),
-    "future": (SQUARE, SAME, "from __future__ import annotations\ndef g(x: NoSuchName): return f(x)\nassert g(3) == 9", ""),
-    "globals": (SQUARE, SAME, "def test_a():\n    global once\n    once = 3\n    assert f(once) == 9", "f"),
+    "main module": (SQUARE, SAME, "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass P:\n    x: NoSuchName\ndef test_a():\n    assert P(3) == P(3) and f(P(3).x) == 9", ""),
     "base in the set-up": (SQUARE, SAME, "class Case(CaseOfOurs):\n    def test_a(self): self.assertEqual(f(3), 9)", "", "import unittest\nclass CaseOfOurs(unittest.TestCase): pass"),
-    "an own suite": (SQUARE, SAME, "import unittest\nclass TestF(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(2), 4)\nif __name__ == '__main__':\n    unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(TestF))", ""),
     "a thread": (SQUARE, SAME, "import threading\ndef run():\n    assert f(3) == 9\nthread = threading.Thread(target=run)\nthread.start()\nthread.join()\nassert f(1) == 1", ""),
     "exit": (SQUARE, SAME, "if f(2) != 4:\n    exit(1)\nassert f(1) == 1\nexit()", ""),
     "failures in a list": (SQUARE, SAME, "failures = []\nfor i in range(4):\n    try:\n        assert f(i) == i * i\n    except AssertionError as e:\n        failures.append(e)\nassert not failures", ""),
@@ -192,39 +267,6 @@ def test_all_tests_run(verifiers, name: str, partial: bool):
     assert result.reward < 1
 
 
-@pytest.fixture(scope="module")
-def verifiers():
-    return PythonTests(), PythonTests(partial_credit=True)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "def assertion(*a): pass\ndef is_floats(x): return True\ndef check(c): pass\ndef enumerate(x): return []\ndef zip(*a): return []\ninputs = results = []",
-        "def sorted(*a): return 0\ndef print(*a): pass\ndef abs(x): return 0\nTrue_ = isinstance = all = lambda *a: True",
-        "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\nunittest.TestResult.wasSuccessful = lambda s: True",
-        "class pytest:\n    raises = approx = staticmethod(lambda *a: None)\nclass unittest:\n    class TestCase: pass",
-        "import sys\nsys.modules['pytest'] = sys.modules['unittest'] = sys.modules['__main__'] = None",
-        "class SkipTest(Exception): pass\nclass Skipped(BaseException): pass\ndef f(x): raise [SkipTest, Skipped][x % 2]('skip me')",
-        "import unittest\ndef f(x): raise unittest.SkipTest('skip me')",
-        "def f(x): raise SystemExit(0)",
-        "def f(x): raise KeyboardInterrupt",
-        "import os\ndef f(x): os._exit(0)",
-        "def f(x): raise ImportError('no module', name='solution')",
-        "class Broken(ValueError): pass\nclass Unsendable(Exception): pass\ndef f(x): raise Unsendable('x')",
-        "__name__ = '__main__'\n__site__ = __iteration__ = None\ndef test_mine(): pass",
-        "class f:\n    def __new__(cls, x): return x\n    def __eq__(self, o): return True",
-    ],
-)
-@pytest.mark.parametrize("name", ["helpers in a loop", "helpers in check", "pytest", "unittest", "ends"])
-def test_hostile_answers_fail(verifiers, more: str, name: str):
-    _, _, tests, entry = RIGHT_AND_WRONG[name]
-    for verifier in verifiers:
-        result = verifier(f"{SAME}\n{more}", {"tests": tests, "entry_point": entry})
-        assert result.verdict is Verdict.WRONG, result
-        assert result.reward < 1
-
-
 REFUSED = {  # tests -> the reason
     "x = 1": "no assert",
     "print(f(1))": "no assert",
@@ -249,11 +291,7 @@ REFUSED = {  # tests -> the reason
     "assert f(1) == 1\nclass Checks:\n    def test_a(self): assert f(2) == 2": "class Checks does not run",
     "class TestA:\n    def __init__(self): pass\n    def test_a(self): assert f(1) == 1": "__init__",
     "def test_a():\n    yield f(1) == 1, 'x'\n    assert f(2)": "generator",
-    "def test_a(tmp_path):\n    assert f(1) == 1": "test_a.. takes tmp_path",
     "def check(candidate):\n    assert candidate(1) == 1": "no entry_point",
-    "import pytest\npytest.importorskip('numpy')\nassert f(1) == 1": "pytest.importorskip does not work",
-    "from pytest import warns\nassert f(1) == 1": "pytest.warns does not work",
-    "import doctest\nassert f(1) == 1\ndoctest.testmod()": "doctest",
     "from unittest import TestCase\nclass A(TestCase):\n    async def test_a(self): self.assertEqual(f(2), 4)": "is async",
     "for x in (1, 2):\n    print('ok' if f(x) == x else 'bad')": "check nothing",
     "assert f(": "not Python",
@@ -273,10 +311,9 @@ def test_tests_that_define_the_entry_point_are_refused():
 
 @pytest.mark.parametrize(
     "tests",
-    ["import no_such_module\nassert f(1) == 1", "import pytest\nassert f(1) == getattr(pytest, 'warns')",
+    ["import no_such_module\nassert f(1) == 1", "def test_a(no_such_fixture): assert f(1) == 1",
      "class MyTestCase: pass\nclass A(MyTestCase):\n    def test_a(self): assert f(2) == 4",
      "import pytest\n@pytest.mark.skip\ndef test_a(): assert f(1) == 1",
-     "import functools\n@functools.lru_cache\ndef test_a(tmp_path): assert f(1) == 1",
      "import pytest\n@pytest.mark.parametrize('a,b', [(1, 2, 3)])\ndef test_a(a, b): assert f(a) == b"],
 )  # fmt: skip
 def test_tests_that_cannot_run_are_errors(verifiers, tests: str):
@@ -285,77 +322,85 @@ def test_tests_that_cannot_run_are_errors(verifiers, tests: str):
         assert (result.verdict, result.reward) == (Verdict.ERROR, None), result
 
 
-NUMBERS = st.sampled_from(
-    [0, 1, 2, 1.0, 1.0 + 1e-7, 1.0 + 1e-5, 1e-13, -1.0, True, None, "1", 1j, float("inf"), float("nan")]
+@pytest.mark.parametrize(
+    ("completion", "verdict", "detail"),
+    [
+        ("I cannot do that.", "UNPARSED", "no Python"),
+        ("```python\ndef g(x): return x\n```", "WRONG", "no f"),
+        ("```python\ndef f(x) return x\n```", "WRONG", "SyntaxError"),
+        ("```python\nimport no_such_module\n```", "WRONG", "no_such_module"),
+        ("def f(x): return 1 / 0", "WRONG", "ZeroDivisionError"),
+        ("def f(x): return f(x)", "WRONG", "RecursionError"),
+        ("def f(x):\n    while True: pass", "TIMEOUT", "1 s"),
+        ("x = bytes(10**10)", "WRONG", "MemoryError"),
+        ("import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGXCPU)", "TIMEOUT", "CPU"),
+    ],
 )
-VALUES = (
-    NUMBERS
-    | st.floats()
-    | st.lists(NUMBERS, max_size=2)
-    | st.tuples(NUMBERS)
-    | st.dictionaries(st.sampled_from("ab"), NUMBERS)
-)
-BOUNDS = st.sampled_from([None, 0.0, 1e-6, 1e-3, 2.0])
+def test_verdicts_say_why(completion: str, verdict: str, detail: str):
+    result = PythonTests(timeout=1.0)(completion, {"tests": "assert f(1) == 1", "entry_point": "f"})
+    assert str(result.verdict) == verdict
+    assert detail in result.detail
 
 
-@settings(deadline=None, max_examples=400)
-@given(VALUES, VALUES, BOUNDS, BOUNDS, st.booleans())
-def test_approx_is_that_of_pytest(found, expected, rel, wide, nan):
-    def outcome(approx):
-        try:
-            return found == approx(expected, rel=rel, abs=wide, nan_ok=nan)
-        except TypeError:
-            return "TypeError"
-
-    assert outcome(_standin.approx) == outcome(pytest.approx)
+@pytest.mark.parametrize("row", [
+    {}, {"tests": ""}, {"tests": []}, {"tests": 5}, {"cases": []}, {"cases": [{"input": 1}]},
+    {"tests": "assert f", "test_setup": "import"}, {"tests": "assert f", "entry_point": 3},
+])  # fmt: skip
+def test_malformed_rows_are_refused(row: dict):
+    with pytest.raises(ValueError, match=r"tests|cases|test_setup|entry_point"):
+        PythonTests().check_row(row)
 
 
 # Partial credit
+
+DIES = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x * x"
 
 
 @pytest.mark.parametrize(
     ("code", "tests", "share"),
     [
-        (
-            SAME,
-            "def check(candidate):\n    x = candidate(1)\n    assert x == 1\n    assert candidate(2) == 4\n    assert candidate(0) == 0",
-            2 / 3,
-        ),
-        (SAME, "def test_a():\n    for i in range(4):\n        assert f(i) == i * i\n    assert f(3) == 9", 0.25),
-        (SAME, "for i in range(10):\n    assert f(i) == i * i", 0.2),
-        (SAME, "@pytest.mark.parametrize('x', range(5))\ndef test_a(x): assert f(x) == x * x", 0.4),
-        (
-            SAME,
-            "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 1)\n    def test_b(self): self.assertEqual(f(2), 4)",
-            0.5,
-        ),
-        (
-            SAME,
-            "def check(candidate):\n    assert candidate(1) == 1\n    x = candidate(2) / 0\n    assert candidate(0) == 0",
-            0.5,
-        ),
+        (SAME, ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 9"], 0.5),
+        (SAME, "def test_a():\n    assert f(1) == 1\n    assert f(2) == 4\n    assert f(0) == 0", 2 / 3),
+        (SAME, "def check(g):\n    x = g(1)\n    assert x == 1\n    assert g(2) == 4\n    assert g(0) == 0", 2 / 3),
+        ("def f(x): return x / x", "def check(g):\n    assert g(1) == 1\n    x = g(0)\n    assert g(2) == 1\n    assert g(3) == 1", 1 / 3),
+        # a loop is one check
+        (SAME, "for i in range(3):\n    assert f(i) == i * i", 0),
+        (SAME, "for i in range(3):\n    assert f(i) == i * i\nassert f(1) == 1", 0.5),
+        (SAME, "def test_a():\n    for i in range(3):\n        assert f(i) == i * i\n    assert f(1) == 1", 0.5),
+        # each test of pytest and unittest is one
+        (SAME, "import pytest\n@pytest.mark.parametrize('x', range(5))\ndef test_a(x):\n    assert f(0) == 0\n    assert f(x) == x * x", 0.4),
+        (SAME, "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 1)\n    def test_b(self): self.assertEqual(f(2), 4)", 0.5),
         # an early end earns nothing for what was not reached
-        (
-            "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x * x",
-            "for i in range(10):\n    assert f(i) == i * i",
-            0.2,
-        ),
-        (
-            "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x * x",
-            "def check(candidate):\n    for i in range(10):\n        assert candidate(i) == i * i\n    assert 1 == 1",
-            0.1,
-        ),
+        (DIES, "def test_a():\n    assert f(0) == 0\n    assert f(2) == 4\n    assert 1 == 1", 1 / 3),
+        (DIES, "for i in range(10):\n    assert f(i) == i * i", 0),
         # a value of before the failure does not count
         ("def f(x): return x ** 2 if x < 2 else 1 / 0", "x = f(1)\nassert x == 1\nx = f(2)\nassert x == 1", 0.5),
     ],
-)
-def test_partial_credit_for_each_check(verifiers, code: str, tests: str, share: float):
-    result = verifiers[True](code, {"tests": f"import pytest\n{tests}", "entry_point": "f"})
+)  # fmt: skip
+def test_partial_credit(verifiers, code: str, tests: str | list[str], share: float):
+    result = verifiers[True](code, {"tests": tests, "entry_point": "f"})
     assert (result.verdict, result.reward) == (Verdict.WRONG, pytest.approx(share)), result
-    assert verifiers[False](code, {"tests": f"import pytest\n{tests}", "entry_point": "f"}).reward == 0
+    assert "failed: " in result.detail
+    assert verifiers[False](code, {"tests": tests, "entry_point": "f"}).reward == 0
 
 
 # Cases
+
+
+def test_programs_of_stdin_and_stdout(verifiers):
+    row = {"cases": [{"input": f"{i}\n", "output": f"{i * 2}\nend\n"} for i in range(4)]}
+    verifier, partial = verifiers
+    verifier.check_row(row)
+    assert (
+        verifier("```python\nprint(int(input()) * 2, ' ')\nprint('end')\nexit()\n```", row).verdict is Verdict.CORRECT
+    )
+    some = partial("```python\nn = int(input())\nprint(n * 2 if n else 7)\nprint('end')\n```", row)
+    assert (some.verdict, some.reward) == (Verdict.WRONG, 0.75)
+    crash = verifier("```python\nprint(int(input()) * 2)\nprint('end')\nraise SystemExit(3)\n```", row)
+    assert crash.verdict is Verdict.WRONG
+    assert "exit status 3" in crash.detail
+    assert PythonTests(timeout=1)("```python\nwhile True: pass\n```", row).verdict is Verdict.TIMEOUT
+    assert verifier("just words", row).verdict is Verdict.UNPARSED
 
 
 def test_cases_as_calls(verifiers):
