@@ -1,5 +1,7 @@
 """Rows that hold the judge of Python tests to account: honest classes with state, and attempts at a free reward."""
 
+# ruff: noqa: E501 - rows are long lines
+
 import json
 import re
 import subprocess
@@ -82,3 +84,41 @@ def test_no_attack_is_right(verifier: PythonTests, row: dict):
     result = verifier(f"```python\n{row['code']}```", fields)
     assert result.verdict is not Verdict.CORRECT, result
     assert not result.reward
+
+
+SUPPRESS = "from contextlib import suppress\nwith suppress({}):\n    assert f(1) == 2"
+METHOD = "class TestF:\n    def test_a(self): {}\n    def verify(self): assert f(1) == 2"
+TASK = "import asyncio\nasync def part(): assert f(1) == 2\nasync def test_a():\n    {}\n    assert f(2) == 4"
+PATCH = "from unittest import mock\nimport {0}\nwith mock.patch.object({0}, '{1}'):\n    assert f(1) == 2"
+NEIGHBOURS = {  # name -> (tests, the reason why they are refused, tests like them that are accepted)
+    "after return": ("def test_a():\n    return\n    assert f(1) == 2", "never runs", "def test_a():\n    assert f(1)\n    return"),
+    "after break": ("while f(1):\n    break\n    assert f(2)", "never runs", "while f(1):\n    assert f(2)\n    break"),
+    "suppress": (SUPPRESS.format("AssertionError"), "swallows the assert", SUPPRESS.format("KeyError")),
+    "suppress all": (SUPPRESS.format("Exception"), "swallows the assert", SUPPRESS.format("KeyError, ValueError")),
+    "method": (METHOD.format("assert f(1)"), r"nothing calls verify\(\)", METHOD.format("self.verify()")),
+    "inner function": ("def test_a():\n    def g(): assert f(1)\n    assert f(2)", r"nothing calls g\(\)", "def test_a():\n    def g(): assert f(1)\n    g()"),
+    "create_task": (TASK.format("asyncio.create_task(part())"), "nobody awaits", TASK.format("await asyncio.create_task(part())")),
+    "coroutine": (TASK.format("part()"), "nobody awaits", TASK.format("await part()")),
+    "gather": (TASK.format("asyncio.gather(part(), part())"), "nobody awaits", TASK.format("await asyncio.gather(part(), part())")),
+    "a task named run": (TASK.replace("part", "run").format("run()"), "nobody awaits", TASK.replace("part", "run").format("await run()") + "\nasyncio.run(test_a())"),
+    "eval": ("assert eval(f(1)) == 2", "would run what the answer returns", "assert eval('f(1)') == 2"),
+    "exec": ("space = {}\nexec(f(1), space)\nassert space['x'] == 2", "would run what the answer returns", "assert f(1).eval(2) == 2"),
+    "pickle": ("from pickle import loads as load\nassert load(f(1)) == 2", "would run what the answer returns", "from json import loads\nassert loads(f(1)) == 2"),
+    "format": ("text = f(1)\nassert text.format(x=2) == '2'", "as the answer's text says", "text = '{}'\nassert text.format(f(1)) == '2'"),
+    "library": (PATCH.format("time", "sleep"), "does not reach the code", PATCH.format("sys", "stdin")),
+    "set": ("import time\ntime.time = lambda: 0\nassert f(1) == 2", "does not reach the code", "class time: pass\ntime.time = lambda: 0\nassert f(1) == 2"),
+    "environment": ("from os import environ\nenviron['A'] = 'b'\nassert f(1) == 2", "does not reach the code", "environ = {}\nenviron['A'] = 'b'\nassert f(environ) == 2"),
+    "not a patch": ("def test_a(monkeypatch):\n    monkeypatch.setenv('A', 'b')\n    assert f(1)", "does not reach the code", "client = f(1)\nassert client.patch('/x') == 2"),
+    "fields": ("from dataclasses import fields\nassert len(fields(f(1))) == 2", "looks into the code's objects", "def fields(x): return x\nassert fields(f(1)) == 2"),
+    "log": ("def test_a(caplog):\n    f(1)\n    assert 'x' in caplog.text", "test_a.. takes caplog", "def test_a(capsys):\n    f(1)\n    assert capsys.readouterr().out == 'x'"),
+    "warnings": ("import pytest\nwith pytest.warns(UserWarning): f(1)", "objects, log or warnings", "import pytest\nwith pytest.raises(UserWarning): f(1)"),
+    "files": ("def test_a(tmp_path):\n    assert f(tmp_path) == 2", "test_a.. takes tmp_path", "door = f(1)\nassert door.open() == 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_what_could_not_fail_or_not_be_judged_is_refused(name: str):
+    refused, reason, accepted = NEIGHBOURS[name]
+    with pytest.raises(ValueError, match=reason):
+        PythonTests().check_row({"tests": refused})
+    PythonTests().check_row({"tests": accepted})

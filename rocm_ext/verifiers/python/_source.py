@@ -136,6 +136,8 @@ class Tests:
         lead = self.entry.split(".")[0].split("(")[0]
         if lead in self.defined:
             raise Broken(f"the tests define {lead}, the entry_point: the answer's would not be tested")
+        if any(test.name == "check" and _needs(test) for test in self.tests) and not lead:
+            raise Broken("check() takes an argument, and the row has no entry_point")
         own = {n for n in free if n not in MODULES and n not in COMMON and not hasattr(builtins, n)} - {"__file__"}
         unknown = [n for n in sorted(own - {lead}) if n.lower().startswith("assert") or n == "TestCase"]
         if unknown and (lead or len(unknown) < len(own)):
@@ -223,8 +225,10 @@ class Tests:
             self._no(node, "swallows the assert: let it through")
 
     def _refuse_call(self, node):
-        name, last, args = self.name(node.func), f".{_last(node.func)}", node.args
-        reason = None if name in ("json.loads", "tomllib.loads") else REASONS.get(name) or REASONS.get(last)
+        name, args = self.name(node.func), node.args
+        reason = REASONS.get(name) or REASONS.get("." + name.split(".")[-1])
+        if name in ("json.loads", "tomllib.loads"):
+            reason = None
         if reason and (reason != TEXT or not all(isinstance(arg, ast.Constant) for arg in args)):
             self._no(node, reason, apart=reason != TEXT)
         if name.endswith((".format", ".format_map")) and not isinstance(node.func.value, ast.Constant):
@@ -250,8 +254,6 @@ class Tests:
         yields = any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in _walk(node, False))
         if yields and is_test(name) and name not in self.helpers and node not in self.fixtures:
             raise Broken(f"{name}() is a generator, which does not run: use asserts or parametrize")
-        if name == "check" and node in self.tests and _needs(node) and not self.entry:
-            raise Broken("check() takes an argument, and the row has no entry_point")
         if self.apart and (lacks := [arg.arg for arg in node.args.args if arg.arg in REASONS]):
             raise Broken(f"{name}() takes {lacks[0]}, which {REASONS[lacks[0]]}: {APART}")
 
