@@ -113,7 +113,8 @@ class Wire:
             self.has_logprobs = False
             self._tell_once(f"{url} sends no log-probabilities of the sampled tokens")
             logprobs = []
-        return Completion(request, tokens, [_number(value) for value in logprobs], text, reason)  # type: ignore[misc]
+        numbers = [number for value in logprobs if (number := _number(value)) is not None]
+        return Completion(request, list(tokens), numbers, text, reason)
 
     def _is_id(self, token: Any) -> bool:
         return type(token) is int and 0 <= token < self._vocabulary

@@ -14,6 +14,7 @@ from rocm_ext.openai_http import (
     Transient,
     authorization,
     checked_urls,
+    exchange,
     httpx,
     in_words,
     json_object,
@@ -120,7 +121,7 @@ class LLMJudge(Verifier):
         body = {"messages": [{"role": "user", "content": text}], **self.fields}
         for attempt in range(self.retries + 1):
             try:
-                return json_object(self.url, await client.post(self.url, json=body))
+                return json_object(self.url, await exchange(client, "POST", self.url, self.timeout, body))
             except (httpx.RequestError, Transient) as problem:
                 pause = min(MAX_BACKOFF, BACKOFF * 2**attempt)
                 pause = max(pause, getattr(problem, "retry_after", 0.0))
