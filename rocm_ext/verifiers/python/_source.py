@@ -30,8 +30,9 @@ PATCHES = ("patch.", "mock.patch.", "unittest.mock.patch.", "monkeypatch.")
 REACHES = ("builtins.input", "sys.stdin", "sys.stdout", "sys.stderr", "solution.", "__main__.")
 TEXT = "would run what the answer returns beside the tests"
 REFUSED = {  # reason -> calls and fixtures; a dot before a name: methods, too
-    TEXT: """eval exec compile __import__ importlib.import_module os.system os.popen runpy.run_path pickle.load .loads
-        subprocess.run subprocess.call subprocess.Popen subprocess.check_call subprocess.check_output""",
+    TEXT: """eval exec compile __import__ importlib.import_module os.system os.popen runpy.run_path pickle.load
+        pickle.loads marshal.loads dill.loads cloudpickle.loads subprocess.run subprocess.call subprocess.Popen
+        subprocess.check_call subprocess.check_output""",
     "looks into the code's objects, log or warnings": """dataclasses.asdict dataclasses.astuple dataclasses.fields
         dataclasses.replace dataclasses.is_dataclass inspect.signature inspect.getsource inspect.getmembers
         inspect.iscoroutinefunction inspect.isgeneratorfunction inspect.isasyncgenfunction .assertLogs .assertNoLogs
@@ -96,8 +97,9 @@ class Tests:
         self.simple = [f.name for f in tests if f.name == "check" or not (_needs(f) or f.decorator_list)]
         hooks = self.fixtures or any(f.name.startswith(("setup_", "teardown_")) for f in functions)
         self.runner = bool(self.classes or hooks or len(tests) > len(self.simple) or "pytestmark" in source)
-        self.steps = [(s, self.text(s) if self._is_unit(s) else None) for s in self.body]
-        if not any(map(self.checks, [*(s for s, text in self.steps if text), *tests, *self.classes])):
+        units = {s for s in self.body if self._is_unit(s)}
+        self.steps = [(s, self.text(s) if s in units else None) for s in self.body]
+        if not any(map(self.checks, [*units, *tests, *self.classes])):
             raise Broken("the tests check nothing: they hold no assert that runs")
         bound, read = _globals(source, self.tree)
         given = {name for text in trusted for name in _globals(text, ast.parse(text))[0]}
@@ -227,8 +229,6 @@ class Tests:
     def _refuse_call(self, node):
         name, args = self.name(node.func), node.args
         reason = REASONS.get(name) or REASONS.get("." + name.split(".")[-1])
-        if name in ("json.loads", "tomllib.loads"):
-            reason = None
         if reason and (reason != TEXT or not all(isinstance(arg, ast.Constant) for arg in args)):
             self._no(node, reason, apart=reason != TEXT)
         if name.endswith((".format", ".format_map")) and not isinstance(node.func.value, ast.Constant):
@@ -275,9 +275,12 @@ class Tests:
         """Let each check of a simple test count by itself; the number of checks in each of these functions."""
         sites = {}
         for node in (n for n in self.body if isinstance(n, FUNCTIONS) and n.name in self.simple):
-            found = [not isinstance(s, (*SCOPES, ast.Return, ast.Raise)) and self.checks(s) for s in node.body]
-            node.body = [_with_site(s) if check else s for s, check in zip(node.body, found, strict=True)]
-            sites[node.name] = sum(found)
+            found = [i for i, s in enumerate(node.body)
+                     if not isinstance(s, (*SCOPES, ast.Return, ast.Raise)) and self.checks(s)]  # fmt: skip
+            for i in found:
+                block = ast.copy_location(ast.parse(f"with {SITE}(0): pass").body[0], node.body[i])
+                block.body, node.body[i] = [node.body[i]], block
+            sites[node.name] = len(found)
         return sites
 
     def watched(self):
@@ -296,13 +299,6 @@ class Tests:
 def is_test(name):
     """Whether a function of this name is a test."""
     return name == "check" or name.startswith("test")
-
-
-def _with_site(statement):
-    """``with __site__(0):`` around a statement."""
-    block = ast.parse(f"with {SITE}(0): pass").body[0]
-    block.body = [statement]
-    return ast.copy_location(block, statement)
 
 
 def _unwrapped(statement):
