@@ -109,17 +109,11 @@ def test_one_process_says_the_same(together: PythonTests, name: str):
 
 LIMITS = {
     # refused before the run: the tests look into the answer, or change what only they would see
-    "asdict": ("refused", "from dataclasses import dataclass\n@dataclass\nclass V:\n    x: int", "from dataclasses import asdict\nassert asdict(V(2)) == {'x': 2}"),
     "signature": ("refused", "def f(a, b=2): return a", "import inspect\nassert list(inspect.signature(f).parameters) == ['a', 'b'] and f(1) == 1"),
-    "coroutine function": ("refused", "async def f(): return 1", "import inspect\nassert inspect.iscoroutinefunction(f)"),
     "a class of the tests inherits": ("refused", "class Point:\n    def __init__(self, x, y): self.x, self.y = x, y\n    def __len__(self): return 2", "class P3(Point):\n    def __len__(self): return super().__len__() + 1\nassert len(P3(1, 2)) == 3"),
-    "a patch of a library": ("refused", "import time\ndef f(): time.sleep(1)", "from unittest.mock import patch\nwith patch('time.sleep') as s: f()\ns.assert_called_once_with(1)"),
     "print patched": ("refused", "def f(): print('hi')", "from unittest.mock import patch\nwith patch('builtins.print') as p: f()\np.assert_called_once_with('hi')"),
-    "the environment": ("refused", "import os\ndef f(): return os.environ.get('Q')", "import os\nos.environ['Q'] = 'yes'\nassert f() == 'yes'"),
-    "monkeypatch.setenv": ("refused", "import os\ndef f(): return os.environ.get('Q')", "def test_f(monkeypatch):\n    monkeypatch.setenv('Q', 'yes')\n    assert f() == 'yes'"),
     "logs": ("refused", "import logging\ndef f(): logging.warning('hey')", "import unittest\nclass TestF(unittest.TestCase):\n    def test_f(self):\n        with self.assertLogs(): f()"),
     "files": ("refused", "def f(path):\n    with open(path, 'w') as file: file.write('x')", "import tempfile, os\npath = os.path.join(tempfile.mkdtemp(), 'x')\nf(path)\nassert open(path).read() == 'x'"),
-    "tmp_path": ("refused", "def f(path): path.write_text('x')", "def test_f(tmp_path):\n    f(tmp_path / 'x')\n    assert (tmp_path / 'x').read_text() == 'x'"),
     # found in the run: an object of the answer stands in the place of data, or the answer gives what may not cross
     "an object as data": ("unjudged", "class N:\n    def __init__(self, v): self.v = v\n    def __len__(self): return self.v\ndef f(): return N(3)", "assert len(f()) == 3"),
     "an order with data": ("unjudged", "class N:\n    def __init__(self, v): self.v = v\n    def __lt__(self, o): return self.v < o", "assert N(3) < 4"),
