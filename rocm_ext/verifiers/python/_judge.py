@@ -101,7 +101,7 @@ class Handle:
 
     __slots__ = ("__built__", "__number__", "__weakref__")
     __known__ = property(lambda self: self.__built__ or type(self).__open__ == "objects")
-    __doc__ = property(lambda self: JUDGE.request("get", self, "__doc__"))  # type: ignore[assignment]
+    __doc__ = property(lambda self: JUDGE.request("get", self, "__doc__"))  # type: ignore[assignment,attr-defined]
 
     def __eq__(self, other):
         kind = type(self)
@@ -213,8 +213,8 @@ def _attribute(target, name):
 
 def _install():
     """Give handles and stand-ins for classes their operators."""
-    methods = {"__getattr__": _attribute, "__copy__": _forwarded("copy", False), "__anext__": _forwarded("anext"),
-               "__aiter__": _forwarded("method", "__aiter__"), "__index__": _of_data("index", operator.index)}  # fmt: skip
+    methods = {"__getattr__": _attribute, "__copy__": _forwarded("copy", False), "__anext__": _forwarded("anext")}
+    methods |= {"__aiter__": _forwarded("method", "__aiter__"), "__index__": _of_data("index", operator.index)}
     for op in FORWARDED:
         methods[f"__{op}__"] = _forwarded(op)
     for op in ("complex", "float", "int", "iter", "len", "reversed", "round"):
@@ -497,8 +497,10 @@ class Judge(Wire):
                 self.gone = "the program ended during the tests" if ended else f"the program sent nonsense: {problem!r}"
                 raise Gone(self.gone) from None
             failed, self.failed = self.failed, None
-            if failed or error:
-                raise failed or error  # a failed assert, whatever the code made of it
+            if failed is not None:
+                raise failed  # a failed assert, whatever the code made of it
+            if error is not None:
+                raise error
             return found
 
     def result(self, op, reply, both):
@@ -557,8 +559,8 @@ class Judge(Wire):
 
     def serving(self, op, at, args, keywords):
         """Call a function or method of the tests, advance one of their iterators, or read their input."""
-        if op == "input":
-            return builtins.input(*args)
+        if op in ("input", "read", "readline"):
+            return builtins.input(*args) if op == "input" else getattr(sys.stdin, op)(*args)
         thing = self.things[number(at) - 1]
         if op == "next":
             return next(thing)

@@ -127,9 +127,12 @@ class Program(Wire):
         return super().revive(tag, parts)
 
     def exception_class(self, names):
-        """The class of an exception of the tests, or its nearest base that this process has loaded."""
-        found = (getattr(sys.modules.get(module), name, None) for module, name in names)
-        return next(kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseException))
+        """The class of an exception of the tests: a loaded one of that name, or a new one."""
+        module, name = names[0]
+        found = self.theirs.get((module, name)) or getattr(sys.modules.get(module), name, None)
+        if not (isinstance(found, type) and issubclass(found, BaseException)):
+            found = self.theirs[module, name] = type(name, (self.exception_class(names[1:]),), {"__module__": module})
+        return found
 
     def stand_in(self, number, name="", how=""):
         """What stands here for a thing of the tests; ``how``: function, coroutine, iterator or object."""
@@ -281,7 +284,12 @@ class Program(Wire):
     def load(self, task):
         """Run the trusted set-up and the model's code."""
         self.stdout, self.stderr = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
-        sys.stdin = io.StringIO()
+
+        def asked(op):
+            return lambda stream, size=-1: self.request(op, 0, [size]) if self.depth else ""
+
+        methods = {"readable": lambda stream: True, "read": asked("read"), "readline": asked("readline")}
+        sys.stdin = type("Input", (io.TextIOBase,), methods)()
         builtins.input = lambda prompt="": self.request("input", 0, [str(prompt)])
         exec(compile(task["setup"], "setup", "exec", dont_inherit=True), self.namespace)
         exec(compile(task["code"], "solution", "exec", dont_inherit=True), self.namespace)

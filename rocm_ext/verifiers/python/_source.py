@@ -37,6 +37,8 @@ REFUSED = {  # reason -> calls and fixtures; a dot before a name: methods, too
         dataclasses.replace dataclasses.is_dataclass inspect.signature inspect.getsource inspect.getmembers
         inspect.iscoroutinefunction inspect.isgeneratorfunction inspect.isasyncgenfunction .assertLogs .assertNoLogs
         .assertWarns .assertWarnsRegex warnings.catch_warnings pytest.warns caplog recwarn""",
+    "needs coroutines that run beside each other": """asyncio.gather asyncio.wait asyncio.wait_for asyncio.create_task
+        asyncio.ensure_future asyncio.as_completed asyncio.timeout asyncio.TaskGroup .create_task""",
     "uses files": "tmp_path tmpdir tmp_path_factory open .mkdtemp .write_text .write_bytes",
 }
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
@@ -251,8 +253,15 @@ class Tests:
         runs = node.decorator_list or name in self.used or is_test(name) or name.lower().startswith(HOOKS)
         if not runs and self.checks(node):
             raise Broken(f"nothing calls {name}(), which holds asserts: call it or name it test_{name}")
-        yields = any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in _walk(node, False))
-        if yields and is_test(name) and name not in self.helpers and node not in self.fixtures:
+        kinds = {type(n) for n in _walk(node, False)}
+        if isinstance(node, ast.AsyncFunctionDef) and ast.Await in kinds and kinds & {ast.Nonlocal, ast.Global}:
+            self._no(node, "counts coroutines that run beside each other", apart=True)
+        if (
+            kinds & {ast.Yield, ast.YieldFrom}
+            and is_test(name)
+            and name not in self.helpers
+            and node not in self.fixtures
+        ):
             raise Broken(f"{name}() is a generator, which does not run: use asserts or parametrize")
         if self.apart and (lacks := [arg.arg for arg in node.args.args if arg.arg in REASONS]):
             raise Broken(f"{name}() takes {lacks[0]}, which {REASONS[lacks[0]]}: {APART}")

@@ -185,9 +185,11 @@ class PythonTests(Verifier):
         tested = [re.split(r"\W", entry)[0]] + ["Solution"] * (cases is not None)
         forget = f"[globals().pop(name, None) for name in {tested!r}]"  # those of the set-up are not the answer's
         program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(self._packages)}
-        task = {"trusted": trusted, "tests": tests, "entry_point": entry, "shared": shared, "methods": methods,
-                "functions": re.findall(r"\w+", entry), "cases": cases, "tolerance": self.comparison.within(row),
-                "all": self.partial_credit, "cpu": self.limits.resources(False)["CPU"]}  # fmt: skip
+        task: dict[str, Any] = {
+            **{"trusted": trusted, "tests": tests, "entry_point": entry, "functions": re.findall(r"\w+", entry)},
+            **{"shared": shared, "methods": methods, "cases": cases, "tolerance": self.comparison.within(row)},
+            **{"all": self.partial_credit, "cpu": self.limits.resources(False)["CPU"]},
+        }
         if self.isolation == "same_process":
             task["program"] = program
         try:
