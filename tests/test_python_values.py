@@ -62,6 +62,7 @@ HONEST = {  # code, how to make it wrong, tests, set-up
     "iterators": ("def f(n): return map(str, range(n))", ("range(n)", "range(n + 1)"), "assert list(f(2)) == ['0', '1']\nassert '1' in f(2) and '2' not in f(2)"),
     "rare special methods": ("class N:\n    def __init__(self, v): self.v = v\n    def __iadd__(self, o):\n        self.v += o.v\n        return self\n    def __format__(self, spec): return f'<{self.v}|{spec}>'\n    def __call__(self, k): return self.v + k", ("+= o.v", "= o.v"), "p = q = N(1)\np += N(2)\nassert p is q and q.v == 3\nassert f'{q:z}' == '<3|z>' and q(5) == 8 and callable(q)"),
     "subclass of a builtin": ("class Stack(list):\n    def push(self, x): self.append(x)\n    def peek(self): return self[-1]", ("self[-1]", "self[0]"), "s = Stack([1])\ns.push(2)\nassert s.peek() == 2 and s == [1, 2] and len(s) == 2 and 2 in s\ns += [3]\nassert s[2] == 3"),
+    "exceptions of the tests": ("def f(kinds, g):\n    try: return g()\n    except kinds: return 'caught'", ("except kinds", "except Exception"), "import pytest\nclass A(Exception): pass\nclass B(Exception):\n    def __init__(self, a, b):\n        super().__init__(a)\n        self.b = b\ndef g(): raise A\ndef h(): raise B(1, 2)\ndef test_it():\n    assert f((A,), g) == 'caught'\n    with pytest.raises(B) as e: f((A,), h)\n    assert e.value.b == 2"),
     "objects of the tests": ("def f(dog): return dog.speak() + dog.name", ("dog.name", "'?'"), "from unittest.mock import Mock\nclass Dog:\n    name = 'Rex'\n    def speak(self): return 'wuff'\nassert f(Dog()) == 'wuffRex'\ncat = Mock(speak=lambda: 'mew')\ncat.name = 'Tom'\nassert f(cat) == 'mewTom'"),
     "a class of the tests": ("def f(kind): return kind()", ("kind()", "kind"), "class A: pass\nassert isinstance(f(A), A)"),
     "objects of classes of the set-up": ("def f(head):\n    prev = None\n    while head: head.next, prev, head = prev, head, head.next\n    return prev", ("return prev", "return None"), "def values(n):\n    out = []\n    while n: out.append(n.val); n = n.next\n    return out\nhead = None\nfor i in range(500): head = ListNode(i, head)\nassert values(f(head)) == list(range(500))", "class ListNode:\n    def __init__(self, val=0, next=None): self.val, self.next = val, next"),
@@ -115,6 +116,7 @@ LIMITS = {
     "print patched": ("refused", "def f(): print('hi')", "from unittest.mock import patch\nwith patch('builtins.print') as p: f()\np.assert_called_once_with('hi')"),
     "logs": ("refused", "import logging\ndef f(): logging.warning('hey')", "import unittest\nclass TestF(unittest.TestCase):\n    def test_f(self):\n        with self.assertLogs(): f()"),
     "files": ("refused", "def f(path):\n    with open(path, 'w') as file: file.write('x')", "import tempfile, os\npath = os.path.join(tempfile.mkdtemp(), 'x')\nf(path)\nassert open(path).read() == 'x'"),
+    "coroutines that take turns": ("refused", "import asyncio\nlog = []\nasync def f(x):\n    log.append(x)\n    await asyncio.sleep(0.01)\n    log.append(-x)\n    return x * 2\ndef order(): return log", "import asyncio\nasync def main():\n    return await asyncio.gather(f(1), f(2))\nassert asyncio.run(main()) == [2, 4]\nassert order() == [1, 2, -1, -2]"),
     # found in the run: an object of the answer stands in the place of data, or the answer gives what may not cross
     "an object as data": ("unjudged", "class N:\n    def __init__(self, v): self.v = v\n    def __len__(self): return self.v\ndef f(): return N(3)", "assert len(f()) == 3"),
     "an order with data": ("unjudged", "class N:\n    def __init__(self, v): self.v = v\n    def __lt__(self, o): return self.v < o", "assert N(3) < 4"),
@@ -125,14 +127,13 @@ LIMITS = {
     "a function in a list": ("unjudged", "def f(): return [len]", "assert f()[0]('ab') == 2"),
     "a list that holds itself": ("unjudged", "def f(x):\n    x.append(x)\n    return x", "x = []\nassert f(x)[0] is x"),
     "a stream of the tests": ("unjudged", "def f(out): out.write('hi')", "import io\nout = io.StringIO()\nf(out)\nassert out.getvalue() == 'hi'"),
-    # not found: containers are copies, calls end before they return, and each side has its own classes
+    # not found: containers are copies, and calls end before they return
     "a list that is kept": ("wrong", "class Log:\n    def __init__(self): self.lines = []\n    def add(self, x): self.lines.append(x)", "log = Log()\nlines = log.lines\nlog.add(1)\nassert lines == [1]"),
     "a list that the tests change": ("wrong", "class Log:\n    def __init__(self): self.lines = []", "log = Log()\nlog.lines.append(3)\nassert log.lines == [3]"),
     "an attribute that stays the same": ("wrong", "class Box:\n    def __init__(self): self.items = [1]", "b = Box()\nassert b.items is b.items"),
     "a builtin as the base": ("wrong", "class Stack(list): pass", "assert isinstance(Stack(), list)"),
-    "an exception class of the tests": ("wrong", "def fail(kind): raise kind('no')", "import pytest\nclass Own(Exception): pass\ndef test_f():\n    with pytest.raises(Own): fail(Own)"),
+    "an exception class of the tests that the answer raises": ("wrong", "def fail(kind): raise kind('no')", "import pytest\nclass Own(Exception): pass\ndef test_f():\n    with pytest.raises(Own): fail(Own)"),
     "the text of a wrapped function": ("wrong", "import functools\ndef wrap(g):\n    @functools.wraps(g)\n    def inner(*a): return g(*a)\n    return inner", "@wrap\ndef g():\n    'says'\nassert g.__doc__ == 'says'"),
-    "coroutines that take turns": ("wrong", "import asyncio\nlog = []\nasync def f(x):\n    log.append(x)\n    await asyncio.sleep(0.01)\n    log.append(-x)\n    return x * 2\ndef order(): return log", "import asyncio\nasync def main():\n    return await asyncio.gather(f(1), f(2))\nassert asyncio.run(main()) == [2, 4]\nassert order() == [1, 2, -1, -2]"),
     "a seed": ("wrong", "import random\ndef f(): return random.random()", "import random\nrandom.seed(1)\na = f()\nrandom.seed(1)\nassert a == f()"),
     "a timer": ("wrong", "import threading\ndef f(g): threading.Timer(0.05, g).start()", "import time\nlog = []\nf(lambda: log.append(1))\ntime.sleep(0.3)\nassert log == [1]"),
 }  # fmt: skip
