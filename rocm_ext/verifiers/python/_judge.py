@@ -6,7 +6,7 @@ there and gives plain data or a handle again. Four things follow, which this fil
 
 - A handle that the tests did not make, by calling a class, may stand in the place of data. It never answers yes or no
   by a name that data has too: whether it starts with, contains or equals something. One whose class the tests do not
-  know by name has no such name at all, no length, no items and no value as a number.
+  know by name has no such name at all, no length, no items and no arithmetic, and none inside of data can be called.
 - A handle is never compared with the tests' data, nor computed with it: its class would get the expected value.
 - Two handles are equal if the code says so and their attributes are equal.
 - An assert of the tests that fails stays a failure, whatever code it passes through.
@@ -18,6 +18,7 @@ classes of this file with the name of the code's class.
 import builtins
 import contextlib
 import operator
+import re
 import sys
 import weakref
 from _thread import RLock
@@ -33,13 +34,12 @@ STOPS = {"StopIteration", "StopAsyncIteration"}
 STEPS = ("next", "send", "throw", "await", "anext")
 OF_DATA = {  # types whose names data has, in modules that may not be loaded
     "builtins": "str bytes bytearray list tuple dict set frozenset int float complex range",
-    **{"_collections": "deque", "datetime": "date datetime timedelta", "decimal": "Decimal", "fractions": "Fraction"},
+    **{"collections": "deque", "datetime": "date datetime timedelta", "decimal": "Decimal", "fractions": "Fraction"},
     **{"pathlib": "PurePath", "numpy": "ndarray", "pandas": "DataFrame Series"},
 }
 OF_TABLES = {"all", "any", "equals", "isin", "isna", "isnull", "notna", "notnull", "between"}
 ASKS = ("is", "startswith", "endswith", "any", "all", "equals", "not", "match", "between", "exists")
-FORWARDED = """abs bool delattr delitem dir format invert neg next pos repr setattr setitem
-str""".split()  # noqa: SIM905
+FORWARDED = ("bool", "delattr", "delitem", "dir", "format", "next", "repr", "setattr", "setitem", "str")
 METHOD = object()  # an attribute that is a method
 JUDGE = None  # the connection of this process
 
@@ -174,24 +174,36 @@ def _of_data(op, convert):
 
 def _ordered(op):
     def compare(self, other):
-        if isinstance(other, Handle):
+        if both_known(self, other):
             return JUDGE.request(op, self, other)
-        return getattr(operator, op)(plain(self), other)
+        return getattr(operator, op)(plain(self), value_of(other))
 
     return compare
 
 
 def _binary(op, reflected=False):
     def compute(self, other):
-        if not isinstance(other, Handle) and not self.__built__:
-            pair = (other, plain(self)) if reflected else (plain(self), other)
-            return getattr(operator, op, divmod)(*pair)
+        if not (self.__built__ or both_known(self, other)):
+            pair = (plain(self), value_of(other))
+            return getattr(operator, op, divmod)(*(reversed(pair) if reflected else pair))
         found = JUDGE.request(op, *((other, self) if reflected else (self, other)))
         if type(found) is type(self) and self.__built__:
             set_slot(found, "__built__", True)
+        elif not (isinstance(found, Handle) or isinstance(other, Handle) or type(self).__compares__ == "data"):
+            JUDGE.refuse(f"an object of the code's class {type(self).__name__} computes data with the tests' data")
         return found
 
     return compute
+
+
+def both_known(a, b):
+    """Whether two values are objects of classes that the tests know."""
+    return isinstance(b, Handle) and a.__known__ and b.__known__
+
+
+def value_of(other):
+    """A value as data."""
+    return plain(other) if isinstance(other, Handle) else other
 
 
 def _called(self, *args, **keywords):
@@ -217,8 +229,8 @@ def _install():
     methods |= {"__aiter__": _forwarded("method", "__aiter__"), "__index__": _of_data("index", operator.index)}
     for op in FORWARDED:
         methods[f"__{op}__"] = _forwarded(op)
-    for op in ("complex", "float", "int", "iter", "len", "reversed", "round"):
-        methods[f"__{op}__"] = _of_data(op, getattr(builtins, op))
+    for op in ("abs", "complex", "float", "int", "iter", "len", "reversed", "round", "neg", "pos", "invert"):
+        methods[f"__{op}__"] = _of_data(op, getattr(operator, op, None) or getattr(builtins, op))
     for op in ("lt", "le", "gt", "ge"):
         methods[f"__{op}__"] = _ordered(op)
     for op in (*BINARY, *IN_PLACE, "divmod"):
@@ -251,8 +263,8 @@ class Method:
 
 def failed_here(error, trace):
     """Whether an exception is a failure of the tests: an AssertionError of theirs, or one inside of an assert."""
-    if isinstance(error, AssertionError) and not hasattr(error, "__number__"):
-        return True
+    if (isinstance(error, AssertionError) or type(error).__name__ == "Failed") and not hasattr(error, "__number__"):
+        return True  # Failed is pytest's
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "tests" and trace.tb_lineno in JUDGE.asserts:
             return True
@@ -265,7 +277,11 @@ def plain(handle):
     kind = type(handle)
     if kind.__compares__ != "data":
         JUDGE.refuse(f"an object of the code's class {kind.__name__} is taken for data")
-    return JUDGE.request("plain", handle)
+    if handle.__known__:
+        return JUDGE.request("plain", handle)
+    if handle.__number__ not in JUDGE.plain:  # one value, however often the tests look
+        JUDGE.plain[handle.__number__] = JUDGE.request("plain", handle)
+    return JUDGE.plain[handle.__number__]
 
 
 def same(a, b):
@@ -307,11 +323,13 @@ class Judge(Wire):
         self.channel, self.namespace = channel, namespace
         self.source = "\n".join([task["tests"], *task["trusted"]])
         self.of_setup, self.bare = task["methods"], {"Solution", *task["functions"]}
+        self.entry = task["entry_point"]
+        self.source_modules = [name for name in OF_DATA if name in self.source and name in sys.modules]
         self.handles, self.kinds, self.errors = {}, {}, {}
         self.things, self.thing_numbers = [], {}  # of the tests, that the code knows by number
         self.live, self.dropped = weakref.WeakKeyDictionary(), []  # generators and coroutines
         self.comparing, self.failed, self.named = [], None, set()
-        self.made, self.asserts = {}, set()  # made: objects -> arguments of the calls that gave them
+        self.made, self.plain, self.asserts = {}, {}, set()  # made: objects -> arguments of the calls that gave them
         self.level, self.allowed = 0, ""  # of the value that is decoded: in how many others, and the tags it may have
         self.gone = self.unjudged = ""
         self.lock = RLock()  # the tests may have threads
@@ -326,9 +344,10 @@ class Judge(Wire):
     def of_data(self):
         """The names that data has, and the methods of the set-up's classes, whose objects live with the code."""
         if not hasattr(self, "_of_data"):
-            kinds = [
-                getattr(sys.modules[m], n) for m, names in OF_DATA.items() if m in sys.modules for n in names.split()
+            used = [
+                (module, names) for module, names in OF_DATA.items() if module in ("builtins", *self.source_modules)
             ]
+            kinds = [getattr(sys.modules[module], name) for module, names in used for name in names.split()]
             self._of_data = OF_TABLES.union(self.of_setup, *map(dir, kinds))
         return self._of_data
 
@@ -392,8 +411,6 @@ class Judge(Wire):
     def revive(self, tag, parts):
         if tag in ("k", "X", "m") and (self.level > 1 or tag not in self.allowed):
             self.refuse("the code gives a class")
-        if tag == "h" and self.level > 1 and parts[1] == 0:
-            self.refuse("the code gives a function in a container")
         if tag == "m":
             return METHOD
         if tag == "X":
@@ -414,6 +431,8 @@ class Judge(Wire):
             raise Malformed(f"tag {tag!r}")
         if at not in self.handles:
             self.handles[at] = made_handle(self.kind(*parts[1:]), at)
+        if self.level > 1 and "__call__" in vars(type(self.handles[at])):
+            self.refuse("the code gives a container with what can be called")
         set_slot(self.handles[at], "__built__", False)  # what comes back may stand in the place of data
         return self.handles[at]
 
@@ -431,7 +450,7 @@ class Judge(Wire):
         module, name, at = text(names[0][0]), text(names[0][1]), number(names[0][2])
         if module.split(".")[0] in LIBRARIES:
             found = vars(sys.modules.get(module, builtins)).get(name)
-            if isinstance(found, type) and issubclass(found, BaseException) and not issubclass(found, (Unjudged, Gone)):
+            if isinstance(found, type) and issubclass(found, BaseException) and found.__module__ == module:
                 return found
         if at not in self.errors:
             base = self.exception_class(names[1:]) if names[1:] else Exception
@@ -466,11 +485,26 @@ class Judge(Wire):
         except Exception as error:
             self.gone = f"the program does not tell its names: {error!r:.100}"
             raise Gone(self.gone) from None
-        self.named |= found.keys()
+        found = {name: found[name] for name in names if name in found}
         for name, value in found.items():
-            if type(value) is CodeClass and name.lstrip("_")[:1].isupper():
+            if type(value) is CodeClass and name.lstrip("_")[:1].isupper() and self.is_class(name):
                 type.__setattr__(value, "__open__", "functions" if name in self.bare else "objects")
         return found
+
+    def is_class(self, name):
+        """Whether the tests take a name for a class: they keep, name or combine what it makes."""
+        name = f"(?:{name}|candidate)" if name == self.entry else name
+        patterns = (
+            r"= *{0}\(",
+            r"\b{0}\.",
+            r"with {0}\(",
+            r", *{0}\b",
+            r"raises\({0}\b",
+            r"\b{0}\(\)",
+            r"\b{0}\([^()]*\) *\W+ *{0}\(",
+        )
+        made = re.findall(rf"\b{name}\([^()]*\)\.(\w+)", self.source)
+        return any(re.search(p.format(name), self.source) for p in patterns) or not self.of_data.issuperset(made)
 
     def request(self, op, *args, **keywords):
         """Have the code's process do an operation: what it returns, or raises what it raises."""
@@ -510,8 +544,8 @@ class Judge(Wire):
         for place, now in reply["changed"]:
             rewrite(both[number(place)], self.decode(now))
         for name, now in reply["globals"]:
-            if name in self.named:
-                self.namespace[name] = self.decode(now)
+            if name in self.named and not isinstance(value := self.decode(now), Handle):
+                self.namespace[name] = value
         if "x" in reply:
             return None, self.raised(op, self.decode(reply["x"]))
         found = reply["ok"]
@@ -527,8 +561,8 @@ class Judge(Wire):
         """The exception to raise for one of the code."""
         if not isinstance(error, BaseException):
             raise Malformed("no exception")
-        names = {kind.__name__ for kind in type(error).__mro__} - {"object", "BaseException", "Exception"}
-        expected = any(name in self.source for name in names)
+        names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__ in ("builtins", "asyncio.exceptions")}
+        expected = any(name in self.source for name in names - {"object", "BaseException", "Exception"})
         if not isinstance(error, Exception) and not expected:
             self.gone = f"the code raised {type(error).__name__}: {str(error)[:300]}"
             return Gone(self.gone)

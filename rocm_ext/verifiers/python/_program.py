@@ -61,6 +61,8 @@ class Program(Wire):
             if depth:
                 raise Unsendable(f"a container with the function {getattr(value, '__name__', '')}")
             return ["h", self.number(value), 0, "function", "object", True, []]
+        if depth and any("__call__" in vars(base) for base in kind.__mro__):
+            raise Unsendable(f"a container with an object of {kind.__name__}, which can be called")
         return ["h", self.number(value), *self.describe(kind)]
 
     def number(self, value):
@@ -131,7 +133,8 @@ class Program(Wire):
         module, name = names[0]
         found = self.theirs.get((module, name)) or getattr(sys.modules.get(module), name, None)
         if not (isinstance(found, type) and issubclass(found, BaseException)):
-            found = self.theirs[module, name] = type(name, (self.exception_class(names[1:]),), {"__module__": module})
+            base = self.exception_class(names[1:] or [["builtins", "Exception"]])
+            found = self.theirs[module, name] = type(name, (base,), {"__module__": module})
         return found
 
     def stand_in(self, number, name="", how=""):

@@ -146,6 +146,7 @@ def run(task, judge, namespace, report):
     if missing:
         return {"kind": "failed", "detail": f"the code defines no {' or '.join(sorted(missing))}"}
     score = Score(judge, task["tests"], task["all"])
+    judge.named = tests.live
     _prepare("\n".join([task["tests"], *task["trusted"]]), judge, score)
     namespace.update((name, found[name]) for name in task["shared"] if name in found)
     for source in task["trusted"]:
@@ -288,7 +289,10 @@ def _execute(statement, flags, namespace):
     try:
         exec(compile(module, "tests", "exec", flags, dont_inherit=True), namespace)
     except SystemExit as error:
-        if error.code or hasattr(error, "__number__"):
+        trace = error.__traceback__
+        while trace.tb_next is not None:
+            trace = trace.tb_next
+        if error.code or trace.tb_frame.f_code.co_filename != "tests":
             raise
 
 
@@ -368,7 +372,7 @@ class Calls:
     def __init__(self, task):
         self.cases, self.entry, self.tolerance = task["cases"], task["entry_point"], task["tolerance"]
         self.lead = self.entry.split(".")[0].split("(")[0]
-        self.required, self.library = set(), {}
+        self.required, self.live, self.library = set(), set(), {}
         self.own = self.wanted = {self.lead, "Solution"}
 
     def take(self, namespace, score):
@@ -457,9 +461,10 @@ def judge(task, hears, asks, report):
         found = {"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {said(error)}"}
     except Exception as error:  # of the tests or the set-up, or of the code that the set-up uses
         if hasattr(error, "__number__"):
-            return report({"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"})
+            return report({"kind": "failed", "detail": f"{type(error).__name__[:100]}: {said(error)}"})
         name = "" if type(error) is Broken else f"{type(error).__name__}: "
         found = {"kind": "broken", "detail": f"the tests do not work: {name}{said(error)}"}
+    found["detail"] = str(found.get("detail", ""))[:1000]  # a report fits into its pipe
     if program.unjudged and not program.gone and found.get("kind") != "broken":
-        found = {"kind": "unjudged", "detail": program.unjudged}
+        found = {"kind": "unjudged", "detail": program.unjudged[:1000]}
     report(found)

@@ -70,6 +70,7 @@ class Tests:
         own: names that only the answer can define; it must define one of them.
         required: names that the answer must define.
         wanted: names that the answer may define, with ``required``.
+        live: the answer's names whose values the tests see change.
         library: names that the tests use without importing them -> (module, its attribute, or "" for the module).
 
     Raises:
@@ -154,6 +155,7 @@ class Tests:
         # a name that the tests assign may be read before that, as in `count = count(x)`
         again = _ids(self.nodes, stored=True) & bound - self.defined
         self.wanted = own | self.required | again | imported
+        self.live = (own | self.required) - bound
         self.library = {n: (COMMON.get(n) or MODULES[n], n if n in COMMON or n in self.called else "")
                         for n in free - self.wanted if n in MODULES or n in COMMON}  # fmt: skip
 
@@ -256,13 +258,12 @@ class Tests:
         kinds = {type(n) for n in _walk(node, False)}
         if isinstance(node, ast.AsyncFunctionDef) and ast.Await in kinds and kinds & {ast.Nonlocal, ast.Global}:
             self._no(node, "counts coroutines that run beside each other", apart=True)
-        if (
-            kinds & {ast.Yield, ast.YieldFrom}
-            and is_test(name)
-            and name not in self.helpers
-            and node not in self.fixtures
-        ):
+        runs = is_test(name) and name not in self.helpers and node not in self.fixtures
+        if runs and kinds & {ast.Yield, ast.YieldFrom}:
             raise Broken(f"{name}() is a generator, which does not run: use asserts or parametrize")
+        chosen = self.wanted & _ids(n for d in node.decorator_list for n in _walk(d))
+        if is_test(name) and chosen:
+            raise Broken(f"{chosen.pop()} of the answer decorates {name}(), and so decides what is tested")
         if self.apart and (lacks := [arg.arg for arg in node.args.args if arg.arg in REASONS]):
             raise Broken(f"{name}() takes {lacks[0]}, which {REASONS[lacks[0]]}: {APART}")
 

@@ -87,9 +87,9 @@ def decode(wire, tag, parts):
             return pandas.RangeIndex(*args[:3], name=args[3])
         return pandas.MultiIndex.from_tuples(args[0], names=args[1])
     if tag == "ts":
-        return pandas.Timestamp(int(parts[0]), unit="ns" if parts[1] == "ns" else parts[1], tz=inner(parts[2]))
+        return pandas.Timestamp(int(parts[0]), tz=inner(parts[2])).as_unit(parts[1])
     if tag == "td":
-        return pandas.Timedelta(int(parts[0]), unit=parts[1])
+        return pandas.Timedelta(int(parts[0])).as_unit(parts[1])
     return pandas.NA if parts[0] else pandas.NaT
 
 
@@ -105,18 +105,15 @@ def _made(column, inner):
 
 
 def guarded(array):
-    """An array without elements that fails in comparisons with values.
+    """An array without elements that does not compute or compare with values.
 
     numpy broadcasts it against anything, and ``all`` of nothing is True: ``(f(x) == 3).all()`` would hold.
     """
     import numpy
 
-    compares = {numpy.equal, numpy.not_equal, numpy.less, numpy.less_equal, numpy.greater, numpy.greater_equal}
-
     class Empty(numpy.ndarray):
         def __array_ufunc__(self, ufunc, method, *inputs, **options):
-            if ufunc in compares:
-                same_emptiness(*inputs)
+            same_emptiness(*inputs)
             found = getattr(ufunc, method)(*map(numpy.asarray, inputs), **options)
             return found.view(Empty) if isinstance(found, numpy.ndarray) and not found.size else found
 
@@ -131,35 +128,38 @@ def same_emptiness(*values):
 
 
 def guard():
-    """Have the comparisons of numpy, pandas and pytest that hold for nothing at all fail."""
-
-    def guarding(compare):
-        def checked(found, expected, *args, **keywords):
-            same_emptiness(found, expected)
-            return compare(found, expected, *args, **keywords)
-
-        return checked
-
+    """Have the comparisons of numpy, pandas and pytest fail that hold for nothing at all."""
     if numpy := sys.modules.get("numpy"):
-        for name in ("allclose", "isclose"):
-            setattr(numpy, name, guarding(getattr(numpy, name)))
+        for name in ("allclose", "isclose", "array_equiv"):
+            setattr(numpy, name, _guarding(getattr(numpy, name)))
         for name in ("allclose", "equal", "almost_equal", "array_equal", "array_almost_equal", "approx_equal"):
-            setattr(numpy.testing, f"assert_{name}", guarding(getattr(numpy.testing, f"assert_{name}")))
+            setattr(numpy.testing, f"assert_{name}", _guarding(getattr(numpy.testing, f"assert_{name}")))
     if pandas := sys.modules.get("pandas"):
         for kind in (pandas.Series, pandas.DataFrame):
-            kind.all = guarding_all(kind.all)
+            for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+                setattr(kind, name, _guarding(getattr(kind, name)))
+            for name in ("all", "any"):
+                setattr(kind, name, _without_gaps(getattr(kind, name)))
     if pytest := sys.modules.get("pytest"):
         scalar = type(pytest.approx(1.0))
         equal = scalar.__eq__
         scalar.__eq__ = lambda self, other: 0 not in (getattr(other, "shape", ()) or ()) and equal(self, other)
 
 
-def guarding_all(every):
-    """``all`` of a table that fails for one without values."""
+def _guarding(compare):
+    def checked(found, expected, *args, **keywords):
+        same_emptiness(found, expected)
+        return compare(found, expected, *args, **keywords)
+
+    return checked
+
+
+def _without_gaps(reduce):
+    """``all`` or ``any`` of a table, which skip what is missing, and so hold for missing values alone."""
 
     def checked(self, *args, **keywords):
-        if not self.size:
-            raise AssertionError("all() of a table without values")
-        return every(self, *args, **keywords)
+        if sys.modules["numpy"].any(sys.modules["pandas"].isna(self).to_numpy()):
+            raise AssertionError("all() or any() of a table with missing values")
+        return reduce(self, *args, **keywords)
 
     return checked

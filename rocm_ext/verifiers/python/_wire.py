@@ -34,7 +34,7 @@ LIBRARY = {  # module.class -> the arguments that make an equal object
     "datetime.time": lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
     "datetime.datetime": lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
     "datetime.timedelta": lambda v: (v.days, v.seconds, v.microseconds),
-    "datetime.timezone": lambda v: (v.utcoffset(None), v.tzname(None)),
+    "datetime.timezone": lambda v: v.__getinitargs__(),
     "zoneinfo.ZoneInfo": lambda v: (v.key,),
     "uuid.UUID": lambda v: (str(v),),
     "pathlib.PosixPath": lambda v: (str(v),),
@@ -217,7 +217,9 @@ class Wire:
         """
         try:
             return self._decode(item)
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        except Malformed:
+            raise
+        except Exception as error:  # whatever a library makes of nonsense
             raise Malformed(f"{type(error).__name__}: {error}") from None
 
     def _decode(self, item):

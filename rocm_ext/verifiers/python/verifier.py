@@ -185,8 +185,9 @@ class PythonTests(Verifier):
         tested = [re.split(r"\W", entry)[0]] + ["Solution"] * (cases is not None)
         forget = f"[globals().pop(name, None) for name in {tested!r}]"  # those of the set-up are not the answer's
         program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(self._packages)}
+        holders = [] if entry.isidentifier() else re.findall(r"\w+", entry)  # classes that only hold the function
         task: dict[str, Any] = {
-            **{"trusted": trusted, "tests": tests, "entry_point": entry, "functions": re.findall(r"\w+", entry)},
+            **{"trusted": trusted, "tests": tests, "entry_point": entry, "functions": holders},
             **{"shared": shared, "methods": methods, "cases": cases, "tolerance": self.comparison.within(row)},
             **{"all": self.partial_credit, "cpu": self.limits.resources(False)["CPU"]},
         }
