@@ -82,7 +82,7 @@ def test_no_attack_is_right(verifier: PythonTests, row: dict):
     except ValueError:
         return
     result = verifier(f"```python\n{row['code']}```", fields)
-    assert result.verdict is not Verdict.CORRECT, result
+    assert result.verdict in (Verdict.WRONG, Verdict.TIMEOUT), result  # no answer escapes its verdict
     assert not result.reward
 
 
