@@ -149,9 +149,9 @@ def test_code_grpo(example):
 
 def test_two_machines(example, model, tmp_path):
     """With a server that follows vLLM's rules on this machine, and prompts from a file."""
-    shutil.copy(EXAMPLES / "own_rows" / "rows.jsonl", tmp_path / "prompts.jsonl")
-    prompts = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(tmp_path / "prompts.jsonl"),
-               "column_map": {"answer": "completion"}}  # fmt: skip
+    rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prompts = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(tmp_path / "prompts.jsonl")}
     folder, run = example("two_machines", grpo_rocm.main)
     path = folder / "two_machines.yaml"
     cfg = yaml.safe_load(path.read_text())

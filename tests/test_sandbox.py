@@ -201,19 +201,6 @@ def test_damage_is_bounded(name: str):
     assert result.reward == 0
 
 
-def test_methods_of_trusted_classes_are_not_replaced():
-    """The wire sends a set-up class by its attributes; an attribute must not replace a method."""
-    setup = "class P:\n    def __init__(self, x): self.x = x\n    def same(self, x): return self.x == x\n"
-    row = {"tests": "assert f(2).same(4)", "entry_point": "f", "test_setup": setup}
-    assert verify(fenced("def f(x): return P(x * x)"), row).verdict is Verdict.CORRECT
-    forged = "def f(x):\n    p = P(5)\n    p.same = lambda x: True\n    return p\n"
-    assert verify(fenced(forged), row).verdict is Verdict.WRONG
-    redefined = (
-        "class P:\n    def __init__(self, x): self.x = 5\n    def same(self, x): return True\ndef f(x): return P(x)"
-    )
-    assert verify(fenced(redefined), row).verdict is Verdict.WRONG
-
-
 def test_modules_that_tests_forget_to_import_are_not_the_programs():
     forged = (
         "class math:\n    isclose = staticmethod(lambda *a, **k: True)\nisclose = math.isclose\ndef f(x): return 5.0"

@@ -18,7 +18,7 @@ import torch
 from rocm_ext.hardware.cgroups import CpuQuota, cpu_quota
 
 USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # torchrun sets the first for several ranks of a machine
-LOOKS, SECONDS = 5, 0.1  # the median of these looks decides, so that a program that ends meanwhile costs no thread
+LOOKS, SECONDS = 5, 0.04  # the median of these looks decides, so that a program that ends meanwhile costs no thread
 _TORCHS = torch.get_num_threads()  # before a run chooses
 
 
@@ -49,7 +49,7 @@ def cores() -> float:
 
 
 def free_cores() -> float:
-    """Cores that other programs leave to this one at present; it takes half a second."""
+    """Cores that other programs leave to this one at present; it takes a fifth of a second."""
     quota, found = cpu_quota(), []
     before = Clocks.read(quota)
     for _ in range(LOOKS):

@@ -487,7 +487,8 @@ class Judge(Wire):
             raise Gone(self.gone) from None
         found = {name: found[name] for name in names if name in found}
         for name, value in found.items():
-            if type(value) is CodeClass and name.lstrip("_")[:1].isupper() and self.is_class(name):
+            named = type(value) is CodeClass and name.lstrip("_")[:1].isupper()
+            if named and (name in self.bare or self.is_class(name)):
                 type.__setattr__(value, "__open__", "functions" if name in self.bare else "objects")
         return found
 
