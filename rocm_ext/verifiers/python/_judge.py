@@ -26,10 +26,7 @@ from _thread import RLock
 from _wire import BINARY, FUNCTIONS, IN_PLACE, Closed, Malformed, Unsendable, Wire, mutable, number, text
 
 VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__"}
-LIBRARIES = {*sys.stdlib_module_names, "numpy", "pandas", "__main__"} - {
-    "unittest",
-    "doctest",
-}  # whose exceptions cross
+LIBRARIES = {*sys.stdlib_module_names, "numpy", "pandas", "__main__"} - {"unittest", "doctest"}  # exceptions cross
 STOPS = {"StopIteration", "StopAsyncIteration"}
 STEPS = ("next", "send", "throw", "await", "anext")
 OF_DATA = {  # types whose names data has, in modules that may not be loaded
@@ -324,7 +321,6 @@ class Judge(Wire):
         self.source = "\n".join([task["tests"], *task["trusted"]])
         self.of_setup, self.bare = task["methods"], {"Solution", *task["functions"]}
         self.entry = task["entry_point"]
-        self.source_modules = [name for name in OF_DATA if name in self.source and name in sys.modules]
         self.handles, self.kinds, self.errors = {}, {}, {}
         self.things, self.thing_numbers = [], {}  # of the tests, that the code knows by number
         self.live, self.dropped = weakref.WeakKeyDictionary(), []  # generators and coroutines
@@ -344,10 +340,8 @@ class Judge(Wire):
     def of_data(self):
         """The names that data has, and the methods of the set-up's classes, whose objects live with the code."""
         if not hasattr(self, "_of_data"):
-            used = [
-                (module, names) for module, names in OF_DATA.items() if module in ("builtins", *self.source_modules)
-            ]
-            kinds = [getattr(sys.modules[module], name) for module, names in used for name in names.split()]
+            used = [m for m in OF_DATA if m == "builtins" or (m in self.source and m in sys.modules)]
+            kinds = [getattr(sys.modules[module], name) for module in used for name in OF_DATA[module].split()]
             self._of_data = OF_TABLES.union(self.of_setup, *map(dir, kinds))
         return self._of_data
 
@@ -368,9 +362,8 @@ class Judge(Wire):
             return ["B", name]
         if kind is type(sys):
             raise Unsendable(f"the module {name} of the tests")
-        with contextlib.suppress(TypeError):
-            if value in self.live:
-                return ["h", self.live[value]]
+        if kind.__name__ in ("generator", "coroutine", "async_generator") and value in self.live:
+            return ["h", self.live[value]]
         how = "object"
         if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
             how = "iterator"
