@@ -12,7 +12,7 @@ from typing import Any
 
 from rocm_ext.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
-from rocm_ext.verifiers.mathtext import TAIL, WORD, clean, final_answer, gold_answer, number, plain, readable
+from rocm_ext.verifiers.mathtext import LETTER, TAIL, WORD, clean, final_answer, number, plain, readable
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
@@ -20,6 +20,7 @@ GROUP_SECONDS = 30.0  # for all forks of a group, half of verify_timeout's defau
 SET = re.compile(r"\s*(?:\\left\s*)?\\\{(?!\s*\()")
 TUPLE = re.compile(r"\s*(?:\\left\s*)?\([^()]*\)\s*")
 BASE = re.compile(r"\d_\{?(\d+)\}?$")
+ARGUMENT = re.compile(LETTER + r"[A-Za-z]\(([A-Za-z])\)\s*=")  # of a function: f(x) =
 # The left side of an equation that gives no value: 2x = 10, x^2 = 25 and x + 1 = 5 do not, f(2) = 5 does.
 UNSOLVED = re.compile(r"[\d)}]\s*[A-Za-z(]|\^|[-+*]\s*\d|/\s*\d|\\(?:[dt]?frac|sqrt|cdot)|[A-Za-z]\s*[-+*/]\s*[A-Za-z]")
 
@@ -28,15 +29,14 @@ class MathAnswer(Verifier):
     r"""Whether the completion's final answer equals the row's.
 
     The final answer is the last of: a ``\boxed{...}``, a line ``#### ...``, ``<answer>...</answer>``, and a sentence
-    "final answer is ..."; else what the last "answer is" or the last sentence with mathematics ends in. Ask for
-    ``\boxed{}`` or ``####`` in the prompt: prose is ambiguous. Boxes joined by "and" or "or" are one list. Words that
-    change a number ("at least 5", "5 or 6", "17, maybe 23") make the answer WRONG; units and currency signs do not.
+    "final answer is ..."; else the only value in the last clause of "answer is ...", or of the mathematics. Boxes
+    joined by "and" or "or" are one list. Words that change a value ("at least 5", "17, maybe 23"), several values that
+    are no list ("3 out of 4"), and what changes a box from outside (``-\boxed{5}``) make the answer WRONG.
 
-    Equal are the same texts; decimal numbers of exactly the same value, also as ``1,234.5``, ``1 234.5``, ``1.234,5``,
-    ``1.2e5`` or ``2,74``; 50% and both 50 and 0.5; ``x = 5`` and 5, but not ``2x = 10`` and 10. ``1, 2`` is a set,
-    ``(1, 2)`` a point or open interval. math-verify compares all else, decimals with fractions to six digits. What it
-    cannot read in full is WRONG. The search and the comparison run in a process that is killed at the time limit,
-    except for numbers that are plain at a glance.
+    Equal are the same texts; decimal numbers of exactly the same value, also as ``1,234.5``, ``1 234.5``, ``1.2e5`` or
+    ``2,74``; 50% and both 50 and 0.5; ``x = 5`` and 5, but not ``2x = 10`` and 10. ``1, 2`` is a set, ``(1, 2)`` a
+    point or open interval. math-verify compares all else, decimals with fractions to six digits. What it cannot read
+    in full is WRONG. Numbers that are plain at a glance are compared here, all else in a process with a time limit.
 
     Args:
         field: the row's field with the gold answer: text that ends like GSM8K's (``#### 72``), has a ``\boxed{}``,
@@ -47,9 +47,9 @@ class MathAnswer(Verifier):
 
     def __init__(self, field: str = "answer", tolerance: float = 0.0, timeout: float = 5.0) -> None:
         if not 0 <= tolerance < 1 or timeout <= 0:
-            raise UserError(f"MathAnswer needs 0 <= tolerance < 1 and timeout > 0, found {tolerance} and {timeout}")
+            raise UserError(f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}")
         self.field, self.tolerance, self.timeout = field, tolerance, timeout
-        self.needs = (field,)
+        self.needs: tuple[str, ...] = (field,)
         node = {"_component_": "rocm_ext.verifiers.MathAnswer", "tolerance": tolerance, "timeout": timeout}
         self._elsewhere = Elsewhere(node, timeout)  # this process may be unable to fork
 
@@ -63,25 +63,22 @@ class MathAnswer(Verifier):
         value = row.get(self.field)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return
-        if plain(field(row, self.field, str)) is not None:
-            return
-        gold = gold_answer(row[self.field])
-        text = readable(gold)
-        if number(gold) is None and not (_worded(gold) or (text and _parse(text))):
-            found = short(row[self.field], 80)
-            raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {found!r}")
+        gold = final_answer(field(row, self.field, str), gold=True)
+        worded = WORD.search(gold) and not re.search(r"\d", gold)
+        if number(gold) is None and not worded and not _parse(gold):
+            raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         answer = str(row[self.field])
         mine, gold = plain(completion), plain(answer)
         if mine is not None and gold is not None:
-            return _verdict(abs(mine - gold) <= abs(gold) * Fraction(self.tolerance), str(mine))
+            return _verdict(abs(mine - gold) <= abs(gold) * Fraction(self.tolerance), mine)
         if not worker.RUNNING:
             return self._elsewhere(completion[-TAIL:], {"answer": answer})
-        return _child(functools.partial(_judge, completion, answer, self.tolerance), self.timeout)
+        return _child(self.timeout, _judge, completion, answer, self.tolerance)
 
 
-class MajorityAnswer(Verifier):
+class MajorityAnswer(MathAnswer):
     """Whether the completion's final answer is the most frequent one among the answers to its prompt.
 
     Majority voting needs no right answers (TTRL, arXiv:2504.16084). A row that has one is judged by it, so held-out
@@ -102,27 +99,24 @@ class MajorityAnswer(Verifier):
     ) -> None:
         if not 0 <= min_share <= 1:
             raise UserError(f"MajorityAnswer needs min_share in [0, 1], found {min_share}")
-        self.min_share, self.field = min_share, field
-        self._compared = MathAnswer(field or "answer", tolerance, timeout)
+        super().__init__(field or "", tolerance, timeout)
+        self.needs, self.min_share = (), min_share
         node = {"_component_": "rocm_ext.verifiers.MajorityAnswer", "tolerance": tolerance, "timeout": timeout}
         self._elsewhere = Elsewhere(node | {"min_share": min_share, "field": field}, timeout)
 
-    def check(self) -> None:
-        self._compared.check()
-
     def check_row(self, row: Mapping[str, Any]) -> None:
-        if self._has_answer(row):
-            self._compared.check_row(row)
+        if row.get(self.field) is not None:
+            super().check_row(row)
 
-    def _has_answer(self, row: Mapping[str, Any]) -> bool:
-        return self.field is not None and row.get(self.field) is not None
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        return self.judge_group([completion], row)[0]
 
     def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-        if self._has_answer(row):
-            return [self._compared(completion, row) for completion in completions]
+        if row.get(self.field) is not None:
+            return [super(MajorityAnswer, self).__call__(completion, row) for completion in completions]
         if len(completions) < 2:
-            more = "" if self.field is None else f"; to judge it alone, the row needs the field {self.field!r}"
-            return [error(f"one answer alone has no majority{more}")] * len(completions)
+            needed = self.field and f"; to judge it alone, the row needs the field {self.field!r}"
+            return [error(f"one answer alone has no majority{needed}")]
         if not worker.RUNNING and any(plain(text) is None for text in completions):
             return self._elsewhere.judge_group([text[-TAIL:] for text in completions], {})
         results, votes = self._votes(completions)
@@ -136,59 +130,65 @@ class MajorityAnswer(Verifier):
 
     def _votes(self, completions: Sequence[str]) -> tuple[list[Result], dict[str, list[int]]]:
         """A result for each completion without an answer, and the places of the completions with each answer."""
-        tolerance, end = self._compared.tolerance, time.monotonic() + GROUP_SECONDS
+        tolerance, end = self.tolerance, time.monotonic() + GROUP_SECONDS
+        results: list[Result] = []
+        votes: dict[str, list[int]] = {}
+        sizes: dict[str, str] = {}  # of answers that can be computed in time; any other equals no other
 
-        def child(judge: Callable[[], Result], shares: int) -> Result:
-            return _child(judge, max(0.01, min(self._compared.timeout, (end - time.monotonic()) / shares)))
+        def child(judge: Callable[..., Result], *args: Any) -> Result:
+            seconds = (end - time.monotonic()) / 2 / (len(completions) - len(results))  # half is for what follows
+            return _child(max(0.01, min(self.timeout, seconds)), judge, *args)
 
-        results, votes = [], {}  # type: tuple[list[Result], dict[str, list[int]]]
         for place, completion in enumerate(completions):
             value = plain(completion)
-            shares = 2 * (len(completions) - place)  # half of the time is for what follows
-            found = child(functools.partial(_find, completion), shares) if value is None else correct(value)
-            results.append(found)
+            found = child(_find, completion) if value is None else correct(value)
+            answer = found.detail
             if found.verdict is Verdict.CORRECT:
-                answer = found.detail
-                same = (known for known in votes if same_text(known, answer) or _by_number(known, answer, tolerance))
-                votes.setdefault(next(same, answer), []).append(place)
-        sizes: dict[str, str] = {}  # of answers that can be computed in time; any other equals no other
-        for i, answer in enumerate(waiting := list(votes)):
-            left = 2 * (len(waiting) - i)
-            size = correct() if number(answer) else child(functools.partial(_size, answer), left)
-            if size.verdict is not Verdict.CORRECT:
-                continue
-            for known in [known for known in sizes if size.detail in ("", sizes[known]) or not sizes[known]]:
-                compared = functools.partial(_same_value, known, answer, tolerance)
-                if _by_number(known, answer, tolerance) is None and child(compared, left).reward:
-                    votes[known] += votes.pop(answer)
-                    break
-            else:
-                sizes[answer] = size.detail
+                same = next((k for k in votes if same_text(k, answer) or _by_number(k, answer, tolerance)), None)
+                size = correct() if same or number(answer) else child(_size, answer)
+                if same is None and size.reward:
+                    like = [k for k in sizes if "" in (size.detail, sizes[k]) or size.detail == sizes[k]]
+                    asked = (k for k in like if _by_number(k, answer, tolerance) is None)
+                    same = next((k for k in asked if child(_same_value, k, answer, tolerance).reward), None)
+                    sizes.setdefault(same or answer, size.detail)
+                votes.setdefault(same or answer, []).append(place)
+            results.append(found)
         return results, votes
 
 
-def _child(judge: Callable[[], Result], seconds: float) -> Result:
+def _child(seconds: float, judge: Callable[..., Result], *args: Any) -> Result:
     _library()  # before the fork, so that every child has it
-    return forked(judge, seconds, "the comparison") or wrong("the answer cannot be compared")
+    return forked(functools.partial(judge, *args), seconds, "the comparison") or wrong("the answer cannot be compared")
 
 
 def _find(completion: str) -> Result:
-    answer = final_answer(completion)
-    if answer is None:
+    if not (answer := final_answer(completion)):
         return unparsed("no answer found")
     return correct(answer) if len(answer) <= 250 else wrong("the answer is too long to vote")
 
 
-def _same_value(gold: str, found: str, tolerance: float) -> Result:
-    return _verdict(_equal(gold, found, tolerance), found)
-
-
 def _size(answer: str) -> Result:
     """The first digits of an answer's value, empty for what is no number: equal answers have the same ones."""
-    text = readable(answer)
-    parsed = _parse(text) if text else []
+    parsed = _parse(answer)
     value = parsed[0].evalf(15) if parsed and hasattr(parsed[0], "evalf") else None
     return correct(f"{float(value):.3g}" if value is not None and value.is_Float else "")
+
+
+def _judge(completion: str, answer: str, tolerance: float) -> Result:
+    """Find the final answer and compare it with the gold one."""
+    gold, found = final_answer(answer, gold=True), final_answer(completion)
+    if same_text(found or clean(completion), gold) or same_text(completion, answer):
+        return _verdict(True, gold)
+    return _same_value(gold, found, tolerance) if found else unparsed("no answer found")
+
+
+def _same_value(gold: str, found: str, tolerance: float) -> Result:
+    equal = _by_number(gold, found, tolerance)
+    return _verdict(_compare(gold, found, tolerance) if equal is None else equal, found)
+
+
+def _verdict(equal: bool, found: object) -> Result:
+    return (correct if equal else wrong)(f"found {found}")
 
 
 def same_text(a: str, b: str) -> bool:
@@ -197,42 +197,12 @@ def same_text(a: str, b: str) -> bool:
     return a == b or (len(a) > 1 and a.casefold() == b.casefold() and all(part.isalpha() for part in a.split()))
 
 
-def _worded(gold: str) -> bool:
-    return bool(WORD.search(gold)) and not re.search(r"\d", gold)
-
-
-def _verdict(equal: bool, found: str) -> Result:
-    return correct(f"found {short(found)}") if equal else wrong(f"found {short(found)}")
-
-
-def _judge(completion: str, answer: str, tolerance: float) -> Result:
-    """Find the final answer and compare it with the gold one. It runs in a child."""
-    gold, found = gold_answer(answer), final_answer(completion)
-    if same_text(clean(completion) if found is None else found, gold) or same_text(completion, answer):
-        return correct(f"found {short(gold)}")
-    if found is None:
-        return unparsed("no answer found")
-    bare = found.removesuffix("!")  # the end of a sentence: no factorial is meant above 20
-    if (value := number(bare)) and not re.search(r"\\boxed|\\fbox|####|\$|\\[(\[]", completion[-TAIL:]):
-        found = bare if value[0] > 20 or value[0].denominator > 1 else found
-    return _same_value(gold, found, tolerance)
-
-
-def _equal(gold: str, found: str, tolerance: float) -> bool:
-    """Whether two answers have the same value. It runs in a child."""
-    equal = _by_number(gold, found, tolerance)
-    if equal is not None:
-        return equal
-    a, b = readable(gold), readable(found)
-    return a is not None and b is not None and _compare(a, b, tolerance)
-
-
 def _by_number(gold: str, found: str, tolerance: float) -> bool | None:
-    """Whether two decimal numbers are equal; None if one is no number."""
+    """Whether two decimal numbers are equal; None if one is no number. With a number, ``2,74`` is one."""
     golden = number(gold)
     mine = number(found if golden is None else re.sub(r"\A[A-Za-z](?:_\w)?\s*=", "", found))
     if (mine is None) != (golden is None):
-        mine, golden = mine or number(found, comma=True), golden or number(gold, comma=True)
+        mine, golden = mine or number(found.replace(",", ".")), golden or number(gold.replace(",", "."))
     if mine is None or golden is None:
         return None
     values = {mine[0]} if mine[1] == golden[1] else {mine[0], mine[0] / 100 if mine[1] else mine[0] * 100}
@@ -240,24 +210,27 @@ def _by_number(gold: str, found: str, tolerance: float) -> bool | None:
 
 
 def _compare(gold: str, found: str, tolerance: float) -> bool:
-    """Whether two readable answers are equal for a math-verify that this makes stricter. It runs in a child."""
+    """Whether two answers are equal for a math-verify that this makes stricter. It runs in a child only."""
     from sympy import Eq
 
-    math_verify = _library()
+    golden, mine = (set(ARGUMENT.findall(answer)) for answer in (gold, found))
+    if len(golden) == len(mine) == 1 and not golden & set(re.sub(r"\\[A-Za-z]+", "", found)):
+        found = re.sub(LETTER + mine.pop(), golden.pop(), found)  # W(x) = 1 says what W(n) = 1 does
+    target, parsed = _parse(gold), _parse(found)
+    if not target or not parsed or any(SET.match(a) and TUPLE.fullmatch(b) for a, b in ((gold, found), (found, gold))):
+        return False
     base, other = BASE.search(gold), BASE.search(found)
     if other and other[1] != (base[1] if base else "10"):
         return False
-    target, parsed = _parse(gold), _parse(found)
-    if not target or not parsed or any(SET.match(a) and TUPLE.fullmatch(b) for a, b in ((gold, found), (found, gold))):
+    left, equation, _ = found.partition("=")
+    if equation and isinstance(parsed[0], Eq) and not isinstance(target[0], Eq) and UNSOLVED.search(left):
         return False
     with contextlib.suppress(TypeError, ValueError, AttributeError):
         if tolerance:
             a, b = (side[0].evalf(30) for side in (target, parsed))  # floats end at 1.8e308
             if a.is_Number and b.is_Number and a.is_finite and b.is_finite:
                 return bool(abs(a - b) <= tolerance * abs(a))
-    left, equation, _ = found.partition("=")
-    if equation and isinstance(parsed[0], Eq) and not isinstance(target[0], Eq) and UNSOLVED.search(left):
-        return False
+    math_verify = _library()
     _stricter(math_verify.grader, tolerance)
     digits = int(-math.log10(tolerance)) if tolerance else 6
     return math_verify.verify(target, parsed, float_rounding=digits, timeout_seconds=None)
@@ -268,12 +241,20 @@ def _stricter(grader: Any, tolerance: float) -> None:
 
     By itself it rounds differences: ``10^{-20}`` and ``1/2006!`` are zero to it.
     """
-    from sympy import solve
+    from sympy import Float, Rational, UnevaluatedExpr, solve
 
     numeric, solved = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
 
     def numeric_equal(a: Any, b: Any, *digits: int) -> bool:
-        return numeric(a, b, *digits) and not _far(a, b, tolerance)
+        if not getattr(a, "is_Matrix", False) and not a.has(UnevaluatedExpr) and not b.has(UnevaluatedExpr):
+            symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+            values = {symbol: Rational(1009 + 26 * i, 997 - 6 * i) for i, symbol in enumerate(symbols)}
+            near = tolerance or 1e-5 if a.has(Float) or b.has(Float) else 1e-12
+            with contextlib.suppress(TypeError, ValueError, AttributeError):
+                x, y = a.subs(values).evalf(30), b.subs(values).evalf(30)
+                if abs(x - y) > near * max(abs(x), abs(y)):
+                    return False
+        return numeric(a, b, *digits)
 
     def solutions_equal(a: Any, b: Any, *digits: int) -> bool:
         return bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
@@ -281,25 +262,12 @@ def _stricter(grader: Any, tolerance: float) -> None:
     grader.sympy_numeric_eq, grader.sympy_solve_and_compare = numeric_equal, solutions_equal
 
 
-def _far(a: Any, b: Any, tolerance: float) -> bool:
-    """Whether two expressions differ by more than 1e-5 of their size (1e-12 if exact), at one value of the symbols."""
-    from sympy import Float, Rational, UnevaluatedExpr
-
-    if getattr(a, "is_Matrix", False) or a.has(UnevaluatedExpr) or b.has(UnevaluatedExpr):
-        return False
-    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-    values = {symbol: Rational(1009 + 26 * i, 997 - 6 * i) for i, symbol in enumerate(symbols)}
-    near = tolerance or 1e-5 if a.has(Float) or b.has(Float) else 1e-12
-    with contextlib.suppress(TypeError, ValueError, AttributeError):
-        x, y = a.subs(values).evalf(30), b.subs(values).evalf(30)
-        return bool(abs(x - y) > near * max(abs(x), abs(y)))
-    return False
-
-
-def _parse(text: str) -> list:
-    """Parse a readable answer with math-verify; empty if it cannot read it."""
+def _parse(answer: str) -> list:
+    """Parse an answer with math-verify; empty if it cannot read all of it."""
     from latex2sympy2_extended import NormalizationConfig
 
+    if (text := readable(answer)) is None:
+        return []
     math_verify = _library()
     # units: math-verify would take the t off 2t
     normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")

@@ -1,14 +1,15 @@
-"""Where the final answer of a mathematical text stands, and the decimal numbers among answers.
+"""Where the final answer of a mathematical text stands, and which decimal number a text is.
 
-A text is words and runs of mathematics between them. The answer is what a mark holds (a box, ``####``, ``<answer>``,
-"answer is"), else the last run. The words beside a run may change its value ("at least 5"): then the words stay, and
-text with words equals the same words only.
+A text is words and runs of mathematics between them. A mark (a box, ``####``, ``<answer>``) or else the last clause
+with mathematics gives the answer: its only run, or a list joined by "and", "or" and commas. Where it has more runs, or
+words beside it change its value ("at least 5"), the answer is all of the text: text with words equals only itself.
 """
 
 # ruff: noqa: E501 - patterns that are read in one piece
 
 import re
 from fractions import Fraction
+from itertools import pairwise
 
 TAIL = 20_000  # characters at the end of a text that are searched
 LONGEST = 500  # characters of an answer that is read
@@ -27,7 +28,8 @@ SIGNS = str.maketrans(
     | dict(zip("½¼¾⅓⅔。？！", [" 1/2", " 1/4", " 3/4", " 1/3", " 2/3", ". ", "? ", ". "], strict=True))
 )
 POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-REWRITES = [  # mark-up that changes no value, in this order
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
+REWRITES = [  # to one way of writing, in this order; none changes a value
     (r"<<[^<>\n]{1,100}>>", ""),  # GSM8K's calculations: 48+24 = <<48+24=72>>72
     (r"(?m)^[ \t]*(?:[-+*•][ \t]+)+", ""),  # the bullet of a list, which is no minus
     (r"(?<=[\d)])\*\*(?=[\d(])", "^"),
@@ -36,86 +38,71 @@ REWRITES = [  # mark-up that changes no value, in this order
     (r"(?<=\d)(?: ?x ?| X )(?=\$?\.?\d)", "*"),  # 4 x 5
     (r"(?<=[\w}]) ?\\(?:text|mathrm|mbox) ?\{ ?[mgshlLJNWVC] ?\}", " unit "),  # 72 \text{ m}
     (r"\\(?:text\w*|math(?:rm|bf|sf|it)|[hm]box) ?\{([^{}]*)\}", r" \1 "),
-    (r'\\"', '"'),
     (r"(?<![\w'\"])(['\"])([^'\"\n]{1,100})\1(?!\w)", r" \2 "),
-    (r"(?<!\\)\\!", ""),
     (r"(?<=\d)(and|or)(?=[A-Z\\])", r" \1 "),
-    (r"(?<!\\)\\[,;: ]|\\q?quad\b|(?<!\\)~", " "),
+    (r"(?<!\\)\\[,;:! ]|\\q?quad\b|(?<!\\)~", " "),
     (r"-\\?\$(?=[\d.])", "-"),
     (r"\\?\$|(?<!\\)\\[()\[\]]|\\displaystyle\b", " "),
     (r"(?<=[\d}]) *[ckm]m *\^(?:\{[23]\}|[23])|(?<=\d)(?=(?:[ckm]m|[km]g|ft|in|lb|oz|m[lL]|hrs?|min|mi|mph)\b)", " "),
     (r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}"),  # \frac 1 2
     (r"_(\w)\s+(?=\d)", r"_{\1}"),  # \log_2 3
     (r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp|sqrt)(?= ?[\d(])", r"\\\1 "),
+    (r"(?<![\d.,/^}])(\d{1,20})\s+(\d{1,20}\s*/\s*\d{1,20})(?![\d.!^])", r"(\1+\2)"),  # 1 1/2
+    (r"(?<=\d) *(?:percent(?:age)?|pct)\b", "%"),
+    (r"(?<=\d) *dozen\b", "*12"),
+    *((rf"(?<=\d) *{word}\b", rf"*10^{{{power}}}") for word, power in SCALES.items()),
 ]
 MARKUP = [(re.compile(pattern), by) for pattern, by in REWRITES]
+# 1,234 and 1 234, but not the point (1,234)
+GROUPED = re.compile(r"(?<![\d.,(\[])(?<!\\\{)[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d|,\d| ?\d)")
 
-BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|\\boxed[ \t]+([^\s{}$\\]+)|(?<!\\)[{}]")
+NESTED = r"(?:\\.|[^{}\\])*"
+for _ in range(30):
+    NESTED = rf"(?:\\.|[^{{}}\\]|\{{{NESTED}\}})*"
+BOX = re.compile(rf"\\(?:boxed|fbox)\s*\{{({NESTED})\}}|\\boxed[ \t]+([^\s{{}}$\\]+)", re.S)
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
-TAG = "<answer>", "</answer>"  # as many prompts for reinforcement learning want it
+TAG = re.compile("<answer>(.*?)</answer>", re.S)  # as many prompts for reinforcement learning want it
 PHRASE = re.compile(r"\b(final )?answer\b[*_ \t]*(?:is|are|equals|=|:)[*_: \t]*", re.I)
 END = re.compile(r"\n|[.?](?=[\s*_\"')]|$)|(?<!\d)!(?=\s|$)")  # of a sentence; 5! is a factorial
 
 WORD = re.compile(  # of any language; xy is a product
-    r"(?<![\\{A-Za-z_^])(?:\d+(?:st|nd|rd|th)\b|[A-Za-z]+'(?:s|t|re|ll)\b|(?:[^\W\d_]{3,}"
+    r"((?<![\\{A-Za-z_^])(?:\d+(?:st|nd|rd|th)\b|[A-Za-z]+'(?:s|t|re|ll)\b|(?:[^\W\d_]{3,}"
     r"|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if|or|vs|be|do|up|me|my|us|sq|[ckm]m|[km]g|ft|lb|oz|m[lL]|hr|mi|(?<!\S)(?<![-+*/=^,(]\s)a(?!\s*[-+*/=^_<>,)}\\(]))"
-    r"(?![A-Za-z{])|[^\W\d_\x00-\x7f\u0370-\u03ff]+)",
+    r"(?![A-Za-z{])|[^\W\d_\x00-\x7f\u0370-\u03ff]+))",
     re.I,
 )
 PARTS = r"hal(?:f|ves)|thirds?|quarters?|fourths|fifths|sixths|eighths|tenths|hundredths"
-DENIED = r"not|never|cannot|anything but|no longer|n?either|nor|maybe|perhaps|possibly|formerly|previously|originally"
-BEFORE = re.compile(  # what changes the value of the run after it
-    rf"(?:\b(?:{DENIED}|least|most|than|(?<!add )(?<!adds )up to|over|under|above|below|exceed\w*|before|after|minus|negative|plus|times|between|from"
-    rf"|divided by|multiplied by|out|{PARTS}|percent|squared?|cubed?|reciprocal|inverse|opposite|negat\w+|successor"
-    rf"|predecessor|digits|twice|double|triple|thrice|multiples?|roots?|power|factorial|remainder)|n't|至少|至多|不是|或)"
-    rf"(?: ?(?:of|be|the|an?|about|only|just|exactly)\b)*[\s(]*$",
+DENIED = r"not|never|cannot|anything but|no longer|n?either|nor|maybe|perhaps|possibly|formerly|previously|originally|minus|negative|plus|times"
+LESS = rf"or|least|most|than|(?<!add )(?<!adds )up to|over|under|above|below|exceed\w*|between|from|{PARTS}|percent|squared?|cubed?|reciprocal|inverse|opposite|negat\w+|successor|predecessor|twice|double|triple|thrice|multiples?|roots?|factorial"
+MORE = rf"or|unless|(?:is|was|are) (?:not|wrong|incorrect)|isn't|squared|cubed|factorial|(?:and )?(?:an? |one |two |three )?(?:{PARTS})|score|gross|lakh|crore|(?:in )?base|mod\w*|(?:{'|'.join(SCALES)}|dozen|ten)s?|if right|(?:to|through|over) \d+"
+NEXT = r"(?: ?(?:of|be|the|an?|about|only|just|exactly)\b)*[\s({]*\Z"
+# What changes the value after it, and the value before it: for a run among words, and for a box
+BEFORE = re.compile(rf"(?:\b(?:{DENIED}|{LESS})|n't|至少|至多|不是|或){NEXT}", re.I)
+AFTER = re.compile(rf"(?:[\s)(]*|[^.?\n]{{0,25}}[\s(])(?:(?:{DENIED}|{MORE})\b|或)", re.I)
+LEFT = re.compile(
+    rf"(?:[\d+*/^_<>]|(?<!-)-|!=|\\(?:cdot|times|div|pm|neq?|sqrt|[dtc]?frac|log|ln)\b|\}}(?=\s*\{{)|\b(?:{DENIED})|n't){NEXT}",
     re.I,
 )
-AFTER = re.compile(  # what changes the value of the run before it
-    rf"(?:[\s(]*|[^.?\n]{{0,25}}[\s(])(?:or|maybe|perhaps|possibly|formerly|previously|unless|(?:is|was|are) (?:not|wrong|incorrect)|isn't"
-    rf"|squared|cubed|factorial|(?:and )?(?:an? |one |two |three )?(?:{PARTS})|score|gross|lakh|crore|(?:in )?base|mod\w*|hundreds|thousands"
-    rf"|[mbtr]+illions|dozens|tens|if right|plus|minus|times|(?:to|through|over) \$?\d|或)\b",
-    re.I,
+RIGHT = re.compile(
+    r"[\s)]*(?:[*/+^_]|-\s?\d|\.?\d|\\(?:cdot|times|div|pm)\b|(?:or|and)\b[\s(]*\d|,\s*\d[\d. ]*(?:\n|\Z))"
 )
-JOIN = re.compile(r"(?:[\w\s]{1,20},)?[\s,;&]*(?:(?:and|or)\b)?[\s,;&]*", re.I)
-LENGTH = r"hours?|hrs?|minutes?|mins?|days?|weeks?|months?|years?|feet|foot|ft|dollars?|pounds?|lbs?|yards?|k?m|k?g|met(?:er|re)s?"
-UNCLEAR = re.compile(  # between two numbers: neither alone is the answer
-    rf"[^.]*\b(?:or|nor)\b[^.]*|(?:\w+\s+)?(?:to|through|versus|vs)\s+(?:(?:about|the)\s+)?|of\s+|(?:{LENGTH})\W*"
-    rf"|(?:\w+\s+){{0,2}}and\s+|[^(]*\([^)]*",
-    re.I,
-)
-ASIDE = re.compile(
-    r"(?!.*\b(?:or|not|but|so|and|less|minus|plus|times)\b)[^,;(]*\b(?:in|for|from|after|during|on|by|to [a-z]{3,})\b[^,;(]*"
-)
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-SCALE = re.compile(rf"[\s(]*({'|'.join(SCALES)}|%|percent|percentage|pct)(?![A-Za-z])", re.I)
-
-SPACED = r"[1-9]\d{0,2}(?: \d{3})+"
-GROUPED = r"[1-9]\d{0,2}(?:,\d{3})+"
-EUROPEAN = r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}"
-POWER = r"(?:[eE]|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*)\{?\s*([-+]?\d{1,3})\s*\}?"
-NUMBER = re.compile(
-    rf"([-+]?)\s?(?:({EUROPEAN})|((?:{SPACED}|{GROUPED}|\d+)(?:\.\d+)?|\.\d+))(?:{POWER})?"
-    rf"\s?({'|'.join(SCALES)})?\s?(\\?%)?(?:\^\\circ|\^\{{\\circ\}})?"
-)
-MIXED = re.compile(r"(?<![\d.,/^}])(\d{1,20})\s+(\d{1,20}\s*/\s*\d{1,20})(?![\d.!^])")
+JOIN = re.compile(r"(?:(?:and|or)\b|\w+\s*,)\W*\w?\Z")  # values of a list
+CLAUSE = re.compile(r"(?:[,;] |(?<!or )\b(?=(?:which|it's|so)\b))(?!(?:and|or|nor)\b)(?=[A-Za-z]{2})", re.I)
 # What latex2sympy would leave out without a word, or add up: "5 6" is 11 to it, "1, \ldots, 9" is 1, 9.
 UNREADABLE = re.compile(
     r"\d\s+\d|\d\s*\}\s+\d|\\[a-z]*dots|\.\.|\d\s*[\"']|\\pmod|\\equiv|\\prime|(?<!\\)~|[?#@]"
     r"|^\s*(?:[<>]|\\(?:[lg]eq?|lt|gt)\b)|(?:[<>=]|\\[lg]eq?|\\neq?)\s*$|[^\x00-\x7f]"
 )
+LETTER = r"(?<![\\A-Za-z])"  # before the first letter of a name that is no command
 THING = re.compile(r"\d|\\[A-Za-z]")
 ROWS = re.compile(r"\\begin\{(\w*matrix|cases|array)\}.{0,400}?\\end\{\1\}", re.S)
-BESIDE = re.compile(  # what makes the box before it a part
-    r"[\s)]*(?:[*/+]\s*[\d\\(]|-\s?\d|\.?\d|\\(?:cdot|times|div|pm)\b|(?:or|and)\b[\s(]*(?:maybe\s+)?\d|,\s*\d[\d. ]*(?:\n|\Z))"
+NUMBER = re.compile(
+    r"([-+]?)\s?(\d+(?:\.\d+)?|\.\d+)(?:(?:[eE]|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*)\{?\s*([-+]?\d{1,3})\s*\}?)?"
+    r"\s?(\\?%)?(?:\^\\circ|\^\{\\circ\})?"
 )
-BESIDE_LEFT = re.compile(  # what makes the box after it a part
-    rf"(?:\d|[+*/^_<>]\s*|!=\s*|\\(?:cdot|times|div|pm|neq?|sqrt|[dtc]?frac|log|ln)\b\s*|\}}\s*(?=\{{)|(?:\b(?:{DENIED})|n't)(?: be| just| only| exactly)?\s+)[({{\s]*\Z",
-    re.I,
-)
-
 PLAIN = re.compile(  # a number that needs no search: the whole text, a last line ####, or a last box
-    rf"(?:\A|(?:\A|\n)####|((?:\A|\n|:|\bis|(?<![!<>])=) ?\$?\\boxed\{{))[ \t]?([-+]?(?:{GROUPED}|\d+)(?:\.\d+)?)(?(1)\}}\$?)\.?\s*\Z"
+    r"(?:\A|(?:\A|\n)####|((?:\A|\n|:|\bis|(?<![!<>])=) ?\$?\\boxed\{))[ \t]?"
+    r"([-+]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?)(?(1)\}\$?)\.?\s*\Z"
 )
 
 
@@ -137,162 +124,107 @@ def clean(text: str) -> str:
         text = re.sub(r"[^\W\d_]|\d", lambda m: str(int(m[0])) if m[0].isdecimal() else m[0], text)
     for pattern, by in MARKUP:
         text = pattern.sub(by, text)
+    text = GROUPED.sub(lambda m: re.sub("[, ]", "", m[0]), text)
     return ROWS.sub(lambda m: m[0].replace("\n", " "), text)
 
 
-def gold_answer(text: str) -> str:
-    """The answer in a row's field: the marked one, as in :func:`final_answer`, or the whole text."""
-    text = clean(re.sub(r"\A\s*-\s+", "-", text))
-    found = _marked(text)
-    if found is None and PHRASE.search(text):
-        found = _said(text)
-    return _read(text, True) if found is None else found
-
-
-def final_answer(text: str) -> str | None:
-    """The text of a completion's final answer, as ``MathAnswer`` defines it; None if it has none."""
+def final_answer(text: str, gold: bool = False) -> str:
+    """The final answer of a text, as ``MathAnswer`` defines it, empty if it has none; a gold one may be all of it."""
+    if gold:  # - 5 is no item of a list there, and \boxed{5 ends with the text
+        text = re.sub(r"\A\s*-\s+", "-", text) + "}" * (text.count("{") - text.count("}"))
     text = clean(text)
     found = _marked(text)
-    return (_said(text) or "" if found is None else found).strip() or None
+    if found is None:
+        found = _read(text, True) if gold and not PHRASE.search(text) else _said(text)
+    return found.strip()
 
 
 def _marked(text: str) -> str | None:
     """What the last mark holds: joined boxes, a line ``####``, ``<answer>``, or a sentence "final answer is ..."."""
-    found = [(m.end(), _read(m[1], True)) for m in [*HASHES.finditer(text)][-1:]]
-    found += _boxes(text)
-    end = text.rfind(TAG[1])
-    if (start := text.rfind(TAG[0], 0, max(end, 0))) >= 0:
-        inner = text[start + len(TAG[0]) : end]
-        found.append((end + 1, _marked(inner) or _said(inner) or inner.strip()))
+    found = [(m.end(), _read(m[1], True)) for m in [*HASHES.finditer(text)][-1:]] + _boxes(text)
+    for match in [*TAG.finditer(text)][-1:]:
+        inner = _marked(match[1])
+        found.append((match.end(), _said(match[1]) or match[1].strip() if inner is None else inner))
     for match in [m for m in PHRASE.finditer(text) if m[1]][-1:]:
-        sentence = _sentence(text, match.end())
+        sentence = _sentences(text[match.end() :])[0]
         if found and "\\boxed" not in sentence and THING.search(sentence):
-            found.append((match.end() + len(sentence), _read(sentence)))
+            found.append((match.end(), _read(sentence)))
     return max(found)[1] if found else None
 
 
 def _boxes(text: str) -> list[tuple[int, str]]:
     """End and content of the last box, and of those before it that it is joined to: by little text, or by and/or."""
-    boxes: list[tuple[int, int, str]] = []
-    opened = []
-    for match in BRACE.finditer(text):
-        if match[1]:
-            boxes.append((match.start(), match.end(), match[1].rstrip(".,;:")))
-        elif match[0] != "}":
-            opened.append(match)
-        elif opened and (start := opened.pop())[0] != "{":
-            while boxes and boxes[-1][0] > start.start():  # a box inside another is part of it
-                boxes.pop()
-            boxes.append((start.start(), match.end(), text[start.end() : match.start()]))
-    if not boxes:
+    *boxes, last = [None, *BOX.finditer(text)]
+    if last is None:
         return []
-    first, end, inner = boxes.pop()
-    parts = [inner]
-    while boxes:
-        between = text[boxes[-1][1] : first]
-        if len(between) >= 10 and not (len(between) < 70 and re.search(r"\b(?:and|or)\b", between)):
-            break
-        first, _, inner = boxes.pop()
-        parts += [inner] * (inner != parts[-1])
-    inner = _read(", ".join(reversed(parts)), True)
-    before, after = text[max(0, first - 60) : first].rpartition("\n")[2], text[end : end + 60]
-    if part := re.match(r"\s{0,2}[\^_](?:\{[^{}]*\}|\w)", after):
-        inner += part[0].strip()
-    elif scale := SCALE.match(after.lstrip(" )")):
-        inner += _scale(scale)
-    elif BESIDE.match(after) or AFTER.match(after):
-        return [(end, f"part of {inner}")]
-    if minus := re.search(r"(?<![-\d)}])-[ \t]*\Z", before.rstrip(" ({")):
-        inner = f"-{inner}" if number(inner) else f"-({inner})"
-        before = before[: minus.start()]
-    return [(end, f"part of {inner}" if BESIDE_LEFT.search(before) else inner)]
+    start, parts = last.start(), [last[1] or (last[2] or "").rstrip(".,;:")]
+    near = re.compile(r".{0,9}|(?=.{0,69}\Z).*\b(?:and|or)\b.*", re.S)
+    while (box := boxes.pop()) and near.fullmatch(text, box.end(), start):
+        start, parts = box.start(), [box[1] or box[2] or ""] * (box[1] != parts[0]) + parts
+    inner = _read(", ".join(parts), True)
+    before, after = text[max(0, start - 60) : start].rpartition("\n")[2], text[last.end() : last.end() + 60]
+    part = LEFT.search(before) or RIGHT.match(after) or AFTER.match(after)
+    return [(last.end(), f"part of {inner}" if part else inner)]
 
 
-def _scale(match: re.Match | None) -> str:
-    return "" if match is None else f" {match[1].lower()}" if match[1].lower() in SCALES else "%"
+def _sentences(text: str) -> list[str]:
+    return [sentence for sentence in END.split(text) if sentence.strip()] or [""]
 
 
-def _sentence(text: str, start: int) -> str:
-    """The sentence that begins at ``start``, or on the next line that has text."""
-    rest = text[start:].lstrip()
-    end = END.search(rest)
-    return rest[: end.start()] if end else rest
-
-
-def _said(text: str) -> str | None:
+def _said(text: str) -> str:
     """The answer in the sentence of the last "answer is", else in the last sentence that has a formula or a number."""
-    things = [m.start() for m in THING.finditer(text)]
     for match in [*PHRASE.finditer(text)][-1:]:
-        sentence = _sentence(text, match.end())
-        if THING.search(sentence) or not things or things[-1] < match.end():
+        sentence = _sentences(text[match.end() :])[0]
+        if THING.search(sentence) or not THING.search(text, match.end()):
             return _read(sentence)
-    if not things:
-        line = text.rstrip().rpartition("\n")[2]
-        return None if WORD.search(re.sub(r"\A\s*[A-Za-z]+:", "", line)) else _read(line)
-    start = max((m.end() for m in END.finditer(text) if m.end() <= things[-1]), default=0)
-    return _read(_sentence(text, start))
+    *_, last = ["", *filter(THING.search, _sentences(text))]
+    line = last or text.rstrip().rpartition("\n")[2]
+    return "" if not last and WORD.search(re.sub(r"\A\s*[A-Za-z]+:", "", line)) else _read(line)
 
 
 def _read(text: str, marked: bool = False) -> str:
-    """The value that a sentence gives, or all of it where words change or hide the value.
+    """The value that a cleaned text gives, or all of it where words change or hide the value.
 
-    Args:
-        text: cleaned.
-        marked: all of the text is the answer; else its last run of mathematics is.
+    All of a ``marked`` text is the answer; else what its last clause ends in is.
     """
     text = text.strip(" \t\n*_,;:")
-    edges = [0, *(edge for word in WORD.finditer(text) for edge in word.span()), len(text)]
-    spans = [_trim(text, *edges[i : i + 2]) for i in range(0, len(edges), 2)]
-    runs = [span for span in spans if THING.search(text, *span)]
-    if not runs and (marked or len(spans) == 1) and [span for span in spans if span[0] < span[1]] == spans[:1]:
-        runs = spans[:1]  # x dollars
+    if not marked:
+        last = max((m.start() for m in THING.finditer(text)), default=0)
+        text = text[max((m.end() for m in CLAUSE.finditer(text) if m.end() <= last), default=0) :]
+    pieces = WORD.split(text)
+    values = [_bare(piece) for piece in pieces[::2]]
+    runs = [i for i, value in enumerate(values) if THING.search(value)]
+    if not runs and (marked or len(values) == 1) and values[0] and not any(values[1:]):
+        runs = [0]  # x dollars
     if not runs:
         return text.rstrip(".")
-    last = runs.pop()
-    aside = runs and not marked and "=" in text[slice(*runs[-1])] and "=" not in text[slice(*last)]
-    if aside and ASIDE.fullmatch(text[runs[-1][1] : last[0]]):  # the result in: 7 * 4 = 28 berries in 4 days
-        last = runs.pop()
-    first, parts = last, [text[slice(*last)]]
-    if calculated := not marked and len(spans) > 1 and re.match(r"[^A-Za-z]*=", parts[0]):  # 30 hours / 3 = 10
-        parts = [parts[0].rpartition("=")[2]]
-    while runs and not calculated:
-        between = text[runs[-1][1] : first[0]]
-        if JOIN.fullmatch(between):
-            first = runs.pop()
-            parts.append(text[slice(*first)])
-        elif marked or UNCLEAR.fullmatch(between[:80].strip(" ,") + " "):
-            return text
-        else:
-            break
-    scale = SCALE.match(text, last[1])
-    refused = AFTER.match(text, scale.end() if scale else last[1], last[1] + 60)
-    if refused or (not calculated and BEFORE.search(text[max(0, first[0] - 60) : first[0]])):
+    gaps = ["".join(pieces[2 * a + 1 : 2 * b]) + pieces[2 * b][:2] for a, b in pairwise(runs)]
+    calculated = not marked and len(values) > 1 and re.match(r"[^A-Za-z]*=", values[runs[-1]])  # 30 hours / 3 = 10
+    changed = BEFORE.search("".join(pieces[: 2 * runs[0]])[-60:]) or not all(map(JOIN.match, gaps))
+    if (changed and not calculated) or AFTER.match("".join(pieces[2 * runs[-1] + 1 :])[:60]):
         return text
-    return _value(", ".join(reversed(parts)).strip()) + _scale(scale)
+    return _value(values[runs[-1]].rpartition("=")[2] if calculated else ", ".join(values[i] for i in runs))
 
 
-def _trim(text: str, start: int, end: int) -> tuple[int, int]:
-    """Where a run between words begins and ends without punctuation and the brackets of the sentence."""
-    run = text[start:end]
-    bare = re.sub(r"\A(?:[\s,;:*_?/]|\.(?!\d))+|[\s,;:.*_?]+\Z", "", run)
-    if not re.search(r"[\[\]]", bare):
-        while bare.endswith("(") or (bare.count("(") < bare.count(")") and bare.endswith(")")):
-            bare = bare[:-1].rstrip(" ,.;:")
-        while bare.startswith(")") or (bare.count("(") > bare.count(")") and bare.startswith("(")):
-            bare = bare[1:].lstrip()
-    start += run.find(bare)
-    return start, start + len(bare)
+def _bare(run: str) -> str:
+    """What stands between words, without punctuation and the brackets of the sentence."""
+    run = re.sub(r"\A(?:[\s,;:*_?/]|\.(?!\d))+|[\s,;:.*_?]+\Z", "", run)
+    if not re.search(r"[\[\]]", run):
+        while run.endswith("(") or (run.count("(") < run.count(")") and run.endswith(")")):
+            run = run[:-1].rstrip(" ,.;:")
+        while run.startswith(")") or (run.count("(") > run.count(")") and run.startswith("(")):
+            run = run[1:].lstrip()
+    return run
 
 
 def _value(run: str) -> str:
     """A run without its label and calculation: what stands after the last ``=``, with a variable on its left."""
-    run = re.sub(r"\A[A-Za-z]:\s", "", run)
+    exact, *rounded = re.split(r"\\approx(?![a-z])", re.sub(r"\A[A-Za-z]:\s", "", run))
+    if len(rounded) > 1 or (rounded and number(exact)):
+        return f"{run} is false"  # 5 \approx 6
+    run = "=".join([exact, *rounded]) if rounded and not re.search(r"\d", exact) else exact
     sides = [side.strip() for side in re.split(r"(?<![!<>\\])=(?!=)", run)]
-    if len(sides) == 1 or re.search(r"[({\[][^]})]*=", run):
-        return run
-    if not re.search(r"[(\[{]", run):  # the library reads x = 1,350 as two values
-        sides = [re.sub(rf"(?<![\d.,]){GROUPED}(?![\d,])", lambda m: m[0].replace(",", ""), side) for side in sides]
-    if any("," in side for side in sides):
+    if len(sides) == 1 or "," in run or re.search(r"[({\[][^]})]*=", run):
         return run
     values = {value[0] / (100 if value[1] else 1) for side in sides if (value := number(side))}
     if len(values) > 1 and all(number(side) or len(side) == 1 for side in sides):
@@ -303,31 +235,16 @@ def _value(run: str) -> str:
 
 def readable(answer: str) -> str | None:
     """An answer as math-verify reads it in full; None if it has words, or math-verify would leave a part out."""
-    if len(answer) > LONGEST or WORD.search(answer):
-        return None
-    text = re.sub(rf"(?<![\d.,]){SPACED}(?![\d,]|\s\d)", lambda match: match[0].replace(" ", ""), answer)
-    text = MIXED.sub(r"(\1+\2)", re.sub(r"\\(?:boxed|fbox)\s*\{", "{", text)).strip(" \n,.")
-    exact, *rounded = re.split(r"\\approx(?![a-z])", text)
-    if len(rounded) > 1 or (rounded and number(exact)):  # 5 \approx 6
-        return None
-    if rounded:
-        text = exact if re.search(r"\d", exact) else exact + "=" + rounded[0]
-    text = text.strip().removeprefix("=")
-    return None if not text or UNREADABLE.search(text) else text
+    text = re.sub(r"\\(?:boxed|fbox)\s*\{", "{", answer).strip(" \n,.").removeprefix("=")
+    return None if not text or len(text) > LONGEST or WORD.search(text) or UNREADABLE.search(text) else text
 
 
-def number(answer: str, comma: bool = False) -> tuple[Fraction, bool] | None:
-    """The exact value of a decimal number and whether it is a percentage; None for any other text.
-
-    It may have thousands separators, a power of ten and a scale such as "million"; with ``comma``, it is ``2,74``.
-    """
+def number(answer: str) -> tuple[Fraction, bool] | None:
+    """The exact value of a decimal number, also with a power of ten, and whether it is a percentage."""
     bare = " ".join(answer.split()).replace("- ", "-").rstrip(".") if len(answer) <= LONGEST else ""
-    if comma:
-        return (Fraction(bare.replace(",", ".")), False) if re.fullmatch(r"[-+]?\d+,\d+", bare) else None
     found = NUMBER.fullmatch(bare[1:-1] if re.fullmatch(r"\([^()]*\)", bare) else bare)
     if found is None:
         return None
-    sign, european, digits, power, scale, percent = found.groups()
-    value = Fraction(european.replace(".", "").replace(",", ".") if european else re.sub("[ ,]", "", digits))
-    value *= SCALES.get(scale, 1) * Fraction(10) ** int(power or 0)
+    sign, digits, power, percent = found.groups()
+    value = Fraction(digits) * Fraction(10) ** int(power or 0)
     return (-value if sign == "-" else value), bool(percent)
