@@ -234,7 +234,7 @@ class Tests:
         name, args = self.name(node.func), node.args
         reason = REASONS.get(name) or REASONS.get("." + name.split(".")[-1])
         if reason and (reason != TEXT or not all(isinstance(arg, ast.Constant) for arg in args)):
-            self._no(node, reason, apart=True)
+            self._no(node, reason, apart=reason != TEXT)
         if name.endswith((".format", ".format_map")) and not isinstance(node.func.value, ast.Constant):
             sets = [n for n in self.of(ast.Assign) if self.name(node.func.value) in _ids(n.targets)]
             if not sets or not all(isinstance(n.value, ast.Constant) for n in sets):
