@@ -66,7 +66,7 @@ class Program(Wire):
         return ["h", self.number(value), *self.describe(kind)]
 
     def number(self, value):
-        """The number of an object, which stays alive so that no other gets its id; 0 is none's."""
+        """The number of an object, which stays alive so that no other gets its id; 0 stands for none."""
         if id(value) not in self.numbers:
             self.objects.append(value)
             self.numbers[id(value)] = len(self.objects)
