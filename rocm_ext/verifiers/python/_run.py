@@ -409,7 +409,7 @@ class Calls:
 
 
 class Local:
-    """What the connection to the program is where the code runs in this process: the names are the code's own."""
+    """Takes the place of the connection to the program where the code runs in this process."""
 
     gone = unjudged = ""
 

@@ -1,7 +1,8 @@
 """Plain data between the tests' process and the code's: messages over two pipes.
 
 What crosses is data of exact library types, and numbers that stand for objects of either side. Decoding makes such
-data and nothing else: it imports nothing, calls nothing that a message names, and keeps no class of the sender.
+data and nothing else: of what a message names it imports and calls only the classes in ``LIBRARY`` and the tables of
+numpy and pandas, and it keeps no class of the sender.
 
 The code's messages are JSON. Those to the code come from trusted code, so marshal carries them, which needs no import:
 the code's process imports nothing at its start that the interpreter has not loaded, since that time counts for every

@@ -67,7 +67,7 @@ class PythonTests(Verifier):
 
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
-        memory_mb: for the code.
+        memory_mb: for the code. With ``same_process`` the code and the tests share 1,024 MB instead.
         partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each check of a plain test
             function or of ``check`` counts as a test; a loop and a function with fixtures count as one.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
