@@ -41,8 +41,7 @@ class JsonSchema(Verifier):
             self._fixed = None if schema is None else _validator(schema)
         except ValueError as problem:
             raise UserError(f"JsonSchema: {problem}") from problem
-        arguments = {"schema": schema, "field": field, "timeout": timeout}
-        self._elsewhere = Elsewhere({"_component_": "rocm_ext.verifiers.JsonSchema", **arguments}, timeout)
+        self._elsewhere = Elsewhere("JsonSchema", timeout, schema=schema, field=field)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         if self.field:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,8 +49,7 @@ class MathAnswer(Verifier):
             raise UserError(f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}")
         self.field, self.tolerance, self.timeout = field, tolerance, timeout
         self.needs: tuple[str, ...] = (field,)
-        node = {"_component_": "rocm_ext.verifiers.MathAnswer", "tolerance": tolerance, "timeout": timeout}
-        self._elsewhere = Elsewhere(node, timeout)  # this process may be unable to fork
+        self._elsewhere = Elsewhere("MathAnswer", timeout, tolerance=tolerance)  # this process may be unable to fork
 
     def check(self) -> None:
         try:
@@ -72,7 +70,8 @@ class MathAnswer(Verifier):
         answer = str(row[self.field])
         mine, gold = plain(completion), plain(answer)
         if mine is not None and gold is not None:
-            return _verdict(abs(mine - gold) <= abs(gold) * Fraction(self.tolerance), mine)
+            equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(self.tolerance)
+            return _verdict(equal, f"found {mine}")
         if not worker.RUNNING:
             return self._elsewhere(completion[-TAIL:], {"answer": answer})
         return _child(self.timeout, _judge, completion, answer, self.tolerance)
@@ -91,7 +90,7 @@ class MajorityAnswer(MathAnswer):
         min_share: share of the group's answers that the most frequent final answer needs.
         field: the row's field with the right answer, if the row has it; None: always vote.
         tolerance: as in :class:`MathAnswer`.
-        timeout: seconds for one comparison, at most 30 for a group; answers that take longer equal no other.
+        timeout: seconds for one answer, at most 30 for a group; one that takes longer is TIMEOUT and has no vote.
     """
 
     def __init__(
@@ -101,8 +100,7 @@ class MajorityAnswer(MathAnswer):
             raise UserError(f"MajorityAnswer needs min_share in [0, 1], found {min_share}")
         super().__init__(field or "", tolerance, timeout)
         self.needs, self.min_share = (), min_share
-        node = {"_component_": "rocm_ext.verifiers.MajorityAnswer", "tolerance": tolerance, "timeout": timeout}
-        self._elsewhere = Elsewhere(node | {"min_share": min_share, "field": field}, timeout)
+        self._elsewhere = Elsewhere("MajorityAnswer", timeout, min_share=min_share, tolerance=tolerance)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         if row.get(self.field) is not None:
@@ -119,41 +117,38 @@ class MajorityAnswer(MathAnswer):
             return [error(f"one answer alone has no majority{needed}")]
         if not worker.RUNNING and any(plain(text) is None for text in completions):
             return self._elsewhere.judge_group([text[-TAIL:] for text in completions], {})
-        results, votes = self._votes(completions)
+        results: list[Result] = []
+        votes: dict[str, list[int]] = {}  # indices of the completions with each answer
+        end = time.monotonic() + GROUP_SECONDS
+        for index, completion in enumerate(completions):
+            seconds = min(self.timeout, max(0.01, (end - time.monotonic()) / (len(completions) - index)))
+            value = plain(completion)
+            if value is not None and all(map(number, votes)):
+                vote = _vote(value, list(votes), self.tolerance)
+            else:
+                vote = _child(seconds, _vote, completion, list(votes), self.tolerance)
+            if vote.verdict is Verdict.CORRECT:
+                votes.setdefault(vote.detail, []).append(index)
+            results.append(vote)
         counts = sorted(map(len, votes.values()), reverse=True)
-        for answer, places in votes.items():
-            shown = f"{len(places)} of {len(completions)} answers are {answer}"
-            agreed = counts[1:2] != counts[:1] and counts[0] >= self.min_share * len(completions)
-            for place in places:
-                results[place] = correct(shown) if agreed and len(places) == counts[0] else wrong(shown)
+        agreed = counts[1:2] != counts[:1] and counts[0] >= self.min_share * len(completions)
+        for answer, voters in votes.items():
+            shown = f"{len(voters)} of {len(completions)} answers are {answer}"
+            for index in voters:
+                results[index] = _verdict(agreed and len(voters) == counts[0], shown)
         return results
 
-    def _votes(self, completions: Sequence[str]) -> tuple[list[Result], dict[str, list[int]]]:
-        """A result for each completion without an answer, and the places of the completions with each answer."""
-        tolerance, end = self.tolerance, time.monotonic() + GROUP_SECONDS
-        results: list[Result] = []
-        votes: dict[str, list[int]] = {}
-        sizes: dict[str, str] = {}  # of answers that can be computed in time; any other equals no other
 
-        def child(judge: Callable[..., Result], *args: Any) -> Result:
-            seconds = (end - time.monotonic()) / 2 / (len(completions) - len(results))  # half is for what follows
-            return _child(max(0.01, min(self.timeout, seconds)), judge, *args)
-
-        for place, completion in enumerate(completions):
-            value = plain(completion)
-            found = child(_find, completion) if value is None else correct(value)
-            answer = found.detail
-            if found.verdict is Verdict.CORRECT:
-                same = next((k for k in votes if same_text(k, answer) or _by_number(k, answer, tolerance)), None)
-                size = correct() if same or number(answer) else child(_size, answer)
-                if same is None and size.reward:
-                    like = [k for k in sizes if "" in (size.detail, sizes[k]) or size.detail == sizes[k]]
-                    asked = (k for k in like if _by_number(k, answer, tolerance) is None)
-                    same = next((k for k in asked if child(_same_value, k, answer, tolerance).reward), None)
-                    sizes.setdefault(same or answer, size.detail)
-                votes.setdefault(same or answer, []).append(place)
-            results.append(found)
-        return results, votes
+def _vote(completion: str, known: Sequence[str], tolerance: float) -> Result:
+    """CORRECT with the known answer that equals the completion's final one, else with that; or why it has no vote."""
+    answer = final_answer(completion)
+    if not answer:
+        return unparsed("no answer found")
+    if len(answer) > 250:
+        return wrong("the answer is too long to vote")
+    if number(answer) is None and (parsed := _parse(answer)) and hasattr(parsed[0], "evalf"):
+        parsed[0].evalf(15)  # an answer that takes too long is none that others are compared with
+    return correct(next((other for other in known if _equal(other, answer, tolerance)), answer))
 
 
 def _child(seconds: float, judge: Callable[..., Result], *args: Any) -> Result:
@@ -161,37 +156,27 @@ def _child(seconds: float, judge: Callable[..., Result], *args: Any) -> Result:
     return forked(functools.partial(judge, *args), seconds, "the comparison") or wrong("the answer cannot be compared")
 
 
-def _find(completion: str) -> Result:
-    if not (answer := final_answer(completion)):
-        return unparsed("no answer found")
-    return correct(answer) if len(answer) <= 250 else wrong("the answer is too long to vote")
-
-
-def _size(answer: str) -> Result:
-    """The first digits of an answer's value, empty for what is no number: equal answers have the same ones."""
-    parsed = _parse(answer)
-    value = parsed[0].evalf(15) if parsed and hasattr(parsed[0], "evalf") else None
-    return correct(f"{float(value):.3g}" if value is not None and value.is_Float else "")
-
-
 def _judge(completion: str, answer: str, tolerance: float) -> Result:
-    """Find the final answer and compare it with the gold one."""
+    """Whether the final answer equals the gold one."""
     gold, found = final_answer(answer, gold=True), final_answer(completion)
-    if same_text(found or clean(completion), gold) or same_text(completion, answer):
-        return _verdict(True, gold)
-    return _same_value(gold, found, tolerance) if found else unparsed("no answer found")
+    if _same_text(found or clean(completion), gold) or _same_text(completion, answer):
+        return _verdict(True, f"found {gold}")
+    return _verdict(_equal(gold, found, tolerance), f"found {found}") if found else unparsed("no answer found")
 
 
-def _same_value(gold: str, found: str, tolerance: float) -> Result:
-    equal = _by_number(gold, found, tolerance)
-    return _verdict(_compare(gold, found, tolerance) if equal is None else equal, found)
+def _verdict(equal: bool, detail: str) -> Result:
+    return correct(detail) if equal else wrong(detail)
 
 
-def _verdict(equal: bool, found: object) -> Result:
-    return (correct if equal else wrong)(f"found {found}")
+def _equal(gold: str, found: str, tolerance: float) -> bool:
+    """Whether two answers are the same text or number, or equal for math-verify."""
+    if _same_text(gold, found):
+        return True
+    by_number = _by_number(gold, found, tolerance)
+    return _compare(gold, found, tolerance) if by_number is None else by_number
 
 
-def same_text(a: str, b: str) -> bool:
+def _same_text(a: str, b: str) -> bool:
     """Whether two answers are the same text, apart from white space and the case of words."""
     a, b = " ".join(a.split()).rstrip("."), " ".join(b.split()).rstrip(".")
     return a == b or (len(a) > 1 and a.casefold() == b.casefold() and all(part.isalpha() for part in a.split()))
@@ -225,15 +210,9 @@ def _compare(gold: str, found: str, tolerance: float) -> bool:
     left, equation, _ = found.partition("=")
     if equation and isinstance(parsed[0], Eq) and not isinstance(target[0], Eq) and UNSOLVED.search(left):
         return False
-    with contextlib.suppress(TypeError, ValueError, AttributeError):
-        if tolerance:
-            a, b = (side[0].evalf(30) for side in (target, parsed))  # floats end at 1.8e308
-            if a.is_Number and b.is_Number and a.is_finite and b.is_finite:
-                return bool(abs(a - b) <= tolerance * abs(a))
     math_verify = _library()
     _stricter(math_verify.grader, tolerance)
-    digits = int(-math.log10(tolerance)) if tolerance else 6
-    return math_verify.verify(target, parsed, float_rounding=digits, timeout_seconds=None)
+    return math_verify.verify(target, parsed, timeout_seconds=None)
 
 
 def _stricter(grader: Any, tolerance: float) -> None:
@@ -246,14 +225,16 @@ def _stricter(grader: Any, tolerance: float) -> None:
     numeric, solved = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
 
     def numeric_equal(a: Any, b: Any, *digits: int) -> bool:
-        if not getattr(a, "is_Matrix", False) and not a.has(UnevaluatedExpr) and not b.has(UnevaluatedExpr):
-            symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-            values = {symbol: Rational(1009 + 26 * i, 997 - 6 * i) for i, symbol in enumerate(symbols)}
-            near = tolerance or 1e-5 if a.has(Float) or b.has(Float) else 1e-12
-            with contextlib.suppress(TypeError, ValueError, AttributeError):
-                x, y = a.subs(values).evalf(30), b.subs(values).evalf(30)
-                if abs(x - y) > near * max(abs(x), abs(y)):
+        with contextlib.suppress(TypeError, ValueError, AttributeError):
+            if not (a.is_Matrix or a.has(UnevaluatedExpr) or b.has(UnevaluatedExpr)):  # the latter is a percentage
+                symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+                point = {symbol: Rational(1009 + 26 * i, 997 - 6 * i) for i, symbol in enumerate(symbols)}
+                x, y = a.subs(point).evalf(30), b.subs(point).evalf(30)
+                near = tolerance or (1e-5 if a.has(Float) or b.has(Float) else 1e-12)
+                if abs(x - y) > near * abs(x):
                     return False
+                if tolerance and not symbols and x.is_finite:
+                    return True
         return numeric(a, b, *digits)
 
     def solutions_equal(a: Any, b: Any, *digits: int) -> bool:

@@ -5,8 +5,6 @@ with mathematics gives the answer: its only run, or a list joined by "and", "or"
 words beside it change its value ("at least 5"), the answer is all of the text: text with words equals only itself.
 """
 
-# ruff: noqa: E501 - patterns that are read in one piece
-
 import re
 from fractions import Fraction
 from itertools import pairwise
@@ -62,40 +60,48 @@ for _ in range(30):
 BOX = re.compile(rf"\\(?:boxed|fbox)\s*\{{({NESTED})\}}|\\boxed[ \t]+([^\s{{}}$\\]+)", re.S)
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
 TAG = re.compile("<answer>(.*?)</answer>", re.S)  # as many prompts for reinforcement learning want it
-PHRASE = re.compile(r"\b(final )?answer\b[*_ \t]*(?:is|are|equals|=|:)[*_: \t]*", re.I)
+PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is|are|equals|=|:)[*_: \t]*", re.I)
+FINAL = re.compile(rf"\bfinal {PHRASE.pattern}", re.I)
 END = re.compile(r"\n|[.?](?=[\s*_\"')]|$)|(?<!\d)!(?=\s|$)")  # of a sentence; 5! is a factorial
 
 WORD = re.compile(  # of any language; xy is a product
-    r"((?<![\\{A-Za-z_^])(?:\d+(?:st|nd|rd|th)\b|[A-Za-z]+'(?:s|t|re|ll)\b|(?:[^\W\d_]{3,}"
-    r"|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if|or|vs|be|do|up|me|my|us|sq|[ckm]m|[km]g|ft|lb|oz|m[lL]|hr|mi|(?<!\S)(?<![-+*/=^,(]\s)a(?!\s*[-+*/=^_<>,)}\\(]))"
-    r"(?![A-Za-z{])|[^\W\d_\x00-\x7f\u0370-\u03ff]+))",
+    r"((?<![\\{A-Za-z_^])(?:\d+(?:st|nd|rd|th)\b|[A-Za-z]+'(?:s|t|re|ll)\b"
+    r"|(?:[^\W\d_]{3,}|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if|or|vs|be|do|up|me|my|us|sq|[ckm]m|[km]g|ft|lb"
+    r"|oz|m[lL]|hr|mi|(?<!\S)(?<![-+*/=^,(]\s)a(?!\s*[-+*/=^_<>,)}\\(]))(?![A-Za-z{])|[^\W\d_\x00-\x7f\u0370-\u03ff]+))",
     re.I,
 )
-PARTS = r"hal(?:f|ves)|thirds?|quarters?|fourths|fifths|sixths|eighths|tenths|hundredths"
-DENIED = r"not|never|cannot|anything but|no longer|n?either|nor|maybe|perhaps|possibly|formerly|previously|originally|minus|negative|plus|times"
-LESS = rf"or|least|most|than|(?<!add )(?<!adds )up to|over|under|above|below|exceed\w*|between|from|{PARTS}|percent|squared?|cubed?|reciprocal|inverse|opposite|negat\w+|successor|predecessor|twice|double|triple|thrice|multiples?|roots?|factorial"
-MORE = rf"or|unless|(?:is|was|are) (?:not|wrong|incorrect)|isn't|squared|cubed|factorial|(?:and )?(?:an? |one |two |three )?(?:{PARTS})|score|gross|lakh|crore|(?:in )?base|mod\w*|(?:{'|'.join(SCALES)}|dozen|ten)s?|if right|(?:to|through|over) \d+"
+CHANGED = (  # what changes the value before or after it
+    "nor|not|never|cannot|anything but|no longer|n?either|maybe|perhaps|possibly|formerly|previously|originally|minus|"
+    "negative|plus|times|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths|fifths|sixths|eighths|tenths"
+)
 NEXT = r"(?: ?(?:of|be|the|an?|about|only|just|exactly)\b)*[\s({]*\Z"
-# What changes the value after it, and the value before it: for a run among words, and for a box
-BEFORE = re.compile(rf"(?:\b(?:{DENIED}|{LESS})|n't|至少|至多|不是|或){NEXT}", re.I)
-AFTER = re.compile(rf"(?:[\s)(]*|[^.?\n]{{0,25}}[\s(])(?:(?:{DENIED}|{MORE})\b|或)", re.I)
-LEFT = re.compile(
-    rf"(?:[\d+*/^_<>]|(?<!-)-|!=|\\(?:cdot|times|div|pm|neq?|sqrt|[dtc]?frac|log|ln)\b|\}}(?=\s*\{{)|\b(?:{DENIED})|n't){NEXT}",
+BEFORE = re.compile(
+    rf"(?:\b(?:{CHANGED}|or|least|most|than|(?<!add )(?<!adds )up to|over|under|above|below|exceed\w*|between|from|"
+    r"percent|square|cube|reciprocal|inverse|opposite|negat\w+|successor|predecessor|twice|double|triple|thrice|"
+    rf"multiples?|roots?)|n't|至少|至多|不是|或){NEXT}",
     re.I,
 )
-RIGHT = re.compile(
-    r"[\s)]*(?:[*/+^_]|-\s?\d|\.?\d|\\(?:cdot|times|div|pm)\b|(?:or|and)\b[\s(]*\d|,\s*\d[\d. ]*(?:\n|\Z))"
+AFTER = re.compile(
+    rf"(?:[\s)(]*|[^.?\n]{{0,25}}[\s(])(?:(?:{CHANGED}|or|unless|wrong|incorrect|isn't|score|gross|lakh|crore|base|mod\w*|"
+    rf"if right|(?:to|through|over) \d+|(?:{'|'.join(SCALES)}|dozen|ten)s?)\b|或)",
+    re.I,
 )
+# What makes a box a part of a formula, or denies it
+LEFT = re.compile(
+    r"(?:[\d+*/^_<>]|(?<!-)-|!=|\\(?:cdot|times|div|pm|neq?|sqrt|[dtc]?frac|log|ln)\b|\}(?=\s*\{)"
+    rf"|\b(?:{CHANGED})|n't){NEXT}",
+    re.I,
+)
+RIGHT = re.compile(r"[\s)]*(?:[*/+^_]|-\s?\d|\.?\d|\\(?:cdot|times|div|pm)\b|and\b[\s(]*\d|,\s*\d[\d. ]*(?:\n|\Z))")
 JOIN = re.compile(r"(?:(?:and|or)\b|\w+\s*,)\W*\w?\Z")  # values of a list
 CLAUSE = re.compile(r"(?:[,;] |(?<!or )\b(?=(?:which|it's|so)\b))(?!(?:and|or|nor)\b)(?=[A-Za-z]{2})", re.I)
 # What latex2sympy would leave out without a word, or add up: "5 6" is 11 to it, "1, \ldots, 9" is 1, 9.
 UNREADABLE = re.compile(
-    r"\d\s+\d|\d\s*\}\s+\d|\\[a-z]*dots|\.\.|\d\s*[\"']|\\pmod|\\equiv|\\prime|(?<!\\)~|[?#@]"
+    r"\d\s+\d|\d\s*\}\s+\d|\\[a-z]*dots|\.\.|\d\s*[\"']|\\pmod|\\equiv|\\approx|\\prime|(?<!\\)~|[?#@]"
     r"|^\s*(?:[<>]|\\(?:[lg]eq?|lt|gt)\b)|(?:[<>=]|\\[lg]eq?|\\neq?)\s*$|[^\x00-\x7f]"
 )
 LETTER = r"(?<![\\A-Za-z])"  # before the first letter of a name that is no command
 THING = re.compile(r"\d|\\[A-Za-z]")
-ROWS = re.compile(r"\\begin\{(\w*matrix|cases|array)\}.{0,400}?\\end\{\1\}", re.S)
 NUMBER = re.compile(
     r"([-+]?)\s?(\d+(?:\.\d+)?|\.\d+)(?:(?:[eE]|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*)\{?\s*([-+]?\d{1,3})\s*\}?)?"
     r"\s?(\\?%)?(?:\^\\circ|\^\{\\circ\})?"
@@ -106,12 +112,12 @@ PLAIN = re.compile(  # a number that needs no search: the whole text, a last lin
 )
 
 
-def plain(text: str) -> Fraction | None:
-    """The number that a text certainly gives, found without a search; None if it takes one. Linear."""
+def plain(text: str) -> str | None:
+    """The decimal number that a text certainly gives, found without a search; None if it takes one. Linear."""
     found = PLAIN.search(text if len(text) <= 80 else "..." + text[-80:])
     if found is None or (found[1] and text.count("\\boxed") > 1):
         return None
-    return Fraction(found[2].replace(",", ""))
+    return found[2].replace(",", "")
 
 
 def clean(text: str) -> str:
@@ -121,11 +127,10 @@ def clean(text: str) -> str:
         text = re.sub(r"(?<=\d) ?[ckm]?m[²³]", " ", text)
         text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(POWERS)}}}", text).translate(SIGNS)
         text = re.sub(r"√\s?(?:\(([^()]{1,100})\)|(\d+(?:\.\d+)?|\w))", lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
-        text = re.sub(r"[^\W\d_]|\d", lambda m: str(int(m[0])) if m[0].isdecimal() else m[0], text)
+        text = re.sub(r"\d", lambda m: str(int(m[0])), text)
     for pattern, by in MARKUP:
         text = pattern.sub(by, text)
-    text = GROUPED.sub(lambda m: re.sub("[, ]", "", m[0]), text)
-    return ROWS.sub(lambda m: m[0].replace("\n", " "), text)
+    return GROUPED.sub(lambda m: re.sub("[, ]", "", m[0]), text)
 
 
 def final_answer(text: str, gold: bool = False) -> str:
@@ -139,17 +144,23 @@ def final_answer(text: str, gold: bool = False) -> str:
     return found.strip()
 
 
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(reversed([*pattern.finditer(text)]), None)
+
+
 def _marked(text: str) -> str | None:
     """What the last mark holds: joined boxes, a line ``####``, ``<answer>``, or a sentence "final answer is ..."."""
-    found = [(m.end(), _read(m[1], True)) for m in [*HASHES.finditer(text)][-1:]] + _boxes(text)
-    for match in [*TAG.finditer(text)][-1:]:
+    marks = _boxes(text)
+    if match := _last(HASHES, text):
+        marks.append((match.end(), _read(match[1], True)))
+    if match := _last(TAG, text):
         inner = _marked(match[1])
-        found.append((match.end(), _said(match[1]) or match[1].strip() if inner is None else inner))
-    for match in [m for m in PHRASE.finditer(text) if m[1]][-1:]:
+        marks.append((match.end(), _said(match[1]) or match[1].strip() if inner is None else inner))
+    if marks and (match := _last(FINAL, text)):
         sentence = _sentences(text[match.end() :])[0]
-        if found and "\\boxed" not in sentence and THING.search(sentence):
-            found.append((match.end(), _read(sentence)))
-    return max(found)[1] if found else None
+        if "\\boxed" not in sentence and THING.search(sentence):
+            marks.append((match.end(), _read(sentence)))
+    return max(marks)[1] if marks else None
 
 
 def _boxes(text: str) -> list[tuple[int, str]]:
@@ -173,7 +184,7 @@ def _sentences(text: str) -> list[str]:
 
 def _said(text: str) -> str:
     """The answer in the sentence of the last "answer is", else in the last sentence that has a formula or a number."""
-    for match in [*PHRASE.finditer(text)][-1:]:
+    if match := _last(PHRASE, text):
         sentence = _sentences(text[match.end() :])[0]
         if THING.search(sentence) or not THING.search(text, match.end()):
             return _read(sentence)
@@ -209,19 +220,15 @@ def _read(text: str, marked: bool = False) -> str:
 def _bare(run: str) -> str:
     """What stands between words, without punctuation and the brackets of the sentence."""
     run = re.sub(r"\A(?:[\s,;:*_?/]|\.(?!\d))+|[\s,;:.*_?]+\Z", "", run)
-    if not re.search(r"[\[\]]", run):
-        while run.endswith("(") or (run.count("(") < run.count(")") and run.endswith(")")):
-            run = run[:-1].rstrip(" ,.;:")
-        while run.startswith(")") or (run.count("(") > run.count(")") and run.startswith("(")):
-            run = run[1:].lstrip()
-    return run
+    balanced = run.count("(") == run.count(")") or re.search(r"[\[\]]", run)  # (1, 2] is an interval
+    return run if balanced else run.strip("() ,.;:")
 
 
 def _value(run: str) -> str:
-    """A run without its label and calculation: what stands after the last ``=``, with a variable on its left."""
-    exact, *rounded = re.split(r"\\approx(?![a-z])", re.sub(r"\A[A-Za-z]:\s", "", run))
+    """A run without its calculation: what stands after the last ``=``, with a variable on its left."""
+    exact, *rounded = re.split(r"\\approx(?![a-z])", run)
     if len(rounded) > 1 or (rounded and number(exact)):
-        return f"{run} is false"  # 5 \approx 6
+        return run  # 5 \approx 6 is unreadable
     run = "=".join([exact, *rounded]) if rounded and not re.search(r"\d", exact) else exact
     sides = [side.strip() for side in re.split(r"(?<![!<>\\])=(?!=)", run)]
     if len(sides) == 1 or "," in run or re.search(r"[({\[][^]})]*=", run):

@@ -66,12 +66,14 @@ class Elsewhere:
     """A verifier in a worker of its own, for processes that must not fork. The worker starts on the first call.
 
     Args:
-        node: the verifier, as for :func:`rocm_ext.verifiers.build`.
+        name: of the verifier in :mod:`rocm_ext.verifiers`.
         timeout: of the verifier, in seconds.
+        arguments: its other arguments.
     """
 
-    def __init__(self, node: Mapping[str, Any], timeout: float) -> None:
-        self._node, self._timeout = node, timeout
+    def __init__(self, name: str, timeout: float, **arguments: Any) -> None:
+        self._node = {"_component_": f"rocm_ext.verifiers.{name}", "timeout": timeout, **arguments}
+        self._timeout = timeout
         self._pool: Pool | None = None
         self._lock = threading.Lock()
 
