@@ -110,6 +110,11 @@ def authorization(api_key_env: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+def pause_after(error: Exception, failures: int) -> float:
+    """Return the seconds to wait after ``error``, the next of ``failures`` others; or more, if the server asks."""
+    return max(min(MAX_BACKOFF, BACKOFF * 2**failures), getattr(error, "retry_after", 0.0))
+
+
 async def exchange(client: Any, method: str, url: str, seconds: float, json: Any = None) -> Any:
     """Send a request and return the response, with all of its body.
 

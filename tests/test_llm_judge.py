@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rocm_ext import openai_http
 from rocm_ext.errors import UserError
-from rocm_ext.verifiers import LLMJudge, Pool, Verdict, build, llm_judge
+from rocm_ext.verifiers import LLMJudge, Pool, Verdict, build
 from tests.servers import CHAT as CHAT_PATH
 from tests.servers import Fake
 
@@ -28,7 +29,7 @@ def replied(text, reason="stop"):
 @pytest.fixture
 def serve(monkeypatch):
     """Start a server that gives ``replies`` in turn, the last of them for ever, and a judge that asks it."""
-    monkeypatch.setattr(llm_judge, "BACKOFF", 0.01)
+    monkeypatch.setattr(openai_http, "BACKOFF", 0.01)
     servers = []
 
     def start(*replies, template="{completion}", **arguments):

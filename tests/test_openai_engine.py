@@ -199,7 +199,7 @@ def test_transformers_serve_takes_no_adapter(served, model_dir, adapter):
 @pytest.fixture
 def vllm(tokenizer, monkeypatch):
     """Make servers that answer like vLLM, unless ``reply(body)`` gives something else for a request."""
-    monkeypatch.setattr(openai_session, "BACKOFF", 0.01)
+    monkeypatch.setattr(openai_http, "BACKOFF", 0.01)
     fakes = []
 
     def vllm(reply=None, paths=None, port=0, **rules):

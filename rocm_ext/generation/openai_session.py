@@ -15,8 +15,6 @@ from rocm_ext.generation.openai_adapters import Adapter, load
 from rocm_ext.generation.openai_wire import Server, Wire
 from rocm_ext.log import duration, log
 from rocm_ext.openai_http import (
-    BACKOFF,
-    MAX_BACKOFF,
     Refused,
     Transient,
     exchange,
@@ -25,6 +23,7 @@ from rocm_ext.openai_http import (
     json_object,
     message_of,
     new_client,
+    pause_after,
 )
 
 _POLL = 0.2  # seconds between looks at whether the user asked to stop
@@ -351,8 +350,7 @@ class _Worker:
             where = f"prompt {request.prompt_id}, sample {request.sample}"
             self._batch.give_up(self._server, f"{in_words(error)}, for {duration(self._waited)} ({where})")
             return
-        pause = max(min(MAX_BACKOFF, BACKOFF * 2**self._failures), getattr(error, "retry_after", 0.0))
-        self._pause = min(pause, patience - self._waited)
+        self._pause = min(pause_after(error, self._failures), patience - self._waited)
         if state.told is None or time.monotonic() - state.told >= _TELL:
             state.told = time.monotonic()
             since = f"{duration(self._waited)} of {duration(patience)}"

@@ -19,7 +19,7 @@ from rocm_ext.log import warn
 from rocm_ext.plan import workload
 from rocm_ext.ranks import rank
 from rocm_ext.verifiers import build
-from rocm_ext.verifiers.trial import try_out
+from rocm_ext.verifiers.selfcheck import try_out
 
 
 class PromptSet:

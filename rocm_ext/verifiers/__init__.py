@@ -12,14 +12,13 @@ if sys.platform == "win32":  # the imports below fail there with less to say
 
     raise UserError("verifiers limit processes in ways that Windows does not have; use WSL2")
 
-from rocm_ext.verifiers.answers import ExactMatch, Regex
+from rocm_ext.verifiers.answers import ExactMatch, JsonSchema, Regex
 from rocm_ext.verifiers.base import Result, Verdict, Verifier
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.combine import All, Weighted
 from rocm_ext.verifiers.command import Command
 from rocm_ext.verifiers.compiled import Compile, Run
 from rocm_ext.verifiers.extract import extract_code
-from rocm_ext.verifiers.json_schema import JsonSchema
 from rocm_ext.verifiers.maths import MajorityAnswer, MathAnswer
 from rocm_ext.verifiers.python import PythonTests
 from rocm_ext.verifiers.reward_function import RewardFunction, as_reward_function

@@ -1,10 +1,20 @@
-"""Answers judged as text: by equality or a regular expression."""
+"""Answers judged as text: by equality, by a regular expression, as JSON by a schema."""
 
+import functools
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from rocm_ext.errors import UserError
-from rocm_ext.verifiers.base import Result, Verifier, correct, field, short, timeout, unparsed, wrong
+from rocm_ext.errors import UserError, one_line
+from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.extract import fenced_code
+from rocm_ext.verifiers.workers import worker
+from rocm_ext.verifiers.workers.forked import Elsewhere, forked
+
+MAX_JSON = 1 << 20  # characters
+BRACKET = re.compile(r"[\[{]")
+TRIES = 2000  # brackets in prose that begin no JSON
 
 
 class ExactMatch(Verifier):
@@ -81,3 +91,119 @@ class Regex(Verifier):
             return regex.compile(pattern)  # regex caches compiled patterns
         except regex.error as error:
             raise ValueError(f"{short(pattern, 80)!r} is not a regular expression: {error}") from error
+
+
+class JsonSchema(Verifier):
+    """Whether the completion holds JSON that is valid under a JSON Schema.
+
+    The JSON is the last fenced block (tagged json or untagged). In a text without fences it is the whole text or, if
+    that is no JSON, the last complete object or array in it. The verifier fetches no documents that the schema refers
+    to.
+
+    Args:
+        schema: the schema for all rows; or
+        field: the row's field with its schema, as an object or as JSON text.
+        timeout: seconds for parsing and validation, which run in a process of their own; beyond them the verdict is
+            TIMEOUT.
+    """
+
+    def __init__(self, schema: Mapping[str, Any] | None = None, field: str | None = None, timeout: float = 5.0) -> None:
+        if (schema is None) == (field is None):
+            raise UserError("JsonSchema takes either schema or field")
+        if timeout <= 0:
+            raise UserError(f"JsonSchema: timeout must be positive, found {timeout}")
+        self.field, self.needs, self.timeout = field, (field,) if field else (), timeout
+        try:
+            self._fixed = None if schema is None else _validator(schema)
+        except ValueError as problem:
+            raise UserError(f"JsonSchema: {problem}") from problem
+        self._elsewhere = Elsewhere("JsonSchema", timeout, schema=schema, field=field)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        if self.field:
+            try:
+                _validator(field(row, self.field, (str, Mapping)))
+            except ValueError as problem:
+                raise ValueError(f"field {self.field!r}: {problem}") from problem
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+        if not worker.RUNNING:
+            return self._elsewhere(completion, row)
+        judge = functools.partial(self._judge, completion, row)
+        return forked(judge, self.timeout, "the validation") or wrong("the validation ran out of memory")
+
+    def _judge(self, completion: str, row: Mapping[str, Any]) -> Result:
+        try:
+            value = _json_in(completion)
+            validator = self._fixed if self._fixed is not None else _validator(row[self.needs[0]])
+            problem = next(validator.iter_errors(value), None)
+        except _NoJson as problem:
+            return unparsed(problem)
+        except (RecursionError, ArithmeticError) as problem:  # nested too deeply, or a number beyond all floats
+            return wrong(one_line(problem))
+        except Exception as problem:  # of the schema: a pattern that does not compile, a reference to nowhere
+            return error(f"the schema cannot be applied: {one_line(problem)}")
+        if problem is None:
+            return correct()
+        where = "/".join(map(str, problem.absolute_path))
+        return wrong(f"at /{where}: {problem.message}")
+
+
+class _NoJson(Exception):
+    pass
+
+
+def _json_in(text: str) -> Any:
+    """Return the JSON value in a completion.
+
+    Raises:
+        _NoJson: the completion holds no JSON; the message says why.
+    """
+    block, fenced = fenced_code(text.replace("\r\n", "\n").replace("\r", "\n"), "json")
+    source = block if fenced else text
+    if source is None or not source.strip():
+        raise _NoJson("no JSON")
+    if len(source) > MAX_JSON:
+        raise _NoJson(f"more than {MAX_JSON} characters of JSON")
+    decoder = json.JSONDecoder(parse_constant=_no_constant)
+    try:
+        return decoder.decode(source)
+    except (ValueError, RecursionError) as problem:
+        if fenced:
+            raise _NoJson(f"malformed JSON: {problem}") from None
+        found = _last_value(source, decoder)
+        if found is None:
+            raise _NoJson(f"malformed JSON: {problem}") from None
+        return found
+
+
+def _last_value(text: str, decoder: json.JSONDecoder) -> Any:
+    """Return the last outermost object or array in ``text``; None if it holds neither."""
+    found, start, failures = None, 0, 0
+    while failures < TRIES and (bracket := BRACKET.search(text, start)):
+        try:
+            found, start = decoder.raw_decode(text, bracket.start())
+        except (ValueError, RecursionError):
+            start, failures = bracket.end(), failures + 1
+    return found
+
+
+def _validator(schema: Any) -> Any:
+    import jsonschema
+    import referencing
+
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as problem:
+            raise ValueError(f"the schema is not JSON: {problem}") from problem
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as problem:
+        raise ValueError(f"invalid JSON Schema: {short(problem.message, 150)}") from problem
+    return kind(schema, registry=referencing.Registry())
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

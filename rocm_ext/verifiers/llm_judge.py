@@ -4,26 +4,16 @@ import asyncio
 import json
 import re
 import string
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rocm_ext import openai_http as http
 from rocm_ext.errors import UserError, one_line
-from rocm_ext.openai_http import (
-    BACKOFF,
-    MAX_BACKOFF,
-    Transient,
-    authorization,
-    checked_urls,
-    exchange,
-    httpx,
-    in_words,
-    json_object,
-)
 from rocm_ext.verifiers.base import Result, Verifier, error, field, short
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
 SCORE = re.compile(r"[*_]{0,2}score[*_]{0,2}\s*:\s*[*_]{0,2}(-?\d{1,15}(?:\.\d{1,15})?)[*_]{0,2}\.?", re.I)
-
 FENCED = re.compile(r"```(?:json)?\n([^`]*)```")
 
 
@@ -65,13 +55,10 @@ class LLMJudge(Verifier):
         max_tokens: int = 1024,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.url = checked_urls([base_url])[0] + "/v1/chat/completions"
+        self.url = http.checked_urls([base_url])[0] + "/v1/chat/completions"
         self.scale, self.threshold = checked_scale("LLMJudge", scale, threshold)
-        for name, value, least in (
-            ("retries", retries, 0),
-            ("concurrency", concurrency, 1),
-            ("max_tokens", max_tokens, 1),
-        ):
+        numbers = {"retries": (retries, 0), "concurrency": (concurrency, 1), "max_tokens": (max_tokens, 1)}
+        for name, (value, least) in numbers.items():
             if type(value) is not int or value < least:
                 raise UserError(f"LLMJudge: {name} must be a whole number of at least {least}, found {value!r}")
         if timeout <= 0:
@@ -83,7 +70,7 @@ class LLMJudge(Verifier):
         self.fields = {name: value for name, value in fields.items() if value is not None}
 
     def check(self) -> None:
-        authorization(self.api_key_env)
+        http.authorization(self.api_key_env)
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         return self.judge_batch([completion], [row])[0]
@@ -92,8 +79,8 @@ class LLMJudge(Verifier):
         return asyncio.run(self._judge_all(completions, rows))
 
     async def _judge_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-        headers = authorization(self.api_key_env)
-        async with httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
+        headers = http.authorization(self.api_key_env)
+        async with http.httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
             judging = (self._judge(client, text, row) for text, row in zip(completions, rows, strict=True))
             return await asyncio.gather(*judging)
 
@@ -107,7 +94,7 @@ class LLMJudge(Verifier):
         except (UserError, ValueError) as problem:
             return error(f"the judge: {one_line(problem)}")
         except Exception as problem:  # of the connection
-            return error(f"the judge: {in_words(problem)}")
+            return error(f"the judge: {http.in_words(problem)}")
         return scaled(score, self.scale, self.threshold, "the judge")
 
     async def _ask(self, client: Any, text: str) -> dict[str, Any]:
@@ -116,19 +103,18 @@ class LLMJudge(Verifier):
         Raises:
             Exception: of the last request; or the next one would be too late.
         """
-        now = asyncio.get_running_loop().time
-        deadline = now() + self.timeout
+        deadline = time.monotonic() + self.timeout
         body = {"messages": [{"role": "user", "content": text}], **self.fields}
-        for attempt in range(self.retries + 1):
+        failures = 0
+        while True:
             try:
-                return json_object(self.url, await exchange(client, "POST", self.url, self.timeout, body))
-            except (httpx.RequestError, Transient) as problem:
-                pause = min(MAX_BACKOFF, BACKOFF * 2**attempt)
-                pause = max(pause, getattr(problem, "retry_after", 0.0))
-                if attempt == self.retries or now() + pause >= deadline:
+                return http.json_object(self.url, await http.exchange(client, "POST", self.url, self.timeout, body))
+            except (http.httpx.RequestError, http.Transient) as problem:
+                pause = http.pause_after(problem, failures)
+                failures += 1
+                if failures > self.retries or time.monotonic() + pause >= deadline:
                     raise
             await asyncio.sleep(pause)
-        raise AssertionError("the last request returns or raises")
 
 
 def parsed_template(template: str) -> list[tuple[str, str | None]]:

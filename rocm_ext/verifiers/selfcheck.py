@@ -1,22 +1,25 @@
-"""Whether a verifier accepts the right answers in its data."""
+"""Whether a verifier works: on the right answers of its data, and on a trial answer before a run samples anything."""
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean
 from typing import Any
 
 from rocm_ext.errors import UserError
+from rocm_ext.importing import COMPONENT
 from rocm_ext.verifiers.base import Result, Verdict
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
 
 GOLD_FIELDS = ("solution", "completion", "canonical_solution", "answer")
+MADE_UP = "42"  # an answer to a row without a right one
 
 
-@dataclass
+@dataclass(frozen=True)
 class Summary:
-    """The verdicts on the rows' gold answers.
+    """The verdicts on the rows' right answers.
 
     Attributes:
         rows: rows checked.
@@ -25,10 +28,10 @@ class Summary:
         failures: (origin, result) of the first answers that are not CORRECT.
     """
 
-    rows: int = 0
-    verdicts: Counter[Verdict] = field(default_factory=Counter)
-    mean_reward: float | None = None
-    failures: list[tuple[str, Result]] = field(default_factory=list)
+    rows: int
+    verdicts: Counter[Verdict]
+    mean_reward: float | None
+    failures: list[tuple[str, Result]]
 
 
 def self_check(
@@ -40,12 +43,12 @@ def self_check(
     timeout: float = 60.0,
     show: int = 10,
 ) -> Summary:
-    """Verify each row's own gold answer.
+    """Verify each row's own right answer.
 
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`.
         rows: (origin, row) pairs; messages name the origin, such as ``file:line``.
-        gold_field: the field with the gold answer; None: the first of solution, completion, canonical_solution and
+        gold_field: the field with the right answer; None: the first of solution, completion, canonical_solution and
             answer that a row has.
         workers: processes.
         limit: check the first ``limit`` rows only; None: all.
@@ -53,49 +56,59 @@ def self_check(
         show: keep at most this many failures.
 
     Raises:
-        UserError: the verifier cannot be built or cannot run here, or a row lacks what it needs or a gold answer.
+        UserError: the verifier cannot be built or cannot run here, or a row lacks what it needs or a right answer.
     """
     verifier = build(node)
     verifier.check()
-    summary = Summary()
-    total, counted = 0.0, 0
-    waiting: deque[tuple[str, Future[Result]]] = deque()
-
-    def take() -> None:
-        nonlocal total, counted
-        origin, future = waiting.popleft()
-        result = future.result()
-        summary.rows += 1
-        summary.verdicts[result.verdict] += 1
-        if result.reward is not None:
-            total += result.reward
-            counted += 1
-        if result.verdict is not Verdict.CORRECT and len(summary.failures) < show:
-            summary.failures.append((origin, result))
-
+    names = GOLD_FIELDS if gold_field is None else (gold_field,)
     with Pool(node, workers, timeout) as pool:
-        for index, (origin, row) in enumerate(rows):
-            if limit is not None and index >= limit:
-                break
+        futures = []
+        for origin, row in islice(rows, limit):
             try:
                 verifier.check_row(row)
-                gold = _gold(row, gold_field)
+                if (gold := _gold(row, names)) is None:
+                    raise ValueError(f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}")
             except (UserError, ValueError) as error:
                 raise UserError(f"{origin}: {error}") from error
-            waiting.append((origin, pool.submit(gold, row)))
-            if len(waiting) > 4 * workers * pool.batch_size:  # rows may not fit into memory
-                take()
-        while waiting:
-            take()
-    if not summary.rows:
+            futures.append((origin, pool.submit(gold, row)))
+        results = [(origin, future.result()) for origin, future in futures]
+    if not results:
         raise UserError("there are no rows to check the verifier with")
-    summary.mean_reward = total / counted if counted else None
-    return summary
+    verdicts = Counter(result.verdict for _, result in results)
+    rewards = [result.reward for _, result in results if result.reward is not None]
+    failures = [(origin, result) for origin, result in results if result.verdict is not Verdict.CORRECT]
+    return Summary(len(results), verdicts, fmean(rewards) if rewards else None, failures[:show])
 
 
-def _gold(row: Mapping[str, Any], name: str | None) -> str:
-    names = GOLD_FIELDS if name is None else (name,)
-    found = next((key for key in names if row.get(key) is not None), None)
-    if found is None:
-        raise ValueError(f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}")
-    return row[found] if isinstance(row[found], str) else str(row[found])
+def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout: float) -> None:
+    """Judge an answer to the first row, in a process of its own: the row's right answer, or one that is made up.
+
+    If that is an ERROR, it may be the row's fault; answers to a row in the middle and to the last one decide.
+
+    Args:
+        node: the verifier, as for :func:`rocm_ext.verifiers.build`.
+        rows: the prompts' rows.
+        timeout: seconds for one call of the verifier.
+
+    Raises:
+        UserError: the verifier fails on all of them; the message names the verifier and has its first reason.
+    """
+    reasons = []
+    with Pool(node, workers=1, timeout=timeout) as pool:
+        for index in sorted({0, len(rows) // 2, len(rows) - 1}):
+            row, gold = rows[index], _gold(rows[index], GOLD_FIELDS) or MADE_UP
+            if pool.groups:
+                result = pool.submit_group([gold, MADE_UP], row).result()[0]
+            else:
+                result = pool.submit(gold, row).result()
+            if result.reward is not None:
+                return
+            reasons.append(result.detail)
+    function = node.get("function")
+    name = function if isinstance(function, str) else node[COMPONENT]
+    raise UserError(f"verifier {name} fails on a trial answer: {reasons[0]}")
+
+
+def _gold(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """The row's right answer: the first of these fields that it has."""
+    return next((str(row[name]) for name in names if row.get(name) is not None), None)
