@@ -15,7 +15,7 @@ def command(recipe, arguments: Sequence[str]) -> list[str]:
     """The command that replaces ``tune run ARGUMENTS``, with this interpreter's own options.
 
     Args:
-        recipe: of the table; None: the first argument is a user's file.
+        recipe: a recipe of the table; None: the first argument is a user's file.
         arguments: the recipe, then its own.
     """
     options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]

@@ -124,7 +124,7 @@ async def exchange(client: Any, method: str, url: str, seconds: float, json: Any
         client: an ``httpx.AsyncClient``.
         method: ``GET`` or ``POST``.
         url: whole address.
-        seconds: for all of the exchange.
+        seconds: time limit of the exchange.
         json: what to send; None: nothing.
 
     Raises:

@@ -105,7 +105,7 @@ def make(folder: Path, seed: int = 0, target: float = 0.33, force: bool = False)
 
     Args:
         folder: where to write; it appears once it is complete.
-        seed: of the problems and the weights.
+        seed: seed of the problems and the weights.
         target: held-out accuracy in (0, 1); training stops at the first measured accuracy that reaches it.
         force: replace an earlier pocket model.
 

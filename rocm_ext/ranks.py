@@ -73,7 +73,7 @@ class Ranks:
     """This process's place among all ranks.
 
     Attributes:
-        device: of this rank.
+        device: this rank's device.
         rank: index of this process among all.
         world: number of processes.
         mesh: FSDP2's device mesh; None on one rank.
@@ -89,7 +89,7 @@ class Ranks:
         """Join the process group that torchrun describes in the environment; without torchrun, use one rank.
 
         Args:
-            device: of this rank.
+            device: this rank's device.
             patience: seconds without an answer after which another machine counts as lost, which ends this process.
 
         Raises:

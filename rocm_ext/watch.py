@@ -36,7 +36,7 @@ class Watch:
     """This rank's connections; a thread ends the process when another rank is lost.
 
     Args:
-        rank: of this process.
+        rank: this process's rank.
         peers: a connection to rank 0, or on rank 0 one to each other rank.
         places: name of each rank's machine, and the machine's number.
     """
@@ -127,7 +127,7 @@ def begin(rank: int, node: int, gather: Callable[[Any], list[Any]], timeout: flo
     """Connect this rank; every rank calls this together.
 
     Args:
-        rank: of this process.
+        rank: this process's rank.
         node: number of its machine.
         gather: returns every rank's value in rank order, on every rank.
         timeout: seconds without an answer after which a machine counts as lost.

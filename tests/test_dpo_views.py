@@ -134,7 +134,7 @@ def test_a_report_draws_what_pairs_measure(tmp_path):
 
 
 def test_a_run_is_known_by_its_records(tmp_path):
-    """A recipe of a user's own that extends dpo_rocm has another name; an older run may have no config."""
+    """A recipe of a user's own that extends dpo_rocm has another name; a copied folder may lack its config."""
     run = dpo(tmp_path / "run", recipe="my_pairs")
     assert (RunFolder(run).recipe, RunFolder(run).family) == ("my_pairs", "dpo_rocm")
     (run / "config.yaml").unlink()

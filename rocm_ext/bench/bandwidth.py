@@ -33,6 +33,9 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
         to_device()
         to_host()
 
-    work, moved = {"host to device": (to_device, size), "device to host": (to_host, size),
-                   "both ways": (both, 2 * size)}[values["what"]]  # fmt: skip
+    work, moved = {
+        "host to device": (to_device, size),
+        "device to host": (to_host, size),
+        "both ways": (both, 2 * size),
+    }[values["what"]]
     return {**timed(work, device, seconds=bench.spec.seconds).rate(moved), "unit": "B/s"}

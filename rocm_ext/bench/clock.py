@@ -37,9 +37,9 @@ def measure(
     On a GPU it waits for each call: ``work`` should last longer than the launch of its kernels.
 
     Args:
-        work: to call.
-        device: that works.
-        seconds: to go on calling.
+        work: function to time.
+        device: device that runs it.
+        seconds: time for which it is called again and again.
         least: number of calls that are made in any case.
         warm_up: number of calls before these, which are not timed.
     """

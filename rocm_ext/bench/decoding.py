@@ -44,8 +44,14 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
         session = _Clocked(made, never, lambda: bench.spec.budget, slots, graphs)
         list(session.generate(requests, Sampling(new)))
     low, middle, high = quantiles(session.steps[_WARM_UP:], n=4, method="inclusive")
-    return {"value": slots / middle, "low": slots / high, "high": slots / low, "unit": "tokens/s",
-            "seconds": middle, "context": _PROMPT + _WARM_UP + _STEPS / 2}  # fmt: skip
+    return {
+        "value": slots / middle,
+        "low": slots / high,
+        "high": slots / low,
+        "unit": "tokens/s",
+        "seconds": middle,
+        "context": _PROMPT + _WARM_UP + _STEPS / 2,
+    }
 
 
 def _random_decoder(bench: Bench) -> Any:

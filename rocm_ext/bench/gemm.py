@@ -17,8 +17,9 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
     wide, width = mlp.w1.weight.shape
     tokens, dtype = _TOKENS[bench.device.type], DTYPES[values["dtype"]]
     bench.require((tokens * (wide + width) + wide * width) * dtype.itemsize * 2)
-    x, g, w = (torch.randn(shape, device=bench.device).to(dtype) for shape in
-               ((tokens, width), (tokens, wide), (wide, width)))  # fmt: skip
+    x, g, w = (
+        torch.randn(shape, device=bench.device).to(dtype) for shape in ((tokens, width), (tokens, wide), (wide, width))
+    )
     work = {"forward": lambda: x @ w.T, "dgrad": lambda: g @ w, "wgrad": lambda: g.T @ x}[values["direction"]]
     times = timed(work, bench.device, seconds=bench.spec.seconds)
     return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}

@@ -20,9 +20,16 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
     for repeat in range(3):
         rows = random_rows(_STEPS * _PER_STEP, 50, 300, bench.shape.tok_embeddings.num_embeddings, seed=repeat)
         loader = StepLoader(
-            rows, Steps(len(rows), _PER_STEP), rank=0, ranks=1, tokens_per_micro_batch=4096, packed=True, pad_id=0,
-            num_workers=values["num_workers"], pin_memory=values["pin_memory"],
-        )  # fmt: skip
+            rows,
+            Steps(len(rows), _PER_STEP),
+            rank=0,
+            ranks=1,
+            tokens_per_micro_batch=4096,
+            packed=True,
+            pad_id=0,
+            num_workers=values["num_workers"],
+            pin_memory=values["pin_memory"],
+        )
         tokens, began = 0, 0.0
         for step, batches in enumerate(loader.range(0, _STEPS)):
             if step == _STARTING:

@@ -27,12 +27,12 @@ def run_config(
 
     Args:
         cfg: the whole config that was measured, of any recipe.
-        recipe: that runs it.
-        name: of the config.
-        path: of the file to be.
+        recipe: recipe that runs the config.
+        name: name of the config.
+        path: path of the file to write.
         won: the fastest settings.
-        profile: of ``machine``.
-        machine: that was measured.
+        profile: profile of ``machine``.
+        machine: machine that was measured.
 
     Returns:
         The file's text.
@@ -50,14 +50,20 @@ def run_config(
         for key, value in whole.items()
         if key not in changes and (key in ("recipe", "hardware") or known.get(key) != value)
     ]
-    return "\n".join([
-        f"# {name} with the settings that `rocm-ext bench` found to be the fastest, {date.today().isoformat()}:",
-        f"# {machine}",
-        f"#   tune run {config.startable(recipe)} --config {path}",
-        *downloads, *exports, "",
-        *(measured or ["# No setting is faster than as configured."]), "",
-        *kept, "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"# {name} with the settings that `rocm-ext bench` found to be the fastest, {date.today().isoformat()}:",
+            f"# {machine}",
+            f"#   tune run {config.startable(recipe)} --config {path}",
+            *downloads,
+            *exports,
+            "",
+            *(measured or ["# No setting is faster than as configured."]),
+            "",
+            *kept,
+            "",
+        ]
+    )
 
 
 def _inside(value: Any, output_dir: str) -> Any:

@@ -47,7 +47,7 @@ def run(
     """Measure in child processes. Consecutive items of equal environment share one, unless it crashes or hangs.
 
     Args:
-        spec: for the children.
+        spec: what the child processes measure with.
         following: returns the next items, given all measurements so far; none ends the run.
         timeout: seconds that a measurement may take.
         tell: called with each measurement at once.
@@ -95,9 +95,13 @@ class _Child:
         self.own, self.ended, self._started = own, False, False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rocm_ext.bench.child"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
             env={**os.environ, **environ, **own},
-        )  # fmt: skip
+        )
         self._errors: list[str] = []
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         readers = (self._read_lines, self._process.stdout), (self._read_errors, self._process.stderr)

@@ -24,10 +24,10 @@ def share(content: dict[str, Any], cfg: DictConfig, machine: Machine, path: Path
     """Write a record of a measurement.
 
     Args:
-        content: of ``bench.json``.
-        cfg: whose model was measured.
-        machine: that was measured.
-        path: of the new file.
+        content: content of ``bench.json``.
+        cfg: config whose model was measured.
+        machine: machine that was measured.
+        path: path of the new file.
 
     Returns:
         What the record holds and what to do with it, for the user.

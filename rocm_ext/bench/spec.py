@@ -16,7 +16,7 @@ class Spec:
     """One run of ``rocm-ext bench``.
 
     Attributes:
-        config: whose model is measured: a name or file.
+        config: config whose model is measured: a name or a file.
         overrides: ``key=value``.
         budget: bytes that a probe may take on the device.
         quick: fewer and shorter measurements.
@@ -55,7 +55,7 @@ def items(machine: Machine, locked: Mapping[str, Lock], quick: bool) -> list[Ite
     """What is worth measuring on ``machine``, but for training steps; :mod:`rocm_ext.bench.sweep` chooses those.
 
     Args:
-        machine: to measure.
+        machine: machine to measure.
         locked: settings that are not measured.
         quick: measure fewer.
     """

@@ -30,7 +30,7 @@ class Winner:
     """The fastest value of a setting.
 
     Attributes:
-        key: in a config, or the name of an environment variable.
+        key: key of a config, or the name of an environment variable.
         value: the fastest.
         reason: the speeds that were compared.
     """
@@ -44,8 +44,8 @@ class Sweep:
     """The settings of a training step, one key after another.
 
     Args:
-        cfg: of the training.
-        machine: to measure.
+        cfg: config of the training.
+        machine: machine to measure.
         locked: settings that are not measured.
         quick: measure fewer.
     """

@@ -34,7 +34,7 @@ class RandomWeights(Mapping[str, Tensor]):
 
     Args:
         decoder: the model whose names and shapes they have.
-        device: that holds them.
+        device: device that holds them.
     """
 
     def __init__(self, decoder: torch.nn.Module, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class ProbeLearner(Learner):
     """The recipe's model with random weights.
 
     Args:
-        cfg: of the SFT recipe.
+        cfg: config of the SFT recipe.
         runtime: what to compute on.
         budget: bytes that a step may take.
     """
@@ -128,12 +128,23 @@ def _measure(trainer: Trainer, seconds: float) -> dict[str, Any]:
 def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) -> DictConfig:
     """``cfg`` for steps of ``values["rows"]`` rows at once; the other ``values`` are keys of it."""
     changes: dict[str, Any] = {
-        "sequences_per_step": values["rows"], "gradient_accumulation_steps": None, "batch_size": values["rows"],
-        "tokens_per_micro_batch": None, "max_steps_per_epoch": None, "epochs": 1, "seed": 0, "lr_scheduler": None,
-        "resume_from_checkpoint": False, "overwrite_output_dir": True, "hardware_overrides": insist,
-        "startup_checks": False, "metric_logger": None, "profiler": None, "profile_steps": None,
+        "sequences_per_step": values["rows"],
+        "gradient_accumulation_steps": None,
+        "batch_size": values["rows"],
+        "tokens_per_micro_batch": None,
+        "max_steps_per_epoch": None,
+        "epochs": 1,
+        "seed": 0,
+        "lr_scheduler": None,
+        "resume_from_checkpoint": False,
+        "overwrite_output_dir": True,
+        "hardware_overrides": insist,
+        "startup_checks": False,
+        "metric_logger": None,
+        "profiler": None,
+        "profile_steps": None,
         **{key: value for key, value in values.items() if key not in ("rows", "quantize_base")},
-    }  # fmt: skip
+    }
     changed = OmegaConf.create({**OmegaConf.to_container(cfg), **changes})  # type: ignore[dict-item]
     changed.checkpointer.pop("adapter_checkpoint", None)
     if values.get("quantize_base"):

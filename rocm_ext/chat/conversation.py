@@ -33,7 +33,7 @@ class Answer:
         visible: the text without its reasoning.
         tokens: number of sampled tokens.
         first: seconds to the first token, which the prompt takes.
-        seconds: from the first token to the last.
+        seconds: time from the first token to the last.
         finish_reason: ``stop``, ``length`` or ``interrupted``.
     """
 
@@ -56,9 +56,9 @@ class Chat:
 
     Attributes:
         recipe: the opened model with its engines.
-        session: of the engine.
+        session: session of the engine.
         sampling: how to draw.
-        seed: with the number of the question it determines each answer.
+        seed: this and the number of the question determine each answer.
         system: system message; empty: none.
         history: the turns so far, ``{role, content}`` each, without the system message.
         answer: the last answer, of :meth:`ask` or :meth:`base`.

@@ -32,13 +32,13 @@ class Measured:
     """What is measured: a config on a machine.
 
     Attributes:
-        recipe: that runs the config.
-        name: of the config.
+        recipe: recipe that runs the config.
+        name: name of the config.
         whole: the config.
         training: the part of it that trains.
-        machine: with its profile.
-        profile: of the machine.
-        sweep: of training settings.
+        machine: machine to measure.
+        profile: the machine's profile.
+        sweep: sweep of training settings.
     """
 
     recipe: "Recipe"
@@ -163,8 +163,9 @@ def run(args: argparse.Namespace) -> None:
     busy = others.cores()
     _finish(args, measurements, measured, busy)
     if busy > others.WORTH_TELLING:
-        progress.say(f"warning: other programs used {busy:.1f} cores, so these speeds are too low. End them and "
-                     "measure again")  # fmt: skip
+        progress.say(
+            f"warning: other programs used {busy:.1f} cores, so these speeds are too low. End them and measure again"
+        )
 
 
 def _only(args: argparse.Namespace) -> list[str]:

@@ -29,13 +29,19 @@ def add(commands) -> None:
     parser.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of the baseline")
     parser.add_argument("b", type=Path, metavar="RUN_B", help="output_dir of the run with the faster setting")
     parser.add_argument(
-        "--tolerance", type=_percent, default=0.01, metavar="PERCENT",
+        "--tolerance",
+        type=_percent,
+        default=0.01,
+        metavar="PERCENT",
         help="difference of losses to ignore, in percent of A's (default: 1)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--score-tolerance", type=_percent, default=0.05, metavar="POINTS",
+        "--score-tolerance",
+        type=_percent,
+        default=0.05,
+        metavar="POINTS",
         help="difference of held-out pass@1 to ignore, in percentage points (default: 5)",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
 

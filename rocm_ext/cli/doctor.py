@@ -27,10 +27,20 @@ def add(commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = parser.add_argument
-    option("--root", type=Path, metavar="DIR", help="judge another machine: a folder made with --save, or a copy of "
-           "its /proc, /sys and /etc files; missing facts are \"not recorded\" and do not count")  # fmt: skip
-    option("--save", type=Path, metavar="DIR", help="also write what the checks read into a new folder, to attach to "
-           "a report: no serial numbers, no users' names, only variables and parameters that matter")  # fmt: skip
+    option(
+        "--root",
+        type=Path,
+        metavar="DIR",
+        help="judge another machine: a folder made with --save, or a copy of "
+        'its /proc, /sys and /etc files; missing facts are "not recorded" and do not count',
+    )
+    option(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="also write what the checks read into a new folder, to attach to "
+        "a report: no serial numbers, no users' names, only variables and parameters that matter",
+    )
     option("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run)
 

@@ -14,9 +14,12 @@ def add(commands) -> None:
     )
     parser.add_argument("dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help="output_dir of a run")
     parser.add_argument(
-        "--output", "-o", type=Path, metavar="FILE",
+        "--output",
+        "-o",
+        type=Path,
+        metavar="FILE",
         help="the file to write (default: report.html in OUTPUT_DIR, or in the current folder for several runs)",
-    )  # fmt: skip
+    )
     parser.set_defaults(run=run)
 
 

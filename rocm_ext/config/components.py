@@ -109,7 +109,7 @@ def check_from_folder(content: Mapping[str, Any], file: Path) -> None:
     """Refuse what could run code in the config of a folder: a run or an adapter may come from anybody.
 
     Args:
-        content: of the config, or the part of it that is used.
+        content: content of the config, or the part of it that is used.
         file: where it is, for the message.
 
     Raises:

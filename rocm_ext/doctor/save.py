@@ -25,7 +25,7 @@ def save(facts: Facts, root: Path, folder: Path) -> None:
     """Write what the checks read into ``folder``, for ``rocm-ext doctor --root``.
 
     Args:
-        facts: of the machine.
+        facts: facts about the machine.
         root: where its files are.
         folder: new or empty.
 

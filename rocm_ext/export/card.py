@@ -19,10 +19,22 @@ from rocm_ext.runs.scores import Score
 _TAGS = ["lora", "peft", "torchtune-rocm"]
 _LICENCE = ("license", "license_name", "license_link")
 _SETTINGS = (
-    "recipe", "epochs", "cycles", "steps", "max_steps_per_epoch", "sequences_per_step", "prompts_per_step",
-    "samples_per_prompt", "optimizer.lr", "lr_schedule", "objective._component_", "verifier._component_",
-    "model.target_modules", "dtype", "seed",
-)  # fmt: skip
+    "recipe",
+    "epochs",
+    "cycles",
+    "steps",
+    "max_steps_per_epoch",
+    "sequences_per_step",
+    "prompts_per_step",
+    "samples_per_prompt",
+    "optimizer.lr",
+    "lr_schedule",
+    "objective._component_",
+    "verifier._component_",
+    "model.target_modules",
+    "dtype",
+    "seed",
+)
 _DATA = ("dataset", "prompts", "dataset_val", "eval_prompts")
 
 

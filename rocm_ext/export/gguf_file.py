@@ -37,7 +37,7 @@ class Entry:
     """A tensor of a GGUF file.
 
     Attributes:
-        name: in llama.cpp.
+        name: name in llama.cpp.
         shape: as in torch.
         kind: ``f32`` or one of :data:`TYPES`.
         read: returns the values.

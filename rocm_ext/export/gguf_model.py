@@ -34,7 +34,7 @@ class Names:
     """llama.cpp's names and order of rows for a model's weights.
 
     Args:
-        architecture: of the model.
+        architecture: the model's architecture.
     """
 
     def __init__(self, architecture: Architecture) -> None:

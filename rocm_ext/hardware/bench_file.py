@@ -27,7 +27,7 @@ class BenchFile:
     """The parts of the file that other programs use.
 
     Attributes:
-        date: of the measurement, as in 2026-01-31.
+        date: day of the measurement, as in 2026-01-31.
         machine: the :func:`machine_key` of the machine that was measured.
         figures: arguments of :class:`rocm_ext.plan.speeds.Figures`.
         settings: the fastest values of the keys in :data:`TAKEN_OVER`.
@@ -89,8 +89,13 @@ def cache_folder() -> Path | None:
 
 def machine_key(machine: Machine) -> dict[str, Any]:
     """What identifies a machine: a measurement is valid where all of this is equal."""
-    return {"backend": machine.backend, "arch": machine.arch, "name": machine.name, "torch": machine.torch,
-            "cores": os.cpu_count() if machine.backend == "cpu" else None}  # fmt: skip
+    return {
+        "backend": machine.backend,
+        "arch": machine.arch,
+        "name": machine.name,
+        "torch": machine.torch,
+        "cores": os.cpu_count() if machine.backend == "cpu" else None,
+    }
 
 
 def of_this_machine(machine: Machine) -> BenchFile | None:

@@ -37,7 +37,7 @@ def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), ta
     """The bytes that one process may take on its device now.
 
     Args:
-        profile: of the machine; it says which memory counts and how much the host keeps.
+        profile: the machine's profile; it says which memory counts and how much the host keeps.
         machine: this one.
         root: where ``proc`` and ``sys`` are.
         taken: bytes of it that the process has taken already.
@@ -67,8 +67,8 @@ def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int
     """:func:`memory_budget`, of sizes that the caller has read.
 
     Args:
-        profile: of the machine.
-        machine: whose total_memory counts.
+        profile: the machine's profile.
+        machine: machine whose total_memory counts.
         host: its memory.
         taken: bytes of the device's memory that the process has taken already.
 
@@ -104,7 +104,7 @@ def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
     """The budget on another machine, from its data sheet.
 
     Args:
-        profile: of that machine.
+        profile: that machine's profile.
         memory: bytes on its device.
 
     Returns:
@@ -171,7 +171,7 @@ def open_device(
     """Make this rank's device current and cap its memory.
 
     Args:
-        profile: of the machine.
+        profile: the machine's profile.
         machine: this one.
         local_rank: the GPU's number.
         memory_fraction: the cap, as a share of the device's memory, above 0 and at most 1. None caps unified memory at

@@ -24,7 +24,7 @@ class CpuQuota:
 
     Attributes:
         cpus: processor seconds per second.
-        folder: of the group.
+        folder: folder of the group.
     """
 
     cpus: float

@@ -19,7 +19,7 @@ def find_chip(
     """Find the chip that a user means.
 
     Args:
-        name: of a chip or an architecture, in any spelling: "MI355X", "rx7900xtx", "AMD Radeon PRO W7900", "gfx950".
+        name: name of a chip or an architecture, in any spelling: "MI355X", "rx7900xtx", "AMD Radeon PRO W7900".
         hardware: the profile in which the chip must be; None: any.
         measured: further machines by name, each with its profile and chip.
 
@@ -52,7 +52,7 @@ def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int |
     """The chips of a profile that a machine may have, the likeliest first.
 
     Args:
-        profile: whose chips count.
+        profile: profile whose chips count.
         arch: the machine's architecture.
         name: what torch calls its GPU; it may say no more than "AMD Radeon Graphics".
         memory: bytes of its own memory, which tells chips of one name apart; None: unknown, or shared with the host.

@@ -62,10 +62,10 @@ def recording(folder: Path, seconds: float | None, root: Path = Path("/"), name:
     A failure of the thread does not stop the run. The thread draws no random numbers and does not use torch.
 
     Args:
-        folder: of the file; an existing log is continued.
+        folder: folder of the file; an existing log is continued.
         seconds: between readings; None: write nothing.
-        root: for :class:`~rocm_ext.hardware.counters.Counters`.
-        name: of the file.
+        root: root folder for :class:`~rocm_ext.hardware.counters.Counters`.
+        name: name of the file.
     """
     if seconds is None:
         yield

@@ -176,7 +176,7 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     to run before Python. Processes started from here on inherit the variables in any case.
 
     Args:
-        profile: of the machine.
+        profile: the machine's profile.
         machine: this one.
         restart: replace the process where a variable was added.
 

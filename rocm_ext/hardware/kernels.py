@@ -32,20 +32,27 @@ _WORDS: tuple[tuple[str, str], ...] = (
     (r"multi_tensor|_foreach_|_fused_adam", "many small tensors at once (optimiser, clipping)"),
     (r"(rms|layer)_?norm.*(backward|bwd|grad)", "norm backward"),
     (r"(rms|layer)_?norm", "norm"),
-    (r"cijk_|gemm|gemv|nvjet|cutlass|splitk|matmul|triton_(tem|mm)|(^|::)(add)?[bm]?m[mv](_|$)|baddbmm|linear|_(scaled|grouped|int)_mm",
-     "matrix product"),
+    (
+        r"cijk_|gemm|gemv|nvjet|cutlass|splitk|matmul|triton_(tem|mm)|(^|::)(add)?[bm]?m[mv](_|$)|baddbmm|linear|_(scaled|grouped|int)_mm",
+        "matrix product",
+    ),
     (r"embedding", "embedding"),
     (r"memcpy dtoh|memcpy htod", "copy between host and GPU"),
     (r"memset|fill|zero_|::(zeros|empty|ones)|resize", "allocation and filling"),
     (r"memcpy|copy|::(cat|stack|clone|contiguous|repeat)|catarray|_to_copy", "copy or conversion"),
     (r"index|gather|scatter|take|masked_select|nonzero", "indexing"),
     (r"sort|topk|radix", "sorting"),
-    (r"reduce_|::(sum|mean|amax|amin|max|min|argmax|norm|linalg_vector_norm|cumsum|logsumexp|all|any|var)(_|$)|"
-     r"_local_scalar_dense|scan", "sum, maximum or other reduction"),
-    (r"elementwise|::(mul|add|sub|div|neg|exp|log|pow|rsqrt|sqrt|silu|sigmoid|tanh|gelu|where|masked_fill|addcmul|"
-     r"addcdiv|lerp|clamp|reciprocal|eq|ne|lt|le|gt|ge|bitwise_\w+|__\w+__|silu_backward|logical_\w+|abs|isfinite)_?$",
-     "elementwise operation"),
-)  # fmt: skip
+    (
+        r"reduce_|::(sum|mean|amax|amin|max|min|argmax|norm|linalg_vector_norm|cumsum|logsumexp|all|any|var)(_|$)|"
+        r"_local_scalar_dense|scan",
+        "sum, maximum or other reduction",
+    ),
+    (
+        r"elementwise|::(mul|add|sub|div|neg|exp|log|pow|rsqrt|sqrt|silu|sigmoid|tanh|gelu|where|masked_fill|addcmul|"
+        r"addcdiv|lerp|clamp|reciprocal|eq|ne|lt|le|gt|ge|bitwise_\w+|__\w+__|silu_backward|logical_\w+|abs|isfinite)_?$",
+        "elementwise operation",
+    ),
+)
 _VIEW = re.compile(
     r"::(view|reshape|_unsafe_view|_reshape_alias|as_strided|(un)?flatten|(un)?squeeze|transpose|t|permute|expand|slice|"
     r"select|narrow|split|split_with_sizes|chunk|unbind|detach|alias|to)_?$"
@@ -53,9 +60,13 @@ _VIEW = re.compile(
 _BACKWARD = re.compile(r"^autograd::|Backward\d*$")  # the gradient of an operator or of a Python function
 _COMPILED = tuple((re.compile(pattern), words) for pattern, words in _WORDS)
 _TYPES = {
-    "c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "double": "fp64",
-    "c10::Float8_e4m3fn": "fp8", "c10::Float8_e4m3fnuz": "fp8",
-}  # fmt: skip
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "float": "fp32",
+    "double": "fp64",
+    "c10::Float8_e4m3fn": "fp8",
+    "c10::Float8_e4m3fnuz": "fp8",
+}
 # in names of kernels; in those of Tensile, AMD's matrix products, the letter of the input follows the operands
 _TYPES_IN_NAMES = (
     (re.compile(r"bf16|bfloat16|cijk_[a-z]+_[a-z]+_b", re.I), "bf16"),
@@ -70,7 +81,7 @@ class _Work:
 
     Attributes:
         words: what it is.
-        dtype: of its input; "" if unknown.
+        dtype: dtype of its input; "" if unknown.
         name: its name in the trace.
         begin, seconds: when, in microseconds, and for how long.
     """

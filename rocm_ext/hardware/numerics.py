@@ -25,7 +25,7 @@ def pick_dtype(requested: str, machine: Machine) -> tuple[torch.dtype, str]:
 
     Args:
         requested: bf16, fp16, fp32, or auto for the best that ``machine`` computes natively.
-        machine: that computes.
+        machine: machine that computes.
 
     Returns:
         The dtype and the reason.
@@ -76,10 +76,10 @@ def canaries(
     state.
 
     Args:
-        machine: that computes.
-        device: of it.
-        dtype: to compute in.
-        head_dim, num_heads: of the model's attention.
+        machine: machine that computes.
+        device: device of ``machine``.
+        dtype: dtype to compute in.
+        head_dim, num_heads: shape of the model's attention.
 
     Returns:
         A check for each. An error on the device is a failed check, not an exception.

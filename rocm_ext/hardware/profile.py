@@ -47,7 +47,7 @@ class Chip:
     Attributes:
         arch: the architecture, as :class:`rocm_ext.hardware.machine.Machine` names it.
         memory: GiB.
-        bandwidth: of memory, GB/s.
+        bandwidth: memory bandwidth, GB/s.
         fp32: TFLOPS of dense matrix products; so are fp16 and bf16.
         fp16: None: not computed natively.
         bf16: None: not computed natively.
@@ -146,7 +146,7 @@ def load_profile(name: str) -> Profile:
     """Read a profile.
 
     Args:
-        name: of a profile in ``recipe_configs/hardware``, or the path of a file that ends in ``.yaml``.
+        name: name of a profile in ``recipe_configs/hardware``, or the path of a file that ends in ``.yaml``.
 
     Raises:
         UserError: for an unknown name and for a file that is not a profile.
@@ -320,7 +320,7 @@ def check_locked(profile: Profile, settings: Mapping[str, Any], overrides: list[
     """Check ``settings`` against the profile's locks.
 
     Args:
-        profile: of the machine.
+        profile: the machine's profile.
         settings: recipe keys and their values.
         overrides: the keys of ``hardware_overrides``: the user insists on these.
 

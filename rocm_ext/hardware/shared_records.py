@@ -33,10 +33,10 @@ class Hardware:
     Attributes:
         backend: rocm, cuda or cpu.
         system: platform.system().
-        arch: of the GPU; None: a CPU.
-        name: of the GPU as torch says it, or of the CPU.
+        arch: architecture of the GPU; None: a CPU.
+        name: name of the GPU as torch gives it, or of the CPU.
         count: GPUs of this kind.
-        cores: of a CPU, threads included; None: a GPU.
+        cores: cores of a CPU, threads included; None: a GPU.
         memory: GiB that the device has; on unified memory, what the GPU may use.
     """
 
@@ -67,14 +67,14 @@ class SharedRecord:
     """One file of ``recipe_configs/measured``.
 
     Attributes:
-        format: of the file.
-        date: of the measurement, as in 2026-01-31.
-        machine: that was measured.
-        versions: of torch, ROCm or CUDA, the kernel, torchtune and this library.
-        config: whose model was measured; None: one that this library does not bring.
+        format: format of the file.
+        date: day of the measurement, as in 2026-01-31.
+        machine: machine that was measured.
+        versions: versions of torch, ROCm or CUDA, the kernel, torchtune and this library.
+        config: config whose model was measured; None: one that this library does not bring.
         model: the model's shape, in words.
         quick: whether the measurements were few and short.
-        cores_of_other_programs: that were busy meanwhile.
+        cores_of_other_programs: cores that other programs kept busy meanwhile.
         figures: arguments of :class:`rocm_ext.plan.speeds.Figures`.
         settings: the fastest ones.
         probes: the measurements.
@@ -189,9 +189,9 @@ def record_of(profile: Profile, chip: str, cores: int | None = None) -> SharedRe
     """The best record of a machine: a whole one before a quick one, then the newest.
 
     Args:
-        profile: of the machine.
+        profile: the machine's profile.
         chip: one of the profile's, or a CPU's name.
-        cores: that a CPU must have; None: any number.
+        cores: cores that a CPU must have; None: any number.
     """
     fitting = [
         record for record in shared_records() if chip in record.chips(profile) and cores in (None, record.machine.cores)

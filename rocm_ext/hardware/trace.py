@@ -146,8 +146,10 @@ class Trace:
                 log.warning(
                     "profile_steps: nothing of %s is recorded, because this run did %d such steps, and %d come before "
                     "as warm-up",
-                    kind, recording.seen, WARM_UP[kind],
-                )  # fmt: skip
+                    kind,
+                    recording.seen,
+                    WARM_UP[kind],
+                )
 
     def _finish(self, kind: str) -> None:
         recording = self._open.pop(kind, None)
@@ -191,7 +193,7 @@ def describe(kind: str, summary: dict[str, Any], path: Path) -> str:
 
     Args:
         kind: what was recorded.
-        summary: of :func:`rocm_ext.hardware.kernels.summarize`, with ``steps`` and ``first``.
+        summary: result of :func:`rocm_ext.hardware.kernels.summarize`, with ``steps`` and ``first``.
         path: the trace.
     """
     steps, first, host = summary["steps"], summary["first"], summary["host"]

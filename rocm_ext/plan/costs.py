@@ -187,12 +187,12 @@ def simulate_layer(
     """Run a layer forward and backward on fake tensors.
 
     Args:
-        layer: of a torchtune decoder, without weights; it gets packed rows if its attention supports them.
-        width: of hidden states.
+        layer: layer of a torchtune decoder, without weights; it gets packed rows if its attention supports them.
+        width: width of hidden states.
         lengths: tokens of each sequence in the micro-batch.
-        dtype: of weights and activations.
-        kernels: of the device.
-        shared: of each packed sequence, see :class:`rocm_ext.data.batches.Batch`.
+        dtype: dtype of weights and activations.
+        kernels: kernels that the device has.
+        shared: tokens that each packed sequence shares, see :class:`rocm_ext.data.batches.Batch`.
     """
     packed = isinstance(getattr(layer, "attn", None), PackedAttention)
     shape = (1, sum(lengths)) if packed else (len(lengths), max(lengths))
@@ -223,14 +223,14 @@ def simulate_loss(
     """Run the final norm, a frozen output layer and the objective, forward and backward, on fake tensors.
 
     Args:
-        norm: of a torchtune decoder, without weights.
-        width: of hidden states.
+        norm: norm of a torchtune decoder, without weights.
+        width: width of hidden states.
         vocabulary: rows of the output layer.
         objective: computes the loss from hidden states; ``chunk_tokens`` must be set.
         lengths: tokens of each sequence in the micro-batch.
         targets: number of its tokens with a label.
-        dtype: of weights and activations.
-        kernels: of the device.
+        dtype: dtype of weights and activations.
+        kernels: kernels that the device has.
     """
     output = nn.Linear(width, vocabulary, bias=False, device="meta", dtype=dtype).requires_grad_(False)
     with on_fake_tensors(nn.ModuleList([norm, output]), kernels) as ((fake_norm, fake_output), tally):

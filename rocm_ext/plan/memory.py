@@ -28,7 +28,7 @@ class MemoryPlan:
         weights: this rank's shard of the frozen base model, and tables and masks that all layers share.
         gathered: the parts of the model that FSDP2 gathers at once; 0 on one rank.
         adapter: trainable parameters, fp32.
-        gradients: of the trainable parameters.
+        gradients: gradients of the trainable parameters.
         optimizer: state of the optimiser.
         each: costs of each layer.
         loss: costs of final norm, output layer and loss.
@@ -105,13 +105,13 @@ def plan_memory(
         decoder: model with adapters; frozen weights are on the meta device.
         objective: computes the loss from hidden states.
         lengths: tokens of each sequence in the largest micro-batch.
-        dtype: of weights and activations.
+        dtype: dtype of weights and activations.
         device: the target.
         optimizer: its node in the config.
         ranks: number of ranks that share the frozen weights.
         targets: number of the micro-batch's tokens with a label.
-        kernels: of ``device``.
-        shared: of each sequence, see :class:`rocm_ext.data.batches.Batch`.
+        kernels: kernels that ``device`` has.
+        shared: tokens that each sequence shares, see :class:`rocm_ext.data.batches.Batch`.
     """
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
     chunked = copy.copy(objective)

@@ -38,7 +38,7 @@ class Step:
     """Work and expected time of one optimiser step on one rank.
 
     Attributes:
-        tokens: of this rank, without padding.
+        tokens: tokens of this rank, without padding.
         micro_batches: their number.
         flops: floating-point operations.
         bytes: read and written by kernels.
@@ -99,12 +99,12 @@ class TrainingPlanner:
         cfg: config of either recipe.
         decoder: model with adapters, without weights.
         objective: computes the loss from hidden states.
-        dtype: of weights and activations.
+        dtype: dtype of weights and activations.
         device: the target; the planner computes nothing there.
         rows: the training data.
         ranks: number of ranks that share the work.
         figures: returns the machine's speeds; called only when the plan needs a time.
-        kernels: of ``device``.
+        kernels: kernels that ``device`` has.
     """
 
     def __init__(

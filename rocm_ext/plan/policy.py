@@ -24,11 +24,11 @@ class PolicyPlan:
         layout: bytes of weights that the sampler keeps while training; 0 with servers.
         steps: steps of the run.
         updates: optimiser updates of a step.
-        evaluations: of the run.
-        sampling_seconds: of a step's answers.
-        evaluation_seconds: of one evaluation; None: its prompts are unknown.
-        scoring_seconds: of the passes before the updates that compute log-probs.
-        updates_seconds: of a step's updates, as configured.
+        evaluations: number of evaluations in the run.
+        sampling_seconds: time to sample a step's answers.
+        evaluation_seconds: time of one evaluation; None: its prompts are unknown.
+        scoring_seconds: time of the passes before the updates that compute log-probs.
+        updates_seconds: time of a step's updates, as configured.
     """
 
     asked: Questions

@@ -10,7 +10,7 @@ class Reach:
     """The range of published speeds, as shares of those that a plan computes.
 
     Attributes:
-        low, high: of all machines.
+        low, high: range over all machines.
         runs: number of published runs, by chip.
     """
 

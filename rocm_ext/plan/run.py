@@ -99,7 +99,7 @@ class CyclePlan:
         asked: prompts and answers.
         sampling: memory and speed.
         peak: bytes while sampling.
-        seconds: of sampling and of evaluating; each is None if the number of prompts is unknown.
+        seconds: times of sampling and of evaluating; each is None if the number of prompts is unknown.
     """
 
     asked: Questions

@@ -30,7 +30,7 @@ class Figures:
         measured: whether ``rocm-ext bench`` measured them on that machine.
         sheet: the chip whose data sheet they are shares of, as in the plans that were compared with published runs.
         flops: floating-point operations per second of matrix products, by dtype (bf16, fp16, fp32).
-        bandwidth: of memory, in bytes per second, read and written.
+        bandwidth: memory bandwidth, in bytes per second, read and written.
         memory: bytes of the device; None if only the machine itself can tell.
         efficiency: computed over measured time of a training step; 1 until measured.
         decode_efficiency: computed over measured time of a decoding step; 1 until measured.
@@ -56,7 +56,7 @@ class Figures:
 
         Args:
             operations: kernels as eager mode runs them.
-            dtype: of matrix products.
+            dtype: dtype of the matrix products.
             compiled: whether torch.compile fuses those that are no matrix products.
 
         Raises:
@@ -148,7 +148,7 @@ def assumed(reached: Mapping[str, float]) -> dict[str, Any]:
     """Return the figures that nobody measures on a machine, as arguments of :class:`Figures`.
 
     Args:
-        reached: of the machine's profile.
+        reached: ``reached`` of the machine's profile.
     """
     if not reached:
         return {}

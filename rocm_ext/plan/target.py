@@ -24,7 +24,7 @@ class Target:
         figures: its speeds.
         budget: bytes that a process may use, and the reason.
         device: kind of device; it need not exist here.
-        dtype: of weights and activations.
+        dtype: dtype of weights and activations.
     """
 
     profile: Profile

@@ -62,7 +62,7 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
     """An SVG or HTML element.
 
     Args:
-        name: of the element.
+        name: name of the element.
         children: its content; all but Markup is escaped.
         attributes: ``class_`` stands for ``class``, ``aria_label`` for ``aria-label``; None leaves one out.
     """
@@ -143,9 +143,9 @@ def line_chart(
     """Curves over a common axis.
 
     Args:
-        title, unit: of the values.
+        title, unit: title and unit of the values.
         lines: at least one.
-        x_title: of the x axis.
+        x_title: title of the x axis.
         zero: begin the y axis at 0, if no value is below.
         whole: ticks of the x axis are whole numbers.
         marks: (x, text) of vertical lines.
@@ -261,7 +261,7 @@ def span_chart(
     """Values by cycle with their intervals, joined by a line; or boxes, if a cycle has five numbers.
 
     Args:
-        title, unit: of the values.
+        title, unit: title and unit of the values.
         spans: at least one, with at least one cycle.
         x_title: name of a cycle, or of what stands in its place.
         width: distance between two cycles.
@@ -330,9 +330,16 @@ def _place_columns(
         lines = [name, *(f"{label}: {texts[place]}" for label, texts in told.items() if place in texts)]
         left, right = x(place - width / 2), x(place + width / 2)
         parts.append(
-            tag("rect", tag("title", "\n".join(lines)), class_="over", x=left, y=TOP, width=right - left,
-                height=BOTTOM - TOP)
-        )  # fmt: skip
+            tag(
+                "rect",
+                tag("title", "\n".join(lines)),
+                class_="over",
+                x=left,
+                y=TOP,
+                width=right - left,
+                height=BOTTOM - TOP,
+            )
+        )
     return Markup("").join(parts)
 
 
@@ -350,13 +357,13 @@ def stacked_chart(
     """A bar for each cycle, made of parts.
 
     Args:
-        title, unit: of the sizes.
+        title, unit: title and unit of the sizes.
         bars: cycle -> part -> size.
         styles: part -> its CSS class, from the bottom up.
         share: show sizes as parts of 100 %.
         x_title: name of a cycle, or of what stands in its place.
         width: distance between two bars.
-        names: of the bars; None: ``x_title`` and the cycle.
+        names: names of the bars; None: ``x_title`` and the cycle.
     """
     cycles = sorted(bars)
     names = names or {cycle: f"{x_title} {cycle}" for cycle in cycles}

@@ -17,7 +17,7 @@ class Group:
     """A prompt and its answers of a step.
 
     Attributes:
-        step: that asked it.
+        step: step that asked it.
         kind: why the group was chosen.
         prompt_id: id of the prompt.
         prompt: its text; None if it was not found.

@@ -152,7 +152,7 @@ def _sign(folder: Path, patience: float) -> object:
     """Something that changes whenever the page of a run does.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         patience: seconds without a new line after which it counts as silent.
     """
     found = [(str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in _stats(folder, _FILES)]

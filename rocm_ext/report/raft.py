@@ -152,8 +152,17 @@ def _sampling_speed(cycle: CycleFolder) -> Sequence[float] | None:
 
 
 COLUMNS = (
-    "cycle", "state", "answers", "right", "kept", "steps", "loss", "pass@1", "95 % interval", *PHASES,
-)  # fmt: skip
+    "cycle",
+    "state",
+    "answers",
+    "right",
+    "kept",
+    "steps",
+    "loss",
+    "pass@1",
+    "95 % interval",
+    *PHASES,
+)
 
 
 def table(run: RunFolder) -> list[list[str]]:

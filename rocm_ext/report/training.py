@@ -18,8 +18,8 @@ class Curve:
     """A column of ``metrics.jsonl`` and its chart.
 
     Attributes:
-        key: of the column.
-        title, unit: of the chart.
+        key: key of the column.
+        title, unit: title and unit of the chart.
         scale: factor from the column to the unit.
         zero: begin the axis at 0.
         noisy: smooth the curve.
@@ -102,10 +102,10 @@ def columns_chart(
     """A chart of several columns.
 
     Args:
-        title, unit: of the chart.
+        title, unit: title and unit of the chart.
         scale: factor from the columns to the unit.
         columns: names in ``metrics.jsonl`` and labels of the lines; ``val_`` begins the name of one of validations.
-        runs: with their colours.
+        runs: runs with their colours.
         several: whether the report shows several runs.
 
     Returns:

@@ -45,7 +45,7 @@ class Scores:
         trained: False before any training, where settings can affect sampling alone.
         answers: how many answers A and B had sampled to train on.
         a, b: correct, total.
-        gain: of B, as a share of prompts.
+        gain: gain of B, as a share of prompts.
         p: p-value that both are right equally often (exact McNemar test); None without verdicts by prompt.
         not_comparable: why the scores measure different things; empty if they do not.
     """
@@ -71,7 +71,7 @@ class Stability:
         resumed: how often, according to hardware.jsonl.
         not_finite: losses that are not finite.
         skipped: steps whose gradient was not finite; fp16 skips one now and then.
-        loss_spikes, grad_spikes: of A alone, of B alone.
+        loss_spikes, grad_spikes: spikes of A alone, and of B alone.
     """
 
     resumed: tuple[int, int] = (0, 0)
@@ -98,15 +98,15 @@ class Comparison:
     Attributes:
         a, b: the runs.
         settings: those that differ, by name: A's value, B's.
-        speed: of B, as a multiple of A's. SFT and DPO: ratio of median tokens/s after warm-up. RAFT: ratio of the time
-            that both runs' cycles took for the same work, with the slowest and the fastest cycle as its interval.
+        speed: speed of B, as a multiple of A's. SFT and DPO: ratio of median tokens/s after warm-up. RAFT: ratio of the
+            time that both runs' cycles took for the same work, with the slowest and the fastest cycle as its interval.
             GRPO: ratio of the medians of sampled tokens per second of a whole step. RAFT against GRPO: ratio of
             sampled tokens per second of sampling and training.
         memory: peak bytes of A and B; NaN if unknown.
         rates: other measures of speed and size by name: A's value, B's.
         stability: what went wrong.
-        losses: of SFT and DPO runs.
-        scores: of RAFT and GRPO runs, in order.
+        losses: losses of SFT and DPO runs.
+        scores: scores of RAFT and GRPO runs, in order.
         learning: of two GRPO or DPO runs: means over the last half of the common steps by name, A's and B's; of DPO
             also values of the last common validation.
         notes: messages for the reader.

@@ -79,7 +79,7 @@ class CycleFolder:
     Attributes:
         number: k; cycle 0 holds the evaluation before any training.
         steps: optimiser steps of its training.
-        summary: of its training; empty before the end.
+        summary: summary of its training; empty before the end.
         seconds: duration of each phase that ended.
         phases: the last line of each phase in the run's ``metrics.jsonl``.
         row: its entry in the run's ``summary.json``; empty for an unfinished cycle.

@@ -18,7 +18,7 @@ class HeldOut:
 
     Attributes:
         after: what was done before it: ``cycle 3`` or ``step 40``.
-        number: of that cycle or step; 0 is before any training.
+        number: number of that cycle or step; 0 is before any training.
         answers: how many answers were sampled for training before it.
         scores: as of :func:`rocm_ext.runs.records.parse_scores`.
         greedy: whether each prompt's greedy answer is right, by prompt id; reads the verdicts.

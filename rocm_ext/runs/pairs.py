@@ -37,7 +37,7 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
     """Read the answers to a run's training prompts.
 
     Args:
-        run: of RAFT or GRPO.
+        run: run of RAFT or GRPO.
         last: read only the last so many cycles or steps; None: all.
 
     Returns:

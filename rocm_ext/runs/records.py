@@ -128,7 +128,7 @@ class Readings(list[dict[str, Any]]):
         """[n] float64: what ``read`` makes of each line.
 
         Args:
-            name: of the function; another one has another name.
+            name: name of the function; another function has another name.
             read: the function.
         """
         column = self._columns.setdefault(name, array("d"))

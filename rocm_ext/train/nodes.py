@@ -33,7 +33,7 @@ def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
 
     Args:
         cfg: config of the whole run.
-        dtype: that this rank computes in.
+        dtype: dtype that this rank computes in.
         ranks: all processes of the run.
 
     Raises:

@@ -89,13 +89,16 @@ def _use_threads(cfg: DictConfig, device: torch.device, ranks: Ranks) -> int | s
     if device.type == "cpu" and count > (most := cores()):
         log.warning(
             "cpu_threads is %d, and this process may use %g cores; threads without a core make the others wait. "
-            "cpu_threads=%d is faster, with results that are equal up to rounding", count, most, max(1, int(most))
-        )  # fmt: skip
+            "cpu_threads=%d is faster, with results that are equal up to rounding",
+            count,
+            most,
+            max(1, int(most)),
+        )
     return count
 
 
 def _recorded_threads(cfg: DictConfig) -> int | None:
-    """The number of the run to resume; None if there is none, or if an earlier version wrote its config."""
+    """The number of the run to resume; None without one."""
     problems: list[str] = []
     path = Path(cfg.output_dir) / "config.yaml"
     count = read_yaml(path, problems).get("cpu_threads") if cfg.resume_from_checkpoint else None
