@@ -32,11 +32,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rocm_ext.data.messages import string
-from rocm_ext.errors import UserError
 
 MAX_TESTS = 1 << 30  # bytes of a row's unpacked tests
-TEXT_OPCODES = {"PROTO", "FRAME", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "MEMOIZE", "PUT",
-                "BINPUT", "LONG_BINPUT", "STOP"}  # fmt: skip
+TEXT_OPCODES = {"PROTO", "FRAME", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
+TEXT_OPCODES |= {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
 CLOSE = re.compile(r"^([ \t]+)((?:assert np\.allclose|np\.testing\.assert_allclose)\(out, exp\b)", re.M)
 # what LeetCode's and LiveCodeBench's answers use without importing it
 LEETCODE = """import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
@@ -56,7 +55,7 @@ def _gsm8k(row: dict[str, Any]) -> dict[str, Any]:
     _need(row, "gsm8k", "question", "answer")
     _, mark, answer = row["answer"].rpartition("####")
     if not mark or not answer.strip():
-        raise UserError(f"answer has no #### followed by a number, as gsm8k needs; found {row['answer'][-40:]!r}")
+        raise ValueError(f"answer has no #### followed by a number, as gsm8k needs; found {row['answer'][-40:]!r}")
     rest = _without(row, "question")
     return {**rest, "prompt": row["question"], "answer": answer.strip(), "solution": row["answer"]}
 
@@ -69,7 +68,7 @@ def _mbpp(row: dict[str, Any]) -> dict[str, Any]:
     _need(row, "mbpp", task)
     tests, imports = _texts(row, "test_list"), _texts(row, "test_imports") if "test_imports" in row else []
     if not tests:
-        raise UserError("test_list is empty; expected a list of asserts")
+        raise ValueError("test_list is empty; expected a list of asserts")
     setup = "\n".join([*imports, row.get("test_setup_code", "")]).strip()
     shown = "\n".join(tests)
     rest = _without(row, "text", "code", "test_list", "test_imports", "test_setup_code")
@@ -83,8 +82,7 @@ def _humaneval(row: dict[str, Any]) -> dict[str, Any]:
     rest = _without(row, "test", "canonical_solution")
     rest |= {"solution": row["canonical_solution"]} if "canonical_solution" in row else {}
     task = f"Complete this Python function. Answer with all of it in one code block.\n\n```python\n{row['prompt']}"
-    return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"],
-            "tests": _with_shapes(row["test"])}  # fmt: skip
+    return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"], "tests": _with_shapes(row["test"])}
 
 
 def _mbppplus(row: dict[str, Any]) -> dict[str, Any]:
@@ -108,15 +106,15 @@ def _apps(row: dict[str, Any]) -> dict[str, Any] | None:
     _need(row, "apps", "question")
     try:
         tests = _json(row, "input_output", {}) or {}
-    except UserError as error:
+    except ValueError as error:
         if "integer string conversion" in str(error):  # a few rows have numbers that Python refuses to read
             return None
         raise
     if not isinstance(tests, dict) or not all(isinstance(tests.get(k, []), list) for k in ("inputs", "outputs")):
-        raise UserError("input_output must be an object with the lists inputs and outputs")
+        raise ValueError("input_output must be an object with the lists inputs and outputs")
     given, wanted = tests.get("inputs", []), tests.get("outputs", [])
     if len(given) != len(wanted):
-        raise UserError(f"input_output has {len(given)} inputs and {len(wanted)} outputs")
+        raise ValueError(f"input_output has {len(given)} inputs and {len(wanted)} outputs")
     if not given:
         return None
     solutions = _json(row, "solutions", [])
@@ -124,8 +122,10 @@ def _apps(row: dict[str, Any]) -> dict[str, Any] | None:
     rest |= {"solution": solutions[0]} if isinstance(solutions, list) and solutions else {}
     starter = string(row.get("starter_code") or "", "starter_code")
     if name := tests.get("fn_name"):
-        cases = [{"input": args if isinstance(args, list) else [args], "output": value, "unwrap": True}
-                 for args, value in zip(given, wanted, strict=True)]  # fmt: skip
+        cases = [
+            {"input": args if isinstance(args, list) else [args], "output": value, "unwrap": True}
+            for args, value in zip(given, wanted, strict=True)
+        ]
         return {**rest, **_function(row["question"], starter, string(name, "fn_name"), cases), "tolerance": 1e-5}
     pairs = zip(map(_lines, given), map(_lines, wanted), strict=True)
     return {**rest, **_program(row["question"], pairs), "tolerance": 1e-5}
@@ -134,9 +134,10 @@ def _apps(row: dict[str, Any]) -> dict[str, Any] | None:
 def _livecodebench(row: dict[str, Any]) -> dict[str, Any] | None:
     _need(row, "livecodebench", "question_content", "public_test_cases")
     tests = [*_json(row, "public_test_cases", []), *_private(row.get("private_test_cases") or "[]")]
-    if not all(isinstance(t, dict) and isinstance(t.get("input"), str) and isinstance(t.get("output"), str)
-               for t in tests):  # fmt: skip
-        raise UserError("public_test_cases and private_test_cases must be lists of {input, output, testtype}")
+    if not all(
+        isinstance(t, dict) and isinstance(t.get("input"), str) and isinstance(t.get("output"), str) for t in tests
+    ):
+        raise ValueError("public_test_cases and private_test_cases must be lists of {input, output, testtype}")
     if not tests:
         return None
     rest = _without(row, "question_content", "starter_code", "public_test_cases", "private_test_cases", "metadata")
@@ -146,20 +147,32 @@ def _livecodebench(row: dict[str, Any]) -> dict[str, Any] | None:
         pairs = ((test["input"], test["output"]) for test in tests)
         return {**rest, **_program(row["question_content"], pairs), "tolerance": 0}
     if kinds != {"functional"}:
-        raise UserError(f"testtype must be stdin or functional in all tests, found {sorted(map(str, kinds))}")
+        raise ValueError(f"testtype must be stdin or functional in all tests, found {sorted(map(str, kinds))}")
     name = (_json(row, "metadata", {}) or {}).get("func_name")
     try:
-        cases = [{"input": [json.loads(line) for line in test["input"].split("\n")],
-                  "output": json.loads(test["output"])} for test in tests]  # fmt: skip
+        cases = [
+            {"input": [json.loads(line) for line in test["input"].split("\n")], "output": json.loads(test["output"])}
+            for test in tests
+        ]
     except ValueError as error:
-        raise UserError(f"a test's input or output is not JSON: {error}") from error
+        raise ValueError(f"a test's input or output is not JSON: {error}") from error
     starter = string(row.get("starter_code") or "", "starter_code")
-    return {**rest, **_function(row["question_content"], starter, string(name, "metadata's func_name"), cases),
-            "tolerance": 0}  # fmt: skip
+    return {
+        **rest,
+        **_function(row["question_content"], starter, string(name, "metadata's func_name"), cases),
+        "tolerance": 0,
+    }
 
 
-FORMATS = {"gsm8k": _gsm8k, "mbpp": _mbpp, "mbppplus": _mbppplus, "humaneval": _humaneval, "apps": _apps,
-           "taco": _apps, "livecodebench": _livecodebench}  # fmt: skip
+FORMATS = {
+    "gsm8k": _gsm8k,
+    "mbpp": _mbpp,
+    "mbppplus": _mbppplus,
+    "humaneval": _humaneval,
+    "apps": _apps,
+    "taco": _apps,
+    "livecodebench": _livecodebench,
+}
 
 
 def _program(question: str, pairs: Any) -> dict[str, Any]:
@@ -190,7 +203,7 @@ def _json(row: Mapping[str, Any], column: str, default: Any) -> Any:
     try:
         return json.loads(value) if value.strip() else default
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{column} is not JSON: {error}") from error
+        raise ValueError(f"{column} is not JSON: {error}") from error
 
 
 def _private(text: Any) -> list[Any]:
@@ -211,7 +224,7 @@ def _private(text: Any) -> list[Any]:
             _refuse_private(f"smaller than {MAX_TESTS} bytes")
         found = list(pickletools.genops(data))
     except (ValueError, binascii.Error, zlib.error, IndexError) as error:
-        raise UserError(f"private_test_cases is neither JSON nor a packed pickle: {error}") from error
+        raise ValueError(f"private_test_cases is neither JSON nor a packed pickle: {error}") from error
     texts = [argument for code, argument, _ in found if "UNICODE" in code.name]
     if len(texts) != 1 or not {code.name for code, _, _ in found} <= TEXT_OPCODES:
         _refuse_private("a pickle of text alone; unpickling another could run code")
@@ -219,7 +232,7 @@ def _private(text: Any) -> list[Any]:
 
 
 def _refuse_private(what: str) -> Any:
-    raise UserError(f"private_test_cases must be {what}")
+    raise ValueError(f"private_test_cases must be {what}")
 
 
 def _defined(code: Any) -> set[str]:
@@ -242,15 +255,15 @@ def _called(code: str) -> set[str]:
 
 def _need(row: Mapping[str, Any], format: str, *columns: str) -> None:
     if missing := [column for column in columns if column not in row]:
-        raise UserError(f"format {format} needs {', '.join(missing)}; the columns are {list(row)}")
+        raise ValueError(f"format {format} needs {', '.join(missing)}; the columns are {list(row)}")
     for column in columns:
         if not string(row[column], column).strip():
-            raise UserError(f"{column} is empty")
+            raise ValueError(f"{column} is empty")
 
 
 def _texts(row: Mapping[str, Any], column: str) -> list[str]:
     if not isinstance(row[column], list):
-        raise UserError(f"{column} must be a list of text, found {type(row[column]).__name__}")
+        raise ValueError(f"{column} must be a list of text, found {type(row[column]).__name__}")
     return [string(text, f"{column}[{i}]") for i, text in enumerate(row[column])]
 
 

@@ -1,16 +1,49 @@
 """Read rows from files, folders and the hub, without importing torch."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
 from datasets import ReadInstruction, load_dataset
 
-from rocm_ext.errors import UserError, one_line
+from rocm_ext.errors import UserError, nearest, one_line
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def open_source(
+    source: str,
+    split: str,
+    data_files: Any,
+    name: str | None,
+    column_map: Mapping[str, str] | None,
+    fields: Collection[str] | None = None,
+) -> tuple[Any, Callable[[int], str], dict[str, str]]:
+    """Read the rows of a source and check its ``column_map``.
+
+    Args:
+        source, split, data_files, name, column_map: see :func:`rocm_ext.data.sft_dataset`.
+        fields: our columns; None: any name may be one.
+
+    Returns:
+        The rows and the function that names their origin, as from :func:`load_rows`, and the column map.
+
+    Raises:
+        UserError: the source cannot be read, or ``column_map`` does not match it.
+    """
+    column_map = {} if column_map is None else column_map
+    if not isinstance(column_map, Mapping) or not all(isinstance(x, str) for pair in column_map.items() for x in pair):
+        raise UserError(f"column_map is {column_map!r}; expected our column -> yours, {{prompt: question}}")
+    for ours in column_map:
+        if fields is not None and ours not in fields:
+            raise UserError(f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, fields)}")
+    rows, origin = load_rows(source, split, data_files, name)
+    columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
+    if missing := [column for column in column_map.values() if column not in columns]:
+        raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
+    return rows, origin, dict(column_map)
 
 
 def load_rows(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Callable[[int], str]]:

@@ -4,8 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rocm_ext.errors import UserError
-
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "ipython": "tool"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
@@ -40,19 +38,19 @@ def to_turns(turns: Any) -> list[Turn]:
             assistant's message may have ``tool_calls`` in OpenAI's form; arguments may be an object or JSON text.
 
     Raises:
-        UserError: a message is malformed.
+        ValueError: a message is malformed.
     """
     if not isinstance(turns, (list, tuple)):
-        raise UserError(f"a conversation must be a list of messages, found {type(turns).__name__}")
+        raise ValueError(f"a conversation must be a list of messages, found {type(turns).__name__}")
     return [_to_turn(turn, f"message {number}") for number, turn in enumerate(turns)]
 
 
 def _to_turn(turn: Any, where: str) -> Turn:
     if not isinstance(turn, Mapping):
-        raise UserError(f"{where} must be an object with role and content, found {type(turn).__name__}")
+        raise ValueError(f"{where} must be an object with role and content, found {type(turn).__name__}")
     role, weight = turn.get("role", turn.get("from")), turn.get("weight")
     if not isinstance(role, str) or role not in ROLES:
-        raise UserError(f"{where}: unknown role {role!r}; known: {', '.join(ROLES)}")
+        raise ValueError(f"{where}: unknown role {role!r}; known: {', '.join(ROLES)}")
     role = ROLES[role]
     more = {key: value for key, value in turn.items() if key not in _OWN and value is not None}
     reasoning = next((more[key] for key in _REASONING if key in more), None)
@@ -60,14 +58,14 @@ def _to_turn(turn: Any, where: str) -> Turn:
         more["reasoning_content"] = string(reasoning, f"{where}: reasoning_content")
     if calls := more.pop("tool_calls", None):  # templates ask whether the key is there
         if role != "assistant":
-            raise UserError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
+            raise ValueError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
         more["tool_calls"] = _tool_calls(calls, f"{where}: tool_calls")
     content = turn.get("content", turn.get("value"))
     content = "" if content is None and (calls or reasoning) else _text(content, where)
     if role == "assistant" and not content.strip() and not calls and not reasoning:
-        raise UserError(f"{where}: the assistant's content is empty")
+        raise ValueError(f"{where}: the assistant's content is empty")
     if weight not in (None, 0, 1):
-        raise UserError(f"{where}: weight must be 0 or 1, found {weight!r}")
+        raise ValueError(f"{where}: weight must be 0 or 1, found {weight!r}")
     return Turn(role, content, role != "assistant" or weight == 0, more)
 
 
@@ -77,7 +75,7 @@ def _text(content: Any, where: str) -> str:
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text":
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise UserError(f"{where}: content of type {kind!r}; only text is supported, no images")
+                raise ValueError(f"{where}: content of type {kind!r}; only text is supported, no images")
         content = "".join(string(part.get("text"), f"{where}: text") for part in content)
     return string(content, f"{where}: content")
 
@@ -85,24 +83,24 @@ def _text(content: Any, where: str) -> str:
 def _tool_calls(calls: Any, where: str) -> list[Any]:
     """Check calls and parse arguments that are JSON text, because templates expect objects."""
     if not isinstance(calls, list):
-        raise UserError(f"{where} must be a list, found {type(calls).__name__}")
+        raise ValueError(f"{where} must be a list, found {type(calls).__name__}")
     return [_tool_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{where} needs a function with a name, found {call!r}")
+        raise ValueError(f"{where} needs a function with a name, found {call!r}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError as error:
-            raise UserError(f"{where}: arguments are not valid JSON: {error}") from error
+            raise ValueError(f"{where}: arguments are not valid JSON: {error}") from error
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        raise UserError(f"{where}: arguments must be an object, found {type(arguments).__name__}")
+        raise ValueError(f"{where}: arguments must be an object, found {type(arguments).__name__}")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
@@ -114,17 +112,17 @@ def to_tools(value: Any) -> list[dict[str, Any]] | None:
         value: the ``tools`` column: a list of objects in OpenAI's form, the same as JSON text, or nothing.
 
     Raises:
-        UserError: it is something else.
+        ValueError: it is something else.
     """
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise UserError(f"tools are not valid JSON: {error}") from error
+            raise ValueError(f"tools are not valid JSON: {error}") from error
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) and tool for tool in value):
-        raise UserError(f"tools must be a list of objects, as in OpenAI's API, found {value!r}")
+        raise ValueError(f"tools must be a list of objects, as in OpenAI's API, found {value!r}")
     return [dict(tool) for tool in value]
 
 
@@ -132,8 +130,8 @@ def string(value: Any, what: str) -> str:
     """Return ``value`` if it is a string.
 
     Raises:
-        UserError: it is not; the message calls it ``what``.
+        ValueError: it is not; the message calls it ``what``.
     """
     if not isinstance(value, str):
-        raise UserError(f"{what} must be a string, found {type(value).__name__}")
+        raise ValueError(f"{what} must be a string, found {type(value).__name__}")
     return value

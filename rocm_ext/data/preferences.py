@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import Turn, to_tools, to_turns
 from rocm_ext.data.pairs import SIDES
 from rocm_ext.data.render import render_conversation
-from rocm_ext.data.sources import EXTRAS, SourceDataset, open_source, with_system
-from rocm_ext.errors import UserError
+from rocm_ext.data.sources import EXTRAS, SourceDataset, with_system
 
 FIELDS = ("prompt", *SIDES, *EXTRAS)
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of Anthropic's hh-rlhf
@@ -86,7 +86,7 @@ class PreferenceDataset(SourceDataset):
         nulls = (side for side in SIDES if side not in fields and self.column_map.get(side, side) in columns)
         fields |= {side: [] for side in nulls}  # no answer
         if missing := [side for side in SIDES if side not in fields]:
-            raise UserError(f"the columns {list(row)} lack {' and '.join(missing)}; use column_map")
+            raise ValueError(f"the columns {list(row)} lack {' and '.join(missing)}; use column_map")
         self._used.update(self.column_map.get(ours, ours) for ours in FIELDS)
         return fields
 
@@ -97,15 +97,15 @@ def _conversations(fields: Mapping[str, Any], system_prompt: str | None) -> tupl
     A side that ends there has no answer.
 
     Raises:
-        UserError: a message is malformed, or the prompts differ.
+        ValueError: a message is malformed, or the prompts differ.
     """
     sides = []
     for side in SIDES:
         try:
             messages = with_system(_conversation(side, fields), fields.get("system"), system_prompt)
             sides.append(to_turns(messages))
-        except UserError as error:
-            raise UserError(f"{side}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{side}: {error}") from error
     chosen, rejected = sides
     shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     if shared is None:
@@ -114,7 +114,7 @@ def _conversations(fields: Mapping[str, Any], system_prompt: str | None) -> tupl
             shared = max((i for i, turn in enumerate(chosen) if turn.role == "assistant"), default=shared)
         return sides, shared
     if other := next((turns[shared] for turns in sides if turns[shared].role != "assistant"), None):
-        raise UserError(
+        raise ValueError(
             f"the prompts of chosen and rejected differ: message {shared} is of the {other.role}, and not the same"
         )
     return sides, shared
@@ -129,18 +129,18 @@ def _conversation(side: str, fields: Mapping[str, Any]) -> list[Any]:
     if isinstance(prompt, str):
         asked = [{"role": "user", "content": prompt}]
     elif prompt is not None and not asked:
-        raise UserError(f"prompt must be a text or a list of messages, found {prompt!r}")
+        raise ValueError(f"prompt must be a text or a list of messages, found {prompt!r}")
     if isinstance(value, str):
         return [*asked, *([{"role": "assistant", "content": value}] if value.strip() else [])]
     if not isinstance(value, list):
-        raise UserError(f"it must be a text or a list of messages, found {type(value).__name__}")
+        raise ValueError(f"it must be a text or a list of messages, found {type(value).__name__}")
     messages = value[:-1] if value and _is_empty_answer(value[-1]) else value
     if prompt is None:
         return messages
     if not messages or _role(messages[0]) in ("assistant", "gpt"):
         return [*asked, *messages]
     if not _contains(messages, prompt):
-        raise UserError("the conversation does not contain the row's prompt; leave one of them out with column_map")
+        raise ValueError("the conversation does not contain the row's prompt; leave one of them out with column_map")
     return messages
 
 
@@ -148,7 +148,7 @@ def _dialogue(text: str) -> list[dict[str, str]]:
     """Return the messages of a text of hh-rlhf."""
     before, *parts = _SPEAKER.split(text)
     if before.strip() or not parts:
-        raise UserError(
+        raise ValueError(
             "it is a text, so the row needs a prompt, too; or write both as \\n\\nHuman: …\\n\\nAssistant: …"
         )
     roles = {"Human": "user", "Assistant": "assistant"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rocm_ext.data.formats import FORMATS
-from rocm_ext.data.loading import load_rows, row_at
+from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import string, to_tools, to_turns
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.log import log
@@ -86,18 +86,15 @@ def prompt_dataset(
         raise UserError(f"format {format!r} is unknown{nearest(format, FORMATS)}")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise UserError(f"limit is {limit!r}; expected a whole number of at least 1, or null")
-    string(system_prompt, "system_prompt")
-    mapping = _checked_map(column_map)
-    rows, origin = load_rows(source, split, data_files, name)
-    columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
-    if missing := [column for column in mapping.values() if column not in columns]:
-        raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
+    if not isinstance(system_prompt, str):
+        raise UserError(f"system_prompt must be a string, found {type(system_prompt).__name__}")
+    rows, origin, mapping = open_source(source, split, data_files, name, column_map)
     prompts: list[Prompt] = []
     count = len(rows) if limit is None else min(limit, len(rows))
     for index in range(count):
         try:
             prompts += _prompts(row_at(rows, index), mapping, format, system_prompt, origin(index))
-        except UserError as error:
+        except ValueError as error:
             raise UserError(f"{origin(index)}: {error}") from error
     if left_out := count - len(prompts):
         log.warning("%s: left out %d rows without usable tests", source, left_out)
@@ -144,14 +141,6 @@ def _is_single(prompt: Prompt) -> bool:
 # ---- rows
 
 
-def _checked_map(column_map: Any) -> dict[str, str]:
-    mapping = {} if column_map is None else column_map
-    texts = isinstance(mapping, Mapping) and all(isinstance(x, str) for pair in mapping.items() for x in pair)
-    if not texts:
-        raise UserError(f"column_map is {mapping!r}; expected our column -> yours, {{prompt: question}}")
-    return dict(mapping)
-
-
 def _prompts(
     row: Mapping[str, Any], mapping: dict[str, str], format: str | None, system: str, origin: str
 ) -> list[Prompt]:
@@ -179,7 +168,7 @@ def _with_system(messages: tuple[dict[str, Any], ...], own: str, default: str) -
     """Add a row's system message, or the default one if the conversation has none."""
     if messages[0]["role"] == "system":
         if own and own != messages[0]["content"]:
-            raise UserError("the column system differs from the system message in the conversation; keep one of them")
+            raise ValueError("the column system differs from the system message in the conversation; keep one of them")
         return messages
     return ({"role": "system", "content": own or default}, *messages) if own or default else messages
 
@@ -188,13 +177,13 @@ def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str
     """Return the conversation from ``prompt`` or ``messages``; if a row has both, from the one in ``mapping``.
 
     Raises:
-        UserError: the row has neither, both differ, or the one used is malformed.
+        ValueError: the row has neither, both differ, or the one used is malformed.
     """
     found = [column for column in ("prompt", "messages") if column in fields]
     if len(found) == 2:
         found = [column for column in found if column in mapping] or found
     if not found:
-        raise UserError(f"the columns {list(fields)} have neither prompt nor messages; map yours with column_map")
+        raise ValueError(f"the columns {list(fields)} have neither prompt nor messages; map yours with column_map")
     if found == ["prompt"]:
         return _from_text(fields["prompt"])
     if found == ["messages"]:
@@ -204,14 +193,14 @@ def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str
     if isinstance(turns, list) and turns and isinstance(turns[-1], Mapping) and turns[-1].get("role") == "assistant":
         turns = turns[:-1]
     if _conversation(turns) != messages:
-        raise UserError("prompt and messages differ; set column_map to {prompt: prompt} or {messages: messages}")
+        raise ValueError("prompt and messages differ; set column_map to {prompt: prompt} or {messages: messages}")
     return messages
 
 
 def _from_text(text: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(text, str):
         hint = "; a conversation goes in messages" if isinstance(text, list) else ""
-        raise UserError(f"prompt must be text, found {type(text).__name__}{hint}")
+        raise ValueError(f"prompt must be text, found {type(text).__name__}{hint}")
     return _encodable(({"role": "user", "content": text},))
 
 
@@ -219,23 +208,23 @@ def _conversation(turns: Any) -> tuple[dict[str, Any], ...]:
     """Check a row's messages; the last must be the turn of a user or a tool."""
     messages = [turn.message() for turn in to_turns(turns)]
     if not messages:
-        raise UserError("messages is empty; expected a conversation that ends with a user's turn")
+        raise ValueError("messages is empty; expected a conversation that ends with a user's turn")
     if messages[-1]["role"] not in ("user", "tool"):
-        raise UserError(f"messages must end with a user's turn, found the {messages[-1]['role']}'s; remove it")
+        raise ValueError(f"messages must end with a user's turn, found the {messages[-1]['role']}'s; remove it")
     if any(m["role"] == "system" for m in messages[1:]):
-        raise UserError("a system message must be the first of its conversation")
+        raise ValueError("a system message must be the first of its conversation")
     return _encodable(tuple(messages))
 
 
 def _encodable(messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """Check that the last message is not empty and that every message is valid Unicode; return ``messages``."""
     if not messages[-1]["content"].strip():
-        raise UserError("prompt is empty")
+        raise ValueError("prompt is empty")
     try:
         for message in messages:
             message["content"].encode()
     except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair
-        raise UserError(f"prompt is not valid Unicode: {one_line(error)}") from error
+        raise ValueError(f"prompt is not valid Unicode: {one_line(error)}") from error
     return messages
 
 
@@ -246,7 +235,7 @@ def _id(fields: Mapping[str, Any]) -> str:
         return ""
     value = fields[column]
     if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).strip():
-        raise UserError(f"{column} is {value!r}; expected text or a whole number")
+        raise ValueError(f"{column} is {value!r}; expected text or a whole number")
     return str(value)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from rocm_ext.data.loading import load_rows, row_at
+from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import string, to_tools, to_turns
 from rocm_ext.data.render import PlainRenderer, render_conversation
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
@@ -90,38 +90,6 @@ def sft_dataset(
         train_on_input=train_on_input,
         source=source,
     )
-
-
-def open_source(
-    source: str,
-    split: str,
-    data_files: Any,
-    name: str | None,
-    column_map: Mapping[str, str] | None,
-    fields: Sequence[str],
-) -> tuple[Any, Callable[[int], str], dict[str, str]]:
-    """Read the rows of a source and check its ``column_map``.
-
-    Args:
-        source, split, data_files, name, column_map: see :func:`sft_dataset`.
-        fields: our columns.
-
-    Returns:
-        The rows and the function that names their origin, as from :func:`rocm_ext.data.loading.load_rows`, and the
-        column map.
-
-    Raises:
-        UserError: the source cannot be read, or ``column_map`` does not match it.
-    """
-    column_map = dict(column_map or {})
-    for ours in column_map:
-        if ours not in fields:
-            raise UserError(f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, fields)}")
-    rows, origin = load_rows(source, split, data_files, name)
-    columns = getattr(rows, "column_names", None) or list(dict.fromkeys(key for row in rows for key in row))
-    if missing := [column for column in column_map.values() if column not in columns]:
-        raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
-    return rows, origin, column_map
 
 
 @dataclass(eq=False, kw_only=True)
@@ -207,13 +175,13 @@ class ConversationDataset(SourceDataset):
         plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
         if schema == "text":
             if not string(fields["text"], "text"):
-                raise UserError("text is empty")
+                raise ValueError("text is empty")
             end = getattr(self.tokenizer, "end_of_text", self.tokenizer.eos_id)
             tokens = [*self.tokenizer.encode(fields["text"], add_bos=True, add_eos=False), end]
             return tokens, list(tokens)
         messages = self._messages(schema, fields)
         if plain and (schema != "prompt_completion" or any(isinstance(fields[key], list) for key in SCHEMAS[schema])):
-            raise UserError("chat_template none needs prompt and completion as strings, or text")
+            raise ValueError("chat_template none needs prompt and completion as strings, or text")
         tools = to_tools(fields.get("tools"))
         tokens, labels = render_conversation(self.tokenizer, messages, self.train_on_input, tools, self.last_turn)
         self._note_special_tokens(index, (turn.content for turn in to_turns(messages)))
@@ -223,7 +191,7 @@ class ConversationDataset(SourceDataset):
         """Return the schema that matches a row, and the row's values under our column names.
 
         Raises:
-            UserError: no schema matches, or several.
+            ValueError: no schema matches, or several.
         """
         row, fields = self._mapped(index)
         names = SCHEMAS if self.schema == "auto" else [self.schema]
@@ -231,10 +199,10 @@ class ConversationDataset(SourceDataset):
         if len(fits) > 1:  # prefer the schema whose columns the user mapped
             fits = [name for name in fits if self.column_map.keys() & set(SCHEMAS[name])] or fits
         if len(fits) > 1:
-            raise UserError(f"the columns {list(row)} fit {' and '.join(fits)}: set schema to one of them")
+            raise ValueError(f"the columns {list(row)} fit {' and '.join(fits)}: set schema to one of them")
         if not fits:
             what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
-            raise UserError(f"the columns {list(row)} do not fit {what}; use column_map. Known: {NEEDS}")
+            raise ValueError(f"the columns {list(row)} do not fit {what}; use column_map. Known: {NEEDS}")
         used = {*SCHEMAS[fits[0]], *(EXTRAS if fits[0] != "text" else ()), *(["input"] if fits[0] == "alpaca" else ())}
         self._used.update(self.column_map.get(ours, ours) for ours in used)
         return fits[0], fields
@@ -265,14 +233,14 @@ def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
         system_prompt: the config's system message, or None.
 
     Raises:
-        UserError: column and conversation have different ones.
+        ValueError: column and conversation have different ones.
     """
     if not isinstance(messages, list):
         return messages
     own = next((m for m in messages if isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from"))), None)
     system: str | None = string("" if column is None else column, "system")
     if own is not None and system and system != own.get("content", own.get("value")):
-        raise UserError("the column system differs from the system message in the conversation; keep one of them")
+        raise ValueError("the column system differs from the system message in the conversation; keep one of them")
     system = system or system_prompt
     if own is not None or system is None:
         return messages
