@@ -22,7 +22,7 @@ NUMBER = re.compile(r"[+-]?((?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?",
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CaseResults:
     """What became of a program's cases.
 
@@ -36,11 +36,11 @@ class CaseResults:
     """
 
     total: int
-    ran: int
-    right: float
-    detail: str
-    timed_out: bool
-    broken: str
+    ran: int = 0
+    right: float = 0.0
+    detail: str = ""
+    timed_out: bool = False
+    broken: str = ""
 
     def result(self, partial_credit: bool) -> Result:
         """The result: with ``partial_credit`` the share of right cases, else 1 or 0. A timeout is worth 0."""
@@ -98,17 +98,14 @@ class Comparison:
         found = row.get("tolerance")
         return self.tolerance if found is None else found
 
-    def scores(self, row: Mapping[str, Any], cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
-        """How right each (input, output, expected output) is, from 0 to 1.
+    def checked(self, row: Mapping[str, Any], cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
+        """How right each (input, output, expected output) is for the checker, from 0 to 1.
 
         Raises:
             ValueError: the checker failed.
         """
-        source = row.get("checker") or self.source
-        if not source:
-            return [float(same_output(printed, expected, self.within(row))) for _, printed, expected in cases]
         folders, packages = interpreter(self.python)
-        task = json.dumps({"checker": source, "path": packages, "cases": cases}).encode()
+        task = json.dumps({"checker": row.get("checker") or self.source, "path": packages, "cases": cases}).encode()
         script = Path(__file__).with_name("_checker.py").read_text()
         box, apart = Sandbox(self.kind, folders), Limits(seconds=limits.seconds, memory_mb=CHECKER_MB)
         outcome = box.run([self.python, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, apart)
@@ -195,40 +192,43 @@ def run_cases(
     """
     cases, left = cases_of(row), limits.seconds
     batch = bool(row.get("checker") or comparison.source)
-    printed: list[tuple[int, tuple[str, str, str]]] = []
-    ran, right, detail = 0, 0.0, ""
+    results = CaseResults(len(cases))
+    printed: list[tuple[int, tuple[str, str, str]]] = []  # for the checker
     for index, (given, expected) in enumerate(cases):
         outcome = sandbox.run(argv, files, given.encode("utf-8", "surrogatepass"), limits.within(left))
         left -= outcome.seconds
-        if not outcome.started:
-            broken = f"the sandbox did not start: {outcome.stderr.decode('utf-8', 'replace')}"
-            return CaseResults(len(cases), ran, right, detail, False, broken)
-        if outcome.timed_out:
-            return CaseResults(len(cases), ran, right, f"case {index}: still running after {limits.seconds:g} s in all",
-                               True, "")  # fmt: skip
-        problem = failure(outcome)
-        ran += not problem
         text = outcome.stdout.decode("utf-8", "replace")
-        if not problem and batch:
-            printed.append((index, (given, text, expected)))
-        elif not problem:
-            [score] = comparison.scores(row, [(given, text, expected)], limits)
-            problem = "" if score == 1 else f"printed {short(text, 80)!r}"
-            right += score
+        if not outcome.started:
+            results.broken = f"the sandbox did not start: {outcome.stderr.decode('utf-8', 'replace')}"
+            return results
+        if outcome.timed_out:
+            results.timed_out = True
+            results.detail = f"case {index}: still running after {limits.seconds:g} s in all"
+            return results
+        problem = failure(outcome)
+        if not problem:
+            results.ran += 1
+            if batch:
+                printed.append((index, (given, text, expected)))
+            elif same_output(text, expected, comparison.within(row)):
+                results.right += 1
+            else:
+                problem = f"printed {short(text, 80)!r}"
         if problem:
-            detail = detail or f"case {index}: {problem}"
+            results.detail = results.detail or f"case {index}: {problem}"
             if not go_on:
-                return CaseResults(len(cases), ran, right, detail, False, "")
+                return results
     if printed:
         try:
-            scores = comparison.scores(row, [case for _, case in printed], limits)
+            scores = comparison.checked(row, [case for _, case in printed], limits)
         except ValueError as failed:
-            return CaseResults(len(cases), ran, right, detail, False, str(failed))
-        right = sum(scores)
-        for (index, case), score in zip(printed, scores, strict=True):
+            results.broken = str(failed)
+            return results
+        results.right = sum(scores)
+        for (index, (_, text, _)), score in zip(printed, scores, strict=True):
             if score < 1:
-                detail = detail or f"case {index}: printed {short(case[1], 80)!r}"
-    return CaseResults(len(cases), ran, right, detail, False, "")
+                results.detail = results.detail or f"case {index}: printed {short(text, 80)!r}"
+    return results
 
 
 def failure(outcome: Outcome) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import select
 import selectors
 import shutil
 import subprocess
@@ -99,16 +100,8 @@ class _Fault(Exception):
 
 def _started(command: Sequence[str], feed: bytes = b"", tie: Callable[[], None] | None = None) -> Child:
     mark, pipe = uuid.uuid4().hex, subprocess.PIPE
-    process = subprocess.Popen(
-        command,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        start_new_session=True,
-        bufsize=0,
-        env=os.environ | {MARK: mark},
-        preexec_fn=tie,
-    )
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, bufsize=0,
+                               env=os.environ | {MARK: mark}, preexec_fn=tie)  # fmt: skip
     return Child(process, feed, mark=mark)
 
 
@@ -136,14 +129,12 @@ class _Program:
         # a worker has one thread, so that Python code may run between fork and exec
         tie = functools.partial(worker.die_with, os.getpid()) if worker.RUNNING else None
         self._child = _started(command, tie=tie)
-        self._process = process = self._child.process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._in, self._out, self._err = process.stdin.fileno(), process.stdout.fileno(), process.stderr.fileno()
-        for fd in (self._in, self._out, self._err):
-            os.set_blocking(fd, False)
-        self._said, self._noise = bytearray(), b""
+        self._process: Any = self._child.process
+        self._in, self._out, self._err = (
+            stream.fileno() for stream in (self._process.stdin, self._process.stdout, self._process.stderr)
+        )
+        os.set_blocking(self._err, False)  # reading it to its end must not wait
+        self._noise = b""
 
     def ask(self, line: bytes, seconds: float) -> bytes:
         """Send a line and return the one that answers.
@@ -151,25 +142,27 @@ class _Program:
         Raises:
             _Fault: the program sent no line in time, or more than one.
         """
-        deadline, rest = time.monotonic() + seconds, memoryview(line)
+        deadline, rest, said = time.monotonic() + seconds, memoryview(line), bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._in, selectors.EVENT_WRITE)
             selector.register(self._out, selectors.EVENT_READ)
             selector.register(self._err, selectors.EVENT_READ)
-            while b"\n" not in self._said:
+            while b"\n" not in said:
                 if (left := deadline - time.monotonic()) <= 0:
                     raise _Fault(f"has not answered within {seconds:g} s")
                 for key, _ in selector.select(left):
                     if key.fd == self._in:
                         rest = rest[self._write(rest) :]
-                        going_on = bool(rest)
-                    else:
-                        going_on = self._read(key.fd)
-                    if not going_on:
-                        selector.unregister(key.fd)
-        said = bytes(self._said)
-        self._said.clear()
-        answer, _, more = said.partition(b"\n")
+                        if not rest:
+                            selector.unregister(self._in)
+                    elif key.fd == self._err:
+                        if not self._listen():
+                            selector.unregister(self._err)
+                    elif not (data := os.read(self._out, CHUNK)):
+                        raise _Fault(self._end())
+                    elif len(said := said + data) > MAX_LINE:
+                        raise _Fault(f"printed more than {MAX_LINE} bytes")
+        answer, _, more = bytes(said).partition(b"\n")
         if more:
             raise _Fault(f"printed more than one line for a request: {short(said.decode('utf-8', 'replace'), 120)!r}")
         if rest:
@@ -178,27 +171,15 @@ class _Program:
 
     def _write(self, data: memoryview) -> int:
         try:
-            return os.write(self._in, data[:CHUNK])
-        except BlockingIOError:
-            return 0
+            return os.write(self._in, data[: select.PIPE_BUF])  # a pipe that can be written takes so much
         except OSError:  # it has closed its stdin; stdout tells more
             return len(data)
 
-    def _read(self, fd: int) -> bool:
-        """Read what a pipe holds; False at its end."""
-        try:
-            data = os.read(fd, CHUNK)
-        except BlockingIOError:
-            return True
-        if fd == self._err:
-            self._noise = (self._noise + data)[-TAIL:]
-            return bool(data)
-        if not data:
-            raise _Fault(self._end())
-        self._said += data
-        if len(self._said) > MAX_LINE:
-            raise _Fault(f"printed more than {MAX_LINE} bytes")
-        return True
+    def _listen(self) -> bool:
+        """Read what is there of stderr; False at its end."""
+        data = os.read(self._err, CHUNK)
+        self._noise = (self._noise + data)[-TAIL:]
+        return bool(data)
 
     def _end(self) -> str:
         try:
@@ -211,7 +192,7 @@ class _Program:
         self._child.kill()
         self._process.wait()
         with contextlib.suppress(OSError):
-            while data := os.read(self._err, CHUNK):
-                self._noise = (self._noise + data)[-TAIL:]
+            while self._listen():
+                pass
         self._child.close()
         return self._noise.decode("utf-8", "replace")

@@ -71,42 +71,36 @@ class Compile(Verifier):
         self._sandbox.check()
         hello = {"c": "int main(void) { return 0; }", "cpp": "int main() {}", "rust": "fn main() {}",
                  "go": "package main\nfunc main() {}"}  # fmt: skip
-        program, problem = self.compiled(hello[self.language])
-        if program is None:
-            result = f"{problem.verdict}: {problem.detail}" if problem else ""
-            raise UserError(f"{compiler(self.language)[0]} does not work in the sandbox: {short(result, 200)}")
+        program = self.compiled(hello[self.language])
+        if isinstance(program, Result):
+            said = short(f"{program.verdict}: {program.detail}", 200)
+            raise UserError(f"{compiler(self.language)[0]} does not work in the sandbox: {said}")
 
-    def compiled(self, code: str) -> tuple[bytes | None, Result | None]:
+    def compiled(self, code: str) -> bytes | Result:
         """The program, or the result that says why ``code`` gave none."""
         language = LANGUAGES[self.language]
         # stdout carries the program out, since the sandbox cannot write to the host
         script = f'cd "$TMPDIR" && {language.command} >/dev/null && cat out'
-        argv = [
-            "/usr/bin/env",
-            f"CC={compiler(self.language)[0]}",
-            f"SRC={BOX}/{language.file}",
-            "/bin/sh",
-            "-c",
-            script,
-        ]
+        variables = [f"CC={compiler(self.language)[0]}", f"SRC={BOX}/{language.file}"]
+        argv = ["/usr/bin/env", *variables, "/bin/sh", "-c", script]
         outcome = self._sandbox.run(argv, {language.file: code}, limits=self.compile_limits)
         if not outcome.started:
-            return None, error(f"the sandbox did not start: {outcome.stderr.decode('utf-8', 'replace')}")
+            return error(f"the sandbox did not start: {outcome.stderr.decode('utf-8', 'replace')}")
         if outcome.timed_out:
-            return None, timeout(f"still compiling after {self.compile_limits.seconds:g} s")
+            return timeout(f"still compiling after {self.compile_limits.seconds:g} s")
         if outcome.killed:
-            return None, wrong(f"the compiler {outcome.killed}")
+            return wrong(f"the compiler {outcome.killed}")
         if outcome.returncode != 0 or not outcome.stdout:
             lines = outcome.stderr.decode("utf-8", "replace").split("\n")
-            return None, wrong(f"does not compile: {next((line for line in lines if 'error' in line), lines[0])}")
-        return outcome.stdout, None
+            return wrong(f"does not compile: {next((line for line in lines if 'error' in line), lines[0])}")
+        return outcome.stdout
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         code = extract_code(completion, self.language)
         if code is None:
             return unparsed(f"no {self.language} code")
-        _, problem = self.compiled(code)
-        return problem or correct("compiles")
+        program = self.compiled(code)
+        return program if isinstance(program, Result) else correct("compiles")
 
 
 class Run(Compile):
@@ -153,11 +147,11 @@ class Run(Compile):
         code = extract_code(completion, self.language)
         if code is None:
             return unparsed(f"no {self.language} code")
-        program, problem = self.compiled(code)
-        if program is None:
-            return problem or error("no program")
-        results = run_cases(Sandbox(self.kind), [f"{BOX}/program"], {"program": program}, row, self.limits, True,
-                            self.comparison)  # fmt: skip
+        program = self.compiled(code)
+        if isinstance(program, Result):
+            return program
+        box, files = Sandbox(self.kind), {"program": program}
+        results = run_cases(box, [f"{BOX}/program"], files, row, self.limits, True, self.comparison)
         if results.broken or results.timed_out or results.right == results.total:
             return results.result(True)
         rest = 1 - self.compiles - self.runs
@@ -175,10 +169,8 @@ def compiler(language: str) -> tuple[str, tuple[str, ...]]:
     names = LANGUAGES[language].compilers
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        raise UserError(
-            f"language {language}: no compiler ({' or '.join(names)}) is in PATH: `apt install "
-            f"{LANGUAGES[language].install}`"
-        )
+        install = LANGUAGES[language].install
+        raise UserError(f"language {language}: no compiler ({' or '.join(names)}) is in PATH: `apt install {install}`")
     ask = {"rust": [path, "--print", "sysroot"], "go": [path, "env", "GOROOT"]}.get(language)
     if ask is None:
         real = os.path.realpath(path)
