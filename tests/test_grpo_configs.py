@@ -181,7 +181,7 @@ def test_takes(changes):
         ({"max_length_share": 1.5}, "max_length_share is 1.5; expected a share above 0, at most 1, or null"),
         ({"min_entropy": 0}, "min_entropy is 0; expected a number above 0, or null"),
         ({"save_every_n_steps": None}, "save_every_n_steps is None; expected a whole number"),
-        ({"keep_samples": None}, "keep_samples is None; expected all or a whole number of at least 1"),
+        ({"keep_samples": None}, "keep_samples is None; expected all, or a whole number of at least 1"),
         ({"keep_samples": 5}, "keep_samples is 5, less than save_every_n_steps, 10"),
         ({"max_error_share": 2}, "max_error_share is 2; expected a share from 0 to 1"),
         ({"verify_timeout": 0}, "verify_timeout is 0; expected seconds above 0"),

@@ -12,7 +12,7 @@ from rocm_ext.errors import UserError
 if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice, SamplingPlan, Step
     from rocm_ext.plan.policy import PolicyPlan
-    from rocm_ext.plan.run import RunPlan
+    from rocm_ext.plan.run import CyclePlan, RunPlan
 
 
 def add(commands) -> None:
@@ -129,8 +129,10 @@ def _print(name: str, plan: "RunPlan") -> None:
     out.print(f"{total / 1e6:,.1f} million parameters, {trainable / 1e6:,.1f} million of them trained, {dtype}")
     if plan.shape:
         out.print(escape(plan.shape))
-    out.print(f"{plan.ranks} rank(s); rows of {plan.rows.mean:,.0f} tokens, at most {plan.rows.longest:,} "
-              f"({escape(plan.rows.source)})\n")  # fmt: skip
+    out.print(
+        f"{plan.ranks} rank(s); rows of {plan.rows.mean:,.0f} tokens, at most {plan.rows.longest:,} "
+        f"({escape(plan.rows.source)})\n"
+    )
     out.print(_memory_table(plan))
     out.print(f"budget {readable(plan.target.budget[0])}: {escape(plan.target.budget[1])}\n")
     out.print(_step_table(plan))
@@ -280,8 +282,10 @@ def _print_verdict(out: Any, plan: "RunPlan") -> None:
     from rocm_ext.plan.memory import readable
 
     if not plan.fits:
-        out.print(f"\n[red]does not fit[/] into {readable(plan.target.budget[0])}: lower tokenizer.max_seq_len, "
-                  "max_new_tokens or batch_size, or use a smaller model")  # fmt: skip
+        out.print(
+            f"\n[red]does not fit[/] into {readable(plan.target.budget[0])}: lower tokenizer.max_seq_len, "
+            "max_new_tokens or batch_size, or use a smaller model"
+        )
     changes = plan.changes()
     if changes and plan.peak(plan.best) <= plan.target.budget[0]:
         gain = plan.now.step.seconds / plan.best.step.seconds
@@ -352,20 +356,24 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
         "training_seconds": plan.training_seconds,
         "training_seconds_published": plan.training_seconds and _published(plan, _time(plan.training_seconds)),
         "reference_seconds": plan.reference,
-        "cycle": None if plan.cycle is None else {
-            "questions": vars(plan.cycle.asked),
-            "sampling": _sampling_content(plan, plan.cycle.sampling),
-            "peak": plan.cycle.peak,
-            "sampling_seconds": plan.cycle.seconds[0],
-            "evaluating_seconds": plan.cycle.seconds[1],
-        },
+        "cycle": None if plan.cycle is None else _cycle_content(plan, plan.cycle),
         "policy": None if plan.policy is None else _policy_content(plan, plan.policy),
-    }  # fmt: skip
+    }
 
 
 def _sampling_content(plan: "RunPlan", sampling: "SamplingPlan") -> dict[str, Any]:
     published = _published(plan, lambda _, share: sampling.tokens_per_second * share)
     return {**vars(sampling), "tokens_per_second_published": published}
+
+
+def _cycle_content(plan: "RunPlan", cycle: "CyclePlan") -> dict[str, Any]:
+    return {
+        "questions": vars(cycle.asked),
+        "sampling": _sampling_content(plan, cycle.sampling),
+        "peak": cycle.peak,
+        "sampling_seconds": cycle.seconds[0],
+        "evaluating_seconds": cycle.seconds[1],
+    }
 
 
 def _policy_content(plan: "RunPlan", policy: "PolicyPlan") -> dict[str, Any]:

@@ -16,11 +16,9 @@ from rocm_ext.data.pairs import SIDE, Limits, PairReader, is_pair
 from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
-from rocm_ext.errors import UserError, nearest, one_line
+from rocm_ext.errors import UserError, one_line
 from rocm_ext.importing import COMPONENT, import_component
 from rocm_ext.log import log, warn
-
-TOO_LONG = ("truncate", "drop", "error")
 
 
 def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
@@ -220,11 +218,9 @@ def tokenize(
         name: key of the dataset in the config, for messages.
 
     Raises:
-        UserError: the policy is unknown, a row cannot be tokenised or is too long under ``error``, or no rows are
+        UserError: a row cannot be tokenised or is too long under ``error``, or no rows are
             left.
     """
-    if too_long not in TOO_LONG:
-        raise UserError(f"too_long {too_long!r} is unknown{nearest(too_long, TOO_LONG)}")
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
     chosen = range(0, len(dataset), every)

@@ -185,8 +185,6 @@ def open_device(
     import torch
 
     kind = device or profile.settings.get("device", "cpu")
-    if memory_fraction is not None and not 0 < memory_fraction <= 1:
-        raise UserError(f"memory_fraction={memory_fraction} is not a share: above 0, at most 1")
     if kind == "cpu":
         if memory_fraction is not None:
             raise UserError("memory_fraction caps a GPU's memory; on the CPU leave it null")

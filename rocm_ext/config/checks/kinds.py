@@ -1,64 +1,89 @@
-"""Checks of one kind of value each. All raise UserError that names the key, the value and what was expected."""
+"""What a key of a config may hold: kinds of values, and one check of them all.
+
+A table says it for many keys, such as ``{"epochs": whole(1), "seed": whole(0) | NULL}``.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
 from rocm_ext.errors import UserError
 
-OR_NULL = ", or null"
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value; ``|`` joins two.
+
+    Attributes:
+        fits: whether a value is of this kind.
+        names: what messages call it, one name for each kind that was joined.
+    """
+
+    fits: Callable[[Any], bool]
+    names: tuple[str, ...]
+
+    def __or__(self, other: "Kind") -> "Kind":
+        return Kind(lambda value: self.fits(value) or other.fits(value), self.names + other.names)
+
+    def __str__(self) -> str:
+        *most, last = self.names
+        return f"{', '.join(most)}, or {last}" if most else last
 
 
-def check_named(cfg: DictConfig, *keys: str) -> None:
-    """Refuse null for components."""
-    for key in keys:
-        if cfg[key] is None:
-            raise UserError(f"{key} is None; expected a _component_, or leave the key out for its default")
-
-
-def check_whole(cfg: DictConfig, keys: Mapping[str, tuple[int, bool]]) -> None:
-    """Refuse all but whole numbers.
+def check(node: Mapping[str, Any] | DictConfig, kinds: Mapping[str, Kind], where: str = "") -> None:
+    """Refuse values of another kind than the table says.
 
     Args:
-        cfg: the config.
-        keys: key -> the least, and whether it may be null.
+        node: the config, or a part of it. A key that it lacks is fine.
+        kinds: what each key may hold.
+        where: what messages put before a key, such as ``model.``.
+
+    Raises:
+        UserError: naming the key, its value and what was expected.
     """
-    for key, (least, optional) in keys.items():
-        value = cfg[key]
-        if not (type(value) is int and value >= least) and not (value is None and optional):
-            raise UserError(f"{key} is {value!r}; expected a whole number of at least {least}{OR_NULL * optional}")
+    for key, kind in kinds.items():
+        if key in node and not kind.fits(node[key]):
+            raise UserError(f"{where}{key} is {node[key]!r}; expected {kind}")
 
 
-def check_switches(cfg: DictConfig, keys: Iterable[str]) -> None:
-    """Refuse all but True and False."""
-    for key in keys:
-        if not isinstance(cfg[key], bool):
-            raise UserError(f"{key} is {cfg[key]!r}; expected True or False")
+def one_of(*values: Any) -> Kind:
+    """One of these, and not 1 in place of True."""
+    *most, last = ("null" if value is None else str(value) for value in values)
+    name = f"{', '.join(most)} or {last}" if most else last
+    return Kind(lambda value: any(type(value) is type(one) and value == one for one in values), (name,))
 
 
-def check_choices(cfg: DictConfig, **keys: Sequence[str]) -> None:
-    """Refuse all but the names of ``keys``."""
-    for key, choices in keys.items():
-        if cfg[key] not in choices:
-            *most, last = choices
-            raise UserError(f"{key} is {cfg[key]!r}; expected {', '.join(most)} or {last}")
+def whole(least: int, most: int | None = None) -> Kind:
+    """A whole number in a range."""
+    name = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return Kind(
+        lambda value: type(value) is int and least <= value <= (value if most is None else most),
+        (f"a whole number {name}",),
+    )
 
 
-def check_numbers(cfg: DictConfig, **keys: tuple[Callable[[Any], bool], str]) -> None:
-    """Refuse all but numbers.
+def number(fits: Callable[[float], bool], name: str) -> Kind:
+    """A finite number that ``fits``."""
+    return Kind(lambda value: type(value) in (int, float) and math.isfinite(value) and fits(value), (name,))
 
-    Args:
-        cfg: the config.
-        keys: key -> whether a number or null fits, and what was expected.
-    """
-    for key, (fits, expected) in keys.items():
-        value = cfg[key]
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        try:
-            fine = (number or value is None) and fits(value)
-        except TypeError:  # null where it may not be
-            fine = False
-        if not fine:
-            raise UserError(f"{key} is {value!r}; expected {expected}")
+
+def text(name: str) -> Kind:
+    """A text that is not empty."""
+    return Kind(lambda value: isinstance(value, str) and bool(value), (name,))
+
+
+def list_of_texts(name: str) -> Kind:
+    """A list that holds texts alone."""
+    return Kind(lambda value: isinstance(value, ListConfig) and all(isinstance(item, str) for item in value), (name,))
+
+
+NULL = Kind(lambda value: value is None, ("null",))
+SWITCH = one_of(True, False)
+COMPONENT = Kind(lambda value: value is not None, ("a _component_", "leave the key out for its default"))
+POSITIVE = number(lambda x: x > 0, "a number above 0")
+NOT_NEGATIVE = number(lambda x: x >= 0, "a number of at least 0")
+SHARE = number(lambda x: 0 < x <= 1, "a share above 0, at most 1")
+REST = number(lambda x: 0 <= x < 1, "a share from 0 to under 1")

@@ -1,33 +1,93 @@
-"""Range checks of the keys of RAFT and GRPO."""
+"""What the keys of RAFT and GRPO may hold."""
 
 import inspect
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from rocm_ext.config.checks.kinds import (
-    OR_NULL,
-    check_choices,
-    check_named,
-    check_numbers,
-    check_switches,
-    check_whole,
+    COMPONENT,
+    NOT_NEGATIVE,
+    NULL,
+    POSITIVE,
+    SHARE,
+    SWITCH,
+    Kind,
+    check,
+    list_of_texts,
+    number,
+    one_of,
+    whole,
 )
 from rocm_ext.errors import UserError
-from rocm_ext.importing import COMPONENT, import_component
+from rocm_ext.importing import COMPONENT as NAME
+from rocm_ext.importing import import_component
 
-_WHOLE = {  # key -> the least, and whether it may be null
-    **dict.fromkeys(["samples_per_prompt", "max_new_tokens"], (1, False)),
-    **dict.fromkeys(["verify_workers", "stop_after_no_gain"], (1, True)),
-    "eval_samples": (0, False),
+_SHARED: dict[str, Kind] = {
+    "engine": COMPONENT,
+    "samples_per_prompt": whole(1),
+    "max_new_tokens": whole(1),
+    "stop_strings": list_of_texts("a list of texts"),
+    "verify_workers": whole(1) | NULL,
+    "verify_timeout": number(lambda x: x > 0, "seconds above 0"),
+    "max_error_share": number(lambda x: 0 <= x <= 1, "a share from 0 to 1"),
+    "clip_high": POSITIVE,
+    "min_entropy": POSITIVE | NULL,
+    "stop_after_no_gain": whole(1) | NULL,
+    "eval_samples": whole(0),
 }
-_RAFT_WHOLE = {
-    **dict.fromkeys(["cycles", "max_empty_cycles", "eval_every_n_cycles"], (1, False)),
-    **dict.fromkeys(["prompts_per_cycle", "max_per_prompt", "keep_last_n_adapters", "retry_unsolved_after"], (1, True)),
+_RAFT: dict[str, Kind] = {
+    "cycles": whole(1),
+    "prompts_per_cycle": whole(1) | NULL,
+    "retry_unsolved_after": whole(1) | NULL,
+    "skip_solved": SWITCH,
+    "keep": one_of("correct", "rewarded") | NULL,
+    "reward_threshold": number(lambda x: 0 < x <= 1, "a number above 0, at most 1"),
+    "max_per_prompt": whole(1) | NULL,
+    "best_fraction": SHARE,
+    "deduplicate": SWITCH,
+    "drop_truncated": SWITCH,
+    "replay_cycles": whole(0) | one_of("all") | NULL,
+    "objective": one_of("raft", "raft++"),
+    "loss": COMPONENT,
+    "start_from": one_of("previous", "base"),
+    "optimizer_state": one_of("run", "cycle"),
+    "lr_decay": number(lambda x: 0 < x <= 1, "a number above 0, at most 1"),
+    "lr_floor": NOT_NEGATIVE,
+    "max_empty_cycles": whole(1),
+    "eval_every_n_cycles": whole(1),
+    "keep_last_n_adapters": whole(1) | NULL,
 }
-_GRPO_WHOLE = {
-    **dict.fromkeys(["steps", "prompts_per_step", "updates_per_step", "minibatches"], (1, False)),
-    **dict.fromkeys(["max_refills", "max_flat_steps", "eval_every_n_steps", "save_every_n_steps"], (1, False)),
-    "truncation_margin": (0, False),
+_GRPO: dict[str, Kind] = {
+    "steps": whole(1),
+    "prompts_per_step": whole(1),
+    "samples_per_prompt": Kind(
+        whole(2).fits,
+        ("at least 2: an advantage compares an answer with the others of its group, so one answer alone has none",),
+    ),
+    "temperature": number(lambda x: x > 0, "a number above 0, because a group needs different answers"),
+    "refill": SWITCH,
+    "max_refills": whole(1),
+    "curriculum": one_of("none", "informative", "easy_to_hard"),
+    "max_length_share": SHARE | NULL,
+    "truncated": one_of("mask", "penalize", "keep"),
+    "truncation_margin": whole(0),
+    "truncation_penalty": POSITIVE,
+    "center": one_of("mean", "leave_one_out"),
+    "scale": one_of("std", "batch", "none"),
+    "clip_low": POSITIVE,
+    "kl_coef": NOT_NEGATIVE,
+    "entropy_coef": NOT_NEGATIVE,
+    "old_logprobs": one_of("trainer", "sampler"),
+    "mismatch": one_of("truncate", "mask", "none"),
+    "mismatch_level": one_of("token", "sequence"),
+    "mismatch_limit": number(lambda x: x > 1, "a number above 1"),
+    "updates_per_step": whole(1),
+    "minibatches": whole(1),
+    "max_staleness": one_of(0, 1),
+    "max_flat_steps": whole(1),
+    "eval_every_n_steps": whole(1),
+    "save_every_n_steps": whole(1),
+    "keep_samples": one_of("all") | whole(1),
 }
 # The names of rocm_ext.objectives.policy_gradient.LOSSES, which stands above this room
 _WITH_RATIO = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
@@ -40,34 +100,15 @@ def check_raft_values(cfg: DictConfig) -> None:
     Raises:
         UserError: naming the key, what was found and what was expected.
     """
-    _check_sampled(cfg)
-    check_whole(cfg, _RAFT_WHOLE)
-    check_named(cfg, "loss")
-    check_switches(cfg, ("drop_truncated", "deduplicate", "skip_solved"))
-    check_numbers(
-        cfg,
-        reward_threshold=(lambda x: 0 < x <= 1, "a number above 0, at most 1"),
-        best_fraction=(lambda x: 0 < x <= 1, "a share above 0, at most 1"),
-        lr_decay=(lambda x: 0 < x <= 1, "a number above 0, at most 1"),
-        lr_floor=(lambda x: x >= 0, "a number of at least 0"),
-    )
-    check_choices(cfg, objective=("raft", "raft++"), start_from=("previous", "base"))
-    if cfg.keep not in (None, "correct", "rewarded"):
-        raise UserError(f"keep is {cfg.keep!r}; expected correct or rewarded{OR_NULL}")
-    _check_cycles(cfg)
-    if cfg.temperature == 0 and cfg.samples_per_prompt > 1:
-        raise _same_answers(cfg, "samples_per_prompt", 1)
-
-
-def _check_cycles(cfg: DictConfig) -> None:
-    if (replay := cfg.replay_cycles) not in (None, "all") and not (type(replay) is int and replay >= 0):
-        raise UserError(f"replay_cycles is {replay!r}; expected a whole number of at least 0, all{OR_NULL}")
-    check_choices(cfg, optimizer_state=("run", "cycle"))
+    check(cfg, _SHARED | _RAFT)
+    _check_shared(cfg)
     if cfg.optimizer_state == "run" and cfg.start_from == "base":
         raise UserError(
             "optimizer_state=run keeps the moments of other weights: with start_from=base each cycle trains the run's "
             "initial adapter anew; set optimizer_state=cycle, or start_from=previous"
         )
+    if cfg.temperature == 0 and cfg.samples_per_prompt > 1:
+        raise _same_answers(cfg, "samples_per_prompt", 1)
 
 
 def check_grpo_values(cfg: DictConfig) -> None:
@@ -76,41 +117,19 @@ def check_grpo_values(cfg: DictConfig) -> None:
     Raises:
         UserError: naming the key, what was found and what was expected.
     """
-    _check_sampled(cfg)
-    check_whole(cfg, _GRPO_WHOLE)
-    check_switches(cfg, ("refill",))
-    check_choices(
-        cfg,
-        curriculum=("none", "informative", "easy_to_hard"),
-        center=("mean", "leave_one_out"),
-        scale=("std", "batch", "none"),
-        old_logprobs=("trainer", "sampler"),
-        mismatch=("truncate", "mask", "none"),
-        mismatch_level=("token", "sequence"),
-        truncated=("mask", "penalize", "keep"),
-    )
-    check_numbers(
-        cfg,
-        temperature=(lambda x: x > 0, "a number above 0, because a group needs different answers"),
-        clip_low=(lambda x: x > 0, "a number above 0"),
-        kl_coef=(lambda x: x >= 0, "a number of at least 0"),
-        entropy_coef=(lambda x: x >= 0, "a number of at least 0"),
-        mismatch_limit=(lambda x: x > 1, "a number above 1"),
-        truncation_penalty=(lambda x: x > 0, "a number above 0"),
-        max_length_share=(lambda x: x is None or 0 < x <= 1, "a share above 0, at most 1" + OR_NULL),
-    )
+    check(cfg, _SHARED | _GRPO)
+    _check_shared(cfg)
     _check_groups(cfg)
     _check_loss(cfg)
     _check_staleness(cfg)
-    _check_kept_samples(cfg)
+    if cfg.keep_samples != "all" and cfg.keep_samples < cfg.save_every_n_steps:
+        raise UserError(
+            f"keep_samples is {cfg.keep_samples}, less than save_every_n_steps, {cfg.save_every_n_steps}: a resumed "
+            "run trains again on the samples since its last checkpoint; raise keep_samples or lower save_every_n_steps"
+        )
 
 
 def _check_groups(cfg: DictConfig) -> None:
-    if cfg.samples_per_prompt < 2:
-        raise UserError(
-            f"samples_per_prompt is {cfg.samples_per_prompt}; expected at least 2: an advantage compares an answer "
-            "with the others of its group, so one answer alone has none"
-        )
     if cfg.minibatches > cfg.prompts_per_step:
         raise UserError(
             f"minibatches is {cfg.minibatches}, more than the {cfg.prompts_per_step} groups of a step "
@@ -124,7 +143,7 @@ def _check_groups(cfg: DictConfig) -> None:
 
 def _check_loss(cfg: DictConfig) -> None:
     names = (*_WITH_RATIO, *_WITHOUT_RATIO)
-    component = isinstance(cfg.loss, DictConfig) and COMPONENT in cfg.loss
+    component = isinstance(cfg.loss, DictConfig) and NAME in cfg.loss
     if not component and cfg.loss not in names:
         raise UserError(f"loss is {cfg.loss!r}; expected {', '.join(names)}, or a _component_")
     updates = cfg.updates_per_step * cfg.minibatches
@@ -136,11 +155,9 @@ def _check_loss(cfg: DictConfig) -> None:
 
 
 def _check_staleness(cfg: DictConfig) -> None:
-    if type(cfg.max_staleness) is not int or cfg.max_staleness not in (0, 1):
-        raise UserError(f"max_staleness is {cfg.max_staleness!r}; expected 0 or 1")
     if not cfg.max_staleness:
         return
-    engine = import_component(cfg.engine[COMPONENT])
+    engine = import_component(cfg.engine[NAME])
     if inspect.isclass(engine) and not hasattr(engine, "check_adapter"):
         raise UserError(
             f"max_staleness=1 samples while the step before trains, and {engine.__name__} samples with the weights in "
@@ -155,32 +172,7 @@ def _check_staleness(cfg: DictConfig) -> None:
         )
 
 
-def _check_kept_samples(cfg: DictConfig) -> None:
-    kept, least = cfg.keep_samples, cfg.save_every_n_steps
-    if kept == "all":
-        return
-    if not (type(kept) is int and kept >= 1):
-        raise UserError(f"keep_samples is {kept!r}; expected all or a whole number of at least 1")
-    if kept < least:
-        raise UserError(
-            f"keep_samples is {kept}, less than save_every_n_steps, {least}: a resumed run trains again on the samples "
-            "since its last checkpoint; raise keep_samples or lower save_every_n_steps"
-        )
-
-
-def _check_sampled(cfg: DictConfig) -> None:
-    """Check the keys that RAFT and GRPO share."""
-    check_whole(cfg, _WHOLE)
-    check_named(cfg, "engine")
-    check_numbers(
-        cfg,
-        max_error_share=(lambda x: 0 <= x <= 1, "a share from 0 to 1"),
-        verify_timeout=(lambda x: x > 0, "seconds above 0"),
-        clip_high=(lambda x: x > 0, "a number above 0"),
-        min_entropy=(lambda x: x is None or x > 0, "a number above 0" + OR_NULL),
-    )
-    if not isinstance(cfg.stop_strings, ListConfig):
-        raise UserError(f"stop_strings is {cfg.stop_strings!r}; expected a list of texts")
+def _check_shared(cfg: DictConfig) -> None:
     if cfg.temperature == 0 and cfg.eval_samples > 0:
         raise _same_answers(cfg, "eval_samples", 0)
     if not cfg.optimizer.get("lr"):
