@@ -3,8 +3,8 @@
     tune run lora_finetune_rocm --config strix_halo_qwen7b
     tune run --nproc_per_node 8 lora_finetune_rocm --config mi300x_qwen72b
 
-``LoRAFinetune.setup`` is the table of contents. To change a part, subclass ``Learner`` (model, loss) or ``Trainer``
-(optimiser, schedule, step) and pass the class to the recipe: see docs/extending.md.
+``LoRAFinetune.check`` and ``setup`` are the table of contents. To change a part, subclass ``Learner`` (model, loss) or
+``Trainer`` (optimiser, schedule, step) and pass the class to the recipe: see docs/extending.md.
 """
 
 import os
@@ -55,41 +55,50 @@ class LoRAFinetune:
         self.cfg, self._learner, self._trainer = cfg, learner, trainer
         self.metric_logger: Any = None
 
-    def setup(self) -> None:
-        """Prepare the run, cheap steps first, so that a user's mistake ends the run early.
+    def check(self) -> None:
+        """Do all of the set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early.
 
         Raises:
-            UserError: the config, the data, the weights or the machine do not allow this run.
+            UserError: the config, the data or the machine do not allow this run.
         """
         cfg = self.cfg
         self.runtime = Runtime.open(cfg)
         use_downloaded(cfg, self.runtime.ranks)
-        folder = OutputDir.open(cfg, self.runtime.ranks)
+        self.folder = OutputDir.open(cfg, self.runtime.ranks)
         tokenizer = open_tokenizer(cfg)
         check_tokenizer(tokenizer, cfg)
         self.learner = self._learner(cfg, self.runtime, tokenizer)
-        rows, validation_rows = self.setup_data(tokenizer)
+        self.rows, self.validation_rows = rows, validation_rows = self.setup_data(tokenizer)
         parts = {"dataset": rows, "dataset_val": validation_rows}
         check_same(
             lambda: {key: part.fingerprint() for key, part in parts.items() if part}, self.runtime.ranks, SAME_DATA
         )
-        for each in filter(None, (rows, validation_rows)):
-            self.learner.check_rows(each, self.columns)
+        for part in filter(None, parts.values()):
+            self.learner.check_rows(part, self.columns)
         self._trainer.check(cfg, self.learner, len(rows))
-        self.metric_logger = setup_metric_logger(cfg, self.runtime)
-        self.learner.setup(workload.describe(rows, len(rows), "the run's rows", self.learner.shares))
+        self.learner.plan(workload.describe(rows, len(rows), "the run's rows", self.learner.shares))
+
+    def setup(self) -> None:
+        """Prepare the run: :meth:`check`, then read the weights and claim the output folder.
+
+        Raises:
+            UserError: the config, the data, the weights or the machine do not allow this run.
+        """
+        self.check()
+        self.metric_logger = setup_metric_logger(self.cfg, self.runtime)
+        self.learner.load()
         self._first = adapter_files.fingerprint(self.learner.adapter_state())
-        self.add_columns(folder.path, {"dataset": rows, "dataset_val": validation_rows})
+        self.add_columns(self.folder.path, {"dataset": self.rows, "dataset_val": self.validation_rows})
         self.trainer = self._trainer(
             self.learner,
-            rows,
-            cfg,
-            folder,
-            validation_rows=validation_rows,
+            self.rows,
+            self.cfg,
+            self.folder,
+            validation_rows=self.validation_rows,
             metric_logger=self.metric_logger,
             interrupt=Interrupt(),
         )
-        log_config(self.metric_logger, cfg)
+        log_config(self.metric_logger, self.cfg)
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
         """Read and tokenise the rows.

@@ -1,6 +1,5 @@
 """Errors that the user can fix, and their messages."""
 
-import difflib
 from collections.abc import Iterable
 
 _MOST = 24  # names that a message lists
@@ -30,6 +29,8 @@ def nearest(name: object, known: Iterable[str]) -> str:
         ``; did you mean …?`` if one is similar, and the known names if they are few or none is similar; of many names,
         the nearest.
     """
+    import difflib  # only here: every program that imports torch imports this module, see rocm_ext.hook
+
     names = sorted(known)
     match = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     if not match and len(names) > _MOST:

@@ -12,27 +12,28 @@ A recipe is one of this library's, one that an installed package announces, or a
   The module itself is not imported, but its parent package is. YAML files beside the recipe that say
   ``recipe: lora_plus`` are its configs.
 
-It is read before anything heavy is imported, so nothing is imported at the top of this file that torch has not
-imported itself.
+Every program that imports torch imports this file, so what torch has not imported itself is imported in functions.
 """
 
-from __future__ import annotations
-
+import re
 import sys
+from collections.abc import Mapping
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from typing import Any
+from rocm_ext.errors import UserError, nearest
 
 SFT, RAFT, GRPO, DPO = "lora_finetune_rocm", "raft_rocm", "grpo_rocm", "dpo_rocm"
 TITLES = {SFT: "LoRA fine-tuning", RAFT: "RAFT", GRPO: "GRPO", DPO: "DPO"}  # of this library's recipes
 GROUP = "rocm_ext.recipes"  # of entry points
+_CALL = re.compile(
+    r"""^[^#\n]*\brecipe_main\(\s*(recipe=)?["'](?P<name>[^"'\n]+)["'],?\s*"""
+    r"""((defaults=)?["'](?P<defaults>[^"'\n]+)["'],?\s*)?\)""",
+    re.MULTILINE,
+)
 # Environment variable with the names of those that this library has set, comma separated. Child processes inherit it
 DECIDED = "ROCM_EXT_ENVIRONMENT"
-VALIDATE = "ROCM_EXT_VALIDATE"  # environment variable: recipes end before they read the weights
 
 
 # ----------------------------------------------------------------------------------------------- the recipes
@@ -85,16 +86,12 @@ def find(name: str, *folders: Path) -> Recipe:
     """The recipe called ``name``, or in the file ``name``.
 
     Args:
-        name: of a recipe, or a path that ends in ``.py``.
+        name: name of a recipe, or a path that ends in ``.py``.
         folders: where a user's files may be, beside the current folder.
 
     Raises:
         UserError: no recipe has this name, or its file lacks the call of ``recipe_main`` or the defaults.
     """
-    from pathlib import Path
-
-    from rocm_ext.errors import UserError, nearest
-
     folders = (*folders, Path.cwd())
     if name in TITLES:
         return _shipped(name)
@@ -121,8 +118,6 @@ def read_recipe(path: Path) -> Recipe:
     Raises:
         UserError: the file has no ``recipe_main("NAME", defaults="FILE.yaml")``, or lacks the defaults.
     """
-    from rocm_ext.errors import UserError
-
     path = path.resolve()
     if (call := _recipe_main_call(path)) is None:
         raise UserError(f'{path} is no recipe; expected recipe_main("NAME", defaults="FILE.yaml"), written out')
@@ -136,8 +131,6 @@ def made_by(name: str, defaults: str | None, file: Path) -> Recipe:
     Raises:
         UserError: the table lacks the name, or the defaults are missing.
     """
-    from rocm_ext.errors import UserError, nearest
-
     if defaults is None:
         if (recipe := recipes().get(name)) is None:
             raise UserError(f"{file}: recipe {name} needs defaults=FILE.yaml{nearest(name, recipes())}")
@@ -155,8 +148,6 @@ def chain(recipe: Recipe) -> list[Recipe]:
     Raises:
         UserError: a defaults file cannot be read, names another recipe or extends itself.
     """
-    from rocm_ext.errors import UserError
-
     found: list[Recipe] = []
     while True:
         if recipe.name in [each.name for each in found]:
@@ -185,8 +176,6 @@ def extended(recipe: Recipe) -> str:
     Raises:
         UserError: as :func:`chain`, or ``recipe`` extends none of this library's recipes.
     """
-    from rocm_ext.errors import UserError
-
     if not (name := family(recipe)):
         raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends neither {' nor '.join(TITLES)}")
     return name
@@ -196,14 +185,12 @@ def check_system(recipe: Recipe, system: str) -> None:
     """Refuse recipes that verify answers on Windows, whose own error would be a missing module.
 
     Args:
-        recipe: to run.
+        recipe: recipe to run.
         system: ``platform.system()``.
 
     Raises:
         UserError: saying what to do.
     """
-    from rocm_ext.errors import UserError
-
     if system == "Windows" and family(recipe) in (RAFT, GRPO):
         raise UserError(
             f"{recipe.name} does not run on Windows, because its verifiers limit processes in ways that Windows does "
@@ -219,8 +206,6 @@ def _read(path: Path) -> dict[str, Any]:
     """
     import yaml
 
-    from rocm_ext.errors import UserError
-
     try:
         content = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, yaml.YAMLError, ValueError) as error:
@@ -232,8 +217,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _stated_recipe(path: Path) -> Any:
     """The recipe that a YAML file names. None without one, and for files that are no configs at all."""
-    from rocm_ext.errors import UserError
-
     try:
         return _read(path).get("recipe")
     except UserError:
@@ -246,14 +229,12 @@ def _shipped(name: str) -> Recipe:
 
 def _folder(name: str) -> Path:
     from importlib.resources import files
-    from pathlib import Path
 
     return Path(str(files(f"rocm_ext.{name}")))
 
 
 def _of_module(module: str) -> Recipe:
     from importlib.util import find_spec
-    from pathlib import Path
 
     spec = find_spec(module.partition(":")[0])
     if spec is None or not spec.origin:
@@ -263,30 +244,13 @@ def _of_module(module: str) -> Recipe:
 
 def is_recipe_file(name: str) -> bool:
     """Whether ``name`` is a Python file that calls :func:`rocm_ext.config.recipe_main`."""
-    from pathlib import Path
-
     return name.endswith(".py") and _recipe_main_call(Path(name)) is not None
 
 
 def _recipe_main_call(path: Path) -> tuple[str, str | None] | None:
-    """Name and defaults in the first call of ``recipe_main`` whose name is a literal; None without such a call."""
-    import ast
-
+    """Name and defaults in the file's first call of ``recipe_main`` that writes them out; None without such a call."""
     try:
-        source = path.read_bytes()
-        if b"recipe_main" not in source:
-            return None
-        tree = ast.parse(source)
-    except (OSError, SyntaxError, ValueError):
+        call = _CALL.search(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or getattr(node.func, "attr", getattr(node.func, "id", "")) != "recipe_main":
-            continue
-        given = {"recipe": node.args[0]} if node.args else {}
-        given |= {"defaults": node.args[1]} if len(node.args) > 1 else {}
-        given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-        texts = {key: value.value for key, value in given.items() if isinstance(value, ast.Constant)}
-        name, defaults = texts.get("recipe"), texts.get("defaults")
-        if texts.keys() == given.keys() and isinstance(name, str) and isinstance(defaults, str | None):
-            return name, defaults
-    return None
+    return (call["name"], call["defaults"]) if call else None

@@ -1,7 +1,6 @@
 """What a new user meets first: a typo, the wrong recipe, no model yet, a config to check, a short run."""
 
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -253,20 +252,18 @@ def test_a_row_s_fault_is_not_the_verifier_s(folder, tmp_path, monkeypatch):
     (tmp_path / "judges.py").write_text(JUDGES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "judges", raising=False)
-    monkeypatch.setenv(registry.VALIDATE, "1")
     path = write_run(folder, tmp_path / "out", verifier={"_component_": "judges.Half"})
-    assert call(raft_rocm.main, "--config", path) == 0
+    assert call(raft_rocm.main, "--config", path, "validate_only=True") == 0
     assert (tmp_path / "calls").read_text() == "xx"
 
 
 # ------------------------------------------------------------------------------------------- validate
 @pytest.fixture
-def validate(monkeypatch, capsys):
+def validate(capsys):
     """``validate(main, *arguments)``: exit code and last line of what `rocm-ext validate` starts."""
-    monkeypatch.setenv(registry.VALIDATE, "1")
 
     def validate(main, *arguments) -> tuple[int, str]:
-        code = call(main, "--config", *arguments)
+        code = call(main, "--config", *arguments, "validate_only=True")
         return code, (capsys.readouterr().err.splitlines() or [""])[-1]
 
     return validate
@@ -275,14 +272,12 @@ def validate(monkeypatch, capsys):
 def test_validate_starts_the_config_s_recipe(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr("rocm_ext.hardware.environment.replace_process", started.append)
-    monkeypatch.delenv(registry.VALIDATE, raising=False)
     tune = [sys.executable, "-m", "torchtune._cli.tune", "run"]
     cli.main(["validate", "--config", "cpu_pocket_raft", "epochs=2"])
-    assert started.pop() == [*tune, "raft_rocm", "--config", "cpu_pocket_raft", "epochs=2"]
-    assert os.environ.pop(registry.VALIDATE)
+    assert started.pop() == [*tune, "raft_rocm", "--config", "cpu_pocket_raft", "epochs=2", "validate_only=True"]
     cli.main(["validate", "--ranks", "2", "--config", LORA])
-    assert started.pop() == [*tune, "--nproc_per_node", "2", "lora_finetune_rocm", "--config", LORA]
-    del os.environ[registry.VALIDATE]
+    ranks = ["--nproc_per_node", "2"]
+    assert started.pop() == [*tune, *ranks, "lora_finetune_rocm", "--config", LORA, "validate_only=True"]
     assert cli.main(["validate", "--config", "cpu_poket"]) == 1
     assert not started
 
@@ -314,12 +309,11 @@ def test_validate_needs_no_weights_and_leaves_nothing(validate, folder, tmp_path
         ("checkpointer.checkpoint_dir=/none/Qwen3-8B", "tune download Qwen/Qwen3-8B --output-dir /none/Qwen3-8B"),
     ],
 )
-def test_validate_refuses_what_the_recipe_refuses(validate, folder, tmp_path, monkeypatch, override, message):
+def test_validate_refuses_what_the_recipe_refuses(validate, folder, tmp_path, capsys, override, message):
     path = write_yaml(tmp_path / "run.yaml", run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out"))
     said = validate(lora_finetune_rocm.main, path, override)
-    monkeypatch.delenv(registry.VALIDATE)
-    assert validate(lora_finetune_rocm.main, path, override) == said
-    assert said[0] == 1
+    assert call(lora_finetune_rocm.main, "--config", path, override) == said[0] == 1
+    assert capsys.readouterr().err.splitlines()[-1] == said[1]
     assert message in said[1]
 
 

@@ -770,7 +770,9 @@ class Recipe:
     """The parts of a recipe that ``run`` needs; its training fails."""
 
     def __init__(self, out: Path, error: type[BaseException], main: bool = True) -> None:
-        self.cfg = SimpleNamespace(output_dir=str(out), hardware_log_seconds=0.1, profile_steps=None)
+        self.cfg = SimpleNamespace(
+            output_dir=str(out), hardware_log_seconds=0.1, profile_steps=None, validate_only=False
+        )
         ranks = SimpleNamespace(is_main=main, rank=int(not main))
         self.runtime, self._error = SimpleNamespace(ranks=ranks, device=torch.device("cpu"), trace=Trace()), error
 

@@ -76,7 +76,13 @@ def test_tune_cp_and_validate(as_tune, tmp_path, monkeypatch, capsys):
 def test_other_programs_load_next_to_nothing():
     program = "import sys, torch; print(*(m for m in sys.modules if m.split('.')[0] in ('rocm_ext', 'torchtune')))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert sorted(run.stdout.split()) == ["rocm_ext", "rocm_ext.hook", "rocm_ext.pins", "rocm_ext.registry"]
+    assert sorted(run.stdout.split()) == [
+        "rocm_ext",
+        "rocm_ext.errors",
+        "rocm_ext.hook",
+        "rocm_ext.pins",
+        "rocm_ext.registry",
+    ]
 
 
 def test_register_adds_recipes_and_configs(as_tune):

@@ -23,15 +23,13 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Replace this process by `tune run`, with the variable that ends the recipe before the weights."""
-    import os
+    """Replace this process by `tune run` with ``validate_only=True``."""
     import sys
 
-    from rocm_ext import config, registry
+    from rocm_ext import config
     from rocm_ext.hardware.environment import replace_process
 
     recipe = config.recipe_of(args.config, args.overrides)
-    os.environ[registry.VALIDATE] = "1"
     ranks = ["--nproc_per_node", str(args.ranks)] if args.ranks > 1 else []
-    start = [config.startable(recipe), "--config", args.config, *args.overrides]
+    start = [config.startable(recipe), "--config", args.config, *args.overrides, "validate_only=True"]
     replace_process([sys.executable, "-m", "torchtune._cli.tune", "run", *ranks, *start])

@@ -32,7 +32,6 @@ from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.hardware.bench_file import of_this_machine
 from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import choose_profile, load_profile
-from rocm_ext.importing import with_new_names
 from rocm_ext.log import log
 from rocm_ext.nested import flatten
 
@@ -52,10 +51,10 @@ def load(
     """The whole config of a run.
 
     Args:
-        recipe: that runs it, or its name.
+        recipe: recipe that runs the config, or its name.
         name: a YAML file, or the name of one in ``recipe_configs``.
         overrides: ``key=value`` or ``~key``, as on the command line.
-        content: of a config that is no file; keys that a run must set may then be missing, and are null.
+        content: content of a config that is no file; keys that a run must set may then be missing, and are null.
 
     Returns:
         every key of the recipe's defaults, with ``recipe`` and ``hardware`` resolved to names. Texts from the
@@ -71,7 +70,8 @@ def load(
     if isinstance(recipe, str):
         recipe = registry.find(recipe, folder)
     given = read(find(name)) if content is None else dict(content)
-    run, overrides = _without_removed(with_new_names(given), name, list(overrides))
+    given.pop("low_cpu_ram", None)  # in torchtune's QLoRA configs; here weights are always loaded one by one
+    run, overrides = _without_removed(given, name, list(overrides))
     on_command_line = _by_key(overrides)
     known = defaults(recipe)
     told = [stated for stated in (run.get("recipe"), on_command_line.get("recipe")) if stated is not None]
@@ -164,7 +164,7 @@ def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registr
     Args:
         name: as in :func:`load`.
         overrides: as in :func:`load`.
-        recipe: that runs the config; None: the one that the config is for.
+        recipe: recipe that runs the config; None: the one that the config is for.
 
     Raises:
         UserError: there is no such config, or no such recipe.
@@ -261,7 +261,7 @@ def find(name: str) -> Path:
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:
     """``key: was A, is B`` for every value that differs, except under the keys in ``free``."""
-    flat_old, flat_new = flatten(with_new_names(old)), flatten(new)
+    flat_old, flat_new = flatten(old), flatten(new)
     return [
         f"{key}: was {flat_old.get(key)}, is {flat_new.get(key)}"
         for key in sorted({*flat_old, *flat_new})

@@ -87,10 +87,21 @@ class RolloutRecipe:
         return workload.sampled_rows(self.cfg, self.prompts.questions())
 
     def open(self) -> None:
-        """Prepare prompts, model and engines, cheap steps first, so that a user's mistake ends the run early.
+        """Prepare prompts, model and engines: :meth:`check`, then the weights.
 
         Raises:
             UserError: the config, the prompts, the weights or the machine do not allow this run.
+        """
+        self.check()
+        self.metric_logger = setup_metric_logger(self.cfg, self.runtime)
+        self.learner.load()
+        self.swap = Swap(self.learner, tell_unclear=not self.brief)
+
+    def check(self) -> None:
+        """Do all of the set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early.
+
+        Raises:
+            UserError: the config, the prompts or the machine do not allow this run.
         """
         cfg = self.cfg
         self.prompts = PromptSet(cfg)
@@ -105,9 +116,7 @@ class RolloutRecipe:
             cfg, self.learner, self.stopped, self.sampling, self.logprobs_for(), self.own_adapters
         )
         self.prompts.check_length(self.engines.max_seq_len)
-        self.metric_logger = setup_metric_logger(cfg, self.runtime)
-        self.learner.setup(self.expected_work(), self.engines.layout_bytes if self.keeps_open else 0)
-        self.swap = Swap(self.learner, tell_unclear=not self.brief)
+        self.learner.plan(self.expected_work(), self.engines.layout_bytes if self.keeps_open else 0)
 
     def _check_same_prompts(self) -> None:
         prompts = self.prompts

@@ -1,7 +1,6 @@
 """Components that every recipe builds from its config."""
 
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from torchtune.training.metric_logging import TensorBoardLogger, WandBLogger
 
-from rocm_ext import config, registry
+from rocm_ext import config
 from rocm_ext.config import references
 from rocm_ext.data.encoder import HFTokenizer
 from rocm_ext.errors import UserError, one_line
@@ -79,12 +78,12 @@ def setup_metric_logger(cfg: DictConfig, runtime: Runtime) -> Any:
     """Build the config's metric logger.
 
     Returns:
-        The logger; None on ranks other than the main one, for `rocm-ext validate`, and if the config names no logger.
+        The logger; None on ranks other than the main one, and if the config names no logger.
 
     Raises:
         UserError: the logger cannot be built.
     """
-    if cfg.metric_logger is None or not runtime.ranks.is_main or registry.VALIDATE in os.environ:
+    if cfg.metric_logger is None or not runtime.ranks.is_main:
         return None
     logger = config.instantiate(cfg.metric_logger, key="metric_logger")
     if not all(callable(getattr(logger, method, None)) for method in ("log_dict", "close")):

@@ -1,7 +1,6 @@
 """The model to train. It is built once; each run over it is a :class:`~rocm_ext.train.trainer.Trainer`."""
 
 import contextlib
-import os
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
-from rocm_ext import config, registry
+from rocm_ext import config
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.pairs import SIDE
 from rocm_ext.data.rows import Rows
@@ -48,15 +47,11 @@ from rocm_ext.train.nodes import check_same
 from rocm_ext.train.runtime import Runtime
 
 
-class Validated(Exception):
-    """All that `rocm-ext validate` checks is right."""
-
-
 class Learner:
     """Decoder, adapter and objective on this rank's device.
 
-    The constructor builds the model without its weights and does the cheap checks. :meth:`setup` plans memory,
-    shards the model and reads the weights, which takes minutes for a large model.
+    The constructor builds the model without its weights and does the cheap checks. :meth:`plan` plans memory.
+    :meth:`load` shards the model and reads the weights, which takes minutes for a large model.
 
     To change a part, subclass and override :meth:`setup_model`, :meth:`setup_loss` or :meth:`read_weights`.
 
@@ -83,8 +78,6 @@ class Learner:
         first = cfg.checkpointer.get("adapter_checkpoint") or None
         if cfg.use_rslora is None:
             cfg.use_rslora = first is not None and adapter_files.is_rslora(Path(first))
-        if cfg.low_cpu_ram:
-            log.info("low_cpu_ram changes nothing: weights are always loaded one by one")
         self.decoder = self.setup_model()
         adapter_files.check_checkpointer(cfg, self.decoder)
         for _, layer in adapters(self.decoder):
@@ -151,20 +144,23 @@ class Learner:
             cure = "; start dpo_rocm on pairs" if SIDE in self.objective.columns else ""
             raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have{cure}")
 
-    def setup(self, work: Workload, beside: int = 0) -> None:
-        """Make the model ready to train.
+    def setup(self, work: Workload) -> None:
+        """Make the model ready to train: :meth:`plan`, then :meth:`load`."""
+        self.plan(work)
+        self.load()
 
-        This sets four more attributes: ``tokens_per_micro_batch``; ``planned_peak``, the planned peak of memory in
-        bytes; ``offloading``, the context of a forward pass; ``base_fingerprint``, a hash that identifies the base
-        model.
+    def plan(self, work: Workload, beside: int = 0) -> None:
+        """Plan memory, and apply the planned activation checkpointing. This needs no weights.
+
+        It sets three more attributes: ``tokens_per_micro_batch``; ``planned_peak``, the planned peak of memory in
+        bytes; ``offloading``, the context of a forward pass.
 
         Args:
             work: description of the rows; it determines micro-batches and checkpointed layers.
             beside: bytes of the budget that something else holds during training.
 
         Raises:
-            UserError: the weights are missing, damaged or of another model, or the memory plan is impossible.
-            Validated: `rocm-ext validate` asks for no more than this.
+            UserError: the memory plan is impossible.
         """
         try:
             self.tokens_per_micro_batch, self.planned_peak = self._plan(work, beside)
@@ -174,16 +170,13 @@ class Learner:
                 f"model: {component} cannot compute a step with these arguments: {one_line(error)}"
             ) from error
         self.offloading = self._offloading()
-        if registry.VALIDATE in os.environ:
-            raise Validated
         if self.cfg.compile:
             mode = "max-autotune-no-cudagraphs" if self.cfg.compile == "max-autotune" else None
             for layer in self.decoder.layers:
                 layer.compile(dynamic=True, mode=mode)
-        self.load()
 
     def load(self) -> None:
-        """Read the weights and the first adapter, and set ``base_fingerprint``; :meth:`setup` calls this.
+        """Read the weights and the first adapter, and set ``base_fingerprint``, a hash that identifies the base model.
 
         Raises:
             UserError: the weights are missing, damaged or of another model.

@@ -13,7 +13,6 @@ from rocm_ext.hardware.counter_log import log_of, recording
 from rocm_ext.log import duration, log
 from rocm_ext.ranks import Ranks, local_rank, node, several_machines
 from rocm_ext.train.interrupt import Interrupted
-from rocm_ext.train.learner import Validated
 from rocm_ext.train.lock import hold
 from rocm_ext.train.runtime import Runtime
 
@@ -23,14 +22,17 @@ class Recipe(Protocol):
 
     Attributes:
         cfg: config of the run.
-        runtime: machine, device, dtype and ranks; :meth:`setup` sets it.
+        runtime: machine, device, dtype and ranks; :meth:`check` sets it.
     """
 
     cfg: DictConfig
     runtime: Runtime
 
+    def check(self) -> None:
+        """Do all set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early."""
+
     def setup(self) -> None:
-        """Prepare the run, cheap steps first, so that a user's mistake ends the run early."""
+        """Prepare the run: :meth:`check`, then the weights and what needs them."""
 
     def train(self) -> None:
         """Do all of the work, then write the outputs."""
@@ -42,7 +44,7 @@ class Recipe(Protocol):
 def run(recipe: Recipe) -> None:
     """Set ``recipe`` up, train while recording the hardware's counters, and clean up.
 
-    The run holds its output folder meanwhile. For `rocm-ext validate` it ends where the weights would be read.
+    The run holds its output folder meanwhile. With ``validate_only`` it checks ``recipe`` and does no more.
 
     Raises:
         UserError: another run uses the folder, or the recipe fails.
@@ -55,12 +57,12 @@ def run(recipe: Recipe) -> None:
 
 def _run(recipe: Recipe) -> None:
     began, cfg = time.monotonic(), recipe.cfg
-    try:
-        recipe.setup()
-    except Validated:
+    if cfg.validate_only:
+        recipe.check()
         recipe.cleanup()
         log.info("valid: all checks that need no weights have passed")
         return
+    recipe.setup()
     runtime, out = recipe.runtime, Path(cfg.output_dir)
     profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
     try:
