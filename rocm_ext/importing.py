@@ -3,20 +3,13 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
 
 from rocm_ext.errors import UserError, nearest, one_line
 
 COMPONENT = "_component_"
-
-# What configs written for earlier versions say
-_MOVED = {
-    "rocm_ext.prompts.prompt_dataset": "rocm_ext.data.prompt_dataset",
-    "rocm_ext.loss.LinearCrossEntropyLoss": "rocm_ext.objectives.CrossEntropy",
-    "rocm_ext.loss.ClippedRatioLoss": "rocm_ext.objectives.ClippedRatio",
-}
 
 
 def import_component(path: Any) -> Callable:
@@ -52,16 +45,6 @@ def _installed(package: str) -> bool:
         return True
     spec = PathFinder.find_spec(package)
     return spec is not None and spec.origin is not None  # without, it is a folder that is no package
-
-
-def with_new_names(node: Any) -> Any:
-    """A copy of a config's content that calls components by their names of today."""
-    if isinstance(node, Mapping):
-        return {
-            key: _MOVED.get(value, value) if key == COMPONENT and isinstance(value, str) else with_new_names(value)
-            for key, value in node.items()
-        }
-    return [with_new_names(each) for each in node] if isinstance(node, list) else node
 
 
 def _import_module(path: str, here: str) -> tuple[Any, list[str]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -586,18 +585,3 @@ def test_the_models_own_template_is_not_written_twice(rows, tmp_path):
     assert recipe.trainer.rows.tokens[0].tolist() == theirs(folder, CHATS["one turn"], template=PLAIN)
     assert not (tmp_path / "run" / "adapter" / "chat_template.jinja").exists()
     assert (tmp_path / "run" / "merged" / "chat_template.jinja").read_text() == PLAIN
-
-
-def test_a_run_from_before_chat_templates_continues_as_it_began(rows, tmp_path):
-    folder, out = tiny.write_model(tmp_path / "base"), tmp_path / "run"
-    source = rows(*[{"messages": CHATS["one turn"]}] * 4)
-    finetune(folder, source, out, chat_template="torchtune")
-    (checkpoint,) = (out / "checkpoints").iterdir()
-    state = torch.load(checkpoint / "state.pt", weights_only=True)
-    state["config"] = {key: value for key, value in state["config"].items() if not key.startswith("chat_template")}
-    torch.save(state, checkpoint / "state.pt")
-    (checkpoint / "SHA256SUMS").unlink()
-    (folder / "chat_template.jinja").write_text(PLAIN)
-    with pytest.raises(UserError, match=r"data changed.*chat_template=torchtune renders as it did"):
-        finetune(folder, source, out, resume_from_checkpoint=True)
-    finetune(folder, source, out, chat_template="torchtune", resume_from_checkpoint=True)

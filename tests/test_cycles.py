@@ -315,27 +315,6 @@ def test_killed_while_the_optimisers_state_is_moved(reference, make, tmp_path, a
         assert moments(out, cycle)["step"] == moments(reference, cycle)["step"]
 
 
-def test_a_run_of_an_earlier_version_continues_as_it_began(make, tmp_path):
-    out, expected = tmp_path / "out", tmp_path / "expected"
-    ran(make, expected, start_from="base", replay_cycles=0)
-    shutil.copytree(expected, out)
-    for name in ("eval", "adapter"):
-        shutil.rmtree(out / "cycle_2" / name)
-    for name in ("eval.json", "kept.jsonl", "summary.json", "metrics.jsonl"):
-        (out / "cycle_2" / name).unlink()
-    new = ("max_empty_cycles", "replay_cycles", "optimizer_state", "eval_every_n_cycles", "keep_last_n_adapters")
-    record = json.loads((out / "run.json").read_text())
-    record["config"] = {key: value for key, value in record["config"].items() if key not in new}
-    (out / "run.json").write_text(json.dumps(record))
-    for path in [*out.rglob("samples.jsonl"), *out.rglob("verdicts.jsonl")]:
-        records = [{k: v for k, v in r.items() if k != "seconds"} for r in read_records(path)]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    for path in out.rglob("selection.json"):
-        path.unlink()
-    ran(make, out, RESUME, start_from="base")
-    assert_equal(out, expected)
-
-
 # ---- which cycles are evaluated, which adapters stay
 
 

@@ -116,12 +116,3 @@ def test_what_has_no_reference_is_refused(world, tmp_path, monkeypatch, capsys):
     cfg["chat_template_args"] = "${oc.decode:${oc.env:SECRET}}"
     assert call(sft, monkeypatch, "--config", write_yaml(tmp_path / "run.yaml", cfg)) == 1
     assert "chat_template_args is computed from a variable of the environment" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_an_earlier_version_continues(world, tmp_path, monkeypatch):
-    """It has values where today's have references."""
-    cfg = run_config(world / "base", world / "prompts.jsonl", tmp_path / "out", epochs=1)
-    plain = write_yaml(tmp_path / "plain.yaml", {**cfg, "chat_template_args": {"note": SECRET}})
-    assert call(sft, monkeypatch, "--config", plain) == 0
-    now = write_yaml(tmp_path / "now.yaml", {**cfg, "epochs": 2, "chat_template_args": {"note": REFERENCE}})
-    assert call(sft, monkeypatch, "--config", now, "resume_from_checkpoint=True") == 0

@@ -350,16 +350,6 @@ def test_components_that_cannot_be_imported(run, tmp_path, component, message):
         run("", f"model={component}" if component not in ("''", "7") else f"model._component_={component}")
 
 
-def test_names_of_earlier_versions(run):
-    cfg = run(
-        "loss: {_component_: rocm_ext.loss.LinearCrossEntropyLoss, chunk_tokens: 8}\n"
-        "dataset_val: [{_component_: rocm_ext.data.sft_dataset, source: a}]\n"
-    )
-    assert cfg.loss == {"_component_": "rocm_ext.objectives.CrossEntropy", "chunk_tokens": 8}
-    saved = {"loss": {"_component_": "rocm_ext.loss.LinearCrossEntropyLoss", "chunk_tokens": 8}}
-    assert config.difference(saved, {"loss": dict(cfg.loss)}, frozenset()) == []
-
-
 @pytest.mark.parametrize("value", ["torchtune.models.qwen2_5.lora_qwen2_5_0_5b", "{lora_rank: 8}", "7", "[a]"])
 def test_a_component_key_without_component(run, value):
     base = (COMPONENTS + "output_dir: out\n").replace("model: {", "profiler: {")

@@ -24,7 +24,7 @@ from rocm_ext.hardware.machine import detect
 from rocm_ext.hardware.profile import load_profile
 from rocm_ext.runs.reader import RunFolder
 from tests.forks import several_ranks
-from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
+from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lora_plus"
 
@@ -250,35 +250,6 @@ def test_compare_takes_recipes_of_one_family_and_names_the_difference(folder, ti
     rocm_ext(["compare", str(folder / "plain"), str(folder / "out"), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["recipe"] == ["lora_finetune_rocm", "lora_plus"]
-
-
-def test_runs_begun_before_configs_named_their_recipe_resume(folder, tiny, monkeypatch):
-    from rocm_ext.recipes import lora_finetune_rocm
-
-    script = Path(lora_finetune_rocm.__file__)
-    old = write_yaml(folder / "old.yaml", run_config(*tiny, folder / "old", epochs=2, save_every_n_steps=1))
-    assert run_in_process(script, "--config", old, "max_steps_per_epoch=1", monkeypatch=monkeypatch) == 0
-    newest = sorted((folder / "old" / "checkpoints").iterdir())[-1]
-    shutil.rmtree(newest)  # as if it had been stopped after the first epoch
-    (first,) = (folder / "old" / "checkpoints").iterdir()
-    state = torch.load(first / "state.pt", weights_only=True)
-    del state["config"]["recipe"]
-    torch.save(state, first / "state.pt")
-    (first / "SHA256SUMS").unlink()
-    again = ["--config", old, "max_steps_per_epoch=1", "resume_from_checkpoint=True"]
-    assert run_in_process(script, *again, monkeypatch=monkeypatch) == 0
-    assert len(metrics(folder / "old")) == 2
-
-
-def test_old_run_folders_tell_their_recipe_by_their_records(tmp_path):
-    from tests.run_folders import curve, raft, sft
-
-    for made, name in (
-        (sft(tmp_path / "a", curve(8)), "lora_finetune_rocm"),
-        (raft(tmp_path / "b", [[True]]), "raft_rocm"),
-    ):
-        run = RunFolder(made)
-        assert (run.recipe, run.family, run.setting("recipe")) == (name, name, name)
 
 
 # ------------------------------------------------------------------------------------------------ from a package

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers.oc import env
 
 from rocm_ext.errors import UserError
-from rocm_ext.importing import with_new_names
 from rocm_ext.nested import flatten
 
 _UNSET = object()
@@ -86,21 +85,15 @@ def begun_as(cfg: DictConfig, begun: Mapping[str, Any], known: Mapping[str, str]
 
     Args:
         cfg: the config of today.
-        begun: the recorded one; earlier versions recorded values in place of references.
+        begun: the recorded one.
         known: its :func:`digests`.
 
     Returns:
         ``begun``, where a text of the environment that is still the same is written as ``cfg`` writes it.
     """
-    was, texts, values = flatten(with_new_names(begun)), _flat(cfg, resolve=False), _flat(cfg, resolve=True)
-    for key in texts:
-        if key in known:
-            same = known[key] == _digest(key, values[key])
-        elif texts[key] != values[key]:
-            same = was.get(key) == values[key]
-        else:
-            continue
-        was[key] = texts[key] if same else "another value"
+    was, texts, values = flatten(begun), _flat(cfg, resolve=False), _flat(cfg, resolve=True)
+    for key in texts.keys() & known.keys():
+        was[key] = texts[key] if known[key] == _digest(key, values[key]) else "another value"
     return was
 
 

@@ -14,7 +14,6 @@ from rocm_ext.config.folder import FROM_CHECKPOINT, check_model_folder
 from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
 from rocm_ext.errors import UserError
 from rocm_ext.hub import is_hub_name
-from rocm_ext.importing import with_new_names
 
 _LOCAL = ("rocm_ext.generation.LocalEngine", "rocm_ext.generation.TransformersEngine")
 _OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
@@ -35,7 +34,7 @@ class Target:
     Attributes:
         name: name or file of the config, or the model's folder.
         adapter: PEFT folder; None: the model as the config starts from it.
-        content: of a run's config, or of a config that is no file; None: ``name`` is a config.
+        content: content of a run's config, or of a config that is no file; None: ``name`` is a config.
         run: whether the user named the output folder of a run.
     """
 
@@ -127,7 +126,7 @@ def _run(folder: Path, adapter: Path | None, trusted: bool, unused: Collection[s
         hint = f"--adapter {saved[-1].parent} is its newest checkpoint" if saved else "it has no checkpoint either"
         raise UserError(f"the run in {folder} has no adapter yet; {hint}")
     file = folder / "config.yaml"
-    content = {key: value for key, value in with_new_names(read(file)).items() if key not in {*_OF_TRAINING, *unused}}
+    content = {key: value for key, value in read(file).items() if key not in {*_OF_TRAINING, *unused}}
     if not trusted:
         check_from_folder(content, file)
     return Target(str(file), adapter or folder / "adapter", content, run=True)

@@ -15,7 +15,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.files import disk_errors
-from rocm_ext.importing import with_new_names
 from rocm_ext.log import log
 from rocm_ext.raft.cycles import CHANGEABLE, Cycle
 from rocm_ext.ranks import Ranks
@@ -38,7 +37,7 @@ def reopen(out: Path, begun: Mapping[str, Any], cfg: DictConfig, ranks: Ranks) -
     Raises:
         UserError: the disk is full, or a record is damaged.
     """
-    was, now = with_new_names(begun), OmegaConf.to_container(cfg)
+    was, now = begun, OmegaConf.to_container(cfg)
     changed = {key for key in CHANGEABLE if was.get(key, now[key]) != now[key]}  # type: ignore[index, call-overload]
     if not changed:
         return

@@ -40,8 +40,8 @@ class RunRecord:
         """
         if resume and self.path.exists():
             begun = read_json(self.path) or {}
-            if not all(isinstance(begun.get(key), dict) for key in ("config", "identity")):
-                raise UserError(f"{self.path} is damaged; expected config and identity. Restore it")
+            if not all(isinstance(begun.get(key), dict) for key in ("config", "environment", "identity")):
+                raise UserError(f"{self.path} is damaged; expected config, environment and identity. Restore it")
             return begun
         names = ("run.json", "cycle_0", "cycle_1", "adapter", "checkpoints")
         earlier = [name for name in names if (self.out / name).exists()]

@@ -17,7 +17,6 @@ import numpy as np
 from rocm_ext.errors import UserError
 from rocm_ext.files import read_lines
 from rocm_ext.hardware.counters import HARDWARE_LOG
-from rocm_ext.importing import with_new_names
 from rocm_ext.nested import flatten
 from rocm_ext.registry import DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.runs.cycles import PHASES as PHASES
@@ -44,14 +43,14 @@ class RunFolder:
         name: the folder's; the report changes it where two runs share it.
         recipe: its name.
         family: the recipe of this library that it is or extends; its records are of that kind.
-        config: content of ``config.yaml``, with components by their names of today.
+        config: content of ``config.yaml``.
         summary: content of ``summary.json``; empty before the end of SFT and DPO, or of RAFT's first cycle.
         steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … A RAFT run counts them across its cycles. Those of
             GRPO may have several updates, or none and no loss.
         validations: ``step``, ``val_loss``.
-        cycles: of RAFT, in order.
-        evaluations: of GRPO, in order.
-        answers: of GRPO.
+        cycles: cycles of a RAFT run, in order.
+        evaluations: evaluations of a GRPO run, in order.
+        answers: answers of a GRPO run.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
 
@@ -66,11 +65,11 @@ class RunFolder:
         self.path, self.name = path, path.resolve().name
         self.problems: list[str] = []
         self._tails = tails = tails or Tails()
-        self.config = with_new_names(deepcopy(tails.whole(path / "config.yaml", read_yaml, self.problems)))
+        self.config = deepcopy(tails.whole(path / "config.yaml", read_yaml, self.problems))
         self.summary = read_json(path / "summary.json", self.problems)
         folders = [p for p in path.glob("cycle_*") if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", p.name) and p.is_dir()]
         shape = self._shape(bool(folders))
-        self.recipe = str(self.config.setdefault("recipe", shape)) if self.config else shape
+        self.recipe = str(self.config.get("recipe", shape))
         self.family = self.recipe if self.recipe in TITLES else shape
         self.cycles: list[CycleFolder] = []
         self.evaluations: list[Evaluation] = []
@@ -94,10 +93,7 @@ class RunFolder:
         self.hardware = tails.lines(path / HARDWARE_LOG, Readings, self.problems)
 
     def _shape(self, cycles: bool) -> str:
-        """The recipe whose records the folder has.
-
-        Older runs name no recipe, and a user's recipe need not be here: its records tell which of ours it extends.
-        """
+        """The recipe whose records the folder has. A user's recipe need not be here: they tell which one it extends."""
         if cycles:
             return RAFT
         lines = list(islice(read_lines(self.path / "metrics.jsonl", problems=[]), 2))
@@ -182,7 +178,7 @@ def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.nda
     """The running time of a run, without the pauses between a kill and a resume.
 
     Args:
-        lines: of ``hardware.jsonl``, by time.
+        lines: lines of ``hardware.jsonl``, by time.
 
     Returns:
         [n] seconds at each line; indices of the lines before which the run had paused.

@@ -28,7 +28,7 @@ CHECKSUMS = "SHA256SUMS"  # `sha256sum -c` reads it
 _FREE = {
     "how the machine computes; results differ by rounding": """
         hardware hardware_overrides device memory_fraction startup_checks node_timeout cpu_threads num_workers
-        pin_memory compile attention enable_activation_checkpointing enable_activation_offloading low_cpu_ram
+        pin_memory compile attention enable_activation_checkpointing enable_activation_offloading
         cudnn_deterministic_mode loss.chunk_tokens""",
     "`check_same_run` compares the effect: base model, data, rows and micro-batches of a step, dtype, seed": """
         checkpointer model.checkpoint_dir tokenizer dataset dataset_val validation_fraction too_long batch_size
@@ -163,24 +163,20 @@ def write_checksums(folder: Path) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read ``state.pt`` in a folder, after its checksums if it has them; earlier versions wrote none.
+    """Read ``state.pt`` in a folder, after its checksums.
 
     Raises:
         Exception: a file cannot be read or is damaged; of any kind, because torch raises many.
     """
-    try:
-        expected = (path / CHECKSUMS).read_bytes()
-    except FileNotFoundError:
-        expected = None
-    if expected is not None:
-        names = [line.partition("  ")[2] for line in expected.decode(errors="replace").splitlines()]
-        if STATE not in names or any(os.path.basename(name) != name for name in names):
-            raise ValueError(f"{CHECKSUMS} is damaged")
-        found = _checksums(path, names)
-        if found != expected:
-            pairs = zip(names, found.splitlines(), expected.splitlines(), strict=False)
-            changed = [name for name, is_, was in pairs if is_ != was]
-            raise ValueError(f"the checksum of {', '.join(changed) or CHECKSUMS} does not match")
+    expected = (path / CHECKSUMS).read_bytes()
+    names = [line.partition("  ")[2] for line in expected.decode(errors="replace").splitlines()]
+    if STATE not in names or any(os.path.basename(name) != name for name in names):
+        raise ValueError(f"{CHECKSUMS} is damaged")
+    actual = _checksums(path, names)
+    if actual != expected:
+        pairs = zip(names, actual.splitlines(), expected.splitlines(), strict=False)
+        changed = [name for name, is_, was in pairs if is_ != was]
+        raise ValueError(f"the checksum of {', '.join(changed) or CHECKSUMS} does not match")
     return torch.load(path / STATE, map_location="cpu", weights_only=True)
 
 
@@ -244,21 +240,17 @@ def check_same_run(
         UserError: the runs differ in something that changes the results; the message names every difference.
     """
     now: Any = OmegaConf.to_container(cfg)
-    # a run of an earlier version lacks the keys that came later, and may have variables of the user's
-    begun = now | {key: value for key, value in state["config"].items() if key in now}
-    problems = difference(references.begun_as(cfg, begun, state.get("environment", {})), now, free)
+    problems = difference(references.begun_as(cfg, state["config"], state["environment"]), now, free)
     for what, is_ in identity.items():
-        was = state["identity"].get(what, is_)  # a run of an earlier version lacks what came later
+        was = state["identity"].get(what)
         if was != is_:  # hashes tell a reader nothing, so the message omits them
             problems.append(f"{what} changed" if len(str(was)) == 64 else f"{what}: was {was}, is {is_}")
             if what.startswith("tokens_per_micro_batch"):  # auto may choose another number today
                 problems[-1] += f" (set tokens_per_micro_batch={was})"
     if problems:
-        older = "chat_template" not in state["config"] and cfg.get("chat_template") != "torchtune"
-        hint = ". It began before chat templates were used; chat_template=torchtune renders as it did" * older
         own = Path(str(cfg.output_dir)) / "config.yaml"
         how = f", as --config {own} does" if own.is_file() else ""
         raise UserError(
-            f"{path} belongs to another run: {'; '.join(problems)}{hint}. "
+            f"{path} belongs to another run: {'; '.join(problems)}. "
             f"Undo these changes{how}, or start a new run in another output_dir"
         )

@@ -124,7 +124,7 @@ class Trainer(Training):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Take over the number of validations since the best one; after a change of the metric, start anew."""
         metric = self.cfg.early_stopping_metric
-        if self.best is None or self.best.get("metric", "val_loss") == metric:  # earlier versions wrote no metric
+        if self.best is None or self.best["metric"] == metric:
             self.worse = state["worse"]
             return
         log.info("early_stopping_metric is now %s: the best validation is one of those to come", metric)
@@ -213,15 +213,14 @@ class Trainer(Training):
             raise UserError(f"step {self.step}: {metric} is {value}; set early_stopping_metric=val_loss")
         sign = 1 if _way(self.cfg, self.learner) == "higher" else -1
         best = self.best
-        # earlier versions wrote the loss alone
-        if best is None or sign * value > sign * best.get("value", best["loss"]):
+        if best is None or sign * value > sign * best["value"]:
             adapter = self.learner.adapter_state()
             self.best = best = {"loss": loss, "step": self.step, "adapter": adapter, "metric": metric, "value": value}
             self.worse = 0
         else:
             self.worse += 1
         also = "" if metric == "val_loss" else f", {metric} {value:.4f}"
-        found = f"best {best.get('value', best['loss']):.4f} at step {best['step']}"
+        found = f"best {best['value']:.4f} at step {best['step']}"
         log.info("step %d: validation loss %.4f%s (%s)", self.step, loss, also, found)
 
     @property
