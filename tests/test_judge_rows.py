@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from rocm_ext.verifiers import PythonTests, Verdict
 
 ROWS = Path(__file__).parent / "code_rows"
+PARTS = 4  # of the rows, for as many workers
 STATEFUL, ATTACKS = (
     [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text().splitlines()] for name in ("stateful", "attacks")
 )
@@ -55,46 +56,48 @@ def judge():
     return verdict
 
 
-def test_classes_with_state_are_judged(judge):
-    unjudged = Counter()
-    for row in STATEFUL:
-        right = judge(row["code"], row)
-        assert right in (Verdict.CORRECT, Verdict.ERROR, None), (row["id"], right)
-        wrong = [judge(code, row) for code in row["mutants"]]
+@pytest.mark.parametrize("part", range(PARTS))
+def test_classes_with_state_are_judged(judge, part: int):
+    """A row with the field ``unjudged`` says why its right answer is no CORRECT."""
+    for row in STATEFUL[part::PARTS]:
+        right, *wrong = [judge(code, row) for code in (row["code"], *row["mutants"])]
+        assert (right is Verdict.CORRECT) is ("unjudged" not in row), (row["id"], right)
         if right is Verdict.CORRECT:
             assert wrong == [Verdict.WRONG, Verdict.WRONG], row["id"]
-        assert Verdict.CORRECT not in wrong, row["id"]
-        unjudged[row["kind"]] += right is not Verdict.CORRECT
-    print("not judged:", dict(+unjudged))
-    assert unjudged.total() <= 10, unjudged
+        else:
+            assert right in (Verdict.ERROR, None), (row["id"], right)
+            assert Verdict.CORRECT not in wrong, row["id"]
 
 
-@pytest.fixture(scope="module")
-def verifier() -> PythonTests:
-    return PythonTests(timeout=4, memory_mb=2048)
+def test_most_rows_are_judged():
+    assert sum("unjudged" in row for row in STATEFUL) <= 10
 
 
-@pytest.mark.parametrize("row", ATTACKS, ids=lambda row: row["id"])
-def test_no_attack_is_right(verifier: PythonTests, row: dict):
-    fields = {name: value for name, value in row.items() if name not in ("id", "code")}
-    try:
-        verifier.check_row(fields)
-    except ValueError:
-        return
-    result = verifier(f"```python\n{row['code']}```", fields)
-    assert result.verdict in (Verdict.WRONG, Verdict.TIMEOUT), result  # no answer escapes its verdict
-    assert not result.reward
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_attack_is_right(part: int):
+    verifier = PythonTests(timeout=4, memory_mb=2048)
+
+    def escaped(row: dict) -> str | None:
+        """The verdict of an attack if it is none of WRONG and TIMEOUT: no answer escapes its verdict."""
+        fields = {name: value for name, value in row.items() if name not in ("id", "code")}
+        try:
+            verifier.check_row(fields)
+        except ValueError:
+            return None
+        result = verifier(f"```python\n{row['code']}```", fields)
+        fails = result.verdict in (Verdict.WRONG, Verdict.TIMEOUT) and not result.reward
+        return None if fails else f"{row['id']}: {result}"
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [found for found in threads.map(escaped, ATTACKS[part::PARTS]) if found] == []
 
 
-SUPPRESS = "from contextlib import suppress\nwith suppress({}):\n    assert f(1) == 2"
 METHOD = "class TestF:\n    def test_a(self): {}\n    def verify(self): assert f(1) == 2"
 TASK = "import asyncio\nasync def part(): assert f(1) == 2\nasync def test_a():\n    {}\n    assert f(2) == 4"
 PATCH = "from unittest import mock\nimport {0}\nwith mock.patch.object({0}, '{1}'):\n    assert f(1) == 2"
 NEIGHBOURS = {  # name -> (tests, the reason why they are refused, tests like them that are accepted)
     "after return": ("def test_a():\n    return\n    assert f(1) == 2", "never runs", "def test_a():\n    assert f(1)\n    return"),
     "after break": ("while f(1):\n    break\n    assert f(2)", "never runs", "while f(1):\n    assert f(2)\n    break"),
-    "suppress": (SUPPRESS.format("AssertionError"), "swallows the assert", SUPPRESS.format("KeyError")),
-    "suppress all": (SUPPRESS.format("Exception"), "swallows the assert", SUPPRESS.format("KeyError, ValueError")),
     "method": (METHOD.format("assert f(1)"), r"nothing calls verify\(\)", METHOD.format("self.verify()")),
     "inner function": ("def test_a():\n    def g(): assert f(1)\n    assert f(2)", r"nothing calls g\(\)", "def test_a():\n    def g(): assert f(1)\n    g()"),
     "create_task": (TASK.format("asyncio.create_task(part())"), "nobody awaits", TASK.format("await part()")),
@@ -105,7 +108,7 @@ NEIGHBOURS = {  # name -> (tests, the reason why they are refused, tests like th
     "exec": ("space = {}\nexec(f(1), space)\nassert space['x'] == 2", "would run what the answer returns", "assert f(1).eval(2) == 2"),
     "pickle": ("from pickle import loads as load\nassert load(f(1)) == 2", "would run what the answer returns", "from json import loads\nassert loads(f(1)) == 2"),
     "format": ("text = f(1)\nassert text.format(x=2) == '2'", "as the answer's text says", "text = '{}'\nassert text.format(f(1)) == '2'"),
-    "library": (PATCH.format("time", "sleep"), "does not reach the code", PATCH.format("sys", "stdin")),
+    "library": (PATCH.format("time", "sleep"), "does not reach the code", PATCH.format("sys", "stdout")),
     "set": ("import time\ntime.time = lambda: 0\nassert f(1) == 2", "does not reach the code", "class time: pass\ntime.time = lambda: 0\nassert f(1) == 2"),
     "environment": ("from os import environ\nenviron['A'] = 'b'\nassert f(1) == 2", "does not reach the code", "environ = {}\nenviron['A'] = 'b'\nassert f(environ) == 2"),
     "not a patch": ("def test_a(monkeypatch):\n    monkeypatch.setenv('A', 'b')\n    assert f(1)", "does not reach the code", "client = f(1)\nassert client.patch('/x') == 2"),

@@ -220,8 +220,7 @@ RIGHT_AND_WRONG = {  # name -> (right answer, wrong answer, tests, entry point, 
     "call": (SQUARE, SAME, "def check(candidate):\n    assert candidate(2) == 4\ndef main():\n    check(f)\nmain()", ""),
     "called with arguments": (SQUARE, SAME, "def test_case(given, wanted):\n    assert f(given) == wanted\ndef test_all():\n    test_case(2, 4)", ""),
     "returned": (SQUARE, SAME, "def check(candidate):\n    return candidate(3) == 9", "f"),
-    "a suite": (SQUARE, SAME, "import unittest\ndef check(candidate):\n    class T(unittest.TestCase):\n        def test_a(self): self.assertEqual(candidate(3), 9)\n    unittest.TextTestRunner().run(unittest.TestLoader().loadTestsFromTestCase(T))", "f"),
-    "mock": (SQUARE, SAME, "from unittest.mock import patch\n@patch('builtins.input')\ndef test_a(given):\n    given.return_value = 'x'\n    assert input() == 'x' and f(3) == 9", ""),
+    "mock": (SQUARE, SAME, "import io\nfrom unittest.mock import patch\n@patch('sys.stdout', new_callable=io.StringIO)\ndef test_a(out):\n    print('x')\n    assert out.getvalue() == 'x\\n' and f(3) == 9", ""),
     "module": (SQUARE, SAME, "import solution\nassert solution.f(2) == 4", ""),
     "star": (SQUARE, SAME, "from solution import *\nassert f(2) == 4", ""),
     "import in a test": (SQUARE, SAME, "def test_a():\n    from solution import f as g\n    assert g(2) == 4", ""),
@@ -267,6 +266,27 @@ def test_all_tests_run(verifiers, name: str, partial: bool):
     assert result.reward < 1
 
 
+SWALLOWED = "with suppress({}):\n    assert f(2) == 4"
+
+
+@pytest.mark.parametrize("tests", [
+    "try:\n    assert f(2) == 4\nexcept AssertionError:\n    print('failed')",
+    "def test_a():\n    try:\n        assert f(2) == 4\n    except:\n        pass",
+    "failed = 0\ntry:\n    assert f(2) == 4\nexcept AssertionError:\n    failed += 1\nprint(failed)",
+    "def test_a():\n    try:\n        assert f(2) == 4\n    except:\n        return",
+    "from contextlib import suppress\n" + SWALLOWED.format("AssertionError"),
+    "from contextlib import suppress\nimport pytest\n@pytest.mark.slow\ndef test_a():\n    " + SWALLOWED.format("Exception").replace("\n", "\n    "),
+    "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        try: assert f(2) == 4\n        except AssertionError: pass",
+])  # fmt: skip
+def test_an_assert_that_fails_is_a_failure_whatever_catches_it(verifiers, tests: str):
+    for verifier in verifiers:
+        verifier.check_row({"tests": tests})
+        assert verifier(SQUARE, {"tests": tests}).verdict is Verdict.CORRECT
+        result = verifier(SAME, {"tests": tests})
+        assert (result.verdict, result.reward) == (Verdict.WRONG, 0), result
+        assert "f(2) == 4" in result.detail
+
+
 REFUSED = {  # tests -> the reason
     "x = 1": "no assert",
     "print(f(1))": "no assert",
@@ -284,10 +304,6 @@ REFUSED = {  # tests -> the reason
     "import pytest\n@pytest.mark.slow\ndef test_a(): assert f(2) == 4\n@pytest.mark.slow\ndef test_a(): assert f(1) == 1": "test_a is defined twice",
     "assert f(1) == 1\nf(2) == 2": "write `assert`",
     "assert (f(1) == 1, 'text')": "always true",
-    "try:\n    assert f(1) == 1\nexcept AssertionError:\n    print('failed')": "swallows the assert",
-    "def test_a():\n    try:\n        assert f(1) == 1\n    except:\n        pass": "swallows the assert",
-    "failed = 0\ntry:\n    assert f(1) == 1\nexcept AssertionError:\n    failed += 1\nprint(failed)": "swallows the assert",
-    "def test_a():\n    try:\n        assert f(1) == 1\n    except:\n        return": "swallows the assert",
     "assert f(1) == 1\nclass Checks:\n    def test_a(self): assert f(2) == 2": "class Checks does not run",
     "class TestA:\n    def __init__(self): pass\n    def test_a(self): assert f(1) == 1": "__init__",
     "def test_a():\n    yield f(1) == 1, 'x'\n    assert f(2)": "generator",
@@ -295,6 +311,7 @@ REFUSED = {  # tests -> the reason
     "from unittest import TestCase\nclass A(TestCase):\n    async def test_a(self): self.assertEqual(f(2), 4)": "is async",
     "for x in (1, 2):\n    print('ok' if f(x) == x else 'bad')": "check nothing",
     "assert f(": "not Python",
+    "import unittest\ndef check():\n    class T(unittest.TestCase):\n        def test_a(self): self.assertEqual(f(3), 9)\n    unittest.TextTestRunner().run(T('test_a'))": "write the TestCase at the top level",
 }
 
 
@@ -360,19 +377,19 @@ DIES = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x * x"
     ("code", "tests", "share"),
     [
         (SAME, ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 9"], 0.5),
-        (SAME, "def test_a():\n    assert f(1) == 1\n    assert f(2) == 4\n    assert f(0) == 0", 2 / 3),
-        (SAME, "def check(g):\n    x = g(1)\n    assert x == 1\n    assert g(2) == 4\n    assert g(0) == 0", 2 / 3),
-        ("def f(x): return x / x", "def check(g):\n    assert g(1) == 1\n    x = g(0)\n    assert g(2) == 1\n    assert g(3) == 1", 1 / 3),
+        # a test function is one, however many asserts it has
+        (SAME, "assert f(1) == 1\ndef test_a():\n    assert f(1) == 1\n    assert f(2) == 4", 0.5),
+        (SAME, "def check(g):\n    assert g(1) == 1\n    assert g(2) == 4", 0),
         # a loop is one check
         (SAME, "for i in range(3):\n    assert f(i) == i * i", 0),
         (SAME, "for i in range(3):\n    assert f(i) == i * i\nassert f(1) == 1", 0.5),
-        (SAME, "def test_a():\n    for i in range(3):\n        assert f(i) == i * i\n    assert f(1) == 1", 0.5),
         # each test of pytest and unittest is one
         (SAME, "import pytest\n@pytest.mark.parametrize('x', range(5))\ndef test_a(x):\n    assert f(0) == 0\n    assert f(x) == x * x", 0.4),
         (SAME, "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 1)\n    def test_b(self): self.assertEqual(f(2), 4)", 0.5),
         # an early end earns nothing for what was not reached
-        (DIES, "def test_a():\n    assert f(0) == 0\n    assert f(2) == 4\n    assert 1 == 1", 1 / 3),
+        (DIES, "assert f(0) == 0\nassert f(2) == 4\nassert 1 == 1", 1 / 3),
         (DIES, "for i in range(10):\n    assert f(i) == i * i", 0),
+        (DIES, "assert f(0) == 0\nx = f(2)\ndef test_a(): assert x == 4", 0.5),
         # a value of before the failure does not count
         ("def f(x): return x ** 2 if x < 2 else 1 / 0", "x = f(1)\nassert x == 1\nx = f(2)\nassert x == 1", 0.5),
     ],

@@ -20,13 +20,7 @@ from rocm_ext.verifiers.python._wire import Malformed, Unsendable, Wire
 
 HONEST = {  # code, how to make it wrong, tests, set-up
     "flag": ("from enum import Flag, auto\nclass Perm(Flag):\n    R = auto()\n    W = auto()", ("W = auto()", "W = 1"), "assert (Perm.R | Perm.W) & Perm.W == Perm.W\nassert Perm.R != Perm.W"),
-    "str enum member": ("from enum import Enum\nclass S(str, Enum):\n    A = 'a'", ("'a'", "'b'"), "assert S.A == 'a'\nassert S.A.value == 'a'\nassert S('a') is S.A"),
-    "async iterator": ("async def f(n):\n    for i in range(n): yield i", ("yield i", "yield 0"), "import asyncio\nasync def main():\n    return [x async for x in f(3)]\nassert asyncio.run(main()) == [0, 1, 2]"),
-    "async callback": ("async def f(g, x): return await g(x) + 1", ("+ 1", "+ 2"), "import asyncio\nasync def twice(x):\n    await asyncio.sleep(0)\n    return x * 2\nassert asyncio.run(f(twice, 4)) == 9"),
     "printed to stderr": ("import sys\ndef f(): print('bad', file=sys.stderr)", ("file=sys.stderr", "end=''"), "import io\nfrom contextlib import redirect_stderr\nout = io.StringIO()\nwith redirect_stderr(out):\n    f()\nassert 'bad' in out.getvalue()"),
-    "input patched": ("def f(): return int(input('n? ')) + int(input())", ("+", "-"), "from unittest.mock import patch\nwith patch('builtins.input', side_effect=['3', '4']) as asked:\n    found = f()\nassert found == 7\nassert asked.call_args_list[0].args == ('n? ',)"),
-    "input and output": ("def f():\n    name = input('Name: ')\n    print('Hi', name)", ("'Hi'", "'Hello'"), "import io, sys\nsys.stdin = io.StringIO('Bo\\n')\nout = sys.stdout = io.StringIO()\nf()\nassert out.getvalue() == 'Name: Hi Bo\\n'"),
-    "stdin by lines": ("import sys\ndef f(): return [line.strip() for line in sys.stdin]", (".strip()", ""), "import io, sys\nsys.stdin = io.StringIO('a\\nb\\n')\nassert f() == ['a', 'b']"),
     "default that is shared": ("def f(x, acc=None):\n    acc = acc if acc is not None else []\n    acc.append(x)\n    return acc", ("acc=None", "acc=[]"), "f(1)\nassert f(2) == [2]"),
     "Path": ("from pathlib import Path\ndef f(p): return Path(p).parent / 'x.txt'", ("x.txt", "y.txt"), "from pathlib import Path\nassert f('/a/b') == Path('/a/x.txt')\nassert f(Path('c/d')).suffix == '.txt'"),
     "aware datetime": ("from datetime import datetime, timezone, timedelta\ndef f(d): return d.astimezone(timezone.utc)", ("timezone.utc", "timezone(timedelta(hours=1))"), "from datetime import datetime, timezone, timedelta\nd = datetime(2020, 1, 1, 5, tzinfo=timezone(timedelta(hours=2)))\nassert f(d).hour == 3\nassert f(d).tzinfo == timezone.utc\nassert f(d) == d"),
@@ -37,17 +31,14 @@ HONEST = {  # code, how to make it wrong, tests, set-up
     "exception that the tests make": ("class E(Exception):\n    def __init__(self, code):\n        super().__init__('code')\n        self.code = code * 2", ("* 2", "* 3"), "assert E(4).code == 8\nassert str(E(4)) == 'code'"),
     "library exception": ("import json\ndef f(s): return json.loads(s)", ("json.loads(s)", "eval(s)"), "import json\ntry:\n    f('{')\n    ok = False\nexcept json.JSONDecodeError as e:\n    ok = e.pos == 1\nassert ok"),
     "exceptions of builtin families": ("class NoFile(FileNotFoundError): pass\nclass Key(KeyError): pass\nclass Stop(StopIteration): pass\nclass Many(ExceptionGroup): pass\ndef f(n):\n    if n == 0: raise NoFile(2, 'gone', 'x.txt')\n    if n == 1: raise Key('k')\n    if n == 2: raise Many('many', [ValueError('v')])", ("'gone'", "'lost'"), "import pytest\ndef test_all():\n    with pytest.raises(FileNotFoundError) as e: f(0)\n    assert e.value.errno == 2 and e.value.strerror == 'gone' and e.value.filename == 'x.txt'\n    with pytest.raises(KeyError) as e: f(1)\n    assert e.value.args == ('k',) and type(e.value) is Key\n    with pytest.raises(ExceptionGroup) as e: f(2)\n    assert str(e.value.exceptions[0]) == 'v'"),
-    "cause": ("def f():\n    try: 1 / 0\n    except ZeroDivisionError as e: raise ValueError('x') from e", (" from e", " from None"), "try: f()\nexcept ValueError as e: cause = e.__cause__\nassert isinstance(cause, ZeroDivisionError)"),
     "exit": ("import sys\ndef f(): sys.exit(2)", ("2", "3"), "try:\n    f()\n    code = None\nexcept SystemExit as e:\n    code = e.code\nassert code == 2"),
     "unequal to data": ("class A:\n    def v(self): return 1", ("return 1", "return 2"), "assert A() != 5\nassert A() != None\nassert (A() == 'x') is False\nassert A().v() == 1"),
     "partial": ("from functools import partial\ndef f(n): return partial(pow, n)", ("pow, n", "max, n"), "assert f(2)(3) == 8"),
     "callbacks with lists": ("def f(xs, key): return sorted(xs, key=key)", ("key=key", "key=str"), "xs = [[i, i * 7919 % 1500] for i in range(1500)]\nassert f(xs, lambda p: p[1]) == sorted(xs, key=lambda p: p[1])"),
     "callbacks from threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(g, xs):\n    with ThreadPoolExecutor(4) as pool: return list(pool.map(g, xs))", ("list(pool", "set(pool"), "assert f(lambda x: x * 2, range(50)) == [2 * x for x in range(50)]"),
     "bound methods as callbacks": ("class Event:\n    def __init__(self): self.all = []\n    def on(self, g): self.all.append(g)\n    def off(self, g): self.all.remove(g)", ("remove(g)", "pop().x"), "class Ear:\n    def hear(self): pass\near, e = Ear(), Event()\ne.on(ear.hear)\ne.off(ear.hear)\nassert e.all == []"),
-    "patched names of the module": ("def helper(x): return x\ndef f(x): return helper(x) + 1", ("+ 1", "+ 2"), "from unittest.mock import patch\nimport solution\nwith patch('solution.helper', return_value=10) as m:\n    r = solution.f(3)\nassert r == 11\nm.assert_called_once_with(3)\nassert solution.f(3) == 4"),
     "memo": ("from functools import lru_cache\n@lru_cache(None)\ndef fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)", ("(None)", "(maxsize=1)"), "assert fib(20) == 6765\nassert fib.cache_info().hits > 5\nfib.cache_clear()\nassert fib.cache_info().currsize == 0"),
     "callbacks that call back": ("def fix(f, n): return f(lambda k: fix(f, k), n)", ("fix(f, k)", "k"), "def fact(me, n): return 1 if n < 2 else n * me(n - 1)\nassert fix(fact, 5) == 120"),
-    "generator closed": ("log = []\ndef f():\n    try:\n        yield 1\n    finally:\n        log.append('closed')\ndef read(): return log", ("'closed'", "'open'"), "g = f()\nassert next(g) == 1\ng.close()\nassert read() == ['closed']"),
     "generator of the tests": ("def f(it):\n    for x in it:\n        if x > 2: return x", ("> 2", "> 3"), "def nat():\n    n = 0\n    while True:\n        yield n\n        n += 1\nassert f(nat()) == 3"),
     "objects passed between functions": ("class _Account:\n    def __init__(self): self.sum = 0\ndef create(): return _Account()\ndef deposit(a, x): a.sum += x\ndef balance(a): return a.sum", ("+= x", "= x"), "a = create()\ndeposit(a, 5)\ndeposit(a, 6)\nassert balance(a) == 11\nassert a is not None"),
     "missing special method": ("class A:\n    pass", ("pass", "def __len__(self): return 1"), "try:\n    len(A())\n    ok = False\nexcept TypeError:\n    ok = True\nassert ok\nassert not callable(A())"),
@@ -60,11 +51,8 @@ HONEST = {  # code, how to make it wrong, tests, set-up
     "identity of an argument": ("def f(x):\n    x.sort()\n    return x\ndef g(x): return sorted(x)", ("return x\n", "return list(x)\n"), "x = [2, 1]\nassert f(x) is x and x == [1, 2]\nassert g(x) is not x and g(x) == x"),
     "functions of the library as arguments": ("def f(key, items): return sorted(items, key=key)", ("key=key", "key=None"), "assert f(len, ['aa', 'b']) == ['b', 'aa']\nassert f(str.lower, ['B', 'a']) == ['a', 'B']"),
     "iterators": ("def f(n): return map(str, range(n))", ("range(n)", "range(n + 1)"), "assert list(f(2)) == ['0', '1']\nassert '1' in f(2) and '2' not in f(2)"),
-    "rare special methods": ("class N:\n    def __init__(self, v): self.v = v\n    def __iadd__(self, o):\n        self.v += o.v\n        return self\n    def __format__(self, spec): return f'<{self.v}|{spec}>'\n    def __call__(self, k): return self.v + k", ("+= o.v", "= o.v"), "p = q = N(1)\np += N(2)\nassert p is q and q.v == 3\nassert f'{q:z}' == '<3|z>' and q(5) == 8 and callable(q)"),
-    "subclass of a builtin": ("class Stack(list):\n    def push(self, x): self.append(x)\n    def peek(self): return self[-1]", ("self[-1]", "self[0]"), "s = Stack([1])\ns.push(2)\nassert s.peek() == 2 and s == [1, 2] and len(s) == 2 and 2 in s\ns += [3]\nassert s[2] == 3"),
-    "exceptions of the tests": ("def f(kinds, g):\n    try: return g()\n    except kinds: return 'caught'", ("except kinds", "except Exception"), "import pytest\nclass A(Exception): pass\nclass B(Exception):\n    def __init__(self, a, b):\n        super().__init__(a)\n        self.b = b\ndef g(): raise A\ndef h(): raise B(1, 2)\ndef test_it():\n    assert f((A,), g) == 'caught'\n    with pytest.raises(B) as e: f((A,), h)\n    assert e.value.b == 2"),
-    "objects of the tests": ("def f(dog): return dog.speak() + dog.name", ("dog.name", "'?'"), "from unittest.mock import Mock\nclass Dog:\n    name = 'Rex'\n    def speak(self): return 'wuff'\nassert f(Dog()) == 'wuffRex'\ncat = Mock(speak=lambda: 'mew')\ncat.name = 'Tom'\nassert f(cat) == 'mewTom'"),
-    "a class of the tests": ("def f(kind): return kind()", ("kind()", "kind"), "class A: pass\nassert isinstance(f(A), A)"),
+    "rare special methods": ("class N:\n    def __init__(self, v): self.v = v\n    def __add__(self, o): return N(self.v + o.v)\n    def __format__(self, spec): return f'<{self.v}|{spec}>'\n    def __call__(self, k): return self.v + k", ("self.v + o.v", "o.v"), "q = N(1)\nq += N(2)\nassert q.v == 3\nassert f'{q:z}' == '<3|z>' and q(5) == 8 and callable(q)"),
+    "exceptions of the tests": ("def f(g):\n    try: return g()\n    except LookupError: return 'caught'", ("LookupError", "Exception"), "import pytest\nclass A(KeyError): pass\nclass B(Exception):\n    def __init__(self, a, b):\n        super().__init__(a)\n        self.b = b\ndef g(): raise A\ndef h(): raise B(1, 2)\ndef test_it():\n    assert f(g) == 'caught'\n    with pytest.raises(B) as e: f(h)\n    assert e.value.b == 2"),
     "objects of classes of the set-up": ("def f(head):\n    prev = None\n    while head: head.next, prev, head = prev, head, head.next\n    return prev", ("return prev", "return None"), "def values(n):\n    out = []\n    while n: out.append(n.val); n = n.next\n    return out\nhead = None\nfor i in range(500): head = ListNode(i, head)\nassert values(f(head)) == list(range(500))", "class ListNode:\n    def __init__(self, val=0, next=None): self.val, self.next = val, next"),
 }  # fmt: skip
 
@@ -117,6 +105,11 @@ LIMITS = {
     "logs": ("refused", "import logging\ndef f(): logging.warning('hey')", "import unittest\nclass TestF(unittest.TestCase):\n    def test_f(self):\n        with self.assertLogs(): f()"),
     "files": ("refused", "def f(path):\n    with open(path, 'w') as file: file.write('x')", "import tempfile, os\npath = os.path.join(tempfile.mkdtemp(), 'x')\nf(path)\nassert open(path).read() == 'x'"),
     "coroutines that take turns": ("refused", "import asyncio\nlog = []\nasync def f(x):\n    log.append(x)\n    await asyncio.sleep(0.01)\n    log.append(-x)\n    return x * 2\ndef order(): return log", "import asyncio\nasync def main():\n    return await asyncio.gather(f(1), f(2))\nassert asyncio.run(main()) == [2, 4]\nassert order() == [1, 2, -1, -2]"),
+    "a patched answer": ("refused", "def helper(x): return x\ndef f(x): return helper(x) + 1", "from unittest.mock import patch\nimport solution\nwith patch('solution.helper', return_value=10): assert solution.f(3) == 11"),
+    "input patched": ("refused", "def f(): return int(input('n? '))", "from unittest.mock import patch\nwith patch('builtins.input', return_value='3'): assert f() == 3"),
+    "stdin": ("refused", "import sys\ndef f(): return sys.stdin.read()", "import io, sys\nsys.stdin = io.StringIO('a')\nassert f() == 'a'"),
+    "a mock as an argument": ("refused", "def f(dog): return dog.speak()", "from unittest.mock import Mock\nassert f(Mock(speak=lambda: 'mew')) == 'mew'"),
+    "a table": ("refused", "def f(s): return s[s > 1]", "import pandas as pd\nassert f(pd.Series([1, 2, 3])).tolist() == [2, 3]"),
     # found in the run: an object of the answer stands in the place of data, or the answer gives what may not cross
     "an object as data": ("unjudged", "class N:\n    def __init__(self, v): self.v = v\n    def __len__(self): return self.v\ndef f(): return N(3)", "assert len(f()) == 3"),
     "an order with data": ("unjudged", "class N:\n    def __init__(self, v): self.v = v\n    def __lt__(self, o): return self.v < o", "assert N(3) < 4"),
@@ -126,14 +119,23 @@ LIMITS = {
     "a class as a value": ("unjudged", "def f(x): return type(x)", "assert f(1) is int"),
     "a function in a list": ("unjudged", "def f(): return [len]", "assert f()[0]('ab') == 2"),
     "a list that holds itself": ("unjudged", "def f(x):\n    x.append(x)\n    return x", "x = []\nassert f(x)[0] is x"),
+    "an object of the tests": ("unjudged", "def f(dog): return dog.speak()", "class Dog:\n    def speak(self): return 'wuff'\nassert f(Dog()) == 'wuff'"),
+    "a class of the tests": ("unjudged", "def f(kind): return kind()", "class A: pass\nassert isinstance(f(A), A)"),
+    "a coroutine function of the tests": ("unjudged", "async def f(g, x): return await g(x) + 1", "import asyncio\nasync def twice(x): return x * 2\nassert asyncio.run(f(twice, 4)) == 9"),
+    "a subclass of a builtin": ("unjudged", "class Stack(list):\n    def peek(self): return self[-1]", "s = Stack([1])\nassert s.peek() == 1 and s == [1]"),
+    "a member that is text": ("unjudged", "from enum import Enum\nclass S(str, Enum):\n    A = 'a'", "assert S.A == 'a'"),
     "a stream of the tests": ("unjudged", "def f(out): out.write('hi')", "import io\nout = io.StringIO()\nf(out)\nassert out.getvalue() == 'hi'"),
     # not found: containers are copies, and calls end before they return
     "a list that is kept": ("wrong", "class Log:\n    def __init__(self): self.lines = []\n    def add(self, x): self.lines.append(x)", "log = Log()\nlines = log.lines\nlog.add(1)\nassert lines == [1]"),
     "a list that the tests change": ("wrong", "class Log:\n    def __init__(self): self.lines = []", "log = Log()\nlog.lines.append(3)\nassert log.lines == [3]"),
     "an attribute that stays the same": ("wrong", "class Box:\n    def __init__(self): self.items = [1]", "b = Box()\nassert b.items is b.items"),
     "a builtin as the base": ("wrong", "class Stack(list): pass", "assert isinstance(Stack(), list)"),
-    "an exception class of the tests that the answer raises": ("wrong", "def fail(kind): raise kind('no')", "import pytest\nclass Own(Exception): pass\ndef test_f():\n    with pytest.raises(Own): fail(Own)"),
+    "an exception class of the tests that the answer raises": ("unjudged", "def fail(kind): raise kind('no')", "import pytest\nclass Own(Exception): pass\ndef test_f():\n    with pytest.raises(Own): fail(Own)"),
     "the text of a wrapped function": ("wrong", "import functools\ndef wrap(g):\n    @functools.wraps(g)\n    def inner(*a): return g(*a)\n    return inner", "@wrap\ndef g():\n    'says'\nassert g.__doc__ == 'says'"),
+    "an asynchronous generator": ("wrong", "async def f(n):\n    for i in range(n): yield i", "import asyncio\nasync def main(): return [x async for x in f(3)]\nassert asyncio.run(main()) == [0, 1, 2]"),
+    "the cause of an exception": ("wrong", "def f():\n    try: 1 / 0\n    except ZeroDivisionError as e: raise ValueError('x') from e", "try: f()\nexcept ValueError as e: cause = e.__cause__\nassert isinstance(cause, ZeroDivisionError)"),
+    "a generator that is closed": ("wrong", "log = []\ndef f():\n    try: yield 1\n    finally: log.append('closed')\ndef read(): return log", "g = f()\nassert next(g) == 1\ng.close()\nassert read() == ['closed']"),
+    "an addition in place alone": ("wrong", "class N:\n    v = 1\n    def __iadd__(self, o):\n        self.v += o\n        return self", "n = N()\nn += 2\nassert n.v == 3"),
     "a seed": ("wrong", "import random\ndef f(): return random.random()", "import random\nrandom.seed(1)\na = f()\nrandom.seed(1)\nassert a == f()"),
     "a timer": ("wrong", "import threading\ndef f(g): threading.Timer(0.05, g).start()", "import time\nlog = []\nf(lambda: log.append(1))\ntime.sleep(0.3)\nassert log == [1]"),
 }  # fmt: skip
@@ -163,6 +165,15 @@ def test_the_verdict_of_what_cannot_be_judged_is_a_choice(apart: PythonTests):
         PythonTests(unjudged="errors")
 
 
+def test_one_process_shares_its_memory():
+    code = "def f(x):\n    return len(bytes(600 << 20)) >> 20"
+    for memory_mb, verdict in ((2048, Verdict.CORRECT), (512, Verdict.WRONG)):
+        result = PythonTests(isolation="same_process", memory_mb=memory_mb)(code, row("assert f(1) == 600"))
+        assert result.verdict is verdict, result
+    assert "MemoryError" in result.detail
+    assert "memory_mb is 512" in result.detail
+
+
 def test_one_process(caplog: pytest.LogCaptureFixture):
     one = PythonTests(timeout=2, isolation="same_process", partial_credit=True)
     one.check()
@@ -190,21 +201,11 @@ LIBRARIES = {  # library: code, how to make it wrong, tests
     "numpy scalars": ("import numpy as np\ndef f(a): return np.float64(sum(a)), np.int32(3), np.datetime64('2020-01-02')", ("int32", "int64"), "import numpy as np\nx, y, z = f([1.5])\nassert isinstance(x, np.float64) and x.dtype == np.float64\nassert y.dtype == 'int32' and y == 3 and z == np.datetime64('2020-01-02')"),
     "numpy arrays": ("import numpy as np\ndef f(a): return a * 2, np.array(5), np.array([]), a.T, np.array(['x', 'y'])", ("a * 2", "a * 3"), "import numpy as np\na = np.arange(6).reshape(2, 3)\nb, c, d, e, s = f(a)\nnp.testing.assert_array_equal(b, [[0, 2, 4], [6, 8, 10]])\nassert c.shape == () and d.size == 0 and e.shape == (3, 2) and s.tolist() == ['x', 'y']\nassert (f(a)[0] == b).all()"),
     "numpy in place": ("import numpy as np\ndef f(a):\n    a += 1\n    return a", ("a += 1", "a = a + 1"), "import numpy as np\na = np.zeros(3)\nassert f(a) is a\nassert a.sum() == 3"),
-    "pandas Series": ("import pandas as pd\ndef f(s): return s[s > 1]", ("> 1", "> 2"), "import pandas as pd\ns = pd.Series([1, 2, 3], index=list('abc'), name='n')\npd.testing.assert_series_equal(f(s), pd.Series([2, 3], index=['b', 'c'], name='n'))\nassert f(s).tolist() == [2, 3]"),
-    "pandas DataFrame": ("import pandas as pd\ndef f(d): return d.groupby('k').sum().reset_index()", ("sum()", "max()"), "import pandas as pd\nd = pd.DataFrame({'k': ['a', 'b', 'a'], 'v': [1, 2, 3]})\npd.testing.assert_frame_equal(f(d), pd.DataFrame({'k': ['a', 'b'], 'v': [4, 2]}))\nassert f(d).equals(pd.DataFrame({'k': ['a', 'b'], 'v': [4, 2]}))\nassert f(d).shape == (2, 2)"),
-    "pandas times": ("import pandas as pd\ndef f(t): return t + pd.Timedelta(days=1), pd.date_range('2020-01-01', periods=2, tz='UTC'), pd.NaT", ("days=1", "days=2"), "import pandas as pd\nt, r, n = f(pd.Timestamp('2020-01-01', tz='Europe/Berlin'))\nassert t == pd.Timestamp('2020-01-02', tz='Europe/Berlin') and n is pd.NaT\nassert str(r[1]) == '2020-01-02 00:00:00+00:00'"),
-    "pandas missing and categories": ("import pandas as pd\ndef f(): return pd.DataFrame({'a': pd.array([1, None], dtype='Int64'), 'b': pd.Categorical(['x', 'y']), 'c': ['p', None]})", ("'y'", "'x'"), "import pandas as pd\nd = f()\nassert d['a'].isna().tolist() == [False, True] and d['b'].cat.categories.tolist() == ['x', 'y'] and d['c'].isna().sum() == 1\nassert d.dtypes['a'] == 'Int64'"),
-    "pandas indices": ("import pandas as pd\ndef f(): return pd.DataFrame({'v': [1, 2]}, index=pd.MultiIndex.from_tuples([('a', 1), ('b', 2)], names=['x', 'y']))", ("('b', 2)", "('b', 3)"), "import pandas as pd\nassert f().loc[('b', 2), 'v'] == 2 and f().index.names == ['x', 'y']"),
 }  # fmt: skip
 
 
-SLOW = [name for name in LIBRARIES if "pandas" in name and "Frame" not in name]  # importing pandas takes long
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LIBRARIES]
-)
-def test_arrays_and_tables_cross(name: str):
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_arrays_cross(name: str):
     pytest.importorskip(name.split()[0])
     is_right_and_its_mutant_is_not(PythonTests(timeout=20, memory_mb=4096), *LIBRARIES[name])
 
@@ -256,7 +257,6 @@ class Mine(int):
 
 @pytest.mark.parametrize("value", [
     Mine(1), [Mine(1)], int, len, ValueError("x"), json, object(), iter([]), {"a": {Mine(1)}},
-    defaultdict(lambda: 5),
 ])  # fmt: skip
 def test_other_types_do_not_cross(value):
     with pytest.raises(Unsendable):
@@ -265,8 +265,11 @@ def test_other_types_do_not_cross(value):
         Wire().encode([[value]])
 
 
-TAGS = st.sampled_from(["OD", "CT", "dk", "di", "dv", "DD", "ba", "range", "slice", "nt", *"ltszduiqbceLhkfxXyT"])
-NAMES = st.sampled_from(["datetime.date", "decimal.Decimal", "array.array", "os.system", "builtins.eval", "list", ""])
+TAGS = st.sampled_from([
+    "OD", "dk", "di", "dv", "DD", "ba", "range", "slice", "nt", "numpy", *"ltszduiqbcehkfxXyB", "datetime.date",
+    "decimal.Decimal", "array.array", "collections.Counter", "os.system", "builtins.eval",
+])  # fmt: skip
+NAMES = st.sampled_from(["int", "float64", "<f8", "list", ""])
 NONSENSE = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=3) | NAMES,
     lambda inner: st.tuples(TAGS, inner, inner).map(list) | st.tuples(TAGS, inner).map(list) | st.lists(inner, max_size=2)
@@ -288,6 +291,6 @@ def test_nonsense_is_malformed_or_plain_data(message):
 def test_endless_nesting_is_malformed():
     deep: list = []
     for _ in range(5000):
-        deep = ["t", [deep]]
+        deep = ["t", deep]
     with pytest.raises(Malformed):
         Wire().decode(deep)

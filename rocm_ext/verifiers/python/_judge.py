@@ -17,26 +17,25 @@ classes of this file with the name of the code's class.
 
 import builtins
 import contextlib
-import operator
 import re
 import sys
 import weakref
-from _thread import RLock
+from threading import RLock
 
-from _wire import BINARY, FUNCTIONS, IN_PLACE, Closed, Malformed, Unsendable, Wire, mutable, number, text
+from _wire import BINARY, FUNCTIONS, Closed, Malformed, Unsendable, Wire, mutable, number, text
 
 VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__"}
-LIBRARIES = {*sys.stdlib_module_names, "numpy", "pandas", "__main__"} - {"unittest", "doctest"}  # exceptions cross
+LIBRARIES = {*sys.stdlib_module_names, "numpy", "__main__"} - {"unittest", "doctest"}  # exceptions cross
 STOPS = {"StopIteration", "StopAsyncIteration"}
-STEPS = ("next", "send", "throw", "await", "anext")
 OF_DATA = {  # types whose names data has, in modules that may not be loaded
     "builtins": "str bytes bytearray list tuple dict set frozenset int float complex range",
     **{"collections": "deque", "datetime": "date datetime timedelta", "decimal": "Decimal", "fractions": "Fraction"},
-    **{"pathlib": "PurePath", "numpy": "ndarray", "pandas": "DataFrame Series"},
+    **{"pathlib": "PurePath", "numpy": "ndarray"},
 }
 OF_TABLES = {"all", "any", "equals", "isin", "isna", "isnull", "notna", "notnull", "between"}
 ASKS = ("is", "startswith", "endswith", "any", "all", "equals", "not", "match", "between", "exists")
-FORWARDED = ("bool", "delattr", "delitem", "dir", "format", "next", "repr", "setattr", "setitem", "str")
+ALWAYS = ("bool", "delattr", "delitem", "dir", "format", "next", "repr", "setattr", "setitem", "str")
+KNOWN = "abs complex float getitem index int invert iter len neg pos reversed round".split()  # noqa: SIM905
 METHOD = object()  # an attribute that is a method
 JUDGE = None  # the connection of this process
 
@@ -108,26 +107,17 @@ class Handle:
             return True
         if isinstance(other, Handle):
             return same(self, other)
-        if kind.__compares__ == "data":
-            return plain(self) == other
-        if kind.__compares__ == "own" and other is not None:
-            plain(self)
+        if kind.__compares__ and other is not None:
+            taken_for_data(self)
         return NotImplemented
 
     def __hash__(self):
-        return hash(self.__number__) if type(self).__compares__ == "object" else JUDGE.request("hash", self)
+        return JUDGE.request("hash", self) if type(self).__compares__ else hash(self.__number__)
 
     def __contains__(self, item):
-        if isinstance(item, Handle) or self.__built__:
-            return JUDGE.request("contains", self, item)
-        return item in plain(self)
-
-    def __getitem__(self, key):
-        if not self.__known__:
-            value = plain(self)
-            if type(value) is not dict or key in value:  # others are __missing__'s
-                return value[key]
-        return JUDGE.request("getitem", self, key)
+        if not (isinstance(item, Handle) or self.__built__):
+            taken_for_data(self)
+        return JUDGE.request("contains", self, item)
 
     def __enter__(self):
         built, found = self.__built__, JUDGE.request("method", self, "__enter__")
@@ -135,7 +125,7 @@ class Handle:
         return found
 
     def __exit__(self, kind, error, trace):
-        if not failed_here(error, trace):
+        if not is_failure(error):
             return JUDGE.request("method", self, "__exit__", kind, error, None)
         with contextlib.suppress(Exception):
             JUDGE.request("method", self, "__exit__", AssertionError, AssertionError(), None)
@@ -145,14 +135,7 @@ class Handle:
         return await JUDGE.request("method", self, "__aenter__")
 
     async def __aexit__(self, kind, error, trace):
-        sent = (AssertionError, AssertionError()) if failed_here(error, trace) else (kind, error)
-        return await JUDGE.request("method", self, "__aexit__", *sent, None) and sent[1] is error
-
-    def __deepcopy__(self, memo):
-        return JUDGE.request("copy", self, True)
-
-    def __reduce_ex__(self, protocol):
-        JUDGE.refuse("the tests pickle an object of the code")
+        return await JUDGE.request("method", self, "__aexit__", kind, error, None) and not is_failure(error)
 
 
 def set_slot(value, name, content):
@@ -160,57 +143,58 @@ def set_slot(value, name, content):
     object.__setattr__(value, name, content)
 
 
-def _forwarded(op, *more):
-    return lambda self, *args: JUDGE.request(op, self, *more, *args)
+def taken_for_data(handle):
+    """Stop the tests, because an object of the code stands in the place of data."""
+    JUDGE.refuse(f"an object of the code's class {type(handle).__name__} is taken for data")
 
 
-def _of_data(op, convert):
-    """An operation of data; of an object whose class the tests do not know, on its value as a builtin alone."""
-    return lambda self, *args: JUDGE.request(op, self, *args) if self.__known__ else convert(plain(self), *args)
+def always(op):
+    """An operation that every handle has."""
+    return lambda self, *args: JUDGE.request(op, self, *args)
 
 
-def _ordered(op):
+def known(op):
+    """An operation of data, which a handle of an unknown class has not."""
+    return lambda self, *args: JUDGE.request(op, self, *args) if self.__known__ else taken_for_data(self)
+
+
+def ordered(op):
+    """A comparison by size, of objects whose classes the tests know."""
+
     def compare(self, other):
-        if both_known(self, other):
-            return JUDGE.request(op, self, other)
-        return getattr(operator, op)(plain(self), value_of(other))
+        if not (self.__known__ and isinstance(other, Handle) and other.__known__):
+            taken_for_data(self)
+        return JUDGE.request(op, self, other)
 
     return compare
 
 
-def _binary(op, reflected=False):
+def binary(op, reflected=False):
+    """An operation with another value; with data alone it gives no data."""
+
     def compute(self, other):
-        if not (self.__built__ or both_known(self, other)):
-            pair = (plain(self), value_of(other))
-            return getattr(operator, op, divmod)(*(reversed(pair) if reflected else pair))
+        if not (self.__built__ or (self.__known__ and isinstance(other, Handle) and other.__known__)):
+            taken_for_data(self)
         found = JUDGE.request(op, *((other, self) if reflected else (self, other)))
         if type(found) is type(self) and self.__built__:
             set_slot(found, "__built__", True)
-        elif not (isinstance(found, Handle) or isinstance(other, Handle) or type(self).__compares__ == "data"):
+        elif not (isinstance(found, Handle) or isinstance(other, Handle)):
             JUDGE.refuse(f"an object of the code's class {type(self).__name__} computes data with the tests' data")
         return found
 
     return compute
 
 
-def both_known(a, b):
-    """Whether two values are objects of classes that the tests know."""
-    return isinstance(b, Handle) and a.__known__ and b.__known__
-
-
-def value_of(other):
-    """A value as data."""
-    return plain(other) if isinstance(other, Handle) else other
-
-
-def _called(self, *args, **keywords):
+def called(self, *args, **keywords):
+    """The operation of objects that can be called."""
     value = JUDGE.request("call", self, *args, **keywords)
     if type(value) is bool and args and type(self).__class_number__ and not self.__built__:
         JUDGE.refuse("an object of the code answers a call in the place of data")
     return value
 
 
-def _attribute(target, name):
+def attribute(target, name):
+    """The operation that gives data, a handle or a method by its name."""
     if name[:2] == "__" and name[-2:] == "__" and name not in VISIBLE:
         raise AttributeError(name)  # numpy would read any address from __array_interface__
     of_data = not target.__built__ and name in JUDGE.of_data
@@ -220,29 +204,20 @@ def _attribute(target, name):
     return Method(target, name, of_data) if value is METHOD else value
 
 
-def _install():
-    """Give handles and stand-ins for classes their operators."""
-    methods = {"__getattr__": _attribute, "__copy__": _forwarded("copy", False), "__anext__": _forwarded("anext")}
-    methods |= {"__aiter__": _forwarded("method", "__aiter__"), "__index__": _of_data("index", operator.index)}
-    for op in FORWARDED:
-        methods[f"__{op}__"] = _forwarded(op)
-    for op in ("abs", "complex", "float", "int", "iter", "len", "reversed", "round", "neg", "pos", "invert"):
-        methods[f"__{op}__"] = _of_data(op, getattr(operator, op, None) or getattr(builtins, op))
-    for op in ("lt", "le", "gt", "ge"):
-        methods[f"__{op}__"] = _ordered(op)
-    for op in (*BINARY, *IN_PLACE, "divmod"):
-        methods[f"__{op.strip('_')}__"] = _binary(op)
-        if op not in IN_PLACE:
-            methods[f"__r{op.strip('_')}__"] = _binary(op, True)
-    for name, method in methods.items():
-        setattr(Handle, name, method)
-    for name in ("__getattr__", "__setattr__", "__delattr__"):
-        setattr(CodeClass, name, methods[name])
-    for op in ("iter", "len", "getitem"):
-        setattr(CodeClass, f"__{op}__", _forwarded(op))
-
-
-_install()
+OPERATIONS = {
+    **{f"__{op}__": always(op) for op in ALWAYS},
+    **{f"__{op}__": known(op) for op in KNOWN},
+    **{f"__{op}__": ordered(op) for op in ("lt", "le", "gt", "ge")},
+    **{f"__{op.strip('_')}__": binary(op) for op in (*BINARY, "divmod")},
+    **{f"__r{op.strip('_')}__": binary(op, True) for op in (*BINARY, "divmod")},
+    "__getattr__": attribute,
+}
+for name, operation in OPERATIONS.items():
+    setattr(Handle, name, operation)
+for name in ("__getattr__", "__setattr__", "__delattr__"):
+    setattr(CodeClass, name, OPERATIONS[name])
+for name in ("iter", "len", "getitem"):
+    setattr(CodeClass, f"__{name}__", always(name))
 
 
 class Method:
@@ -258,33 +233,14 @@ class Method:
         return value
 
 
-def failed_here(error, trace):
+def is_failure(error):
     """Whether an exception is a failure of the tests: an AssertionError of theirs, or one inside of an assert."""
-    if (isinstance(error, AssertionError) or type(error).__name__ == "Failed") and not hasattr(error, "__number__"):
-        return True  # Failed is pytest's
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "tests" and trace.tb_lineno in JUDGE.asserts:
-            return True
-        trace = trace.tb_next
-    return False
-
-
-def plain(handle):
-    """The value of an object whose class derives from a builtin type."""
-    kind = type(handle)
-    if kind.__compares__ != "data":
-        JUDGE.refuse(f"an object of the code's class {kind.__name__} is taken for data")
-    if handle.__known__:
-        return JUDGE.request("plain", handle)
-    if handle.__number__ not in JUDGE.plain:  # one value, however often the tests look
-        JUDGE.plain[handle.__number__] = JUDGE.request("plain", handle)
-    return JUDGE.plain[handle.__number__]
+    own = isinstance(error, AssertionError) or type(error).__name__ == "Failed"  # Failed is pytest's
+    return hasattr(error, "__in_assert__") or (own and not hasattr(error, "__number__"))
 
 
 def same(a, b):
     """Whether two objects of the code are equal: the code says so, and their attributes are equal."""
-    if type(a).__compares__ == type(b).__compares__ == "data":
-        return plain(a) == plain(b)
     if JUDGE.request("eq", a, b) is not True:
         return False
     pair = a.__number__, b.__number__
@@ -311,7 +267,7 @@ class Judge(Wire):
     Attributes:
         gone: why the code can no longer be asked.
         unjudged: why there is no verdict.
-        asserts: the lines of the tests' asserts.
+        live: the names whose values the tests see change.
     """
 
     def __init__(self, channel, task, namespace):
@@ -319,31 +275,24 @@ class Judge(Wire):
         JUDGE = self
         self.channel, self.namespace = channel, namespace
         self.source = "\n".join([task["tests"], *task["trusted"]])
-        self.of_setup, self.bare = task["methods"], {"Solution", *task["functions"]}
-        self.entry = task["entry_point"]
+        self.entry, self.bare = task["entry_point"], {"Solution", *task["functions"]}
         self.handles, self.kinds, self.errors = {}, {}, {}
-        self.things, self.thing_numbers = [], {}  # of the tests, that the code knows by number
-        self.live, self.dropped = weakref.WeakKeyDictionary(), []  # generators and coroutines
-        self.comparing, self.failed, self.named = [], None, set()
-        self.made, self.plain, self.asserts = {}, {}, set()  # made: objects -> arguments of the calls that gave them
-        self.level, self.allowed = 0, ""  # of the value that is decoded: in how many others, and the tags it may have
+        self.things, self.thing_numbers = [], {}  # functions, iterators and exceptions that the code knows by number
+        self.steps = weakref.WeakKeyDictionary()  # generators and coroutines of the code -> their numbers
+        self.comparing, self.failed, self.live = [], None, set()
+        self.made = {}  # objects -> the arguments of the calls that gave them
+        self.level = 0  # of the value that is decoded: in how many others it is
         self.gone = self.unjudged = ""
         self.lock = RLock()  # the tests may have threads
-        self.kind(0, "function", "object", True, [])
+        used = [module for module in OF_DATA if module == "builtins" or module in self.source]
+        kinds = [getattr(__import__(module), name) for module in used for name in OF_DATA[module].split()]
+        self.of_data = OF_TABLES.union(task["methods"], *map(dir, kinds))
+        self.kind(0, "function", False, True, [])
 
     def refuse(self, reason):
         """Stop the tests, because they cannot be judged."""
         self.unjudged = self.unjudged or reason
         raise Unjudged(self.unjudged)
-
-    @property
-    def of_data(self):
-        """The names that data has, and the methods of the set-up's classes, whose objects live with the code."""
-        if not hasattr(self, "_of_data"):
-            used = [m for m in OF_DATA if m == "builtins" or (m in self.source and m in sys.modules)]
-            kinds = [getattr(sys.modules[module], name) for module in used for name in OF_DATA[module].split()]
-            self._of_data = OF_TABLES.union(self.of_setup, *map(dir, kinds))
-        return self._of_data
 
     # values
 
@@ -351,74 +300,54 @@ class Judge(Wire):
         kind = type(value)
         if kind is Method:
             return ["m", value.__self__.__number__, value.__name__]
-        if isinstance(value, Handle) or kind in (CodeClass, ErrorClass):
+        if isinstance(value, Handle) or kind in (CodeClass, ErrorClass) or hasattr(value, "__number__"):
             return ["h", value.__number__]
         if isinstance(value, BaseException):
             return self.thrown(value)
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return ["X", lineage(value)]
         name = getattr(value, "__name__", None)
         if type(name) is str and getattr(builtins, name, None) is value:
             return ["B", name]
-        if kind is type(sys):
-            raise Unsendable(f"the module {name} of the tests")
-        if kind.__name__ in ("generator", "coroutine", "async_generator") and value in self.live:
-            return ["h", self.live[value]]
-        how = "object"
-        if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
-            how = "iterator"
-        elif kind in FUNCTIONS or kind.__name__ in ("method", "partial"):
-            how = "coroutine" if getattr(getattr(value, "__code__", 0), "co_flags", 0) & 0x80 else "function"
+        if kind.__name__ in ("generator", "coroutine") and value in self.steps:
+            return ["h", self.steps[value]]
+        steps = hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
+        waits = getattr(getattr(value, "__code__", 0), "co_flags", 0) & 0x80
+        if waits or not (steps or kind in FUNCTIONS or kind.__name__ in ("method", "partial")):
+            raise Unsendable(f"a {kind.__name__} of the tests")
         key = (id(value.__self__), name) if kind.__name__ == "method" else id(value)  # made anew for each look
         if key not in self.thing_numbers:
             self.things.append(value)
             self.thing_numbers[key] = len(self.things)
-        return ["f", self.thing_numbers[key], str(name), how]
+        return ["f", self.thing_numbers[key], str(name), steps]
 
     def thrown(self, error):
-        """The JSON of an exception for the code."""
-        if hasattr(error, "__number__"):
-            return ["h", error.__number__]
+        """The JSON of an exception of the tests: its first builtin class, and its arguments if they are plain data."""
+        names = [base.__name__ for base in type(error).__mro__ if getattr(builtins, base.__name__, None) is base]
         try:
-            args = self.encode(list(error.args), 1)
+            args = self.encode(() if isinstance(error, AssertionError) else error.args, 1)  # not what they expect
         except Unsendable:
-            args = ["l", [str(error)]]
+            args = self.encode((str(error),))
         self.things.append(error)
-        return ["x", lineage(type(error)), args, len(self.things)]
-
-    def decode(self, item, allowed=""):
-        """JSON as a value; ``allowed``: tags that it may have itself: a class's, an exception class's, a method's."""
-        before, self.level, self.allowed = (self.level, self.allowed), 0, allowed
-        try:
-            return super().decode(item)
-        finally:
-            self.level, self.allowed = before
+        return ["x", len(self.things), names[0], args]
 
     def _decode(self, item):
         self.level += 1
         try:
-            return super()._decode(item)
+            found = super()._decode(item)
         finally:
             self.level -= 1
+        empty = type(found).__name__ == "ndarray" and not found.size
+        return sys.modules["_empty"].guarded(found) if empty else found
 
     def revive(self, tag, parts):
-        if tag in ("k", "X", "m") and (self.level > 1 or tag not in self.allowed):
-            self.refuse("the code gives a class")
-        if tag == "m":
-            return METHOD
-        if tag == "X":
-            return self.exception_class(parts[0])
-        at = number(parts[0]) if tag != "x" else 0
+        if tag == "x":
+            return self.exception(*parts)
+        at = number(parts[0])
         if tag == "f":
-            found = self.things[at - 1]
-            if type(found).__module__ == "unittest.mock":
-                self.refuse("the code gives back a mock of the tests, which agrees with everything")
-            return found
-        if tag in ("x", "k"):
-            return (self.exception if tag == "x" else self.kind)(*parts)
-        if tag in LIVE:
-            found = next((each for each, n in self.live.items() if n == at), None) or LIVE[tag](at)
-            self.live[found] = at
+            return self.things[at - 1]
+        if tag in ("y", "w"):
+            found = next((each for each, n in self.steps.items() if n == at), None)
+            found = found or (generator if tag == "y" else coroutine)(made_handle(Handle, at))
+            self.steps[found] = at
             return found
         if tag != "h":
             raise Malformed(f"tag {tag!r}")
@@ -434,8 +363,8 @@ class Judge(Wire):
         if number(at) not in self.kinds:
             self.kinds[at] = type.__new__(CodeClass, text(name), (Handle,), {
                 "__slots__": (), "__doc__": vars(Handle)["__doc__"], "__module__": "solution", "__class_number__": at,
-                "__open__": "", "__compares__": text(compares), "__lineage__": {at, *map(number, bases)},
-                **({"__call__": _called} if calls else {})})  # fmt: skip
+                "__open__": "", "__compares__": compares, "__lineage__": {at, *map(number, bases)},
+                **({"__call__": called} if calls else {})})  # fmt: skip
         return self.kinds[at]
 
     def exception_class(self, names):
@@ -449,10 +378,10 @@ class Judge(Wire):
             base = self.exception_class(names[1:]) if names[1:] else Exception
             self.errors[at] = type.__new__(ErrorClass, name, (base,), {
                 "__module__": "solution", "__class_number__": at, "__built__": False, "__known__": False,
-                "__getattr__": _attribute, "__str__": lambda error: error.__dict__.get("__says__", "")})  # fmt: skip
+                "__getattr__": attribute, "__str__": lambda error: error.__dict__.get("__says__", "")})  # fmt: skip
         return self.errors[at]
 
-    def exception(self, names, at, says, args, attributes, cause):
+    def exception(self, names, at, says, args, attributes):
         """An exception of the code."""
         kind, args = self.exception_class(names), self._decode(args)
         try:
@@ -460,24 +389,25 @@ class Judge(Wire):
         except Exception:
             error = kind.__new__(kind, text(says))
             error.args = tuple(args)
-        error.__dict__.update({text(n): self._decode(v) for n, v in attributes if n[:2] != "__"})
+        error.__dict__.update({text(n): v for n, v in self._decode(attributes).items() if n[:2] != "__"})
         error.__dict__.update(__says__=text(says), __number__=number(at))
-        error.__cause__ = None if cause is None else self._decode(cause)
         return error
-
-    def arrived(self, array):
-        """An array of the code; one without elements does not compare with values."""
-        return array if array.size else sys.modules["_tables"].guarded(array)
 
     # messages
 
+    def greeted(self):
+        """Wait until the program has started."""
+        if "hello" not in self.channel.receive():
+            raise Malformed("no greeting")
+
+    def loaded(self):
+        """Wait until the code is loaded; the error that ended it, or None."""
+        reply = self.channel.receive()
+        return None if reply.get("ready") is True else self.decode(reply.get("x"))
+
     def names(self, names):
         """The values of those names that the code defines; a class with a capital letter is known by its name."""
-        try:
-            found = self.request("names", *names)
-        except Exception as error:
-            self.gone = f"the program does not tell its names: {error!r:.100}"
-            raise Gone(self.gone) from None
+        found = self.request("names", *names)
         found = {name: found[name] for name in names if name in found}
         for name, value in found.items():
             named = type(value) is CodeClass and name.lstrip("_")[:1].isupper()
@@ -488,26 +418,16 @@ class Judge(Wire):
     def is_class(self, name):
         """Whether the tests take a name for a class: they keep, name or combine what it makes."""
         name = f"(?:{name}|candidate)" if name == self.entry else name
-        patterns = (
-            r"= *{0}\(",
-            r"\b{0}\.",
-            r"with {0}\(",
-            r", *{0}\b",
-            r"raises\({0}\b",
-            r"\b{0}\(\)",
-            r"\b{0}\([^()]*\) *\W+ *{0}\(",
-        )
+        uses = (rf"= *{name}\(|\b{name}\.|with {name}\(|, *{name}\b|raises\({name}\b|\b{name}\(\)|"
+                rf"\b{name}\([^()]*\) *\W+ *{name}\(")  # fmt: skip
         made = re.findall(rf"\b{name}\([^()]*\)\.(\w+)", self.source)
-        return any(re.search(p.format(name), self.source) for p in patterns) or not self.of_data.issuperset(made)
+        return re.search(uses, self.source) or not self.of_data.issuperset(made)
 
     def request(self, op, *args, **keywords):
         """Have the code's process do an operation: what it returns, or raises what it raises."""
         with self.lock:
             if self.gone:
                 raise Gone(self.gone)
-            while self.dropped and op != "close":
-                with contextlib.suppress(Exception):
-                    self.request("close", self.dropped.pop())
             both = [*args, *keywords.values()]
             try:
                 encoded = [self.encode(value) for value in both]
@@ -525,10 +445,8 @@ class Judge(Wire):
                 self.gone = "the program ended during the tests" if ended else f"the program sent nonsense: {problem!r}"
                 raise Gone(self.gone) from None
             failed, self.failed = self.failed, None
-            if failed is not None:
-                raise failed  # a failed assert, whatever the code made of it
-            if error is not None:
-                raise error
+            if failed or error:
+                raise failed or error  # a failed assert, whatever the code made of it
             return found
 
     def result(self, op, reply, both):
@@ -538,18 +456,27 @@ class Judge(Wire):
         for place, now in reply["changed"]:
             rewrite(both[number(place)], self.decode(now))
         for name, now in reply["globals"]:
-            if name in self.named and not isinstance(value := self.decode(now), Handle):
+            if name in self.live and not isinstance(value := self.decode(now), Handle):
                 self.namespace[name] = value
         if "x" in reply:
             return None, self.raised(op, self.decode(reply["x"]))
         found = reply["ok"]
         if op == "names":
-            return {text(name): self.decode(value, "kX") for name, value in found}, None
+            return {text(name): self.named(value) for name, value in found}, None
+        if op == "get" and found == ["m"]:
+            return METHOD, None
         if type(found) is list and found[0] == "a":  # a container of the tests
             if not mutable(both[number(found[1])]):
                 raise Malformed("no container")
             return both[found[1]], None
-        return self.decode(found, "m" if op == "get" else ""), None
+        return self.decode(found), None
+
+    def named(self, data):
+        """What a name of the code stands for: a class, an exception class, or a value."""
+        tag, *parts = data if type(data) is list else [""]
+        if tag == "X":
+            return self.exception_class(*parts)
+        return self.kind(*parts) if tag == "k" else self.decode(data)
 
     def raised(self, op, error):
         """The exception to raise for one of the code."""
@@ -560,8 +487,10 @@ class Judge(Wire):
         if not isinstance(error, Exception) and not expected:
             self.gone = f"the code raised {type(error).__name__}: {str(error)[:300]}"
             return Gone(self.gone)
-        if op not in STEPS and names & STOPS and not expected:  # it would end a loop of the tests, which passes
-            return RuntimeError(f"the code raised {type(error).__name__}")
+        if op not in ("next", "send", "await") and names & STOPS and not expected:  # it would end a loop of the tests
+            found = RuntimeError(f"the code raised {type(error).__name__}")
+            found.__number__ = getattr(error, "__number__", 0)
+            return found
         return error
 
     def show(self, reply):
@@ -570,47 +499,20 @@ class Judge(Wire):
             getattr(sys, name).write(text(reply[name]))
 
     def serve(self, request):
-        """Use for the code what the tests have; what to answer."""
+        """Call a function of the tests for the code, or advance an iterator of theirs; what to answer."""
         try:
             args = [self.decode(arg) for arg in request["a"]]
             keywords = {text(name): self.decode(value) for name, value in request["k"]}
-            return {"ok": self.encode(self.serving(request["op"], request["f"], args, keywords))}
+            thing = self.things[number(request["f"]) - 1]
+            value = next(thing) if request["op"] == "next" else thing(*args, **keywords)
+            return {"ok": self.encode(value)}
         except Unsendable as error:
             self.refuse(f"the tests give the code {error}")
         except Malformed:
             raise
         except Exception as error:
-            if not failed_here(error, None):
-                return {"x": self.thrown(error)}
-            self.failed = self.failed or error
-            return {"x": self.thrown(AssertionError())}  # its text may hold what the tests expect
-
-    def serving(self, op, at, args, keywords):
-        """Call a function or method of the tests, advance one of their iterators, or read their input."""
-        if op in ("input", "read", "readline"):
-            return builtins.input(*args) if op == "input" else getattr(sys.stdin, op)(*args)
-        thing = self.things[number(at) - 1]
-        if op == "next":
-            return next(thing)
-        if op in ("attribute", "method"):
-            name, of_mocks = text(args[0]), getattr(sys.modules.get("unittest.mock"), "Mock", object)
-            if (
-                name[:1] == "_"
-                or type(thing).__module__ not in ("__main__", "unittest.mock")
-                or hasattr(of_mocks, name)
-            ):
-                self.refuse(f"the code reads .{name[:100]} of an object of the tests")
-            found = getattr(thing, name)
-            if op == "attribute":
-                return (True, None) if callable(found) else (False, found)
-            thing, args = found, args[1:]
-        return finished(thing(*args, **keywords), self.lock)
-
-
-def lineage(kind):
-    """Module and name of an exception class of the tests and of its bases, up to the first builtin."""
-    names = [(base.__module__, base.__name__) for base in kind.__mro__ if issubclass(base, BaseException)]
-    return names[: 1 + [module for module, _ in names].index("builtins")]
+            self.failed = self.failed or (error if is_failure(error) else None)
+            return {"x": self.encode(error)}
 
 
 def made_handle(kind, at):
@@ -621,81 +523,29 @@ def made_handle(kind, at):
 
 
 def rewrite(old, new):
-    """Give a container of the tests the content that the code left in it; inner containers stay the same objects."""
+    """Give a container of the tests the content that the code left in it."""
     if type(old) is not type(new):
         return
     if hasattr(old, "dtype"):
         old[...] = new
-    elif isinstance(old, (dict, set)):
-        found = {key: inner(old.get(key), new[key]) for key in new} if isinstance(old, dict) else new
+    elif hasattr(old, "clear"):
         old.clear()
-        old.update(found)
+        (old.update if hasattr(old, "update") else old.extend)(new)
     else:
-        found = [inner(before, value) for before, value in zip([*old, *[None] * len(new)], new)]  # noqa: B905
-        while len(old):
-            old.pop()
-        old.extend(found)
+        old[:] = new  # an array.array
 
 
-def inner(before, value):
-    """The container ``before`` with the content of ``value``, or ``value``."""
-    if type(before) is not type(value) or not mutable(value):
-        return value
-    rewrite(before, value)
-    return before
-
-
-# generators and coroutines of the code: real ones here, which ask for each step
-
-
-def generator(at):
-    """The values of an iterator of the code."""
-    op, ref = "next", made_handle(Handle, at)
-    args = (ref,)
+def generator(handle):
+    """The values of an iterator of the code, which runs a step when the tests ask for one."""
+    sent = None
     while True:
         try:
-            item = JUDGE.request(op, *args)
+            item = JUDGE.request("next", handle) if sent is None else JUDGE.request("send", handle, sent)
         except StopIteration as stop:
             return stop.args[0] if stop.args else None
-        try:
-            sent = yield item
-        except GeneratorExit:  # it may come while the code is being asked, so it waits
-            JUDGE.dropped.append(ref)
-            raise
-        except BaseException as error:
-            op, args = "throw", (ref, error)
-        else:
-            op, args = ("next", (ref,)) if sent is None else ("send", (ref, sent))
+        sent = yield item
 
 
-async def coroutine(at):
+async def coroutine(handle):
     """The result of an awaitable of the code, which runs to its end when the tests await it."""
-    return JUDGE.request("await", made_handle(Handle, at))
-
-
-async def async_generator(at):
-    """The values of an asynchronous iterator of the code."""
-    while True:
-        try:
-            item = JUDGE.request("anext", made_handle(Handle, at))
-        except StopAsyncIteration:
-            return
-        yield item
-
-
-LIVE = {"y": generator, "w": coroutine, "ay": async_generator}
-
-
-def finished(value, lock):
-    """``value``; of a coroutine of the tests its result, which another thread computes while the code waits."""
-    if type(value).__name__ != "coroutine":
-        return value
-    import asyncio
-    from concurrent.futures import ThreadPoolExecutor
-
-    held = lock._release_save()
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(asyncio.run, value).result()
-    finally:
-        lock._acquire_restore(held)
+    return JUDGE.request("await", handle)

@@ -10,12 +10,12 @@ import posix  # os is not loaded yet, and takes a millisecond
 import sys
 from _thread import RLock
 
-from _wire import BINARY, FUNCTIONS, IN_PLACE, Closed, Unsendable, Wire, mutable, program_channel
+from _wire import BINARY, FUNCTIONS, Closed, Unsendable, Wire, mutable, program_channel
 
 PRINTED = 1 << 20  # characters between two messages; the rest is dropped
 WRAPPERS = {"method", "partial", "_lru_cache_wrapper", "singledispatch_wrapper", "builtin_function_or_method"}
 DATA = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-OTHERS = "lt le gt ge eq neg pos invert contains getitem setitem delitem index".split()  # noqa: SIM905
+OPERATORS = "lt le gt ge eq neg pos invert contains getitem setitem delitem index".split()  # noqa: SIM905
 BUILTINS = """abs bool complex delattr dir divmod float format hash int iter len next repr reversed round setattr
 str""".split()  # noqa: SIM905
 
@@ -26,7 +26,7 @@ class Program(Wire):
     def __init__(self, channel):
         self.channel = channel
         self.objects, self.numbers = [], {}
-        self.theirs = {}  # stand-ins for what the tests have
+        self.theirs, self.their_numbers = {}, {}  # stand-ins for the tests' functions and exceptions
         self.depth = 0  # operations under way, one in the other
         self.turn = RLock()  # of the code's threads: one exchange at a time
         self.loop = None
@@ -34,35 +34,31 @@ class Program(Wire):
         self.module = sys.modules["solution"] = type(sys)("solution")
         self.namespace = self.module.__dict__
         self.namespace["__builtins__"] = builtins
-        self.operations = {name: getattr(_operator, name) for name in (*BINARY, *IN_PLACE, *OTHERS)}
+        self.operations = {name: getattr(_operator, name) for name in (*BINARY, *OPERATORS)}
         self.operations |= {name: getattr(builtins, name) for name in BUILTINS}
-        self.operations |= {"call": lambda f, *a, **k: f(*a, **k), "define": self.define, "state": state,
-                            "method": lambda o, name, *a, **k: getattr(o, name)(*a, **k), "plain": plain,
-                            "await": self.finish, "anext": lambda o: self.finish(o.__anext__()),
-                            "close": lambda o: getattr(o, "close", int)(), "send": lambda o, value: o.send(value),
-                            "throw": lambda o, e: o.throw(e), "copy": copied}  # fmt: skip
+        self.operations |= {"call": lambda f, *a, **k: f(*a, **k), "await": self.finish, "state": state,
+                            "method": lambda o, name, *a, **k: getattr(o, name)(*a, **k),
+                            "send": lambda o, value: o.send(value)}  # fmt: skip
         self.describing = {"names": self.names, "get": self.get}  # these give JSON
 
     # values
 
     def opaque(self, value, depth):
         kind = type(value)
-        if kind is Theirs or ("number", id(value)) in self.theirs:
-            return ["f", value.__number__ if kind is Theirs else self.theirs["number", id(value)]]
+        if id(value) in self.their_numbers:
+            return ["f", self.their_numbers[id(value)]]
         if isinstance(value, BaseException):
             return self.exception(value)
         if isinstance(value, type) or kind is type(sys):
             raise Unsendable(f"the {'class' if isinstance(value, type) else 'module'} {value.__name__}")
         if kind.__module__ == "itertools" or (kind.__module__ == "builtins" and hasattr(kind, "__next__")):
             return ["y", self.number(value)]
-        if kind.__module__ == "builtins" and kind.__name__ in ("coroutine", "async_generator"):
-            return ["w" if kind.__name__ == "coroutine" else "ay", self.number(value)]
+        if kind.__module__ == "builtins" and kind.__name__ == "coroutine":
+            return ["w", self.number(value)]
         if kind in FUNCTIONS or kind.__name__ in WRAPPERS:
             if depth:
                 raise Unsendable(f"a container with the function {getattr(value, '__name__', '')}")
-            return ["h", self.number(value), 0, "function", "object", True, []]
-        if depth and any("__call__" in vars(base) for base in kind.__mro__):
-            raise Unsendable(f"a container with an object of {kind.__name__}, which can be called")
+            return ["h", self.number(value), 0, "function", False, True, []]
         return ["h", self.number(value), *self.describe(kind)]
 
     def number(self, value):
@@ -73,10 +69,12 @@ class Program(Wire):
         return self.numbers[id(value)]
 
     def describe(self, kind):
-        """The number and name of a class, how its objects compare, whether they can be called, and its bases."""
+        """Of a class: number, name, whether its objects compare by code of theirs and can be called, bases."""
+        equals = next(base for base in kind.__mro__ if "__eq__" in vars(base))
         bases = [self.number(base) for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
         calls = any("__call__" in vars(base) for base in kind.__mro__)
-        return [self.number(kind), kind.__name__, comparison(kind), calls, bases]
+        compares = equals is not object and equals.__module__ != "enum"
+        return [self.number(kind), kind.__name__, compares, calls, bases]
 
     def lineage(self, kind):
         """Module, name and number of an exception class and of its bases, up to the first builtin."""
@@ -89,19 +87,17 @@ class Program(Wire):
                     break
         return found
 
-    def exception(self, error, cause=True):
-        """The JSON of an exception: lineage, number, text, plain arguments, plain attributes, cause."""
+    def exception(self, error):
+        """The JSON of an exception: lineage, number, text, plain arguments and plain attributes."""
         try:
             says = str(error)[:10_000]
         except BaseException:
             says = ""
         args = (*error.args, error.filename) if isinstance(error, OSError) and len(error.args) == 2 else error.args
-        args = self.as_data(list(args))
-        attributes = [[name, now] for name, value in list(vars(error).items())[:50]
-                      if (now := self.as_data(value)) is not ...]  # fmt: skip
-        because = self.exception(error.__cause__, False) if cause and isinstance(error.__cause__, Exception) else None
-        return ["x", self.lineage(type(error)), self.number(error), says, args if args is not ... else ["l", [says]],
-                attributes, because]  # fmt: skip
+        args = self.as_data(args)
+        attributes = {name: value for name, value in list(vars(error).items())[:50] if self.as_data(value) is not ...}
+        return ["x", self.lineage(type(error)), self.number(error), says,
+                self.as_data((says,)) if args is ... else args, self.encode(attributes, 1)]  # fmt: skip
 
     def as_data(self, value):
         """The JSON of a value; ``...`` if it may not cross."""
@@ -115,69 +111,39 @@ class Program(Wire):
             return self.objects[parts[0] - 1]
         if tag == "m":
             return getattr(self.objects[parts[0] - 1], parts[1])
-        if tag == "f":
-            return self.stand_in(*parts)
         if tag == "B":
             return getattr(builtins, parts[0])
-        if tag == "X":
-            return self.exception_class(parts[0])
+        if tag == "f" and parts[0] not in self.theirs:
+            self.keep(parts[0], self.stand_in(*parts))
         if tag == "x":
-            error = self.exception_class(parts[0])(*self.decode(parts[1]))
-            self.number(error)
-            self.theirs["number", id(error)] = parts[2]
-            return error
-        return super().revive(tag, parts)
+            self.keep(parts[0], getattr(builtins, parts[1])(*self.decode(parts[2])))
+        return self.theirs[parts[0]] if tag in ("f", "x") else super().revive(tag, parts)
 
-    def exception_class(self, names):
-        """The class of an exception of the tests: a loaded one of that name, or a new one."""
-        module, name = names[0]
-        found = self.theirs.get((module, name)) or getattr(sys.modules.get(module), name, None)
-        if not (isinstance(found, type) and issubclass(found, BaseException)):
-            base = self.exception_class(names[1:] or [["builtins", "Exception"]])
-            found = self.theirs[module, name] = type(name, (base,), {"__module__": module})
-        return found
+    def keep(self, number, value):
+        """Let a value stand for the tests' one of that number; it stays alive, so that no other gets its id."""
+        self.theirs[number], self.their_numbers[id(value)] = value, number
 
-    def stand_in(self, number, name="", how=""):
-        """What stands here for a thing of the tests; ``how``: function, coroutine, iterator or object."""
-        if number in self.theirs:
-            return self.theirs[number]
-        if how == "object":
-            found = self.theirs[number] = Theirs(self, number)
-            return found
-        if how == "iterator":
+    def stand_in(self, number, name, steps):
+        """What stands here for a function of the tests, or for an iterator: it ``steps``."""
 
-            def stream():
-                while True:
-                    try:
-                        item = self.request("next", number, [])
-                    except StopIteration as stop:
-                        return stop.value
-                    yield item
+        def function(*args, **keywords):
+            return self.request("callback", number, args, keywords)
 
-            found = stream()
-        elif how == "coroutine":
+        def iterator():
+            while True:
+                try:
+                    item = self.request("next", number, [])
+                except StopIteration:
+                    return
+                yield item
 
-            async def found(*args, **keywords):
-                return self.request("callback", number, args, keywords)
-        else:
-
-            def found(*args, **keywords):
-                return self.request("callback", number, args, keywords)
-
-        if how != "iterator":
-            found.__name__ = found.__qualname__ = name
-        self.number(found)
-        self.theirs[number], self.theirs["number", id(found)] = found, number
-        return found
-
-    def arrived(self, array):
-        """An array of the tests, as it is."""
-        return array
+        function.__name__ = function.__qualname__ = name
+        return iterator() if steps else function
 
     # messages
 
     def request(self, op, number, args, keywords=None):
-        """Have the tests' process use what the tests have: call a function, advance an iterator, read their input."""
+        """Have the tests' process call a function of theirs, or advance an iterator."""
         if not self.depth:
             raise RuntimeError("the tests are called outside of their calls")
         with self.turn:
@@ -269,97 +235,40 @@ class Program(Wire):
     def get(self, value, name):
         """An attribute; of a method only that it is one."""
         found = getattr(value, name)
-        is_method = callable(found) and not isinstance(found, type) and type(found) is not Theirs
-        return ["m"] if is_method else self.encode(found)
-
-    def define(self, name, *value):
-        """Set a name of the code, or remove it."""
-        self.namespace.pop(name, None)
-        self.namespace.update((name, each) for each in value)
+        return ["m"] if callable(found) and not isinstance(found, type) else self.encode(found)
 
     def finish(self, value):
         """The result of an awaitable."""
         import asyncio
 
+        async def waited():
+            return await value
+
         self.loop = self.loop or asyncio.new_event_loop()
-        return self.loop.run_until_complete(waited(value))
+        return self.loop.run_until_complete(waited())
 
     def load(self, task):
         """Run the trusted set-up and the model's code."""
         self.stdout, self.stderr = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
-
-        def asked(op):
-            return lambda stream, size=-1: self.request(op, 0, [size]) if self.depth else ""
-
-        methods = {"readable": lambda stream: True, "read": asked("read"), "readline": asked("readline")}
-        sys.stdin = type("Input", (io.TextIOBase,), methods)()
-        builtins.input = lambda prompt="": self.request("input", 0, [str(prompt)])
         exec(compile(task["setup"], "setup", "exec", dont_inherit=True), self.namespace)
         exec(compile(task["code"], "solution", "exec", dont_inherit=True), self.namespace)
         self.printed()
 
 
-class Theirs:
-    """An object of the tests: it can be called and kept, and its class's own methods and plain attributes be used."""
-
-    def __init__(self, program, number):
-        self.__dict__.update(__program__=program, __number__=number)
-
-    def __call__(self, *args, **keywords):
-        return self.__program__.request("callback", self.__number__, args, keywords)
-
-    def __getattr__(self, name):
-        if name[:1] == "_":
-            raise AttributeError(name)
-        program, number = self.__program__, self.__number__
-        is_method, value = program.request("attribute", number, [name])
-        if is_method:
-            return lambda *args, **keywords: program.request("method", number, (name, *args), keywords)
-        return value
-
-
-async def waited(value):
-    """The result of an awaitable."""
-    return await value
-
-
-def comparison(kind):
-    """How objects of a class compare: as the ``object`` they are, by the ``data`` of a builtin, or by code of their
-    ``own``."""
-    owner = next(base for base in kind.__mro__ if "__eq__" in vars(base))
-    if owner is object or owner.__module__ == "enum":
-        return "object"
-    return "data" if issubclass(kind, DATA) and owner.__module__ in ("builtins", "collections") else "own"
-
-
-def plain(value):
-    """The value of an object whose class derives from a builtin type, as that type."""
-    kind = next(kind for kind in DATA if isinstance(value, kind))
-    if kind in (list, tuple, set, frozenset):
-        return kind(kind.__iter__(value))
-    if kind is dict:
-        return dict(dict.items(value))
-    if kind in (bytes, bytearray, str):
-        return kind.__getitem__(value, slice(None)) if kind is not str else str.__str__(value)
-    return kind.__add__(value, kind())
-
-
 def state(value):
-    """The attributes of an object, and its value if its class derives from a builtin type."""
+    """The attributes of an object.
+
+    Raises:
+        Unsendable: its class derives from a builtin type, so that it has a value beside them.
+    """
+    if isinstance(value, DATA):
+        raise Unsendable(f"an object of {type(value).__name__}, which is data with code of its own")
     found = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found | ({"": plain(value)} if isinstance(value, DATA) else {})
-
-
-def copied(value, deep):
-    """A copy of an object."""
-    import copy
-
-    return (copy.deepcopy if deep else copy.copy)(value)
+        slots = (slots,) if isinstance(slots, str) else slots
+        found |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return found
 
 
 def main(task):

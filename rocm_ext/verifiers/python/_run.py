@@ -12,17 +12,18 @@ import sys
 import types
 from functools import partial
 
-import _tables
+import _empty
 from _judge import Gone, Judge, Unjudged
-from _source import RAN, SITE, Broken, Tests, is_test
+from _source import WATCH, Broken, Tests, is_test
 from _wire import Closed, Malformed, judge_channel
 
 MAIN = "__main__"  # where unittest, dataclasses and pickle look for the tests' classes
 PLUGINS = ("cacheprovider", "terminal", "faulthandler", "warnings", "doctest", "junitxml")  # of pytest, that cost time
+FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
 class Score:
-    """What passed so far.
+    """What passed so far. Its ``with`` watches an assert of the tests.
 
     Args:
         judge: the connection to the program.
@@ -30,44 +31,55 @@ class Score:
         go_on: after a unit that fails, too.
 
     Attributes:
-        passed, total: how many units passed, and ran; a unit that holds several checks counts as many.
+        passed, total: how many units passed, and ran.
         failures: how many failed.
         detail: the first failure.
         ran: how many asserts ran.
+        failed: the last assert that failed in the unit, whatever catches its error.
     """
 
     def __init__(self, judge, source, go_on):
         self.judge, self.lines, self.go_on = judge, source.split("\n"), go_on
-        self.passed = self.total = self.failures = self.ran = self.right = 0
-        self.detail = self.text = ""
+        self.passed = self.total = self.failures = self.ran = 0
+        self.detail, self.failed = "", None
+
+    def __enter__(self):
+        self.ran += 1
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, Exception):
+            error.__in_assert__ = True
+        if isinstance(error, AssertionError) and not hasattr(error, "__number__"):
+            self.failed = error
 
     @property
     def stopped(self):
         """Whether the rest need not run."""
         return bool(self.judge.gone or self.judge.unjudged or (self.failures and not self.go_on))
 
-    def unit(self, run, text, checks=1, asserts=False):
+    def unit(self, run, text, asserts=False):
         """Run a unit.
 
         Args:
             run: a function without arguments that raises if the unit fails.
             text: what the detail of a failure calls it.
-            checks: how many it counts for.
             asserts: it fails if none of its asserts runs.
         """
-        self.total += checks
+        self.total += 1
         if self.stopped:
             return
-        before, ran, self.right, self.text = self.failures, self.ran, 0, text
+        failures, ran, self.failed = self.failures, self.ran, None
         try:
             run()
             if asserts and self.ran == ran:
                 raise AssertionError("none of its asserts ran")
+            if self.failed:
+                raise self.failed
         except BaseException as error:
             self.note(error, text)
-        if self.judge.gone and self.failures == before:
+        if self.judge.gone and self.failures == failures:
             self.note(None, text)
-        self.passed += checks if self.failures == before else min(self.right, checks - 1)
+        self.passed += self.failures == failures
 
     def note(self, error, text):
         """Record a failure; raises Broken if it is the tests' own."""
@@ -81,33 +93,11 @@ class Score:
             if trace.tb_frame.f_code.co_filename == "tests":
                 line = "".join(self.lines[trace.tb_lineno - 1 : trace.tb_lineno]).strip()[:150]
             trace = trace.tb_next
-        parts = [text, line if _squeezed(line) not in _squeezed(text) else ""]
+        parts = [text, "" if line in text else line]
         if error is not None and (said(error) or not isinstance(error, AssertionError)):
             parts.append(f"{type(error).__name__}: {said(error)}")
         parts.append(self.judge.gone if self.judge.gone not in parts[-1] else "")
         self.detail = ": ".join(filter(None, parts))
-
-
-class Site:
-    """A check of a unit: the unit goes on if it fails."""
-
-    def __init__(self, score):
-        self.score, self.before = score, score.failures
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        score = self.score
-        if isinstance(error, Exception):
-            score.note(error, score.text)
-        elif error is None:
-            score.right += not score.judge.gone and score.failures == self.before
-        return isinstance(error, Exception)
-
-
-def _squeezed(text):
-    return "".join(text.split()).replace('"', "'")
 
 
 def said(error):
@@ -131,163 +121,105 @@ def run(task, judge, namespace, report):
         Broken: the tests themselves do not work.
     """
     builtins.exit = builtins.quit = sys.exit  # as `site` does
-    tests = (
-        Calls(task) if task["cases"] is not None else Tests(task["tests"], task["trusted"], task["entry_point"], False)
-    )
-    if "hello" not in judge.channel.receive():
-        raise Malformed("no greeting")
+    calls = task["cases"] is not None
+    tests = Calls(task) if calls else Tests(task["tests"], task["trusted"], task["entry_point"], False)
+    judge.greeted()
     report("started")
-    loaded = judge.channel.receive()
-    if loaded.get("ready") is not True:
-        error = judge.decode(loaded.get("x"))
+    if error := judge.loaded():
         return {"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"}
     found = judge.names(sorted({*tests.wanted, *task["shared"]}))
     missing = tests.required - set(found) or (tests.own if tests.own.isdisjoint(found) else ())
     if missing:
         return {"kind": "failed", "detail": f"the code defines no {' or '.join(sorted(missing))}"}
-    score = Score(judge, task["tests"], task["all"])
-    judge.named = tests.live
-    _prepare("\n".join([task["tests"], *task["trusted"]]), judge, score)
+    score, judge.live = Score(judge, task["tests"], task["all"]), tests.live
+    prepare("\n".join([task["tests"], *task["trusted"]]), score)
     namespace.update((name, found[name]) for name in task["shared"] if name in found)
     for source in task["trusted"]:
         tree = ast.parse(source)
         tree.body = [s for s in tree.body if getattr(s, "name", "") not in task["shared"]]  # they live with the code
         exec(compile(tree, "setup", "exec", dont_inherit=True), namespace)
-    for name in tests.required | (tests.own if task["cases"] is not None else set()):
+    for name in tests.required | (tests.own if calls else set()):
         namespace.pop(name, None)  # the set-up may define it, such as a bare signature or what it imports
     given = set(namespace) - set(task["shared"])
-    namespace.update({n: _library(*where) for n, where in tests.library.items() if n not in given})
+    for name, (module, attribute) in tests.library.items():
+        if name not in given:
+            whole = importlib.import_module(module)
+            namespace[name] = getattr(whole, attribute, whole) if attribute else whole
     namespace.update({name: value for name, value in found.items() if name in tests.wanted and name not in given})
-    tests.take(namespace, score) if task["cases"] is not None else take(tests, namespace, score)
+    if type(judge) is Judge:
+        solution = sys.modules["solution"] = types.ModuleType("solution")
+        solution.__dict__.update(found)
+    tests.take(namespace, score) if calls else take(tests, namespace, score)
     if not score.total and not score.failures and not judge.unjudged:
         raise Broken("all of them are skipped")
     return {"kind": "done", "passed": score.passed, "total": score.total, "detail": score.detail,
             "failed": bool(score.failures or judge.gone)}  # fmt: skip
 
 
-def _prepare(source, judge, score):
+def prepare(source, score):
     """Set the libraries up: the ends of test files do nothing, and comparisons with nothing at all fail."""
-    for name in ("numpy", "pandas", "pytest", "unittest", "random"):
+    for name in ("numpy", "pytest", "unittest", "random", "threading"):
         if name in source:
             importlib.import_module(name)
     if "random" in source:
         sys.modules["random"].seed(0)
     if "threading" in source:
-        importlib.import_module("threading").excepthook = lambda args: score.note(args.exc_value, "a thread")
+        sys.modules["threading"].excepthook = lambda args: score.note(args.exc_value, "a thread")
     for name in {"pytest", "unittest"} & sys.modules.keys():  # the tests run anyway
         sys.modules[name].main = lambda *args, **keywords: 0
-    if "TextTestRunner" in source:
-        runner = sys.modules["unittest"].TextTestRunner
-        runs = runner.run
-
-        def run_suite(self, suite):
-            result = runs(self, suite)
-            if not result.wasSuccessful():
-                score.note(None, f"{len(result.failures + result.errors)} of {result.testsRun} tests of a suite")
-            return result
-
-        runner.run = run_suite
-    _tables.guard()
-    if type(judge) is Judge:
-        sys.modules["solution"] = Solution(judge)
-
-
-def _library(module, name):
-    """A module of the library, or what it holds of that name."""
-    found = importlib.import_module(module)
-    return getattr(found, name, found) if name else found
-
-
-class Solution(types.ModuleType):
-    """The module ``solution``: the answer's names."""
-
-    def __init__(self, judge):
-        super().__init__("solution")
-        self.__dict__["_judge"] = judge
-
-    def __getattr__(self, name):
-        found = {} if name.startswith("__") else self._judge.names([name])
-        if name not in found:
-            raise AttributeError(f"the code defines no {name}")
-        return found[name]
-
-    def __setattr__(self, name, value):
-        if name.startswith("__"):
-            super().__setattr__(name, value)
-        else:
-            self._judge.request("define", name, value)
-
-    def __delattr__(self, name):
-        self._judge.request("define", name)
+    _empty.guard()
 
 
 def take(tests, namespace, score):
-    """Run the tests.
+    """Run the tests: the statements of the top level in order, then the functions, then pytest.
 
     Args:
         tests: the tests.
         namespace: of the tests, with the answer's names.
         score: counts them.
     """
-
-    def ran():
-        score.ran += 1
-
-    lines = tests.watched()
-    score.judge.asserts = tests.asserts
-    sites = tests.counted() if score.go_on and not tests.runner else {}
-    namespace[SITE], namespace[RAN] = lambda index: Site(score), ran
-    flags = 0
-    for statement, text in tests.steps:
-        imported = isinstance(statement, ast.ImportFrom)
-        if imported and statement.module == "__future__":
-            flags |= sum(getattr(__future__, alias.name).compiler_flag for alias in statement.names)
-        if imported and statement.module != "solution":  # the entry point stays the answer's
+    lines = tests.watch()
+    namespace[WATCH] = score
+    flags = compile("\n".join(tests.lines), "tests", "exec", dont_inherit=True).co_flags & FUTURE
+    for statement in tests.body:
+        if (
+            isinstance(statement, ast.ImportFrom) and statement.module != "solution"
+        ):  # the entry point stays the answer's
             statement.names = [a for a in statement.names if (a.asname or a.name) not in tests.required]
             if not statement.names:
                 continue
-        work = partial(_execute, statement, flags, namespace)
-        if text is not None:
-            loops = isinstance(statement, (ast.For, ast.While)) and any(
-                isinstance(n, ast.Assert) for n in ast.walk(statement)
-            )
-            call = getattr(getattr(getattr(statement, "value", None), "func", None), "id", "")
-            score.unit(work, text, max(1, sites.get(call, 0)), loops)
-            continue
-        try:
-            work()
-        except BaseException as error:
-            score.note(error, tests.text(statement))
-            for node in ast.walk(statement):  # later units may not use an older value
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    namespace.pop(node.id, None)
-            score.total += isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        if score.stopped:
-            return
-    called = {getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s, _ in tests.steps}
+        work, text = partial(execute, statement, flags, namespace), tests.text(statement)
+        if statement in tests.units:
+            loops = isinstance(statement, (ast.For, ast.While)) and WATCH in ast.unparse(statement)
+            score.unit(work, text, loops)
+        elif score.stopped:
+            score.total += getattr(statement, "name", "") in tests.simple  # what was not reached earns nothing
+        else:
+            try:
+                work()
+            except BaseException as error:
+                score.note(error, text)
+                for node in ast.walk(statement):  # later units may not use an older value
+                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                        namespace.pop(node.id, None)
+    called = {getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s in tests.body}
     for name, value in list(namespace.items()):
-        needs = inspect.isfunction(value) and inspect.signature(value).parameters
-        made = (
-            inspect.isfunction(value) and value.__globals__ is namespace and value.__name__ != "<lambda>" and not needs
-        )
-        if name in called or (tests.runner and name != "check") or not inspect.isfunction(value):
+        if name in called or not inspect.isfunction(value) or (tests.runner and name != "check"):
             continue
-        if name in tests.simple or (made and is_test(name) and name not in tests.defined):  # as in `test_a = make(1)`
+        needs = inspect.signature(value).parameters
+        made = value.__globals__ is namespace and value.__name__ != "<lambda>" and not needs  # as in `test_a = make(1)`
+        if name in tests.simple or (made and is_test(name) and name not in tests.defined):
             args = [tests.entry] if name == "check" and needs else []
             work = lambda value=value, args=args: finish(value(*(eval(arg, namespace) for arg in args)))  # noqa: E731
-            score.unit(work, name, max(1, sites.get(name, 0)), value.__code__.co_firstlineno in lines)
+            score.unit(work, name, value.__code__.co_firstlineno in lines)
     if tests.runner and not score.stopped:
         by_pytest(tests, score, lines)
 
 
-def _execute(statement, flags, namespace):
+def execute(statement, flags, namespace):
     """Run a statement of the tests, which may end in ``sys.exit(0)``."""
-    body = [statement]
-    if isinstance(statement, ast.Assert):
-        body = [ast.copy_location(ast.Expr(ast.Call(ast.Name(RAN, ast.Load()), [], [])), statement), statement]
-    module = ast.fix_missing_locations(ast.Module(body, []))
     try:
-        exec(compile(module, "tests", "exec", flags, dont_inherit=True), namespace)
+        exec(compile(ast.Module([statement], []), "tests", "exec", flags, dont_inherit=True), namespace)
     except SystemExit as error:
         trace = error.__traceback__
         while trace.tb_next is not None:
@@ -332,6 +264,9 @@ def by_pytest(tests, score, lines):
                 raise AssertionError("none of its asserts ran")
             return True
 
+        def pytest_runtest_setup(self, item):
+            score.failed = None
+
         def pytest_exception_interact(self, node, call, report):
             error = call.excinfo.value
             ours = isinstance(error, (Gone, Unjudged)) or hasattr(error, "__number__")
@@ -346,14 +281,18 @@ def by_pytest(tests, score, lines):
             if report.failed:
                 outcomes[report.nodeid] = False
             elif report.passed and report.when == "call" and not hasattr(report, "wasxfail"):
-                outcomes.setdefault(report.nodeid, not score.judge.gone)
+                outcomes.setdefault(report.nodeid, not (score.judge.gone or score.failed))
+                if score.failed:
+                    score.note(score.failed, report.nodeid.split("::")[-1])
 
     failures = score.failures
-    with open("test_row.py", "w"):  # pytest collects a file; what it holds is ours
-        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     options = ["-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest", "--assert=plain", "-s", "test_row.py"]
     options += [f"-pno:{name}" for name in PLUGINS] + ([] if score.go_on else ["-x"])
-    status = main(options, [Plugin()])
+    with open("test_row.py", "w") as file:  # pytest collects a file; what it holds is ours
+        path = os.path.abspath(file.name)
+        status = main(options, [Plugin()])
+    os.unlink(path)
     if broken:
         raise Broken(broken[0])
     score.total += len(outcomes)
@@ -366,7 +305,7 @@ class Calls:
     """Cases that are calls: arguments, and the value that the answer must return. They run no code of tests.
 
     Attributes:
-        required, own, wanted, library: the names that calling needs, as of :class:`_source.Tests`.
+        required, own, wanted, live, library: the names that calling needs, as of :class:`_source.Tests`.
     """
 
     def __init__(self, task):
@@ -377,17 +316,14 @@ class Calls:
 
     def take(self, namespace, score):
         """Make the calls; each is a unit."""
+        if self.lead == self.entry and self.entry not in namespace and "Solution" in namespace:
+            self.entry = f"Solution().{self.entry}"  # as LeetCode has it
         for args, expected, unwrap in self.cases:
             text = f"{self.entry}({', '.join(map(repr, args))[:150]})"
             score.unit(partial(self._call, namespace, args, expected, unwrap), text)
 
     def _call(self, namespace, args, expected, unwrap):
-        entry = self.entry
-        if self.lead == entry and entry not in namespace and "Solution" in namespace:
-            entry = f"Solution().{entry}"  # as LeetCode has it
-        if self.lead not in namespace and entry == self.entry:
-            raise NameError(f"the code defines no {self.lead}")
-        found = eval(entry, namespace)(*args)
+        found = eval(self.entry, namespace)(*args)
         alone = unwrap and isinstance(expected, list) and len(expected) == 1
         if not (self.equal(found, expected) or (alone and self.equal(found, expected[0]))):
             raise AssertionError(f"returned {found!r:.150}")
@@ -414,28 +350,19 @@ class Local:
     gone = unjudged = ""
 
     def __init__(self, program):
-        self.program, self.channel = program, self
-        self.messages = iter((lambda: {"hello": True}, self.load))
-        self.module = sys.modules["solution"] = types.ModuleType("solution")
+        self.program, self.module = program, types.ModuleType("solution")
 
-    def receive(self):
-        """The next of the program's first two messages."""
-        return next(self.messages)()
+    def greeted(self):
+        """Nothing: this process has started."""
 
-    def load(self):
-        """Run the set-up and the code."""
-        names = vars(self.module)
-        names["__builtins__"] = builtins
+    def loaded(self):
+        """Run the set-up and the code; the error that ended them, or None."""
+        sys.modules["solution"], names = self.module, vars(self.module)
         try:
             for source in ("setup", "code"):
                 exec(compile(self.program[source], "solution", "exec", dont_inherit=True), names)
         except BaseException as error:
-            return {"x": error}
-        return {"ready": True}
-
-    def decode(self, error):
-        """The error."""
-        return error
+            return error
 
     def names(self, names):
         """The values of those names that the code defines."""
@@ -446,13 +373,13 @@ def judge(task, hears, asks, report):
     """Judge one task.
 
     Args:
-        task: what the verifier sent; with ``program``, the code runs in this process, too.
+        task: what the verifier sent; with a ``program``, the code runs in this process, too.
         hears, asks: the ends of the pipes from and to the program.
         report: writes a line for the verifier.
     """
     module = sys.modules[MAIN] = types.ModuleType(MAIN)
     module.__dict__.update({"__builtins__": builtins, "__file__": "tests.py"})
-    program = Local(task["program"]) if "program" in task else Judge(judge_channel(hears, asks), task, vars(module))
+    program = Local(task["program"]) if task["program"] else Judge(judge_channel(hears, asks), task, vars(module))
     try:
         found = run(task, program, vars(module), report)
     except Unjudged:

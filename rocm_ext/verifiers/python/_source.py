@@ -1,4 +1,4 @@
-"""What the tests' source says, found without running it: its steps, the answer's names in it, and its mistakes.
+"""What the tests' source says, found without running it: what is tested, the answer's names in it, and its mistakes.
 
 ``check_row`` uses this, and so does the judge in its sandbox, with the standard library alone.
 """
@@ -20,16 +20,15 @@ STARRED = {*MODULES.values(), "typing", "enum", "dataclasses", "abc", "collectio
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 SCOPES = (*DEFINITIONS, ast.Lambda)
-ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+BLOCKS = (ast.For, ast.While, ast.With, ast.Try)
 BINDS = (*SCOPES, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.AugAssign)
-QUIET = (ast.Pass, ast.Continue, ast.Expr, ast.Assign, ast.AugAssign)
-CATCHES = {"", "AssertionError", "Exception", "BaseException"}  # what swallows an assert; "": a bare except
+ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 CHECKS = {"fail", "exit", "run", "main", "raises", "warns"}  # calls that may fail, beside those like assertEqual
 HOOKS = ("__", "setup", "teardown", "asyncsetup", "asyncteardown", "runtest", "assert", "_assert")  # need no caller
 PATCHES = ("patch.", "mock.patch.", "unittest.mock.patch.", "monkeypatch.")
-REACHES = ("builtins.input", "sys.stdin", "sys.stdout", "sys.stderr", "solution.", "__main__.")
+REACHES = ("sys.stdout", "sys.stderr", "__main__.")  # the judge shows there what the code prints
 TEXT = "would run what the answer returns beside the tests"
-REFUSED = {  # reason -> calls and fixtures; a dot before a name: methods, too
+REFUSED = {  # reason -> calls, modules and fixtures; a dot before a name: methods, too
     TEXT: """eval exec compile __import__ importlib.import_module os.system os.popen runpy.run_path pickle.load
         pickle.loads marshal.loads dill.loads cloudpickle.loads subprocess.run subprocess.call subprocess.Popen
         subprocess.check_call subprocess.check_output""",
@@ -40,10 +39,13 @@ REFUSED = {  # reason -> calls and fixtures; a dot before a name: methods, too
     "needs coroutines that run beside each other": """asyncio.gather asyncio.wait asyncio.wait_for asyncio.create_task
         asyncio.ensure_future asyncio.as_completed asyncio.timeout asyncio.TaskGroup .create_task""",
     "uses files": "tmp_path tmpdir tmp_path_factory open .mkdtemp .write_text .write_bytes",
+    "uses tables, which do not cross": "pandas",
+    "gives the code an object of the tests": """unittest.mock.Mock unittest.mock.MagicMock unittest.mock.AsyncMock
+        unittest.mock.create_autospec""",
 }
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
 APART = "the code runs in a process of its own; `isolation: same_process` can judge it"
-SITE, RAN = "__site__", "__ran__"
+WATCH = "__watch__"
 
 
 class Broken(ValueError):
@@ -60,13 +62,12 @@ class Tests:
         apart: refuse what does not reach code in another process.
 
     Attributes:
-        steps: (statement, text of the unit) pairs of the top level in order; the text is None for definitions,
-            imports and assignments. Test functions and classes run after them.
+        body: the statements of the top level in order. Test functions and classes run after them.
+        units: those that pass or fail by themselves: not definitions, imports and assignments.
         simple: the test functions that need no fixture, mark or class; with ``check``.
         runner: whether pytest must run the rest: other test functions, and classes of tests.
         helpers: test functions that others call with arguments, which do not run by themselves.
         defined: the functions and classes of the top level.
-        asserts: the lines of asserts.
         own: names that only the answer can define; it must define one of them.
         required: names that the answer must define.
         wanted: names that the answer may define, with ``required``.
@@ -78,15 +79,14 @@ class Tests:
     """
 
     def __init__(self, source, trusted=(), entry="", apart=True):
-        self.entry, self.apart, self.lines, self.tree = entry, apart, source.split("\n"), ast.parse(source)
-        self.body = [part for statement in self.tree.body for part in _unwrapped(statement)]
-        self.nodes = list(_walk(self.tree))
+        self.entry, self.apart, self.lines, tree = entry, apart, source.split("\n"), ast.parse(source)
+        self.body = [part for statement in tree.body for part in _unwrapped(statement)]
+        self.nodes = list(_walk(tree))
         above = [node for text in trusted for node in ast.parse(text).body]
         top = [n for s in self.body for n in ([s] if isinstance(s, SCOPES) else _walk(s, False))]
         functions = self.of(*FUNCTIONS)
         self.imports, self.checking = _imports([*above, *self.nodes]), _checking([*functions, *above])
         self.called = _ids(n.func for n in self.of(ast.Call))
-        self.asserts = {line for n in self.of(ast.Assert) for line in range(n.lineno, n.end_lineno + 1)}
         self.defined = {n.name for n in top if isinstance(n, DEFINITIONS)}
         self.helpers = {f.name for f in functions if f.name in self.called and _needs(f) and not f.decorator_list}
         self.fixtures = {f for f in functions for d in f.decorator_list if _last(getattr(d, "func", d)) == "fixture"}
@@ -100,11 +100,10 @@ class Tests:
         self.simple = [f.name for f in tests if f.name == "check" or not (_needs(f) or f.decorator_list)]
         hooks = self.fixtures or any(f.name.startswith(("setup_", "teardown_")) for f in functions)
         self.runner = bool(self.classes or hooks or len(tests) > len(self.simple) or "pytestmark" in source)
-        units = {s for s in self.body if self._is_unit(s)}
-        self.steps = [(s, self.text(s) if s in units else None) for s in self.body]
-        if not any(map(self.checks, [*units, *tests, *self.classes])):
+        self.units = {s for s in self.body if self._is_unit(s)}
+        if not any(map(self.checks, [*self.units, *tests, *self.classes])):
             raise Broken("the tests check nothing: they hold no assert that runs")
-        bound, read = _globals(source, self.tree)
+        bound, read = _globals(source, tree)
         given = {name for text in trusted for name in _globals(text, ast.parse(text))[0]}
         self._find_names(bound, (read - given | _ids(ast.walk(ast.parse(entry or "0")))) - bound)
         self._refuse()
@@ -131,8 +130,22 @@ class Tests:
         if isinstance(statement, ast.Expr):
             call = statement.value
             return isinstance(call, (ast.Call, ast.Await)) and _last(getattr(call, "func", None)) != "print"
-        blocks = (ast.For, ast.While, ast.With, ast.Try)
-        return not isinstance(statement, BINDS) and (isinstance(statement, blocks) or self.checks(statement))
+        return not isinstance(statement, BINDS) and (isinstance(statement, BLOCKS) or self.checks(statement))
+
+    def watch(self):
+        """Put each assert into ``with __watch__:``; the first lines of the functions that check by assert alone."""
+        lines = set()
+        for node in self.of(*FUNCTIONS):
+            held = [n for n in _walk(node, False) if isinstance(n, ast.Try) or _checks(n, self.checking)]
+            if held and all(isinstance(n, ast.Assert) for n in held):
+                lines.add(min(n.lineno for n in (node, *node.decorator_list)))
+        for block in (self.body, *(block for node in self.nodes for block in _blocks_of(node))):
+            for place, statement in enumerate(block):
+                if isinstance(statement, ast.Assert):
+                    block[place] = ast.copy_location(ast.parse(f"with {WATCH}: pass").body[0], statement)
+                    block[place].body = [statement]
+        self.units |= {s for s in self.body if isinstance(s, ast.With)}
+        return lines
 
     # names
 
@@ -147,14 +160,16 @@ class Tests:
         unknown = [n for n in sorted(own - {lead}) if n.lower().startswith("assert") or n == "TestCase"]
         if unknown and (lead or len(unknown) < len(own)):
             raise Broken(f"nothing defines {unknown[0]}, so that the answer could: import it")
-        imported = {name for name, whole in self.imports.items() if whole.split(".")[0] == "solution"}
+        imported = {n for name, whole in self.imports.items() if whole.split(".")[0] == "solution"
+                    for n in (name, whole.split(".")[-1])}  # fmt: skip
         self.required = {lead} if lead.isidentifier() else set()
         self.own = set() if self.required or imported else own
         if not (own or self.required or imported):
             self.required = {self._tested(self.called & free)}
         # a name that the tests assign may be read before that, as in `count = count(x)`
-        again = _ids(self.nodes, stored=True) & bound - self.defined
-        self.wanted = own | self.required | again | imported
+        again = {n.id for n in self.of(ast.Name) if isinstance(n.ctx, ast.Store)} & bound - self.defined
+        reached = {n.attr for n in self.of(ast.Attribute) if self.name(n.value) == "solution"}
+        self.wanted = own | self.required | again | imported | reached
         self.live = (own | self.required) - bound
         self.library = {n: (COMMON.get(n) or MODULES[n], n if n in COMMON or n in self.called else "")
                         for n in free - self.wanted if n in MODULES or n in COMMON}  # fmt: skip
@@ -182,9 +197,6 @@ class Tests:
         """Hold each node against the rules for its kind."""
         self.used = {getattr(n, "id", None) or getattr(n, "attr", None) or str(getattr(n, "value", ""))
                      for n in self.of(ast.Name, ast.Attribute, ast.Constant)}  # fmt: skip
-        judged = [n for n in self.nodes if _checks(n, self.checking) or isinstance(n, ast.Return)
-                  or (isinstance(n, ast.If) and self.checks(n))]  # fmt: skip
-        self.judged = _ids(part for n in judged for part in _walk(getattr(n, "test", n)))
         expects = {n for node in self.of(ast.With, ast.AsyncWith, ast.Try) for n in _walk(node)}  # an exception
         tasks = {f.name for f in self.of(ast.AsyncFunctionDef)}
         for node in self.nodes:
@@ -205,12 +217,9 @@ class Tests:
                     name = self.name(func).removeprefix("self.")
                     if name in tasks or name.endswith((".create_task", ".ensure_future", "asyncio.gather")):
                         self._no(node, "makes a task that nobody awaits")
-                case ast.Try(handlers=handlers):
-                    for handler in handlers:
-                        self._refuse_swallowed(node, getattr(handler.type, "elts", [handler.type]), handler.body)
-                case ast.With(items=[ast.withitem(context_expr=ast.Call(func=func, args=kinds)), *_]):
-                    if _last(func) == "suppress":
-                        self._refuse_swallowed(node, kinds, [])
+                case ast.Import() | ast.ImportFrom():
+                    if "pandas" in {whole.split(".")[0] for whole in _imports([node]).values()}:
+                        self._no(node, REASONS["pandas"], apart=True)
                 case ast.Call():
                     self._refuse_call(node)
                 case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
@@ -220,21 +229,13 @@ class Tests:
         for node in self.top_classes:
             self._refuse_class(node)
 
-    def _refuse_swallowed(self, node, kinds, handler):
-        """Refuse a handler that makes an assert harmless: it catches it, and changes nothing that is judged."""
-        nodes = [n for s in handler for n in _walk(s)]
-        changed = _ids(nodes, stored=True) | _ids(getattr(n, "value", n) for n in nodes if not isinstance(n, ast.Name))
-        changed |= _ids(n.target for s in node.body for n in _walk(s) if isinstance(n, ast.AugAssign))
-        quiet = all(isinstance(s, QUIET) or (isinstance(s, ast.Return) and not s.value) for s in handler)
-        if (quiet and changed.isdisjoint(self.judged) and CATCHES & set(map(_last, kinds))
-                and any(map(self.checks, node.body)) and not any(map(self.checks, handler))):  # fmt: skip
-            self._no(node, "swallows the assert: let it through")
-
     def _refuse_call(self, node):
         name, args = self.name(node.func), node.args
         reason = REASONS.get(name) or REASONS.get("." + name.split(".")[-1])
         if reason and (reason != TEXT or not all(isinstance(arg, ast.Constant) for arg in args)):
             self._no(node, reason, apart=reason != TEXT)
+        if name.endswith("TextTestRunner"):
+            self._no(node, "is not needed: write the TestCase at the top level")
         if name.endswith((".format", ".format_map")) and not isinstance(node.func.value, ast.Constant):
             sets = [n for n in self.of(ast.Assign) if self.name(node.func.value) in _ids(n.targets)]
             if not sets or not all(isinstance(n.value, ast.Constant) for n in sets):
@@ -278,32 +279,6 @@ class Tests:
             raise Broken(f"a test of {name} is async: derive it from IsolatedAsyncioTestCase")
         if self.apart and (of_answer := bases & self.wanted):
             raise Broken(f"class {name} of the tests inherits from {of_answer.pop()} of the answer: {APART}")
-
-    # how they run
-
-    def counted(self):
-        """Let each check of a simple test count by itself; the number of checks in each of these functions."""
-        sites = {}
-        for node in (n for n in self.body if isinstance(n, FUNCTIONS) and n.name in self.simple):
-            found = [i for i, s in enumerate(node.body)
-                     if not isinstance(s, (*SCOPES, ast.Return, ast.Raise)) and self.checks(s)]  # fmt: skip
-            for i in found:
-                block = ast.copy_location(ast.parse(f"with {SITE}(0): pass").body[0], node.body[i])
-                block.body, node.body[i] = [node.body[i]], block
-            sites[node.name] = len(found)
-        return sites
-
-    def watched(self):
-        """Have each assert say that it runs; the first lines of the functions that check by assert alone."""
-        lines = set()
-        for node in self.of(*FUNCTIONS):
-            held = [n for n in _walk(node, False) if isinstance(n, ast.Try) or _checks(n, self.checking)]
-            if held and all(isinstance(n, ast.Assert) for n in held):
-                lines.add(min(n.lineno for n in (node, *node.decorator_list)))
-        for block in (block for node in self.nodes for block in _blocks_of(node)):
-            for i in reversed([i for i, s in enumerate(block) if isinstance(s, ast.Assert)]):
-                block.insert(i, ast.copy_location(ast.parse(f"{RAN}()").body[0], block[i]))
-        return lines
 
 
 def is_test(name):
@@ -365,9 +340,9 @@ def _needs(function):
     return len(args.posonlyargs + args.args) > len(args.defaults) or None in args.kw_defaults
 
 
-def _ids(nodes, stored=False):
-    """The names of the variables among nodes; ``stored``: of those that they set."""
-    return {n.id for n in nodes if isinstance(n, ast.Name) and (not stored or isinstance(n.ctx, ast.Store))}
+def _ids(nodes):
+    """The names of the variables among nodes."""
+    return {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
 def _last(node):
@@ -382,9 +357,8 @@ def _imports(nodes):
         if isinstance(node, ast.ImportFrom):
             found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names if a.name != "*"}
         elif isinstance(node, ast.Import):
-            found |= {
-                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
-            }
+            for whole, name in ((a.name, a.asname) for a in node.names):
+                found[name or whole.split(".")[0]] = whole if name else whole.split(".")[0]
     return found
 
 

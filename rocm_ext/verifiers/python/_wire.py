@@ -1,8 +1,8 @@
 """Plain data between the tests' process and the code's: messages over two pipes.
 
-What crosses is data of exact library types, and numbers that stand for objects of either side. Decoding makes such
-data and nothing else: of what a message names it imports and calls only the classes in ``LIBRARY`` and the tables of
-numpy and pandas, and it keeps no class of the sender.
+What crosses is data of exact library types, and numbers that stand for objects of either side. Such a value is written
+as a list of a tag and its parts, which are values again. Decoding makes the types of this file's two tables and nothing
+else: it imports and calls no other class that a message names, and it keeps no class of the sender.
 
 The code's messages are JSON. Those to the code come from trusted code, so marshal carries them, which needs no import:
 the code's process imports nothing at its start that the interpreter has not loaded, since that time counts for every
@@ -17,31 +17,67 @@ from _collections import OrderedDict, defaultdict, deque
 MAX_FRAME = 16 << 20  # bytes
 MAX_DEPTH = 200
 BIG = 1 << 53
+DTYPES = "?biufcSUmM"  # the kinds of numpy's dtypes whose bytes are data; not objects
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
-VIEWS: dict = {type({}.keys()): "dk", type({}.items()): "di", type({}.values()): "dv"}
-MUTABLE = {list, dict, set, bytearray, deque, OrderedDict, defaultdict}
 FUNCTIONS = {type(lambda: 0), type(len), type([].append), type(str.join), type(object().__str__)}
 BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()  # noqa: SIM905
-IN_PLACE = ["i" + name.strip("_") for name in BINARY]
-OF_NAMEDTUPLES = {
-    *("__new__", "__repr__", "__doc__", "__slots__", "__module__", "__match_args__", "__getnewargs__", "__replace__"),
-    *("__annotations__", "__orig_bases__", "__static_attributes__", "__firstlineno__", "__annotations_cache__"),
-    *("__annotate__", "__annotate_func__", "_fields", "_field_defaults", "_make", "_replace", "_asdict"),
+MUTABLE = {list, dict, set, bytearray, deque, OrderedDict, defaultdict}
+
+
+def flat(mapping):
+    """The keys and values of a mapping in turns."""
+    return [part for pair in list(mapping.items()) for part in pair]
+
+
+def pairs(parts):
+    """What :func:`flat` made a list of."""
+    return zip(parts[::2], parts[1::2], strict=True)
+
+
+def factory(value):
+    """The name of a defaultdict's factory; None for none, and for one that may not cross."""
+    name = getattr(value.default_factory, "__name__", None)
+    return name if FACTORIES.get(name) is value.default_factory else None
+
+
+BUILTIN = {  # type -> its tag, the parts of a value, and how to make a value of its parts
+    list: ("l", list, list),
+    tuple: ("t", list, tuple),
+    set: ("s", list, set),
+    frozenset: ("z", list, frozenset),
+    dict: ("d", flat, lambda parts: dict(pairs(parts))),
+    OrderedDict: ("OD", flat, lambda parts: OrderedDict(pairs(parts))),
+    defaultdict: ("DD", lambda v: [factory(v), *flat(v)],
+                  lambda parts: defaultdict(parts[0] and FACTORIES[parts[0]], pairs(parts[1:]))),
+    deque: ("q", lambda v: [v.maxlen, *v], lambda parts: deque(parts[1:], parts[0])),
+    bytes: ("b", lambda v: [v.hex()], lambda parts: bytes.fromhex(parts[0])),
+    bytearray: ("ba", lambda v: [v.hex()], lambda parts: bytearray.fromhex(parts[0])),
+    complex: ("c", lambda v: [v.real, v.imag], lambda parts: complex(*map(float, parts))),
+    range: ("range", lambda v: [v.start, v.stop, v.step], lambda parts: range(*parts)),
+    slice: ("slice", lambda v: [v.start, v.stop, v.step], lambda parts: slice(*parts)),
+    type(...): ("e", lambda v: [], lambda parts: ...),
+    type({}.keys()): ("dk", list, lambda parts: dict.fromkeys(parts).keys()),
+    type({}.items()): ("di", list, lambda parts: dict(parts).items()),
+    type({}.values()): ("dv", list, lambda parts: dict(enumerate(parts)).values()),
 }  # fmt: skip
 LIBRARY = {  # module.class -> the arguments that make an equal object
-    "decimal.Decimal": lambda v: (str(v),),
-    "fractions.Fraction": lambda v: (v.numerator, v.denominator),
-    "datetime.date": lambda v: (v.year, v.month, v.day),
-    "datetime.time": lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
-    "datetime.datetime": lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
-    "datetime.timedelta": lambda v: (v.days, v.seconds, v.microseconds),
+    "collections.Counter": lambda v: [dict(v)],
+    "decimal.Decimal": lambda v: [str(v)],
+    "fractions.Fraction": lambda v: [v.numerator, v.denominator],
+    "datetime.date": lambda v: [v.year, v.month, v.day],
+    "datetime.time": lambda v: [v.hour, v.minute, v.second, v.microsecond, v.tzinfo],
+    "datetime.datetime": lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo],
+    "datetime.timedelta": lambda v: [v.days, v.seconds, v.microseconds],
     "datetime.timezone": lambda v: v.__getinitargs__(),
-    "zoneinfo.ZoneInfo": lambda v: (v.key,),
-    "uuid.UUID": lambda v: (str(v),),
-    "pathlib.PosixPath": lambda v: (str(v),),
-    "pathlib.PurePosixPath": lambda v: (str(v),),
-    "array.array": lambda v: (v.typecode, v.tolist()),
+    "zoneinfo.ZoneInfo": lambda v: [v.key],
+    "uuid.UUID": lambda v: [str(v)],
+    "pathlib.PosixPath": lambda v: [str(v)],
+    "pathlib.PurePosixPath": lambda v: [str(v)],
+    "array.array": lambda v: [v.typecode, v.tolist()],
 }
+MAKE = {tag: make for tag, _, make in BUILTIN.values()}
+MAKE["i"] = lambda parts: int(text(parts[0]), 16)
+MAKE["u"] = lambda parts: bytes.fromhex(parts[0]).decode("utf-8", "surrogatepass")
 
 
 class Malformed(Exception):
@@ -120,11 +156,6 @@ class Channel:
         return data[:count]
 
 
-def program_channel(reader, writer):
-    """The code's end."""
-    return Channel(reader, writer, json_writer(), marshal.loads)
-
-
 def judge_channel(reader, writer):
     """The tests' end. It never gives the code's bytes to marshal, which is unsafe for them."""
     import json
@@ -132,29 +163,22 @@ def judge_channel(reader, writer):
     return Channel(reader, writer, marshal.dumps, json.loads)
 
 
-def json_writer():
-    """A function from a value to its JSON in bytes: ``json.dumps`` without its module, which imports re and enum."""
-    try:
-        from _json import encode_basestring_ascii, make_encoder
+def program_channel(reader, writer):
+    """The code's end: JSON without the module json, which imports re and enum."""
+    from _json import encode_basestring_ascii, make_encoder
 
-        encode = make_encoder(None, refuse, encode_basestring_ascii, None, ":", ",", False, False, True)
-        return lambda value: "".join(encode(value, 0)).encode()
-    except (ImportError, TypeError):  # another implementation of Python
-        import json
+    def refuse(value):
+        raise ValueError(f"a {type(value).__name__} is not JSON")
 
-        return lambda value: json.dumps(value, separators=(",", ":")).encode()
-
-
-def refuse(value):
-    """What the encoder calls for a value that JSON does not have."""
-    raise ValueError(f"a {type(value).__name__} is not JSON")
+    encode = make_encoder(None, refuse, encode_basestring_ascii, None, ":", ",", False, False, True)
+    return Channel(reader, writer, lambda value: "".join(encode(value, 0)).encode(), marshal.loads)
 
 
 class Wire:
     """Values to JSON and back. Each side says in ``opaque`` and ``revive`` how its objects are numbered."""
 
     def opaque(self, value, depth):
-        """The JSON of an object that is not plain data: a list of a tag and its parts."""
+        """The JSON of an object that is not plain data: a list of a tag and what the other side's revive takes."""
         raise Unsendable(f"an object of type {type(value).__name__}")
 
     def revive(self, tag, parts):
@@ -168,47 +192,22 @@ class Wire:
             Unsendable: it holds what may not cross.
         """
         kind = type(value)
-        if value is None or kind is bool or kind is float or (kind is str and value.isascii()):
+        if value is None or kind is bool or kind is float:
             return value
-        if kind is str:  # JSON would join surrogates
-            data = value.encode("utf-8", "surrogatepass")
-            return value if data.decode("utf-8", "ignore") == value else ["u", data.hex()]
         if kind is int:
             return value if -BIG < value < BIG else ["i", hex(value)]
+        if kind is str:
+            try:
+                value.encode()
+            except UnicodeEncodeError:  # JSON would join surrogates
+                return ["u", value.encode("utf-8", "surrogatepass").hex()]
+            return value
         if depth > MAX_DEPTH:
             raise Unsendable("a value that is nested too deeply")
-        deeper = depth + 1
-        if kind is list or kind is tuple or kind is set or kind is frozenset:
-            return [kind.__name__[0] if kind is not frozenset else "z", [self.encode(v, deeper) for v in list(value)]]
-        if kind is dict or kind is OrderedDict or (kind.__name__ == "Counter" and kind.__module__ == "collections"):
-            tag = {"dict": "d", "OrderedDict": "OD"}.get(kind.__name__, "CT")
-            return [tag, [[self.encode(k, deeper), self.encode(v, deeper)] for k, v in list(value.items())]]
-        if (
-            kind is defaultdict
-            and FACTORIES.get(getattr(value.default_factory, "__name__", "")) is value.default_factory
-        ):
-            return ["DD", value.default_factory and value.default_factory.__name__, self.encode(dict(value), depth)]
-        if kind is deque:
-            return ["q", value.maxlen, [self.encode(v, deeper) for v in list(value)]]
-        if kind is bytes or kind is bytearray:
-            return ["b" if kind is bytes else "ba", value.hex()]
-        if kind is complex:
-            return ["c", value.real, value.imag]
-        if kind is range or kind is slice:
-            return [kind.__name__, *(self.encode(v, deeper) for v in (value.start, value.stop, value.step))]
-        if value is Ellipsis:
-            return ["e"]
-        if kind in VIEWS:
-            return [VIEWS[kind], self.encode(list(value), depth)]
-        fields = getattr(kind, "_fields", None) if kind.__bases__ == (tuple,) else None
-        if type(fields) is tuple and vars(kind).keys() <= {*OF_NAMEDTUPLES, *fields}:
-            return ["nt", kind.__name__, list(fields), self.encode(list(tuple.__iter__(value)), depth)]
-        name = f"{kind.__module__}.{kind.__name__}".replace("pathlib._local", "pathlib")
-        if name in LIBRARY and "." in name and name.split(".")[0] in sys.modules:
-            return ["L", name, self.encode(list(LIBRARY[name](value)), deeper)]
-        if name.startswith(("numpy.", "pandas.")) and (found := tables().encode(self, value, deeper)) is not None:
-            return found
-        return self.opaque(value, depth)
+        tag, parts = (BUILTIN[kind][0], BUILTIN[kind][1](value)) if kind in BUILTIN else library(value)
+        if tag is None:
+            return self.opaque(value, depth)
+        return [tag, *[self.encode(part, depth + 1) for part in parts]]
 
     def decode(self, item):
         """JSON as a value.
@@ -229,64 +228,50 @@ class Wire:
                 return item
             raise Malformed(f"a {type(item).__name__}")
         tag, *parts = item
-        if tag in ("l", "t", "s", "z", "dk", "di", "dv"):
-            values = list(map(self._decode, parts[0][1] if tag[0] == "d" else parts[0]))
-            if tag in ("l", "t", "s", "z"):
-                return {"l": list, "t": tuple, "s": set, "z": frozenset}[tag](values)
-            return {"dk": lambda: dict.fromkeys(values).keys(), "di": lambda: dict(values).items(),
-                    "dv": lambda: dict(enumerate(values)).values()}[tag]()  # fmt: skip
-        if tag in ("d", "OD", "CT"):
-            pairs = [(self._decode(k), self._decode(v)) for k, v in parts[0]]
-            if tag == "CT":
-                from collections import Counter
-
-                return Counter(dict(pairs))
-            return dict(pairs) if tag == "d" else OrderedDict(pairs)
-        if tag == "u":
-            return bytes.fromhex(parts[0]).decode("utf-8", "surrogatepass")
-        if tag == "i":
-            return int(text(parts[0]), 16)
-        if tag == "DD":
-            return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], self._decode(parts[1]))
-        if tag == "q":
-            return deque(map(self._decode, parts[1]), parts[0])
-        if tag in ("b", "ba"):
-            return (bytes if tag == "b" else bytearray).fromhex(parts[0])
-        if tag == "c":
-            return complex(*map(float, parts))
-        if tag in ("range", "slice"):
-            return (range if tag == "range" else slice)(*map(self._decode, parts))
-        if tag == "e":
-            return Ellipsis
+        if tag in MAKE:
+            return MAKE[tag](list(map(self._decode, parts)))
+        if tag in LIBRARY:
+            module, kind = tag.split(".")
+            return getattr(__import__(module), kind)(*map(self._decode, parts))
         if tag == "nt":
             from collections import namedtuple
 
-            return namedtuple(text(parts[0]), list(map(text, parts[1])))(*self._decode(parts[2]))
-        if tag == "L":
-            return self._library(text(parts[0]), self._decode(parts[1]))
-        if tag in ("na", "ns", "no", "df", "se", "ix", "ts", "td", "NA"):
-            return tables().decode(self, tag, parts)
+            name, fields, *values = map(self._decode, parts)
+            return namedtuple(text(name), list(map(text, fields)))(*values)
+        if tag == "numpy":
+            return array(*map(self._decode, parts))
         return self.revive(tag, parts)
 
-    @staticmethod
-    def _library(name, args):
-        """An object of a class in LIBRARY."""
-        if name not in LIBRARY:
-            raise Malformed(f"class {name!r}")
-        module, kind = name.split(".")
-        return getattr(__import__(module), kind)(*args)
+
+def library(value):
+    """The tag and the parts of a value of the standard library or numpy; None and None for others."""
+    kind = type(value)
+    fields = getattr(kind, "_fields", None) if kind.__bases__ == (tuple,) else None
+    if type(fields) is tuple and all(name in fields or name[0] == "_" for name in vars(kind)):  # no methods
+        return "nt", [kind.__name__, fields, *tuple.__iter__(value)]
+    name = f"{kind.__module__}.{kind.__name__}".replace("pathlib._local", "pathlib")
+    if name in LIBRARY and name.split(".")[0] in sys.modules:
+        return name, LIBRARY[name](value)
+    numpy = sys.modules.get("numpy") if name.startswith("numpy.") else None
+    if numpy and (kind is numpy.ndarray or isinstance(value, numpy.generic)) and value.dtype.kind in DTYPES:
+        return "numpy", [kind is numpy.ndarray, value.dtype.str, value.tobytes(), *value.shape]
+    return None, None
+
+
+def array(whole, dtype, data, *shape):
+    """An array of numpy; ``whole=False``: its only element."""
+    import numpy
+
+    dtype = numpy.dtype(dtype)
+    if dtype.kind not in DTYPES or not dtype.itemsize:
+        raise Malformed("an array of what is no data")
+    found = numpy.frombuffer(data, dtype).reshape(shape).copy()
+    return found if whole else found[()]
 
 
 def mutable(value):
     """Whether a value is a container that both sides may change."""
     return type(value) in MUTABLE or type(value).__name__ in ("Counter", "ndarray", "array")
-
-
-def tables():
-    """The module for numpy and pandas, which few values need."""
-    import _tables
-
-    return _tables
 
 
 def text(value):

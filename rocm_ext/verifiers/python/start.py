@@ -18,13 +18,13 @@ from rocm_ext.verifiers.base import short
 from rocm_ext.verifiers.sandbox import USER, Limits, Running, Sandbox
 from rocm_ext.verifiers.sandbox.process import readable
 
-JUDGE_MB = 1024  # the tests may need more memory than the code
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
-JUDGE = ("_tables", "_wire", "_source", "_judge", "_run", "_warm")
-PROGRAM = ("_tables", "_wire", "_program")
-PRELOADED = ("pytest", "numpy", "pandas", "unittest")  # judges import these once, for all verdicts
-SCRIPTS = (JUDGE, PROGRAM)
+SCRIPTS = {  # their modules in the order of their imports; the last has the `main`
+    "judge": ("_empty", "_wire", "_source", "_judge", "_run", "_warm"),
+    "program": ("_wire", "_program"),
+}
+PRELOADED = ("pytest", "numpy", "unittest")  # judges import these once, for all verdicts
 
 # runs in the sandbox; -c spares the interpreter a search for the file's importer, _exit the freeing of its memory
 BOOT = """
@@ -34,65 +34,57 @@ if user := sys.argv.pop():
     posix.setgroups([])
     posix.setresgid(*[int(user)] * 3)
     posix.setresuid(*[int(user)] * 3)
-data = open(0, "rb", closefd=False).read()
-task = int.from_bytes(data[:4], "big")
-for name, code in marshal.loads(data[4:task]):
+modules, task = marshal.loads(open(0, "rb", closefd=False).read())
+for name, code in modules:
     module = sys.modules[name] = type(sys)(name)
-    exec(code, vars(module))
-module.main(marshal.loads(data[task:]))
+    exec(marshal.loads(code), vars(module))
+module.main(task)
 posix._exit(0)
 """
 COMPILE = """
 import json, marshal, sys
-for names in json.load(sys.stdin):
-    data = marshal.dumps([(name, compile(text, name + ".py", "exec", dont_inherit=True)) for name, text in names])
-    sys.stdout.buffer.write((4 + len(data)).to_bytes(4, "big") + data)
+for name, text in json.load(sys.stdin):
+    data = marshal.dumps(compile(text, name + ".py", "exec", dont_inherit=True))
+    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
 """
 
 
 @cache
-def compiled(python: str, *scripts: tuple[str, ...]) -> list[bytes]:
-    """The modules of each script as bytes for :data:`BOOT`, compiled by the interpreter that will run them.
-
-    Args:
-        python: the interpreter.
-        scripts: names of this folder's modules in the order of their imports; the last has the ``main``.
+def compiled(python: str) -> dict[str, bytes]:
+    """The modules of the scripts by their names, compiled by the interpreter that will run them.
 
     Raises:
         UserError: the interpreter does not run.
     """
-    here = Path(__file__).parent
-    sources = [[(name, (here / f"{name}.py").read_text()) for name in names] for names in scripts]
+    names = sorted({name for script in SCRIPTS.values() for name in script})
+    sources = [(name, Path(__file__).with_name(f"{name}.py").read_text()) for name in names]
     try:
-        done = subprocess.run([python, "-I", "-S", "-c", COMPILE], input=json.dumps(sources).encode(),
-                              capture_output=True, timeout=PATIENCE, check=True)  # fmt: skip
+        data = subprocess.run([python, "-I", "-S", "-c", COMPILE], input=json.dumps(sources).encode(),
+                              capture_output=True, timeout=PATIENCE, check=True).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"python {python!r} does not run: {error}") from error
-    found, data = [], done.stdout
-    while data:
-        size = int.from_bytes(data[:4], "big")
-        found.append(data[:size])
-        data = data[size:]
+    found = {}
+    for name in names:
+        end = 4 + int.from_bytes(data[:4], "big")
+        found[name], data = data[4:end], data[end:]
     return found
 
 
-def start(
-    sandbox: Sandbox, python: str, script: tuple[str, ...], task: dict[str, Any], limits: Limits,
-    arguments: Sequence[Any], fds: Sequence[int],
-) -> Running:  # fmt: skip
+def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limits: Limits,
+          fds: Sequence[int], *arguments: str) -> Running:  # fmt: skip
     """Start a script in a sandbox.
 
     Args:
+        script: ``judge`` or ``program``.
         sandbox, limits: where it runs, and with what limits.
         python: the interpreter.
-        script: names of its modules; see :func:`compiled`.
         task: for the script's ``main``.
-        arguments: of the command line.
-        fds: descriptors that it inherits.
+        fds: descriptors that it inherits; their numbers are the first arguments of its command line.
+        arguments: the others.
     """
-    code = compiled(python, *SCRIPTS)[SCRIPTS.index(script)]
-    argv = [python, "-s", "-S", "-c", BOOT, *map(str, arguments), USER]
-    return sandbox.start(argv, stdin=code + marshal.dumps(task, 4), limits=limits, pass_fds=fds)
+    modules = [(name, compiled(python)[name]) for name in SCRIPTS[script]]
+    argv = [python, "-s", "-S", "-c", BOOT, *map(str, fds), *arguments, USER]
+    return sandbox.start(argv, stdin=marshal.dumps((modules, task), 4), limits=limits, pass_fds=fds)
 
 
 class Gone(Exception):
@@ -106,15 +98,15 @@ class WarmJudge:
         Gone: it did not start.
     """
 
-    def __init__(self, sandbox: Sandbox, python: str, path: Sequence[str]) -> None:
+    def __init__(self, sandbox: Sandbox, python: str, path: Sequence[str], memory_mb: int) -> None:
         self.owner = os.getpid()
         self._link, theirs = socket.socketpair()
         with theirs:
-            arguments = (theirs.fileno(), "boxed" if sandbox.kind == "bubblewrap" else "unboxed")
-            limits = Limits(cpu_seconds=0, memory_mb=JUDGE_MB)
-            self._running = start(sandbox, python, JUDGE, {"path": list(path)}, limits, arguments, [theirs.fileno()])
-        self.child = self._running.child
-        self._end = weakref.finalize(self, _end, self.owner, self._link, self._running)
+            limits = Limits(cpu_seconds=0, memory_mb=memory_mb)
+            boxed = "boxed" if sandbox.kind == "bubblewrap" else "unboxed"
+            running = start("judge", sandbox, python, {"path": list(path)}, limits, [theirs.fileno()], boxed)
+        self.child = running.child
+        self._end = weakref.finalize(self, _end, self.owner, self._link, running)
         if not self._heard(PATIENCE):
             self.child.kill()
             assert self.child.process.stderr is not None
@@ -188,13 +180,16 @@ class Judges:
     """The warm judges that wait for their next verdict: one for each thread, since bwrap ends with its thread.
 
     A copy or a fork starts its own.
+
+    Args:
+        memory_mb: of each.
     """
 
-    def __init__(self) -> None:
-        self._idle = threading.local()
+    def __init__(self, memory_mb: int) -> None:
+        self.memory_mb, self._idle = memory_mb, threading.local()
 
-    def __reduce__(self) -> tuple[type["Judges"], tuple[()]]:
-        return Judges, ()
+    def __reduce__(self) -> tuple[type["Judges"], tuple[int]]:
+        return Judges, (self.memory_mb,)
 
     @contextlib.contextmanager
     def one(self, sandbox: Sandbox, python: str, path: Sequence[str]) -> Iterator[WarmJudge]:
@@ -205,7 +200,7 @@ class Judges:
         """
         judge: WarmJudge | None = self._idle.__dict__.pop("judge", None)
         if judge is None or not judge.alive():
-            judge = WarmJudge(sandbox, python, path)
+            judge = WarmJudge(sandbox, python, path, self.memory_mb)
         try:
             yield judge
         except BaseException:

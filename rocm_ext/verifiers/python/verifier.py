@@ -20,11 +20,12 @@ from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, f
 from rocm_ext.verifiers.cases import Comparison, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code, parse_python
 from rocm_ext.verifiers.python._source import Broken, Tests
-from rocm_ext.verifiers.python.start import PROGRAM, Gone, Judges, WarmJudge, start
+from rocm_ext.verifiers.python.start import Gone, Judges, WarmJudge, start
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 from rocm_ext.verifiers.sandbox.process import supervise
 
 log = logging.getLogger("rocm_ext")
+JUDGE_MB = 1024  # the tests may need more memory than the code
 REPORTS = 1 << 16  # bytes; the judge's reports are far shorter
 ISOLATIONS = ("two_processes", "same_process")
 UNJUDGED = ("wrong", "error")
@@ -56,10 +57,12 @@ class PythonTests(Verifier):
     The code and the tests run in two processes, each in its own sandbox. The code's process gets the arguments of the
     calls that the tests make; it sees neither the tests' source nor the expected values. What comes back is plain data
     of exact library types, or a handle on an object of the code, on which the tests may operate; ``_judge.py`` has the
-    rule. Containers cross as copies; after a call, the tests' own have the content that the code left in them.
+    rule. Containers cross as copies; after a call, the tests' own have the content that the code left in them. An
+    assert that fails is a failure, whatever catches its error.
 
-    ``check_row`` refuses rows that would not run, could not fail, or need one process: those that patch a library, use
-    files, look into the answer's objects, derive classes from the answer's, or run text.
+    ``check_row`` refuses rows that would not run, could not fail, or need one process: those that patch a library or
+    the answer, mock its arguments, use files or pandas, look into the answer's objects, derive classes from the
+    answer's, or run text.
 
     These asserts trust the code: one that compares with a value that the code's own classes or helper functions
     compute; one that computes the expected value from an argument after the call, which may have changed it; and one
@@ -67,9 +70,9 @@ class PythonTests(Verifier):
 
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
-        memory_mb: for the code. With ``same_process`` the code and the tests share 1,024 MB instead.
-        partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each check of a plain test
-            function or of ``check`` counts as a test; a loop and a function with fixtures count as one.
+        memory_mb: for the code; the tests have 1,024 MB. With ``same_process`` the code and the tests share it.
+        partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each assert and each loop at the
+            top level counts as a test, and each test function, also ``check``.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
         isolation: ``two_processes``; or ``same_process``, which runs the code and the tests in one interpreter, in the
             sandbox, and judges all that Python can. The code can then read the tests and forge its verdict: it is for
@@ -104,7 +107,7 @@ class PythonTests(Verifier):
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.partial_credit, self.kind, self.python = partial_credit, sandbox, python or sys.executable
         self.comparison = Comparison(tolerance, checker, sandbox, self.python)
-        self._judges = Judges()
+        self._judges = Judges(JUDGE_MB if isolation == "two_processes" else memory_mb)
 
     @cached_property
     def _sandbox(self) -> Sandbox:
@@ -140,61 +143,54 @@ class PythonTests(Verifier):
                 raise ValueError(f"field {name!r} is not Python: {error}") from error
         try:
             if tests:
-                Tests(tests, self._trusted(row), entry, self.isolation == "two_processes")
+                Tests(tests, trusted_of(row), entry, self.isolation == "two_processes")
         except (Broken, SyntaxError, RecursionError) as error:
             raise ValueError(f"field 'tests': {error}") from error
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
         code = extract_code(completion, "python")
-        prefix = row.get("code_prefix") or ""
-        entry = row.get("entry_point") or ""
+        prefix, entry = row.get("code_prefix") or "", row.get("entry_point") or ""
         if code is None and prefix and "```" not in completion and completion.strip():
             code = completion.replace("\r\n", "\n")  # the body alone, without a fence
         if code is None:
             return unparsed("no Python code")
-        if row.get("cases") is not None and calls_of(row) is None:
-            return self._cases(code, row)
+        try:
+            calls = None if row.get("cases") is None else calls_of(row)
+            tests = tests_of(row) if row.get("cases") is None else ""
+        except ValueError as problem:
+            return error(problem)
+        packages = interpreter(self.python)[1]
+        if not tests and calls is None:
+            boot = f"import builtins,runpy,sys;sys.path+={list(packages)!r};builtins.exit=builtins.quit=sys.exit;"
+            boot += f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
+            argv = [self.python, "-s", "-S", "-c", boot]
+            results = run_cases(self._sandbox, argv, {"solution.py": code}, row, self.limits, self.partial_credit,
+                                self.comparison)  # fmt: skip
+            return results.result(self.partial_credit)
         definition = rf"^[ \t]*(async[ \t]+)?(def|class)[ \t]+{re.escape(entry)}\b"
         if prefix and entry and not re.search(definition, code, re.M):
             code = prefix + ("" if prefix.endswith("\n") else "\n") + code
-        return self._tests(code, prefix, entry, row)
-
-    def _cases(self, code: str, row: Mapping[str, Any]) -> Result:
-        boot = f"import builtins,runpy,sys;sys.path+={list(self._packages)!r};builtins.exit=builtins.quit=sys.exit;"
-        boot += f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
-        argv = [self.python, "-s", "-S", "-c", boot]
-        results = run_cases(self._sandbox, argv, {"solution.py": code}, row, self.limits, self.partial_credit,
-                            self.comparison)  # fmt: skip
-        return results.result(self.partial_credit)
-
-    @property
-    def _packages(self) -> tuple[str, ...]:
-        return interpreter(self.python)[1]
-
-    def _tests(self, code: str, prefix: str, entry: str, row: Mapping[str, Any]) -> Result:
-        trusted = self._trusted(row)
-        shared, methods = _classes(trusted)
-        tests, cases = "", None
-        try:
-            if row.get("cases") is not None:
-                cases = calls_of(row)
-            else:
-                tests = tests_of(row)
-        except ValueError as problem:
-            return error(problem)
-        tested = [re.split(r"\W", entry)[0]] + ["Solution"] * (cases is not None)
+        trusted = trusted_of(row)
+        classes = [node for source in trusted for node in parse_python(source).body if isinstance(node, ast.ClassDef)
+                   and not any("TestCase" in ast.unparse(base) for base in node.bases)]  # fmt: skip
+        tested = [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None)
         forget = f"[globals().pop(name, None) for name in {tested!r}]"  # those of the set-up are not the answer's
-        program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(self._packages)}
-        holders = [] if entry.isidentifier() else re.findall(r"\w+", entry)  # classes that only hold the function
-        task: dict[str, Any] = {
-            **{"trusted": trusted, "tests": tests, "entry_point": entry, "functions": holders},
-            **{"shared": shared, "methods": methods, "cases": cases, "tolerance": self.comparison.within(row)},
-            **{"all": self.partial_credit, "cpu": self.limits.resources(False)["CPU"]},
+        program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(packages)}
+        task = {
+            "trusted": trusted,
+            "tests": tests,
+            "entry_point": entry,
+            "functions": [] if entry.isidentifier() else re.findall(r"\w+", entry),  # classes that only hold it
+            "shared": [node.name for node in classes],  # their objects live with the code
+            "methods": [n.name for node in classes for n in node.body if isinstance(n, ast.FunctionDef)],
+            "cases": calls,
+            "tolerance": self.comparison.within(row),
+            "all": self.partial_credit,
+            "cpu": self.limits.resources(False)["CPU"],
+            "program": program if self.isolation == "same_process" else None,
         }
-        if self.isolation == "same_process":
-            task["program"] = program
         try:
-            with self._judges.one(self._sandbox, self.python, self._packages) as judge:
+            with self._judges.one(self._sandbox, self.python, packages) as judge:
                 return self._judged(judge, task, program)
         except Gone as problem:
             return error(problem)
@@ -209,9 +205,8 @@ class PythonTests(Verifier):
             for fd in (asked, ask, answer, tell):
                 theirs.callback(os.close, fd)
             running = None
-            if "program" not in task:
-                fds = (asked, answer)
-                running = start(self._sandbox, self.python, PROGRAM, program, self.limits, fds, fds)
+            if task["program"] is None:
+                running = start("program", self._sandbox, self.python, program, self.limits, (asked, answer))
                 ours.callback(running.close)
             judge.give(task, heard, ask, tell)
             theirs.close()
@@ -219,7 +214,9 @@ class PythonTests(Verifier):
             seconds = self.limits.seconds - (time.monotonic() - began)
             in_time = supervise([child] if running else [], seconds, judge.fileno(), [judge.child])
             if running:
-                if in_time and _has_no_writer(heard):  # the code has ended by itself; the sandbox will tell how
+                hung_up = select.poll()
+                hung_up.register(heard, 0)
+                if in_time and hung_up.poll(0):  # the code has ended by itself; the sandbox will tell how
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         child.process.wait(ENDS)
                 running.close()
@@ -232,62 +229,36 @@ class PythonTests(Verifier):
             return timeout(f"still running after {self.limits.seconds:g} s")
         if child.killed:
             return wrong(f"the code {child.killed}")
-        result = self._result(said, judge, status, bytes(child.stderr).decode("utf-8", "replace"))
+        result = self._verdict(said, judge.child.killed, status, bytes(child.stderr).decode("utf-8", "replace"))
         ends = (128 + signal.SIGXCPU, -signal.SIGXCPU, signal.SIGXCPU)
         spent = (child.returncode if running else status) in ends
         return timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
 
-    @staticmethod
-    def _trusted(row: Mapping[str, Any]) -> list[str]:
-        """The sources that run on both sides."""
-        found = (row.get("test_setup") or "", row.get("code_prefix") or "")
-        return [source for source in found if source and _parses(source)]
-
-    def _result(self, said: bytes, judge: WarmJudge, status: int | None, stderr: str) -> Result:
-        """The verdict in the judge's output, which the program cannot write to."""
-        started, last = _reports(said)
-        if last is None and status is None and not judge.child.killed:
+    def _verdict(self, said: bytes, killed: str, status: int | None, stderr: str) -> Result:
+        """The verdict in the judge's reports, which the program cannot write to: that it started, then the result."""
+        reports: list[Any] = []
+        with contextlib.suppress(ValueError):  # in the same process, the code can write anything
+            reports.extend(map(json.loads, said.split(b"\n")[:-1]))
+        started, last = "started" in reports, reports[-1] if reports and isinstance(reports[-1], dict) else None
+        if last is None and status is None and not killed:
             return error("the tests' process died")
         if last is None and started:
-            return wrong(f"the tests {judge.child.killed or 'crashed'} on what the code returned")
+            return wrong(f"the tests {killed or 'crashed'} on what the code returned")
         if last is None or (last["kind"] == "gone" and not started):
-            return error(f"the sandbox or the tests did not start: {stderr or judge.child.killed}")
-        return self._verdict(last)
-
-    def _verdict(self, last: dict[str, Any]) -> Result:
-        """The verdict of the last report."""
-        detail = short(last.get("detail", ""))
-        if last["kind"] == "broken":
-            return error(detail)
-        if last["kind"] == "unjudged":
-            return (wrong if self.unjudged == "wrong" else error)(f"cannot be judged: {detail}")
-        if last["kind"] == "gone":
-            return wrong(detail)
+            return error(f"the sandbox or the tests did not start: {stderr or killed}")
+        detail = short(last["detail"])
         if re.search("MemoryError|map segment|allocate memory", detail):
             detail += f" (memory_mb is {self.limits.memory_mb})"
-        if last["kind"] == "failed":
-            return wrong(f"failed: {detail}")
+        if last["kind"] == "unjudged":
+            return (wrong if self.unjudged == "wrong" else error)(f"cannot be judged: {detail}")
+        if last["kind"] != "done":
+            return {"broken": error, "gone": wrong, "failed": wrong}[last["kind"]](detail)
         passed, total = last["passed"], last["total"]
         if not last["failed"]:
             return correct(f"passed {total} of {total}")
         if not self.partial_credit:
             return wrong(f"failed: {detail}")
-        return wrong(f"passed {passed:.4g} of {total}; failed: {detail}", passed / total if total else 0.0)
-
-
-def _reports(said: bytes) -> tuple[bool, dict[str, Any] | None]:
-    """Whether the tests started, and the last report, if it is one."""
-    reports = []
-    for line in said.split(b"\n")[:-1]:  # whole lines only
-        with contextlib.suppress(ValueError):
-            reports.append(json.loads(line))
-    return "started" in reports, reports[-1] if reports and isinstance(reports[-1], dict) else None
-
-
-def _has_no_writer(reader: int) -> bool:
-    poll = select.poll()
-    poll.register(reader, 0)
-    return bool(poll.poll(0))
+        return wrong(f"passed {passed} of {total}; failed: {detail}", passed / total if total else 0.0)
 
 
 def tests_of(row: Mapping[str, Any]) -> str:
@@ -303,17 +274,11 @@ def tests_of(row: Mapping[str, Any]) -> str:
     return source.replace("\r\n", "\n")
 
 
-def _parses(source: str) -> bool:
-    try:
-        parse_python(source)
-    except (SyntaxError, ValueError):
-        return False
-    return True
-
-
-def _classes(sources: list[str]) -> tuple[list[str], list[str]]:
-    """The classes of trusted sources whose objects live with the code, and their methods: all but those of unittest."""
-    nodes = [node for source in sources for node in parse_python(source).body if isinstance(node, ast.ClassDef)]
-    nodes = [node for node in nodes if not any("TestCase" in ast.unparse(base) for base in node.bases)]
-    methods = {n.name for node in nodes for n in node.body if isinstance(n, ast.FunctionDef)}
-    return [node.name for node in nodes], sorted(methods)
+def trusted_of(row: Mapping[str, Any]) -> list[str]:
+    """The sources that run on both sides: the set-up, and the prefix of the code where it is whole by itself."""
+    sources = []
+    for source in (row.get("test_setup") or "", row.get("code_prefix") or ""):
+        with contextlib.suppress(SyntaxError, ValueError):
+            parse_python(source)
+            sources.append(source)
+    return sources

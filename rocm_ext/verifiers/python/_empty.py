@@ -1,0 +1,49 @@
+"""Comparisons of numpy and pytest that hold for nothing at all: here they fail. This runs in the tests' process."""
+
+import sys
+
+
+def guarded(array):
+    """An array without elements that does not compute or compare with values.
+
+    numpy broadcasts it against anything, and ``all`` of nothing is True: ``(f(x) == 3).all()`` would hold.
+    """
+    import numpy
+
+    class Empty(numpy.ndarray):
+        def __array_ufunc__(self, ufunc, method, *inputs, **options):
+            same_emptiness(*inputs)
+            found = getattr(ufunc, method)(*map(numpy.asarray, inputs), **options)
+            return found.view(Empty) if isinstance(found, numpy.ndarray) and not found.size else found
+
+    return array.view(Empty)
+
+
+def same_emptiness(*values):
+    """Raise AssertionError if some of the values have elements and some have none."""
+    sizes = [sys.modules["numpy"].size(value) for value in values]
+    if any(sizes) and not all(sizes):
+        raise AssertionError("nothing is compared with values")
+
+
+def guard():
+    """Have the comparisons fail, as far as the libraries are loaded."""
+    if numpy := sys.modules.get("numpy"):
+        for name in ("allclose", "isclose", "array_equiv"):
+            setattr(numpy, name, guarding(getattr(numpy, name)))
+        for name in ("allclose", "equal", "almost_equal", "array_equal", "array_almost_equal", "approx_equal"):
+            setattr(numpy.testing, f"assert_{name}", guarding(getattr(numpy.testing, f"assert_{name}")))
+    if pytest := sys.modules.get("pytest"):
+        scalar = type(pytest.approx(1.0))
+        equal = scalar.__eq__
+        scalar.__eq__ = lambda self, other: 0 not in (getattr(other, "shape", ()) or ()) and equal(self, other)
+
+
+def guarding(compare):
+    """A comparison that fails where one side has elements and the other has none."""
+
+    def checked(found, expected, *args, **keywords):
+        same_emptiness(found, expected)
+        return compare(found, expected, *args, **keywords)
+
+    return checked
