@@ -6,7 +6,7 @@ from typing import Any
 
 from rocm_ext.errors import UserError, nearest, one_line
 from rocm_ext.importing import COMPONENT, import_component
-from rocm_ext.verifiers.base import Result, Verifier, group_results
+from rocm_ext.verifiers.base import Result, Verifier, group_results, short
 
 
 class Wrapped(Verifier):
@@ -49,7 +49,7 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
     if isinstance(node, Verifier):
         return node
     if not isinstance(node, Mapping) or not isinstance(node.get(COMPONENT), str):
-        raise UserError(f"a verifier must be a mapping with {COMPONENT}: module.Class, found {_shown(node)}")
+        raise UserError(f"a verifier must be a mapping with {COMPONENT}: module.Class, found {short(node, 100)}")
     path = node[COMPONENT]
     try:
         made = import_component(path)
@@ -61,11 +61,11 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
     except (TypeError, ValueError):  # written in C
         signature = None
     if signature is not None:
-        known = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-            for name in args:
-                if name not in known:
-                    raise UserError(f"{path} has no argument {name!r}{nearest(name, known) if known else ''}")
+        parameters = signature.parameters.values()
+        known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        unknown = [name for name in args if name not in known]
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise UserError(f"{path} has no argument {unknown[0]!r}{nearest(unknown[0], known) if known else ''}")
         try:
             signature.bind(**args)
         except TypeError as error:
@@ -87,8 +87,3 @@ def _built(value: Any) -> Any:
     if isinstance(value, Mapping):
         return build(value) if COMPONENT in value else {key: _built(item) for key, item in value.items()}
     return [_built(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _shown(node: Any) -> str:
-    text = repr(dict(node)) if isinstance(node, Mapping) else repr(node)
-    return text if len(text) < 100 else text[:97] + "..."

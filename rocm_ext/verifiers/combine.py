@@ -32,19 +32,16 @@ class _Several(Verifier):
         return self.judge_group([completion], row)[0]
 
     def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
-        found: list[list[Result]] = [[] for _ in completions]  # of each answer, by the verifiers so far
+        earlier: list[list[Result]] = [[] for _ in completions]  # of each answer, by the verifiers so far
         for verifier in self.verifiers:
-            going = [i for i, results in enumerate(found) if not (results and self._ends(results[-1]))]
-            if not going:
-                break
-            if verifier.groups:
-                all_results = group_results(verifier, completions, row)
-                results = [all_results[i] for i in going]
+            left = [i for i, results in enumerate(earlier) if not (results and self._ends(results[-1]))]
+            if verifier.groups and left:
+                results = group_results(verifier, completions, row)
             else:
-                results = _one_by_one(verifier, [completions[i] for i in going], row)
-            for i, result in zip(going, results, strict=True):
-                found[i].append(result)
-        return [results[-1] if results[-1].reward is None else self._combined(results) for results in found]
+                results = dict(zip(left, _one_by_one(verifier, [completions[i] for i in left], row), strict=True))
+            for i in left:
+                earlier[i].append(results[i])
+        return [results[-1] if results[-1].reward is None else self._combined(results) for results in earlier]
 
     def _ends(self, result: Result) -> bool:
         """Whether an answer with this result goes to no further verifier."""
@@ -86,17 +83,10 @@ class Weighted(_Several):
 
     def __init__(self, verifiers: Sequence[Any], weights: Sequence[float], threshold: float = 1.0) -> None:
         super().__init__(verifiers)
-        numbers = isinstance(weights, (list, tuple)) and all(type(w) in (int, float) for w in weights)
-        if (
-            not numbers
-            or len(weights) != len(self.verifiers)
-            or not all(0 <= w < math.inf for w in weights)  # NaN, too
-            or sum(weights) <= 0
-        ):
-            raise UserError(
-                f"Weighted needs a weight >= 0 for each of {len(self.verifiers)} verifiers, and one > 0; "
-                f"found {weights!r}"
-            )
+        count = len(self.verifiers)
+        listed = isinstance(weights, (list, tuple)) and len(weights) == count
+        if not listed or not all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) or sum(weights) <= 0:
+            raise UserError(f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
         if not 0 < threshold <= 1:
             raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")
         self.weights, self.threshold = list(weights), threshold
@@ -105,35 +95,31 @@ class Weighted(_Several):
         return result.reward is None
 
     def _combined(self, results: Sequence[Result]) -> Result:
-        reward, verdict, details = 0.0, Verdict.CORRECT, []
-        for verifier, weight, result in zip(self.verifiers, self.weights, results, strict=True):
-            part = result.reward or 0.0
-            reward += weight * part
-            if verdict is Verdict.CORRECT:
-                verdict = result.verdict
-            details.append(f"{name_of(verifier)} {part:g}" + f" ({result.detail})" * bool(result.detail))
-        reward = min(1.0, reward / sum(self.weights))
-        if reward >= self.threshold - 1e-9:
-            verdict = Verdict.CORRECT
-        elif verdict is Verdict.CORRECT:  # all said CORRECT with partial rewards
-            verdict = Verdict.WRONG
-        return Result(verdict, reward, "; ".join(details))
+        parts = [result.reward or 0.0 for result in results]
+        mean = sum(weight * part for weight, part in zip(self.weights, parts, strict=True)) / sum(self.weights)
+        failed = [result.verdict for result in results if result.verdict is not Verdict.CORRECT]
+        verdict = next(iter(failed), Verdict.WRONG)  # all may say CORRECT with partial rewards
+        details = [
+            f"{name_of(verifier)} {part:g}" + f" ({result.detail})" * bool(result.detail)
+            for verifier, part, result in zip(self.verifiers, parts, results, strict=True)
+        ]
+        correct = mean >= self.threshold - 1e-9
+        return Result(Verdict.CORRECT if correct else verdict, min(1.0, mean), "; ".join(details))
 
 
 def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
     """The results on answers that do not depend on each other, in batches where the verifier takes them."""
-    size = verifier.batch_size
-    if min(size, len(completions)) < 2:
-        return [_alone(verifier, completion, row) for completion in completions]
-    found: list[Result] = []
-    for start in range(0, len(completions), size):
-        part = completions[start : start + size]
-        try:
-            results = verifier.judge_batch(part, [row] * len(part))
-            found += [checked(verifier, result) for result, _ in zip(results, part, strict=True)]
-        except Exception:  # one answer must not spoil the others
-            found += [_alone(verifier, completion, row) for completion in part]
-    return found
+    if len(completions) > 1 and verifier.batch_size > 1:
+        results: list[Result] = []
+        for start in range(0, len(completions), verifier.batch_size):
+            batch = completions[start : start + verifier.batch_size]
+            try:
+                judged = verifier.judge_batch(batch, [row] * len(batch))
+                results += [checked(verifier, result) for result, _ in zip(judged, batch, strict=True)]
+            except Exception:  # one answer must not spoil the others
+                results += [_alone(verifier, completion, row) for completion in batch]
+        return results
+    return [_alone(verifier, completion, row) for completion in completions]
 
 
 def _alone(verifier: Verifier, completion: str, row: Mapping[str, Any]) -> Result:

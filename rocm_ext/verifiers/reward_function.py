@@ -5,12 +5,11 @@ import itertools
 import math
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.importing import COMPONENT, import_component
-from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, wrong
+from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, field, short
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
 
@@ -53,13 +52,11 @@ class RewardFunction(Verifier):
             raise UserError(f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}")
         self.function = import_component(function) if isinstance(function, str) else function
         if inspect.isclass(self.function):
-            raise UserError(
-                f"RewardFunction: {function} is a class; expected a function, or an object that is callable"
-            )
+            raise UserError(f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
         self.conversational, self.batch_size, self.groups = conversational, batch_size, groups
         self._named, self._takes_all = self._signature()
-        own = ("prompts", "completions", *LOGGERS)
-        self.needs = tuple(name for name, needed in self._named.items() if needed and name not in own)
+        ours = ("prompts", "completions", *LOGGERS)
+        self.needs = tuple(name for name, needed in self._named.items() if needed and name not in ours)
 
     def _signature(self) -> tuple[dict[str, bool], bool]:
         """The columns that the function names, whether it needs them, and whether it takes all others.
@@ -106,9 +103,7 @@ class RewardFunction(Verifier):
 
             rewards = asyncio.run(_result_of(rewards))
         if not isinstance(rewards, Iterable) or isinstance(rewards, (str, Mapping)):
-            raise TypeError(
-                f"it returned {short(repr(rewards), 40)}; expected a list with a reward for each completion"
-            )
+            raise TypeError(f"it returned {short(repr(rewards), 40)}; expected a list with a reward for each answer")
         rewards = list(rewards)
         if len(rewards) != len(rows):
             raise ValueError(f"it returned {len(rewards)} rewards for {len(rows)} completions")
@@ -156,7 +151,7 @@ def checked_scale(who: str, scale: Sequence[float], threshold: float) -> tuple[t
     Raises:
         UserError: they are out of range.
     """
-    numbers = isinstance(scale, (list, tuple)) and all(type(each) in (int, float) for each in scale)
+    numbers = isinstance(scale, (list, tuple)) and all(type(number) in (int, float) for number in scale)
     if not numbers or len(scale) != 2 or not -math.inf < scale[0] < scale[1] < math.inf:
         raise UserError(f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")
     if type(threshold) not in (int, float) or not 0 < threshold <= 1:
@@ -171,8 +166,7 @@ def scaled(value: float, scale: tuple[float, float], threshold: float, who: str)
         hint = "; set scale to its least and greatest value" if math.isfinite(value) else ""
         return error(f"{who} gave {value:g}, which is not between {low:g} and {high:g}{hint}")
     reward = (value - low) / (high - low)
-    told = f"{who} gave {value:g}"
-    return Result(correct().verdict, reward, told) if reward >= threshold - 1e-9 else wrong(told, reward)
+    return Result(Verdict.CORRECT if reward >= threshold - 1e-9 else Verdict.WRONG, reward, f"{who} gave {value:g}")
 
 
 class _VerifierReward:
@@ -195,24 +189,19 @@ class _VerifierReward:
         rows = []
         for index, prompt in enumerate(prompts):
             row = {name: values[index] for name, values in kept.items() if values[index] is not None}
-            if isinstance(prompt, str):
-                row["prompt"] = prompt
-            else:
-                row |= {"prompt": _text(prompt), "messages": prompt}
+            row |= {"prompt": _text(prompt)} | ({} if isinstance(prompt, str) else {"messages": prompt})
             self._verifier.check_row(row)
             rows.append(row)
-        texts = [each if isinstance(each, str) else _text(each) for each in completions]
-        if self._pool.groups:
-            return [result.reward for future in self._groups(texts, rows) for result in future.result()]
-        futures = [self._pool.submit(text, row) for text, row in zip(texts, rows, strict=True)]
-        return [future.result().reward for future in futures]
-
-    def _groups(self, texts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> "list[Future[list[Result]]]":
-        """Submit neighbours with equal rows as groups: trainers repeat a prompt's row for each of its answers."""
-        found = []
-        for row, pairs in itertools.groupby(zip(rows, texts, strict=True), key=lambda pair: pair[0]):
-            found.append(self._pool.submit_group([text for _, text in pairs], row))
-        return found
+        answers = zip(rows, map(_text, completions), strict=True)
+        if not self._pool.groups:
+            futures = [self._pool.submit(text, row) for row, text in answers]
+            return [future.result().reward for future in futures]
+        # trainers repeat a prompt's row for each of its answers
+        groups = [
+            self._pool.submit_group([text for _, text in pairs], row)
+            for row, pairs in itertools.groupby(answers, key=lambda pair: pair[0])
+        ]
+        return [result.reward for group in groups for result in group.result()]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"__name__": self.__name__, "_arguments": self._arguments}
@@ -239,8 +228,10 @@ def as_reward_function(node: Mapping[str, Any], workers: int = 1, timeout: float
     return _VerifierReward(node, workers, timeout)
 
 
-def _text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of the last message."""
+def _text(messages: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of the last message, or the text itself."""
+    if isinstance(messages, str):
+        return messages
     content = messages[-1].get("content") if messages else None
     if isinstance(content, str) or content is None:
         return content or ""
