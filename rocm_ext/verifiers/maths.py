@@ -146,8 +146,9 @@ def _vote(completion: str, known: Sequence[str], tolerance: float) -> Result:
         return unparsed("no answer found")
     if len(answer) > 250:
         return wrong("the answer is too long to vote")
-    if number(answer) is None and (parsed := _parse(answer)) and hasattr(parsed[0], "evalf"):
-        parsed[0].evalf(15)  # an answer that takes too long is none that others are compared with
+    if number(answer) is None and (parsed := _parse(answer)):
+        with contextlib.suppress(TypeError, ValueError, AttributeError):
+            parsed[0].evalf(15)  # an answer that takes too long is none that others are compared with
     return correct(next((other for other in known if _equal(other, answer, tolerance)), answer))
 
 
@@ -195,7 +196,7 @@ def _by_number(gold: str, found: str, tolerance: float) -> bool | None:
 
 
 def _compare(gold: str, found: str, tolerance: float) -> bool:
-    """Whether two answers are equal for a math-verify that this makes stricter. It runs in a child only."""
+    """Whether two answers are equal for math-verify, made stricter. It runs in a child only."""
     from sympy import Eq
 
     golden, mine = (set(ARGUMENT.findall(answer)) for answer in (gold, found))
@@ -210,18 +211,20 @@ def _compare(gold: str, found: str, tolerance: float) -> bool:
     left, equation, _ = found.partition("=")
     if equation and isinstance(parsed[0], Eq) and not isinstance(target[0], Eq) and UNSOLVED.search(left):
         return False
-    math_verify = _library()
-    _stricter(math_verify.grader, tolerance)
-    return math_verify.verify(target, parsed, timeout_seconds=None)
+    return _strict(tolerance).verify(target, parsed, timeout_seconds=None)
 
 
-def _stricter(grader: Any, tolerance: float) -> None:
-    """Have math-verify compare small numbers by their ratio, and no two equations without solutions as equal.
+@functools.cache
+def _strict(tolerance: float) -> Any:
+    """A math-verify that compares small numbers by their ratio, and finds no two equations without solutions equal.
 
-    By itself it rounds differences: ``10^{-20}`` and ``1/2006!`` are zero to it.
+    By itself it rounds differences: ``10^{-20}`` and ``1/2006!`` are zero to it. This changes it in the whole process,
+    which is a child.
     """
     from sympy import Float, Rational, UnevaluatedExpr, solve
 
+    math_verify = _library()
+    grader = math_verify.grader
     numeric, solved = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
 
     def numeric_equal(a: Any, b: Any, *digits: int) -> bool:
@@ -241,6 +244,7 @@ def _stricter(grader: Any, tolerance: float) -> None:
         return bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
 
     grader.sympy_numeric_eq, grader.sympy_solve_and_compare = numeric_equal, solutions_equal
+    return math_verify
 
 
 def _parse(answer: str) -> list:
