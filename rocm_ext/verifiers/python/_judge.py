@@ -19,7 +19,6 @@ import builtins
 import contextlib
 import re
 import sys
-import weakref
 from threading import RLock
 
 from _wire import BINARY, FUNCTIONS, Closed, Malformed, Unsendable, Wire, mutable, number, text
@@ -278,7 +277,7 @@ class Judge(Wire):
         self.entry, self.bare = task["entry_point"], {"Solution", *task["functions"]}
         self.handles, self.kinds, self.errors = {}, {}, {}
         self.things, self.thing_numbers = [], {}  # functions, iterators and exceptions that the code knows by number
-        self.steps = weakref.WeakKeyDictionary()  # generators and coroutines of the code -> their numbers
+        self.streams, self.steps = {}, {}  # generators and coroutines of the code by number; the numbers by id
         self.comparing, self.failed, self.live = [], None, set()
         self.made = {}  # objects -> the arguments of the calls that gave them
         self.level = 0  # of the value that is decoded: in how many others it is
@@ -307,8 +306,8 @@ class Judge(Wire):
         name = getattr(value, "__name__", None)
         if type(name) is str and getattr(builtins, name, None) is value:
             return ["B", name]
-        if kind.__name__ in ("generator", "coroutine") and value in self.steps:
-            return ["h", self.steps[value]]
+        if id(value) in self.steps:
+            return ["h", self.steps[id(value)]]
         steps = hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
         waits = getattr(getattr(value, "__code__", 0), "co_flags", 0) & 0x80
         if waits or not (steps or kind in FUNCTIONS or kind.__name__ in ("method", "partial")):
@@ -345,10 +344,10 @@ class Judge(Wire):
         if tag == "f":
             return self.things[at - 1]
         if tag in ("y", "w"):
-            found = next((each for each, n in self.steps.items() if n == at), None)
-            found = found or (generator if tag == "y" else coroutine)(made_handle(Handle, at))
-            self.steps[found] = at
-            return found
+            if at not in self.streams:
+                self.streams[at] = (generator if tag == "y" else coroutine)(made_handle(Handle, at))
+                self.steps[id(self.streams[at])] = at
+            return self.streams[at]
         if tag != "h":
             raise Malformed(f"tag {tag!r}")
         if at not in self.handles:

@@ -6,11 +6,10 @@ else: it imports and calls no other class that a message names, and it keeps no 
 
 The code's messages are JSON. Those to the code come from trusted code, so marshal carries them, which needs no import:
 the code's process imports nothing at its start that the interpreter has not loaded, since that time counts for every
-verdict. ``os`` is not loaded, ``posix`` is. This runs inside both sandboxes with the standard library alone.
+verdict. This runs inside both sandboxes with the standard library alone.
 """
 
 import marshal
-import posix
 import sys
 from _collections import OrderedDict, defaultdict, deque
 
@@ -102,8 +101,8 @@ class Channel:
     """
 
     def __init__(self, reader, writer, dumps, loads):
-        self.reader, self.writer, self.dumps, self.loads = reader, writer, dumps, loads
-        self.ahead = b""
+        self.reader, self.writer = open(reader, "rb", closefd=False), open(writer, "wb", closefd=False)  # noqa: SIM115
+        self.dumps, self.loads = dumps, loads
 
     def send(self, message):
         """Send a dict.
@@ -118,12 +117,11 @@ class Channel:
             raise Unsendable(f"a value that no message can hold ({error})") from None
         if len(data) > MAX_FRAME:
             raise Unsendable(f"a value of {len(data)} bytes, more than {MAX_FRAME}")
-        data = memoryview(len(data).to_bytes(4, "big") + data)
-        while data:
-            try:
-                data = data[posix.write(self.writer, data) :]
-            except OSError:
-                raise Closed from None
+        try:
+            self.writer.write(len(data).to_bytes(4, "big") + data)
+            self.writer.flush()
+        except OSError:
+            raise Closed from None
 
     def receive(self):
         """The next dict.
@@ -132,28 +130,19 @@ class Channel:
             Malformed: the message is no object, or too large.
             Closed: the other process has ended.
         """
-        size = int.from_bytes(self._exactly(4), "big")
+        size = int.from_bytes(head := self.reader.read(4), "big")
         if size > MAX_FRAME:
             raise Malformed(f"a message of {size} bytes")
+        data = self.reader.read(size)
+        if len(head) < 4 or len(data) < size:
+            raise Closed
         try:
-            message = self.loads(self._exactly(size))
+            message = self.loads(data)
         except (ValueError, RecursionError) as error:
             raise Malformed(str(error)) from None
         if type(message) is not dict:
             raise Malformed("no object")
         return message
-
-    def _exactly(self, count):
-        parts, have = [self.ahead], len(self.ahead)
-        while have < count:
-            data = posix.read(self.reader, 1 << 16)
-            if not data:
-                raise Closed
-            parts.append(data)
-            have += len(data)
-        data = b"".join(parts)
-        self.ahead = data[count:]
-        return data[:count]
 
 
 def judge_channel(reader, writer):

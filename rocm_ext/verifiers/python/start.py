@@ -43,9 +43,9 @@ posix._exit(0)
 """
 COMPILE = """
 import json, marshal, sys
-for name, text in json.load(sys.stdin):
-    data = marshal.dumps(compile(text, name + ".py", "exec", dont_inherit=True))
-    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
+sources = json.load(sys.stdin)
+found = {name: marshal.dumps(compile(text, name + ".py", "exec", dont_inherit=True)) for name, text in sources}
+sys.stdout.buffer.write(marshal.dumps(found, 4))
 """
 
 
@@ -56,18 +56,14 @@ def compiled(python: str) -> dict[str, bytes]:
     Raises:
         UserError: the interpreter does not run.
     """
-    names = sorted({name for script in SCRIPTS.values() for name in script})
+    names = {name for script in SCRIPTS.values() for name in script}
     sources = [(name, Path(__file__).with_name(f"{name}.py").read_text()) for name in names]
     try:
-        data = subprocess.run([python, "-I", "-S", "-c", COMPILE], input=json.dumps(sources).encode(),
-                              capture_output=True, timeout=PATIENCE, check=True).stdout  # fmt: skip
+        done = subprocess.run([python, "-I", "-S", "-c", COMPILE], input=json.dumps(sources).encode(),
+                              capture_output=True, timeout=PATIENCE, check=True)  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"python {python!r} does not run: {error}") from error
-    found = {}
-    for name in names:
-        end = 4 + int.from_bytes(data[:4], "big")
-        found[name], data = data[4:end], data[end:]
-    return found
+    return marshal.loads(done.stdout)
 
 
 def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limits: Limits,
