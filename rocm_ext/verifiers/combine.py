@@ -36,11 +36,11 @@ class _Several(Verifier):
         for verifier in self.verifiers:
             left = [i for i, results in enumerate(earlier) if not (results and self._ends(results[-1]))]
             if verifier.groups and left:
-                results = group_results(verifier, completions, row)
+                judged = dict(enumerate(group_results(verifier, completions, row)))
             else:
-                results = dict(zip(left, _one_by_one(verifier, [completions[i] for i in left], row), strict=True))
+                judged = dict(zip(left, _one_by_one(verifier, [completions[i] for i in left], row), strict=True))
             for i in left:
-                earlier[i].append(results[i])
+                earlier[i].append(judged[i])
         return [results[-1] if results[-1].reward is None else self._combined(results) for results in earlier]
 
     def _ends(self, result: Result) -> bool:
