@@ -1,8 +1,9 @@
 """Plain data between the tests' process and the code's: messages over two pipes.
 
 What crosses is data of exact library types, and numbers that stand for objects of either side. Such a value is written
-as a list of a tag and its parts, which are values again. Decoding makes the types of this file's two tables and nothing
-else: it imports and calls no other class that a message names, and it keeps no class of the sender.
+as a list of a tag and its parts, which are values again. Decoding makes the types of this file's two tables, named
+tuples and numpy's arrays, and nothing else: it imports and calls no other class that a message names, and it keeps no
+class of the sender.
 
 The code's messages are JSON. Those to the code come from trusted code, so marshal carries them, which needs no import:
 the code's process imports nothing at its start that the interpreter has not loaded, since that time counts for every

@@ -63,7 +63,8 @@ def compiled(python: str) -> dict[str, bytes]:
                               capture_output=True, timeout=PATIENCE, check=True)  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"python {python!r} does not run: {error}") from error
-    return marshal.loads(done.stdout)
+    modules: dict[str, bytes] = marshal.loads(done.stdout)
+    return modules
 
 
 def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limits: Limits,

@@ -252,7 +252,7 @@ class PythonTests(Verifier):
         if last["kind"] == "unjudged":
             return (wrong if self.unjudged == "wrong" else error)(f"cannot be judged: {detail}")
         if last["kind"] != "done":
-            return {"broken": error, "gone": wrong, "failed": wrong}[last["kind"]](detail)
+            return (error if last["kind"] == "broken" else wrong)(detail)
         passed, total = last["passed"], last["total"]
         if not last["failed"]:
             return correct(f"passed {total} of {total}")
