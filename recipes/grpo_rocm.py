@@ -15,6 +15,7 @@ To change a part, subclass :class:`GRPO` and override :meth:`GRPO.choose`, :meth
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,19 +24,17 @@ from rocm_ext.config.checks import check_grpo_values, check_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError
-from rocm_ext.grpo import curriculum, mismatch, objective, stopping
-from rocm_ext.grpo.policy_trainer import PolicyTrainer
-from rocm_ext.grpo.records import Records
-from rocm_ext.grpo.sampler import Beside, Sampler
-from rocm_ext.grpo.selection import Selected, select
 from rocm_ext.log import log
 from rocm_ext.model import adapter_files
 from rocm_ext.plan.policy import rows_of_update
-from rocm_ext.rollouts import evaluation
-from rocm_ext.rollouts.phases import Phase
-from rocm_ext.rollouts.recipe import RolloutRecipe
-from rocm_ext.rollouts.rows import add_column, to_rows
-from rocm_ext.rollouts.samples import sampling_requests
+from rocm_ext.rl import curriculum, evaluation, objective, stopping
+from rocm_ext.rl.policy import Policy
+from rocm_ext.rl.recipe import RLRecipe
+from rocm_ext.rl.records import Records
+from rocm_ext.rl.rollout import Answers, BackgroundRollout, Job, Rollout
+from rocm_ext.rl.rows import to_rows
+from rocm_ext.rl.selection import Selected, select
+from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.components import log_config
 from rocm_ext.train.interrupt import Interrupted
@@ -44,8 +43,10 @@ from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.run import run
 from rocm_ext.train.scoring import reference, score
 
+_ROWS_PER_MICRO_BATCH = 4  # rows of joined answers that fit into one
 
-class GRPO(RolloutRecipe):
+
+class GRPO(RLRecipe):
     """Trains an adapter on the model's own verified answers, right and wrong, with policy gradients.
 
     Args:
@@ -57,7 +58,9 @@ class GRPO(RolloutRecipe):
         UserError: a value in ``cfg`` is out of range.
     """
 
-    own_adapters = brief = keeps_open = True
+    own_adapters = True
+    logs_long_rollouts_only = True
+    sessions_stay_open = True
 
     def __init__(
         self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
@@ -73,7 +76,7 @@ class GRPO(RolloutRecipe):
     def training_config(self) -> DictConfig:
         """Return the config of the learner; its ``loss`` is the objective that the config's keys describe."""
         rows = rows_of_update(self.cfg, self.cfg.prompts_per_step * self.cfg.samples_per_prompt)
-        ours = {"loss": objective.node(self.cfg), "sequences_per_step": rows}
+        ours = {"loss": objective.loss_config(self.cfg), "sequences_per_step": rows}
         return OmegaConf.create(config.trainer_config(self.cfg) | ours)
 
     def recorded_seed(self) -> int | None:
@@ -112,8 +115,8 @@ class GRPO(RolloutRecipe):
             interrupt=self.interrupt,
         )
         self.records = Records(self.out, self.ranks, self.trainer.step, self.trainer.evaluated)
-        self.sampler = Sampler(self, lambda: self.trainer.step)
-        self.next: Beside | None = None  # the next step's answers, with max_staleness 1
+        self.policy = Policy(self.engines, self.learner, self.server_check, self.out)
+        self.prefetched: BackgroundRollout | None = None  # the next step's answers, with max_staleness 1
         log_config(self.metric_logger, self.cfg)
 
     # ---- the run
@@ -126,7 +129,7 @@ class GRPO(RolloutRecipe):
             UserError: a step cannot continue; the message says why.
         """
         trainer = self.trainer
-        with self.interrupt, self.verification(), self.sampler.opened():
+        with self.interrupt, self.verification(), self.policy.opened():
             try:
                 if trainer.fresh:
                     trainer.save_checkpoint()
@@ -135,20 +138,20 @@ class GRPO(RolloutRecipe):
                     self.step()
                 self.stop_sampling()
                 self.evaluate_if_due(last=True)
-                if self.next is None:  # no thread writes to the file
+                if self.prefetched is None:  # no thread writes to the file
                     self.drop_old_samples(trainer.step, last=True)
             except Interrupted:
                 trainer.save_if_new()
                 self.stop_sampling()
                 raise
             finally:
-                if self.next is not None:
-                    self.next.abandon()
+                if self.prefetched is not None:
+                    self.prefetched.abandon()
                 self.records.close()
         if trainer.stopped:
             log.info("stopped: %s", trainer.stopped)
         trainer.write_outputs()
-        self.tell_gain()
+        self.report_gain()
 
     def stops(self) -> bool:
         """Return whether the run ends before its last step; ``trainer.stopped`` then says why.
@@ -175,24 +178,17 @@ class GRPO(RolloutRecipe):
             Interrupted: the user asked to stop; all finished work is saved.
             UserError: the step cannot continue; the message says why.
         """
-        began, cfg, trainer = time.perf_counter(), self.cfg, self.trainer
-        number = trainer.step + 1
+        began, trainer, number = time.perf_counter(), self.trainer, self.trainer.step + 1
         selected = self.sample(number)
         self.records.finish(number, selected.results)
         self.drop_old_samples(number)  # before a thread writes to the same file
-        if cfg.max_staleness and number < cfg.steps:
-            self.next = self.begin(number + 1)
-        rows = self.rows(selected) if selected.advantages else None
-        updates = trainer.update(rows, [sample.prompt_id for sample in selected.trained])
-        trainer.finish_step(
-            {
-                **selected.measurements(),
-                **updates,
-                "policy_lag": selected.policy_lag(number),
-                "seconds": time.perf_counter() - began,
-            }
-        )
-        self.doubt_sampler()
+        if self.cfg.max_staleness and number < self.cfg.steps:
+            prompts = self.choose(number + 1, self.cfg.prompts_per_step)
+            self.prefetched = self.rollout_of(self.job(number + 1, 0, prompts), BackgroundRollout)
+        updates = trainer.train_on(*self.rows(selected))
+        lag = {"policy_lag": selected.policy_lag(number)}
+        trainer.finish_step(selected.measurements() | updates | lag | {"seconds": time.perf_counter() - began})
+        self.warn_if_sampler_drifts()
         self.evaluate_if_due()
         trainer.save_if_due()
         if signum := self.interrupt.agree(self.ranks):
@@ -231,25 +227,14 @@ class GRPO(RolloutRecipe):
         )
         return [self.prompts[each] for each in ids]
 
-    def select(self, phases: Sequence[Phase], asked: Sequence[str]) -> Selected:
-        """Compare the rewards of each group, and choose the answers to train on.
-
-        Args:
-            phases: the rounds of the step's sampling.
-            asked: ids of their prompts, in order.
-        """
-        return select(phases, asked, self.cfg)
-
     def sample(self, step: int) -> Selected:
         """Sample and verify the answers of a step; with ``refill``, until there are enough groups to train on."""
-        cfg, begun = self.cfg, self.next
-        if begun is None:
-            asked = self.choose(step, cfg.prompts_per_step)
-            phases = [self.sampler.phase(*self._round(step, 0, asked))]
-        else:
-            asked, self.next = list(begun.prompts), None
-            phases = [begun.finish()]
-        selected = self.select(phases, [prompt.id for prompt in asked])
+        cfg, rollout = self.cfg, self.prefetched
+        if rollout is None:
+            rollout = self.rollout_of(self.job(step, 0, self.choose(step, cfg.prompts_per_step)))
+        self.prefetched, asked = None, list(rollout.job.prompts)
+        rounds = [rollout.finish()]
+        selected = self.select(rounds, [prompt.id for prompt in asked])
         for round_ in range(1, cfg.max_refills + 1 if cfg.refill else 1):
             missing = cfg.prompts_per_step - selected.groups
             if missing <= 0:
@@ -259,55 +244,83 @@ class GRPO(RolloutRecipe):
             more = self.choose(step, count, exclude={prompt.id for prompt in asked})
             if not more:
                 break
-            asked = [*asked, *more]
-            answers = len(selected.samples)
-            phases.append(self.sampler.phase(*self._round(step, round_, more), earlier=answers))
-            selected = self.select(phases, [prompt.id for prompt in asked])
+            asked += more
+            job = self.job(step, round_, more, earlier=len(selected.samples))
+            rounds.append(self.rollout_of(job).finish())
+            selected = self.select(rounds, [prompt.id for prompt in asked])
         return selected
 
-    def begin(self, step: int) -> Beside:
-        """Begin to sample the answers of the next step while this one trains."""
-        return self.sampler.begin(*self._round(step, 0, self.choose(step, self.cfg.prompts_per_step)))
+    def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
+        """Return what a round of a step's sampling does; ``earlier`` answers came before it in the step."""
+        return Job(
+            f"step {step}" + (f" refill {round_}" if round_ else ""),
+            [(request, self.sampling) for request in self.prompts.requests(prompts, step)],
+            prompts,
+            *self.records.phase(step, "sample", round_, policy=self.trainer.step),
+            self.logprobs_for(),
+            earlier,
+        )
 
-    def _round(self, step: int, round_: int, asked: Sequence[Prompt]) -> tuple:
-        """Return the arguments of a phase: name, records, requests, prompts, settings that need log-probs."""
-        requests = sampling_requests(asked, self.prompts.tokens, self.cfg.samples_per_prompt, self.cfg.seed, step)
-        wanted = [(request, self.sampling) for request in requests]
-        name = f"step {step}" + (f" refill {round_}" if round_ else "")
-        journals = self.records.journals(step, "sample", round_, policy=self.trainer.step)
-        return name, journals, wanted, asked, self.logprobs_for()
+    def rollout_of(self, job: Job, kind: type[Rollout] = Rollout) -> Any:
+        """Begin a rollout with the present adapter."""
+        step = self.trainer.step
+        return self.rollout(job, lambda: self.policy.session(step, job.requests), kind)
+
+    def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
+        """Compare the rewards of each group, and choose the answers to train on.
+
+        Args:
+            rounds: answers of each round of the step's sampling.
+            asked: ids of their prompts, in order.
+        """
+        return select(rounds, asked, self.cfg)
 
     def stop_sampling(self) -> None:
-        """Stop sampling beside training, on all ranks together; a resumed run uses the answers so far."""
-        if self.next is not None:
-            self.next.stop()
-            self.next = None
+        """Stop sampling in the background, on all ranks together; a resumed run uses the answers so far."""
+        if self.prefetched is not None:
+            self.prefetched.stop()
+            self.prefetched = None
 
-    def doubt_sampler(self) -> None:
+    def warn_if_sampler_drifts(self) -> None:
         """Warn if sampler and trainer differ more than in earlier steps, and check the servers' adapters again."""
-        if grown := mismatch.grown(self.trainer.lines):
+        if warning := stopping.mismatch_warning(self.trainer.lines):
             if self.ranks.is_main:
-                log.warning("%s", grown)
-            self.sampler.check_again()
+                log.warning("%s", warning)
+            self.policy.check_again()
 
     # ---- training
 
-    def rows(self, selected: Selected) -> Rows:
-        """Convert the answers to train on to rows, with the columns that the objective needs or measures."""
+    def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
+        """Convert the answers to train on to rows, with the columns that the objective needs or measures.
+
+        Answers to one prompt are joined to rows where the model can compute their prompt once.
+
+        Returns:
+            The rows, and the prompt of each.
+        """
         cfg, learner, samples = self.cfg, self.learner, selected.trained
-        worth = [[value] * len(selected.samples[key].tokens) for key, value in selected.advantages.items()]
-        rows = to_rows(samples, self.prompts.tokens, {"advantages": worth})
+        rows, groups = to_rows(samples, self.prompts.tokens), [sample.prompt_id for sample in samples]
+        lengths = [len(sample.tokens) for sample in samples]
+        advantages = selected.advantages.values()
+        rows.add_labels_column("advantages", [[a] * n for a, n in zip(advantages, lengths, strict=True)])
+        if all(len(sample.logprobs) == n for sample, n in zip(samples, lengths, strict=True)):
+            rows.add_labels_column("sampler_logprobs", [sample.logprobs for sample in samples])
         columns = learner.objective.columns
-        if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):
-            add_column(rows, "sampler_logprobs", [sample.logprobs for sample in samples])
-        if "old_logprobs" in columns:
-            sampled = cfg.old_logprobs == "sampler"
-            old = [sample.logprobs for sample in samples] if sampled else score(learner, rows, cfg.temperature)
-            add_column(rows, "old_logprobs", old)
+        if "old_logprobs" in columns and cfg.old_logprobs == "sampler":
+            rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
+        if learner.shares:
+            # rows well below a micro-batch, and several for each rank: large ones would fill neither
+            update = sum(map(len, rows.tokens)) / (cfg.minibatches * self.ranks.world)
+            most = min(learner.tokens_per_micro_batch, update) / _ROWS_PER_MICRO_BATCH
+            rows, groups = rows.join_groups(groups, most)
+        if not samples:
+            return rows, groups
+        if "old_logprobs" in columns and cfg.old_logprobs != "sampler":
+            rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature))
         if "reference_logprobs" in columns:
             with reference(learner, self.first, "the first adapter"):
-                add_column(rows, "reference_logprobs", score(learner, rows, cfg.temperature))
-        return rows
+                rows.add_labels_column("reference_logprobs", score(learner, rows, cfg.temperature))
+        return rows, groups
 
     # ---- evaluation
 
@@ -321,19 +334,16 @@ class GRPO(RolloutRecipe):
         due = last or step % every == 0 or step == self.cfg.steps
         if not (self.prompts.held_out and due) or self.trainer.evaluated == step:
             return
-        if self.next is not None:
-            self.next.wait()  # a server must not exchange adapters while it answers
-        phase = self.sampler.phase(
-            f"evaluation at step {step}",
-            self.records.journals(step, "eval"),
-            self.evaluation_requests(),
-            self.prompts.held_out,
-        )
-        scores = evaluation.score(phase, self.cfg.eval_samples)
-        self.trainer.finish_evaluation(scores, phase.stats["seconds"])
+        if self.prefetched is not None:
+            self.prefetched.wait()  # a server must not exchange adapters while it answers
+        requests = self.prompts.evaluation_requests(self.sampling)
+        job = Job(f"evaluation at step {step}", requests, self.prompts.held_out, *self.records.phase(step, "eval"))
+        answers = self.rollout_of(job).finish()
+        scores = evaluation.score(answers, self.cfg.eval_samples)
+        self.trainer.finish_evaluation(scores, answers.stats["seconds"])
         log.info("step %d: held-out %s", step, Score(scores["correct"], scores["prompts"]))
 
-    def tell_gain(self) -> None:
+    def report_gain(self) -> None:
         """Log how the best adapter does on the held-out prompts against the initial model."""
         best = self.trainer.best
         if best is None or not self.ranks.is_main:

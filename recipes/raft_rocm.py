@@ -12,7 +12,6 @@ skipped.
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -28,18 +27,16 @@ from rocm_ext.log import log
 from rocm_ext.model import adapter_files
 from rocm_ext.model.merge import merge
 from rocm_ext.plan import workload
-from rocm_ext.raft import cycles, selection, training
-from rocm_ext.raft.adapters import Adapters
-from rocm_ext.raft.cycles import Bar, Cycle
-from rocm_ext.raft.history import History
-from rocm_ext.raft.reopen import discard_after, reopen
-from rocm_ext.rollouts import evaluation
-from rocm_ext.rollouts.journal import journals_in
-from rocm_ext.rollouts.phases import Phase
-from rocm_ext.rollouts.recipe import RolloutRecipe
-from rocm_ext.rollouts.rows import to_rows
-from rocm_ext.rollouts.run_record import RunRecord
-from rocm_ext.rollouts.samples import Sample, SampleKey, read_results, read_samples, sampling_requests
+from rocm_ext.rl import curriculum, cycle_training, cycles, evaluation
+from rocm_ext.rl.cycle_training import Adapters
+from rocm_ext.rl.cycles import Cycle, History
+from rocm_ext.rl.recipe import RLRecipe
+from rocm_ext.rl.records import Sample, phase_records, read_results, read_samples
+from rocm_ext.rl.reopen import discard_after, reopen
+from rocm_ext.rl.rollout import Answers, Job, Requests
+from rocm_ext.rl.rows import to_rows
+from rocm_ext.rl.run_record import RunRecord
+from rocm_ext.rl.selection import KeepRule, filter_samples
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import check_same_run
 from rocm_ext.train.components import log_config
@@ -47,10 +44,9 @@ from rocm_ext.train.learner import Learner
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.run import run
 from rocm_ext.train.trainer import Trainer
-from rocm_ext.verifiers import Result
 
 
-class RAFT(RolloutRecipe):
+class RAFT(RLRecipe):
     """Trains an adapter on the model's own verified answers.
 
     Args:
@@ -64,7 +60,7 @@ class RAFT(RolloutRecipe):
 
     def __init__(self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[Trainer] = Trainer) -> None:
         check_raft_values(cfg)
-        check_values(training.training_config(cfg))
+        check_values(cycle_training.training_config(cfg))
         super().__init__(cfg, learner)
         self._trainer = trainer
 
@@ -72,7 +68,7 @@ class RAFT(RolloutRecipe):
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner."""
-        return training.training_config(self.cfg)
+        return cycle_training.training_config(self.cfg)
 
     def recorded_seed(self) -> int | None:
         """Read the record of the run that this one resumes, and return its seed."""
@@ -93,7 +89,7 @@ class RAFT(RolloutRecipe):
     def check_training(self) -> None:
         """Check what training needs of the learner, before the weights are read."""
         self.learner.check_columns(("old_logprobs",))
-        training.warn_of_old_logprobs(self.cfg, self.learner.objective.columns)
+        cycle_training.warn_of_old_logprobs(self.cfg, self.learner.objective.columns)
         self._trainer.check(self.learner.cfg, self.learner, rows=1)  # how many rows a cycle keeps is not known yet
 
     def expected_work(self) -> workload.Workload:
@@ -132,17 +128,12 @@ class RAFT(RolloutRecipe):
         }
         record = RunRecord(self.out)
         if begun is not None:
-            if "replay_cycles" not in begun["config"]:  # a run of an earlier version continues as it began
-                cfg.replay_cycles = 0
-            begun["config"].setdefault("keep", "rewarded")  # likewise
-            cfg.keep = cfg.keep or begun["config"]["keep"]
             check_same_run(record.path, begun, cfg, identity, cycles.RAFT_FREE_KEYS)
             reopen(self.out, begun["config"], cfg, self.ranks)
-        cfg.keep = cfg.keep or "correct"
         if self.ranks.is_main:
             record.take(cfg, identity, fresh=begun is None)
         self.ranks.barrier()
-        return History(self.out, self._bar, self.ranks)
+        return History(self.out, self._rule, self.ranks)
 
     # ---- the cycle
 
@@ -203,7 +194,7 @@ class RAFT(RolloutRecipe):
     def choose(self, cycle: int) -> list[Prompt]:
         """Choose the prompts that a cycle asks."""
         cfg = self.cfg
-        chosen = selection.choose_prompts(
+        chosen = curriculum.choose_unsolved(
             [prompt.id for prompt in self.prompts.training],
             self.history.last_asked,
             cycle,
@@ -214,32 +205,28 @@ class RAFT(RolloutRecipe):
         )
         return [self.prompts[prompt_id] for prompt_id in chosen]
 
-    def sample(self, cycle: int, asked: Sequence[Prompt]) -> Phase:
+    def sample(self, cycle: int, asked: Sequence[Prompt]) -> Answers:
         """Sample answers to ``asked`` with the adapter of the last trained cycle, and verify them."""
-        tokens, samples = self.prompts.tokens, self.cfg.samples_per_prompt
-        requests = sampling_requests(asked, tokens, samples, self.cfg.seed, cycle)
-        wanted = [(request, self.sampling) for request in requests]
-        return self._phase(cycle, "sample", self.history.source(cycle), wanted, asked)
+        requests = [(request, self.sampling) for request in self.prompts.requests(asked, cycle)]
+        return self._answers(cycle, "sample", self.history.source(cycle), requests, asked)
 
-    def _phase(self, cycle: int, what: str, adapter_of: int, requests: Sequence, prompts: Sequence[Prompt]) -> Phase:
+    def _answers(
+        self, cycle: int, phase: str, adapter_of: int, requests: Requests, prompts: Sequence[Prompt]
+    ) -> Answers:
         """Complete ``requests`` with the adapter of cycle ``adapter_of``, and verify the completions."""
         self.adapters.load(adapter_of)
         folder = self.adapters.folder(adapter_of)
         adapter = folder if folder.exists() else None
 
         def check(session: Session) -> None:
-            self.swap.check(session, requests, folder, self.adapters.before(adapter_of))
+            self.server_check.check(session, requests, folder, self.adapters.before(adapter_of))
 
-        phase = self.phase(
-            f"cycle {cycle} {what}",
-            journals_in(Cycle(self.out, cycle).phase(what), self.ranks),
-            requests,
-            prompts,
-            lambda: self.engines.session(what, adapter, check),
-        )
-        if not self.history.logged(cycle, what):
-            self._record(cycle, what, phase.stats)
-        return phase
+        records = phase_records(Cycle(self.out, cycle).phase(phase), self.ranks, cycle, phase)
+        job = Job(f"cycle {cycle} {phase}", requests, prompts, *records)
+        answers = self.rollout(job, lambda: self.engines.session(phase, adapter, check)).finish()
+        if not self.history.logged(cycle, phase):
+            self._record(cycle, phase, answers.stats)
+        return answers
 
     def _record(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
         """Write ``values`` to ``metrics.jsonl``, and pass the numbers among them to the metric logger."""
@@ -248,36 +235,32 @@ class RAFT(RolloutRecipe):
             numbers = {f"{phase}_{name}": value for name, value in values.items() if isinstance(value, int | float)}
             self.metric_logger.log_dict(numbers, step=self.history.steps)
 
-    def keep(self, cycle: int, phase: Phase) -> None:
+    def keep(self, cycle: int, answers: Answers) -> None:
         """Select the samples to train on, and write them to ``kept.jsonl``; without any, the cycle is skipped."""
         cfg, files = self.cfg, Cycle(self.out, cycle)
-        kept, dropped = self._filter(cycle, phase.samples, phase.results)
-        counts = cycles.count_answers(phase.samples, phase.results, dropped, self._bar)
-        told = ":" if kept else " is skipped, nothing to train on."
-        log.info("cycle %d%s %s", cycle, told, cycles.in_words(counts))
-        if self.ranks.is_main:
-            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, sorted(cycles.CHANGEABLE)))
-            selection.write_selection(files.selection, counts, settings)
-            # last, because it says that the selection is complete
-            selection.write_kept(files.kept, kept, phase.results, self.prompts.tokens)
-        self.ranks.barrier()
-
-    @property
-    def _bar(self) -> Bar:
-        return Bar(self.cfg.keep, self.cfg.reward_threshold)
-
-    def _filter(self, cycle: int, samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result]) -> Any:
-        cfg = self.cfg
-        return selection.filter_samples(
-            samples,
-            results,
-            bar=self._bar,
+        kept, dropped = filter_samples(
+            answers.samples,
+            answers.results,
+            rule=self._rule,
             per_prompt=cfg.max_per_prompt,
             best_fraction=cfg.best_fraction,
             deduplicate=cfg.deduplicate,
             drop_truncated=cfg.drop_truncated,
             seed=sample_seed(cfg.seed, cycle, "filter", 0),
         )
+        counts = cycles.count_answers(answers.samples, answers.results, dropped, self._rule)
+        told = ":" if kept else " is skipped, nothing to train on."
+        log.info("cycle %d%s %s", cycle, told, cycles.in_words(counts))
+        if self.ranks.is_main:
+            settings: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, sorted(cycles.CHANGEABLE)))
+            cycles.write_selection(files.selection, counts, settings)
+            # last, because it says that the selection is complete
+            cycles.write_kept(files.kept, kept, answers.results, self.prompts.tokens)
+        self.ranks.barrier()
+
+    @property
+    def _rule(self) -> KeepRule:
+        return KeepRule(self.cfg.keep, self.cfg.reward_threshold)
 
     def fit(self, cycle: int, kept: Sequence[Sample]) -> None:
         """Train on ``kept`` and the replayed answers, in the cycle's folder.
@@ -287,22 +270,24 @@ class RAFT(RolloutRecipe):
         """
         columns, folder, history = self.learner.objective.columns, Cycle(self.out, cycle).folder, self.history
         earlier = history.trained_before(cycle)
-        replayed = training.replay(self.cfg, self.out, kept, earlier)
+        replayed = cycle_training.replay(self.cfg, self.out, kept, earlier)
         if replayed:
             log.info("cycle %d: also trains on %d answers of earlier cycles", cycle, len(replayed))
         samples = [*kept, *replayed]
         if "old_logprobs" in columns and any(len(sample.logprobs) != len(sample.tokens) for sample in samples):
             loss = type(self.learner.objective).__name__
             raise UserError(f"loss {loss} needs the log-probs of sampling, and this engine returned none")
-        old = {"old_logprobs": [sample.logprobs for sample in samples]} if "old_logprobs" in columns else {}
+        rows = to_rows(samples, self.prompts.tokens)
+        if "old_logprobs" in columns:
+            rows.add_labels_column("old_logprobs", [sample.logprobs for sample in samples])
         if self.ranks.is_main:
             discard_after(self.out, cycle)
             shutil.rmtree(Cycle(self.out, cycle).optimizer, ignore_errors=True)  # of a training that is done again
         self.adapters.load(self._start(cycle))
-        cfg = training.cycle_config(self.cfg, cycle, len(earlier), folder)
+        cfg = cycle_training.cycle_config(self.cfg, cycle, len(earlier), folder)
         trainer = self._trainer(
             self.learner,
-            to_rows(samples, self.prompts.tokens, old),
+            rows,
             cfg,
             OutputDir.open(cfg, self.ranks),
             metric_logger=self.metric_logger,
@@ -310,7 +295,7 @@ class RAFT(RolloutRecipe):
             steps_before=history.steps,
         )
         if earlier and self.cfg.optimizer_state == "run":
-            training.load_optimizer(trainer, Cycle(self.out, earlier[-1]))
+            cycle_training.load_optimizer(trainer, Cycle(self.out, earlier[-1]))
         trainer.train()
 
     def _start(self, cycle: int) -> int:
@@ -326,7 +311,7 @@ class RAFT(RolloutRecipe):
         files, start = Cycle(self.out, cycle), self._start(cycle)
         if self.ranks.is_main:
             trained = [Cycle(self.out, number) for number in self.history.trained_before(cycle + 1)]
-            training.clean_up(files, trained, self.cfg.optimizer_state == "run")
+            cycle_training.clean_up(files, trained, self.cfg.optimizer_state == "run")
         if not self.history.logged(cycle, "train"):
             self._record(cycle, "train", files.training())
         if self.adapters.exists(cycle) and self.adapters.exists(start):
@@ -338,8 +323,9 @@ class RAFT(RolloutRecipe):
         path = Cycle(self.out, cycle).eval
         if path.exists():
             return
-        phase = self._phase(cycle, "eval", cycle, self.evaluation_requests(), self.prompts.held_out)
-        scores = evaluation.score(phase, self.cfg.eval_samples)
+        requests = self.prompts.evaluation_requests(self.sampling)
+        answers = self._answers(cycle, "eval", cycle, requests, self.prompts.held_out)
+        scores = evaluation.score(answers, self.cfg.eval_samples)
         if self.ranks.is_main:
             replace_text(path, json.dumps(scores, indent=2) + "\n")
         self.ranks.barrier()
@@ -362,7 +348,7 @@ class RAFT(RolloutRecipe):
         """Add this cycle to ``summary.json``, with the evaluation of cycle 0 before the first one; remove adapters."""
         history, keep = self.history, self.cfg.keep_last_n_adapters
         for each in ([0] if self.prompts.held_out and 0 not in history.rows else []) + [cycle]:
-            history.summarize(Cycle(self.out, each), partial(self._filter, each))
+            history.summarize(Cycle(self.out, each))
         if keep and self.ranks.is_main and history.trained and history.rows.keys() >= set(history.trained):
             rows = [row for row in history.rows.values() if self.adapters.exists(row["cycle"])]
             self.adapters.prune({cycles.best(rows), *history.trained[-keep:]}, history.trained)

@@ -148,9 +148,9 @@ def set_up(recipe: type[LoRAFinetune], name: str, folder: Path, cfg: dict) -> Tr
 
 def waits_of(trainer: Trainer) -> list[str]:
     """Return the waits of a run's second step, which has several micro-batches."""
-    _, batches = trainer.loader.range(0, 2)
-    assert len(batches) > 1
-    fake = [batch._map(FAKE.from_tensor) for batch in batches]
+    _, update = trainer.loader.range(0, 2)
+    assert len(update.batches) > 1
+    fake = replace(update, batches=[batch._map(FAKE.from_tensor) for batch in update.batches])
     with counted() as waits:
         trainer.train_step(fake)
     return waits

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_ext.grpo import records
 from rocm_ext.ranks import Ranks
 from rocm_ext.report.charts import Line, line_chart, line_style
+from rocm_ext.rl import records
 from tests.benchmarks import grpo, learning, overhead
 from tests.benchmarks.learning import Budget
 from tests.benchmarks.picture import write_picture

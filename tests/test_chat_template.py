@@ -23,7 +23,7 @@ from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.errors import UserError
-from rocm_ext.rollouts.prompt_set import PromptSet
+from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.train.components import check_tokenizer
 from tests import tiny
 

@@ -16,11 +16,10 @@ from rocm_ext.recipes.raft_rocm import main
 from safetensors.torch import load_file
 
 from rocm_ext import cli, log
-from rocm_ext.raft.cycles import Cycle
-from rocm_ext.raft.training import replay
-from rocm_ext.rollouts.journal import Journal
-from rocm_ext.rollouts.pace import Pace
-from rocm_ext.rollouts.samples import Sample, read_records
+from rocm_ext.rl.cycle_training import replay
+from rocm_ext.rl.cycles import Cycle
+from rocm_ext.rl.records import PhaseRecords, Sample, read_records
+from rocm_ext.rl.rollout import Pace
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.progress import progress
 from rocm_ext.runs.reader import RunFolder
@@ -358,7 +357,7 @@ def test_the_choice_is_printed_with_its_test(reference, make, tmp_path):
 @pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_seconds_and_tokens_cover_the_whole_phase(make, tmp_path, stop):
     def prepare() -> None:
-        original, done = Journal.append, []
+        original, done = PhaseRecords.append, []
 
         def append(self, record):
             original(self, record)
@@ -366,7 +365,7 @@ def test_seconds_and_tokens_cover_the_whole_phase(make, tmp_path, stop):
             if len(done) == 50:
                 os.kill(os.getpid(), stop)
 
-        Journal.append = append  # type: ignore[method-assign]
+        PhaseRecords.append = append  # type: ignore[method-assign]
 
     out, changes = tmp_path / "out", {"cycles": 1, "eval_prompts": None, "epochs": 1}
     assert forked(main, make(out, **changes), prepare=prepare)[0] in (-signal.SIGKILL, 143)

@@ -25,7 +25,7 @@ from rocm_ext.hardware.environment import (
 from rocm_ext.hardware.machine import Machine, detect, gfx_name
 from rocm_ext.hardware.profile import check_locked, check_profile, choose_profile, load_profile, profile_names
 from rocm_ext.ranks import Ranks
-from rocm_ext.rollouts.engine import free_memory
+from rocm_ext.rl.engines import free_memory
 from rocm_ext.train.runtime import Runtime
 
 REPO = Path(__file__).parents[1]

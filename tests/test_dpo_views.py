@@ -76,14 +76,14 @@ def test_a_pair_is_planned_as_two_sequences_that_share_a_prompt(top, tmp_path, c
     path = write_config(top, tmp_path / "run", batch_size=8)
     recipe = DPO(config.load("dpo_rocm", str(path)))
     recipe.setup()
-    batches = next(recipe.trainer.loader.range(0, 1))
+    update = next(recipe.trainer.loader.range(0, 1))
     with Tally() as step:
-        recipe.trainer.train_step(batches)
+        recipe.trainer.train_step(update)
     with Tally() as reference:
         score(recipe.learner, recipe.trainer.rows)
     found = plan(capsys, "--config", path)
     planned = found["configured"]["step"]
-    assert planned["tokens"] == pytest.approx(sum(batch.real_tokens for batch in batches), rel=0.02)
+    assert planned["tokens"] == pytest.approx(sum(batch.real_tokens for batch in update.batches), rel=0.02)
     assert planned["flops"] == pytest.approx(sum(op.flops for op in step.operations), rel=0.02)
     seconds = sum(op.flops for op in reference.operations) / 1e11
     assert found["reference_seconds"] == pytest.approx(seconds, rel=0.02)

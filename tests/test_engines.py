@@ -14,7 +14,7 @@ from rocm_ext.generation import LocalEngine
 from rocm_ext.generation.decoder import Decoder
 from rocm_ext.generation.slots import SlotMemory, slots_beside
 from rocm_ext.ranks import Ranks
-from rocm_ext.rollouts.engine import Engines
+from rocm_ext.rl.engines import Engines
 from tests.forks import forked
 from tests.grpo_runs import write_run
 from tests.raft_runs import write_world

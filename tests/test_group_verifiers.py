@@ -3,17 +3,18 @@
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rocm_ext.data.prompts import Prompt
 from rocm_ext.errors import UserError
 from rocm_ext.generation import Completion, Request, Sampling
-from rocm_ext.grpo.records import Records as GrpoRecords
 from rocm_ext.ranks import Ranks
-from rocm_ext.rollouts.journal import journals_in
-from rocm_ext.rollouts.phases import Rollouts
+from rocm_ext.rl.records import Records, phase_records
+from rocm_ext.rl.rollout import Job, Rollout, Workers
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.verifiers import MajorityAnswer, Pool, Verdict, as_reward_function, build, maths
 from rocm_ext.verifiers.workers import worker
@@ -290,23 +291,24 @@ class Replies:
 
 def of_grpo(folder):
     """The records of the first step of a run of GRPO."""
-    return GrpoRecords(folder, Ranks(None), 0, 0).journals(1, "sample")
+    return Records(folder, Ranks(None), 0, 0).phase(1, "sample")
 
 
 def of_raft(folder):
-    return journals_in(folder, Ranks(None))
+    return phase_records(folder, Ranks(None), 1, "sample")
 
 
-def phase(folder, samples, stop_after=None, node=RARE, journals=of_raft):
+def phase(folder, samples, stop_after=None, node=RARE, records=of_raft):
     """Make a phase of two prompts; ``stop_after`` interrupts it after so many samples."""
     texts = dict(enumerate(["a", "b", "a", "c"])) | {-1: "a"}
     sampling, interrupt = Sampling(max_new_tokens=4), Interrupt()
     requests = [(Request(p, i, 0, (1,)), sampling) for p in "pq" for i in samples]
     session = Replies(interrupt, texts, stop_after)
     with Pool(node, workers=1, timeout=30) as pool:
-        rollouts = Rollouts(pool, Ranks(None), interrupt, 0.5)
-        made = rollouts.make("test", journals(folder), requests, {"p": {}, "q": {}}, lambda: session)
-    return made.results
+        workers = Workers(pool, Ranks(None), interrupt, 0.5)
+        prompts = [Prompt(p, (), {}, "") for p in "pq"]
+        job = Job("test", requests, prompts, *records(folder))
+        return Rollout.begin(job, workers, lambda: nullcontext(session)).finish().results
 
 
 def rewards(results):
@@ -338,12 +340,12 @@ def test_a_resumed_run_judges_a_group_when_its_last_answer_is_there(calls, tmp_p
 
 @pytest.mark.parametrize("journals", [of_raft, of_grpo])
 def test_a_group_whose_verdicts_were_recorded_in_part_is_judged_again(calls, tmp_path, journals):
-    phase(tmp_path, range(4), journals=journals)
+    phase(tmp_path, range(4), records=journals)
     path = tmp_path / "verdicts.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     for count in range(len(lines)):
         path.write_text("".join(lines[:count]))
-        assert rewards(phase(tmp_path, range(4), journals=journals)) == EXPECTED
+        assert rewards(phase(tmp_path, range(4), records=journals)) == EXPECTED
         assert len(path.read_text().splitlines()) == len(lines)
     assert set(calls()) == {"a b a c"}
     assert len(calls()) == 2 + 4 * 2 + 4 * 1

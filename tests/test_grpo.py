@@ -14,8 +14,8 @@ from rocm_ext.recipes.grpo_rocm import GRPO, main
 from safetensors.torch import load_file
 
 from rocm_ext import cli, config
-from rocm_ext.grpo.policy_trainer import PolicyTrainer
-from rocm_ext.grpo.records import RunJournal
+from rocm_ext.rl.records import PhaseRecords
+from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.grpo_runs import assert_equal, lines, outcome, write_run
@@ -101,7 +101,7 @@ def test_prompts_come_in_turn(reference):
 )
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
     def prepare() -> None:
-        original = RunJournal.append
+        original = PhaseRecords.append
 
         def append(self, record):
             if self._file._own.name == f"{name}.jsonl":
@@ -113,7 +113,7 @@ def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, co
             original(self, record)
 
         prepare.count = 0
-        RunJournal.append = append
+        PhaseRecords.append = append
 
     out = tmp_path / "out"
     assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
@@ -124,8 +124,8 @@ def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, co
 @pytest.mark.parametrize(
     ("when", "method"),
     [
-        ("before", "update"),
-        slow("after", "update"),
+        ("before", "train_on"),
+        slow("after", "train_on"),
         slow("before", "finish_step"),
         ("after", "finish_step"),
         slow("before", "finish_evaluation"),
@@ -166,14 +166,14 @@ def test_killed_at_random_moments(make, reference, tmp_path):
 @pytest.mark.parametrize("phase", ["sample", slow("eval")])
 def test_ctrl_c_saves(make, reference, tmp_path, phase):
     def prepare() -> None:
-        original = RunJournal.append
+        original = PhaseRecords.append
 
         def append(self, record):
             original(self, record)
             if self._scope[:2] == (3 if phase == "sample" else 2, phase) and len(self.records) == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        RunJournal.append = append
+        PhaseRecords.append = append
 
     out = tmp_path / "out"
     code, messages = forked(main, make(out, save_every_n_steps=100), prepare=prepare)
@@ -367,9 +367,9 @@ def test_shared_prompts_change_nothing(make, tmp_path, monkeypatch, changes):
     changes = {"steps": 2, "eval_prompts": None, "tokens_per_micro_batch": 330, **changes}
     train_step = PolicyTrainer.train_step
 
-    def checked(self, batches):
-        assert all(sum(batch.lengths) + sum(batch.shared) <= 330 for batch in batches)
-        return train_step(self, batches)
+    def checked(self, update):
+        assert all(sum(batch.lengths) + sum(batch.shared) <= 330 for batch in update.batches)
+        return train_step(self, update)
 
     monkeypatch.setattr(PolicyTrainer, "train_step", checked)
     succeed(make(tmp_path / "shared", **changes))

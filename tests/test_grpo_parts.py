@@ -16,10 +16,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rocm_ext.errors import UserError
-from rocm_ext.grpo.advantages import EPSILON, advantages, flat, groups, length_share, rewards
-from rocm_ext.grpo.curriculum import choose, pass_rate
-from rocm_ext.grpo.mismatch import grown
-from rocm_ext.grpo.stopping import flat_reason, stop_reason
+from rocm_ext.rl.advantages import EPSILON, advantages, flat, groups, length_share, rewards
+from rocm_ext.rl.curriculum import choose, pass_rate
+from rocm_ext.rl.stopping import flat_reason, mismatch_warning, stop_reason
 from rocm_ext.verifiers import Result, Verdict
 
 CENTERS, SCALES = ("mean", "leave_one_out"), ("std", "batch", "none")
@@ -396,6 +395,6 @@ def test_flat_steps_with_different_rewards_are_not_told_as_one_reward():
 def test_the_mismatch_is_told_once():
     rows = [{"step": step, "mismatch_kl": value} for step, value in enumerate([1e-4, 3e-4, 2e-4, 0.5, 0.6, 1e-4], 1)]
     rows.insert(2, {"step": 2, "eval": {}})
-    told = [bool(grown(rows[:end])) for end in range(len(rows) + 1)]
+    told = [bool(mismatch_warning(rows[:end])) for end in range(len(rows) + 1)]
     assert told == [False, False, False, False, False, True, False, False]
-    assert "mismatch_kl is 0.5 nats per token, and was 0.0002" in grown(rows[:5])
+    assert "mismatch_kl is 0.5 nats per token, and was 0.0002" in mismatch_warning(rows[:5])

@@ -14,8 +14,8 @@ from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import config, files
 from rocm_ext.errors import UserError
-from rocm_ext.grpo.policy_trainer import PolicyTrainer
-from rocm_ext.grpo.records import RunJournal
+from rocm_ext.rl.records import PhaseRecords
+from rocm_ext.rl.trainer import PolicyTrainer
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.grpo_runs import lines, write_run
 from tests.raft_runs import write_world
@@ -356,14 +356,14 @@ def at_sample(step: int, count: int, signum: int):
     """Return a ``prepare`` that sends ``signum`` once a step has ``count`` samples."""
 
     def prepare() -> None:
-        original = RunJournal.append
+        original = PhaseRecords.append
 
         def append(self, record):
             original(self, record)
             if self._scope[:2] == (step, "sample") and "text" in record and len(self.records) == count:
                 os.kill(os.getpid(), signum)
 
-        RunJournal.append = append
+        PhaseRecords.append = append
 
     return prepare
 

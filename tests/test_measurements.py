@@ -179,7 +179,7 @@ def test_a_step_measures_all_its_labels(tmp_path, loss):
         tmp_path / "base", tmp_path / "rows.jsonl", tmp_path / "one", loss=component, tokens_per_micro_batch=100
     )
     one = set_up(write_yaml(tmp_path / "one.yaml", cfg))
-    rows, steps = one.trainer.rows, one.trainer.loader.steps
+    rows, steps = one.trainer.rows, one.trainer.steps
     now = score(one.learner, rows)
     one.train()
     assert one.learner.objective.tally is None

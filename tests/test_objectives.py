@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config
-from rocm_ext.data.batches import StepLoader, Steps, collate
+from rocm_ext.data.batches import Layout, StepLoader, Steps, collate
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError
@@ -168,10 +168,8 @@ def test_columns_and_sequences_stay_with_their_labels(lengths, layout, multiple)
     assert torch.equal(batch.columns["old"].long(), batch.targets)
     assert torch.equal(batch.columns["ref"].long(), -batch.targets)
     assert torch.equal(batch.to(torch.device("cpu")).columns["old"], batch.columns["old"])
-    counts = StepLoader(
-        rows, Steps(len(rows), len(rows)), rank=0, ranks=1, tokens_per_micro_batch=9, packed=packed, pad_id=0
-    ).count(0)
-    assert counts == (len(batch.targets), batch.sequences)
+    update = StepLoader(rows, Steps(len(rows), len(rows)), Layout(0, 1, 9, packed, pad_id=0))[0]
+    assert (update.labels, update.sequences) == (len(batch.targets), batch.sequences)
     labelled = [
         int((labels[1:] != IGNORE).sum())
         for row, each in zip(rows.labels, rows.lengths, strict=True)
@@ -230,9 +228,11 @@ def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize):
     assert curves[2] == pytest.approx(curves[0], rel=1e-5)
     # the validation loss from its definition; validation takes one step
     model, sums, sequences = recipe.learner.model.eval(), [], 0
-    (batches,) = recipe.trainer.validation_loader.range(0, 1)
+    trainer = recipe.trainer
+    rows = trainer.validation_rows
+    (update,) = StepLoader(rows, Steps(len(rows), len(rows)), trainer.learner.layout).range(0, 1)
     plain = CrossEntropy()
-    for batch in batches:
+    for batch in update.batches:
         with torch.no_grad():
             for s in range(batch.sequences):
                 chosen = batch.sequence == s

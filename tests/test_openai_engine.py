@@ -32,7 +32,7 @@ from rocm_ext.generation import openai, openai_session
 from rocm_ext.generation.base import Request, Sampling
 from rocm_ext.generation.openai import OpenAIEngine
 from rocm_ext.generation.openai_session import OpenAISession
-from rocm_ext.rollouts.samples import read_records
+from rocm_ext.rl.records import read_records
 from tests.forks import start, wait
 from tests.servers import CHAT, COMPLETIONS, LOAD, MODELS, Fake, Vllm, is_check, vllm_form
 from tests.tiny import run_config, write_model, write_rows, write_tokenizer, write_yaml

@@ -189,12 +189,12 @@ def test_work_is_what_a_real_step_does(name, folders, tmp_path, capsys):
     path = write_config(folders, name, tmp_path / "run", batch_size=64, startup_checks=False)
     recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
     recipe.setup()
-    batches = next(recipe.trainer.loader.range(0, 1))
+    update = next(recipe.trainer.loader.range(0, 1))
     with Tally() as tally:
-        recipe.trainer.train_step(batches)
+        recipe.trainer.train_step(update)
     recipe.cleanup()
     step = plan(capsys, "--config", path)["configured"]["step"]
-    assert step["tokens"] == pytest.approx(sum(batch.real_tokens for batch in batches), rel=0.02)
+    assert step["tokens"] == pytest.approx(sum(batch.real_tokens for batch in update.batches), rel=0.02)
     assert step["flops"] == pytest.approx(sum(op.flops for op in tally.operations), rel=0.03)
     assert step["bytes"] == pytest.approx(sum(op.bytes for op in tally.operations), rel=0.2)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rocm_ext.data.batches import StepLoader, Steps, collate
+from rocm_ext.data.batches import Layout, StepLoader, Steps, collate
 from rocm_ext.data.render import IGNORE, render_conversation
 from rocm_ext.data.rows import open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
@@ -305,10 +305,9 @@ def test_a_pair_stays_in_one_micro_batch(read, packed):
     for ranks in (1, 2):
         count = 0
         for rank in range(ranks):
-            loader = StepLoader(rows, Steps(len(rows), len(rows)), rank=rank, ranks=ranks, tokens_per_micro_batch=128,
-                                packed=packed, pad_id=0)  # fmt: skip
-            (batches,) = loader.range(0, 1)
-            for batch in batches:
+            layout = Layout(rank, ranks, tokens_per_micro_batch=128, packed=packed, pad_id=0)
+            (update,) = StepLoader(rows, Steps(len(rows), len(rows)), layout).range(0, 1)
+            for batch in update.batches:
                 even = (batch.sequence % 2 == 0).float()
                 assert torch.equal(batch.columns["side"], 2 * even - 1)
                 assert batch.sequences % 2 == 0

@@ -20,11 +20,10 @@ from safetensors.torch import load_file
 from rocm_ext import cli, config
 from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.errors import UserError
+from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.objectives import ClippedRatio, CrossEntropy
 from rocm_ext.ranks import Ranks
-from rocm_ext.rollouts.evaluate import evaluate
-from rocm_ext.rollouts.journal import Journal
-from rocm_ext.rollouts.samples import read_records
+from rocm_ext.rl.records import PhaseRecords, phase_records, read_records
 from rocm_ext.train.trainer import Trainer
 from tests.forks import forked, forked_ranks, kill_before, several_ranks
 from tests.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, write_run, write_world
@@ -159,13 +158,13 @@ def test_evaluation_of_any_adapter(reference, make, tmp_path):
 
 
 def test_an_evaluation_that_is_stopped(make, tmp_path, monkeypatch):
-    original = Journal.append
+    original = PhaseRecords.append
 
     def append(self, record):
         original(self, record)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Journal, "append", append)
+    monkeypatch.setattr(PhaseRecords, "append", append)
     cfg = config.load("raft_rocm", str(make(tmp_path / "unused")), [f"output_dir={tmp_path / 'out'}"])
     with pytest.raises(SystemExit) as stop:
         evaluate(cfg, None)
@@ -266,20 +265,20 @@ def kill_at_record(name: str, count: int):
     """Patch the journal so that writing record ``count`` kills the process halfway through the record."""
 
     def prepare() -> None:
-        original = Journal.append
+        original = PhaseRecords.append
 
         def append(self, record):
-            if self._own.name == name:
+            if self._file._own.name == name:
                 prepare.count += 1  # type: ignore[attr-defined]
             if prepare.count == count:  # type: ignore[attr-defined]
                 text = json.dumps(record, ensure_ascii=False).encode()
-                with self._own.open("ab") as file:
+                with self._file._own.open("ab") as file:
                     file.write(text[: len(text) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
             original(self, record)
 
         prepare.count = 0  # type: ignore[attr-defined]
-        Journal.append = append  # type: ignore[method-assign]
+        PhaseRecords.append = append  # type: ignore[method-assign]
 
     return prepare
 
@@ -373,26 +372,25 @@ def test_full_disk_while_sampling(make, reference, tmp_path):
 
 @given(st.text(st.characters(exclude_categories=())))
 def test_any_text_can_be_recorded(tmp_path_factory, text):
-    path = tmp_path_factory.mktemp("journal") / "samples.jsonl"
-    alone = Ranks(torch.device("cpu"), 0, 1, None)
-    journal = Journal(path, alone)
+    folder, alone = tmp_path_factory.mktemp("records"), Ranks(torch.device("cpu"), 0, 1, None)
+    samples, _ = phase_records(folder, alone, 1, "sample")
     records = [{"prompt_id": text, "sample": index, "text": text} for index in range(2)]
     for record in records:
-        journal.append(record)
-    assert read_records(path) == records
-    assert list(Journal(path, alone).records.values()) == records
+        samples.append(record)
+    assert [record | {"step": 1, "phase": "sample"} for record in records] == read_records(folder / "samples.jsonl")
+    assert list(phase_records(folder, alone, 1, "sample")[0].records.values()) == records
 
 
 def test_ctrl_c_while_sampling(make, reference, tmp_path):
     def prepare() -> None:
-        original = Journal.append
+        original = PhaseRecords.append
 
         def append(self, record):
             original(self, record)
-            if self._own.name == "samples.jsonl" and len(self.records) == 9:
+            if self._file._own.name == "samples.jsonl" and len(self.records) == 9:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        Journal.append = append  # type: ignore[method-assign]
+        PhaseRecords.append = append  # type: ignore[method-assign]
 
     out = tmp_path / "out"
     code, messages = forked(main, make(out, eval_prompts=None), prepare=prepare)

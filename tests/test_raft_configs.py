@@ -10,7 +10,7 @@ from torchtune import config as torchtune_config
 
 from rocm_ext import config, verifiers
 from rocm_ext.hardware.profile import check_locked, load_profile
-from rocm_ext.raft.training import training_config
+from rocm_ext.rl.cycle_training import training_config
 from tests.test_run_configs import CONFIGS, head, text
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*raft*.yaml"))

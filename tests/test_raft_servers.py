@@ -11,9 +11,9 @@ from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import config
 from rocm_ext.errors import UserError
-from rocm_ext.rollouts.evaluate import evaluate
-from rocm_ext.rollouts.samples import read_records
-from rocm_ext.rollouts.swap import _share
+from rocm_ext.evaluate.answers import evaluate
+from rocm_ext.rl.records import read_records
+from rocm_ext.rl.server_check import _share
 from tests.forks import forked_ranks
 from tests.servers import Fake, Sampler, Vllm, error, is_check
 from tests.tiny import run_config, write_model, write_rows, write_yaml

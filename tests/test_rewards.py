@@ -9,7 +9,7 @@ import pytest
 from rocm_ext.recipes.raft_rocm import main
 
 from rocm_ext.errors import UserError
-from rocm_ext.rollouts.samples import read_records
+from rocm_ext.rl.records import read_records
 from rocm_ext.verifiers import ExactMatch, JsonSchema, Pool, PythonTests, Regex, Verdict, extract_code
 from rocm_ext.verifiers.cases import same_output
 from tests.forks import forked
@@ -60,13 +60,13 @@ def test_wrong_answers_are_not_trained_on_however_well_rewarded(make, rewarded, 
     assert cycle_row(rewarded, 1)["pass_rate"] == 1
 
 
-def test_a_resumed_run_keeps_by_the_rule_that_it_began_with(make, rewarded, tmp_path):
+def test_a_resumed_run_may_change_the_rule(make, rewarded, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(rewarded, out)
     shutil.rmtree(out / "cycle_2")
-    ran(make, out, RESUME, "cycles=2")
+    ran(make, out, RESUME, "cycles=2", "keep=rewarded")
     assert_equal(out, rewarded)
-    ran(make, out, RESUME, "cycles=3")  # and again
+    ran(make, out, RESUME, "cycles=3", "keep=rewarded")  # and again
     assert kept_verdicts(out, 2) == kept_verdicts(out, 3) == {"CORRECT", "WRONG"}
     shutil.rmtree(out / "cycle_3")
     ran(make, out, RESUME, "cycles=3", "keep=correct")

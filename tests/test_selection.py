@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rocm_ext.raft.cycles import Bar, best, stop_reason
-from rocm_ext.raft.selection import choose_prompts, filter_samples
-from rocm_ext.rollouts.samples import Sample
+from rocm_ext.rl.curriculum import choose_unsolved
+from rocm_ext.rl.cycles import best, stop_reason
+from rocm_ext.rl.records import Sample
+from rocm_ext.rl.selection import KeepRule, filter_samples
 from rocm_ext.runs.scores import pass_at_k, wilson
 from rocm_ext.verifiers import Result, Verdict
 
-BAR = Bar("rewarded", 0.5)
-RULES = {"bar": BAR, "per_prompt": None, "best_fraction": 1.0, "deduplicate": False, "drop_truncated": False}
+BAR = KeepRule("rewarded", 0.5)
+RULES = {"rule": BAR, "per_prompt": None, "best_fraction": 1.0, "deduplicate": False, "drop_truncated": False}
 
 rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=2)
@@ -70,14 +71,14 @@ def test_only_rewards_at_the_threshold_or_above_are_kept(drawn):
 @given(answers)
 def test_only_right_answers_are_kept_however_well_others_are_rewarded(drawn):
     samples, results = phase(drawn)
-    kept, counts = filter_samples(samples, results, **{**RULES, "bar": Bar("correct", 0.5)}, seed=0)
+    kept, counts = filter_samples(samples, results, **{**RULES, "rule": KeepRule("correct", 0.5)}, seed=0)
     assert {s.key for s in kept} == {k for k, r in results.items() if r.verdict is Verdict.CORRECT}
     assert counts.get("not_correct", 0) == sum(r.reward in (0.5, 0.75) for r in results.values())
 
 
 @given(answers)
 def test_the_best_of_each_prompt_are_kept(drawn):
-    kept, _ = keep(drawn, bar=Bar("rewarded", 0.25), per_prompt=2)
+    kept, _ = keep(drawn, rule=KeepRule("rewarded", 0.25), per_prompt=2)
     _, results = phase(drawn)
     for prompt in {key[0] for key in results}:
         found = sorted((results[s.key].reward for s in kept if s.prompt_id == prompt), reverse=True)
@@ -118,7 +119,7 @@ PROMPTS = [f"p{i}" for i in range(20)]
 
 def choose(rates, count=None, skip=True, retry=2, seed=0):
     last = {prompt: (cycle, rate) for cycle, asked in enumerate(rates, start=1) for prompt, rate in asked.items()}
-    return choose_prompts(
+    return choose_unsolved(
         PROMPTS, last, len(rates) + 1, count=count, skip_solved=skip, retry_unsolved_after=retry, seed=seed
     )
 
@@ -152,7 +153,7 @@ def test_prompts_that_were_never_asked_come_first(count, seed):
 def test_the_order_of_the_file_does_not_matter():
     shuffled = random.Random(0).sample(PROMPTS, len(PROMPTS))
     rules = {"count": 7, "skip_solved": True, "retry_unsolved_after": 2, "seed": 3}
-    assert choose_prompts(PROMPTS, {}, 1, **rules) == choose_prompts(shuffled, {}, 1, **rules)
+    assert choose_unsolved(PROMPTS, {}, 1, **rules) == choose_unsolved(shuffled, {}, 1, **rules)
     assert choose([], 7, seed=3) != choose([], 7, seed=4)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rocm_ext import config
-from rocm_ext.data.batches import Steps
+from rocm_ext.data.batches import StepLoader, Steps
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError
 from rocm_ext.plan import workload
@@ -28,12 +28,8 @@ class Drawn(Training):
 
     def __init__(self, learner, cfg, folder, flat=()):
         super().__init__(learner, cfg, folder)
-        self.flat, self.seen, self._place = flat, 0, 0
+        self.flat, self.seen = flat, 0
         self.begin(cfg.epochs * UPDATES)
-
-    @property
-    def place(self):
-        return self._place
 
     @property
     def updates(self):
@@ -68,11 +64,8 @@ class Drawn(Training):
                 self.save_checkpoint()
 
     def train_on(self, rows):
-        self.loader = self.make_loader(rows, Steps(len(rows), len(rows) // UPDATES, shuffle=False))
-        stats = []
-        for self._place, batches in enumerate(self.loader.range(0, UPDATES)):  # noqa: B020
-            stats.append(self.train_step(batches))
-        self._place = 0
+        loader = StepLoader(rows, Steps(len(rows), len(rows) // UPDATES, shuffle=False), self.learner.layout)
+        stats = [self.train_step(update) for update in loader.range(0, UPDATES)]
         self.seen += len(rows)
         return stats
 

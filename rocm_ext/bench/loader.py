@@ -8,7 +8,7 @@ import numpy as np
 
 from rocm_ext.bench.clock import wait
 from rocm_ext.bench.context import Bench
-from rocm_ext.data.batches import StepLoader, Steps
+from rocm_ext.data.batches import Layout, StepLoader, Steps
 from rocm_ext.data.rows import Rows
 
 _STEPS, _PER_STEP, _STARTING = 40, 32, 4  # steps, rows per step, and first steps, which wait for the workers to start
@@ -19,22 +19,13 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
     rates = []
     for repeat in range(3):
         rows = random_rows(_STEPS * _PER_STEP, 50, 300, bench.shape.tok_embeddings.num_embeddings, seed=repeat)
-        loader = StepLoader(
-            rows,
-            Steps(len(rows), _PER_STEP),
-            rank=0,
-            ranks=1,
-            tokens_per_micro_batch=4096,
-            packed=True,
-            pad_id=0,
-            num_workers=values["num_workers"],
-            pin_memory=values["pin_memory"],
-        )
+        layout = Layout(rank=0, ranks=1, tokens_per_micro_batch=4096, packed=True, pad_id=0)
+        loader = StepLoader(rows, Steps(len(rows), _PER_STEP), layout, values["num_workers"], values["pin_memory"])
         tokens, began = 0, 0.0
-        for step, batches in enumerate(loader.range(0, _STEPS)):
+        for step, update in enumerate(loader.range(0, _STEPS)):
             if step == _STARTING:
                 tokens, began = 0, time.perf_counter()
-            for batch in batches:
+            for batch in update.batches:
                 batch.to(bench.device)
                 tokens += batch.real_tokens
             wait(bench.device)

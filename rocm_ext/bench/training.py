@@ -12,6 +12,7 @@ from torch import Tensor
 from rocm_ext.bench.clock import measure as timed
 from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.loader import random_rows
+from rocm_ext.data.batches import Update
 from rocm_ext.errors import UserError
 from rocm_ext.log import log
 from rocm_ext.model.build import Weights
@@ -108,17 +109,17 @@ def _trainer(cfg: DictConfig, runtime: Runtime, count: int, budget: int) -> Trai
 
 
 def _measure(trainer: Trainer, seconds: float) -> dict[str, Any]:
-    (batches,) = trainer.loader.range(0, 1)
+    (update,) = trainer.loader.range(0, 1)
     learner, device = trainer.learner, trainer.runtime.device
     learner.model.train()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times = timed(lambda: trainer.train_step(batches), device, seconds=2 * seconds, least=3)
+    times = timed(lambda: trainer.train_step(update), device, seconds=2 * seconds, least=3)
     return {
-        **times.rate(sum(batch.real_tokens for batch in batches)),
+        **times.rate(sum(batch.real_tokens for batch in update.batches)),
         "unit": "tokens/s",
         "seconds": times.median,
-        "peak_memory": _peak(trainer, batches),
+        "peak_memory": _peak(trainer, update),
         "planned_memory": learner.planned_peak,
         "dtype": dtype_name(trainer.runtime.dtype),
         "checkpointed": sum(hasattr(layer, "_checkpoint_wrapped_module") for layer in learner.decoder.layers),
@@ -152,7 +153,7 @@ def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) 
     return changed
 
 
-def _peak(trainer: Trainer, batches: list) -> int:
+def _peak(trainer: Trainer, update: Update) -> int:
     if trainer.runtime.device.type == "cuda":
         return torch.cuda.max_memory_allocated(trainer.runtime.device)
     decoder = trainer.learner.decoder
@@ -161,5 +162,5 @@ def _peak(trainer: Trainer, batches: list) -> int:
     tally = Tally()
     tally.ignore([*tensors, *state])
     with tally:
-        trainer.train_step(batches)
+        trainer.train_step(update)
     return tally.peak + sum(t.nbytes for t in {id(t): t for t in (*tensors, *state)}.values())

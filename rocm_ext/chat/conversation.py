@@ -16,7 +16,7 @@ from rocm_ext.data.render import PlainRenderer, render_prompt, to_text
 from rocm_ext.errors import UserError
 from rocm_ext.files import json_object
 from rocm_ext.generation import Completion, Request, Sampling, sample_seed
-from rocm_ext.rollouts.recipe import RolloutRecipe
+from rocm_ext.rl.recipe import RLRecipe
 from rocm_ext.train.scoring import without_adapter
 
 _TEMPERATURE = 0.7  # of models that name none
@@ -65,7 +65,7 @@ class Chat:
         tell: shows the user a notice.
     """
 
-    recipe: RolloutRecipe
+    recipe: RLRecipe
     session: Any
     sampling: Sampling
     seed: int
@@ -215,7 +215,7 @@ def open_chat(cfg: DictConfig, seed: int | None = None, system: str = "", **samp
     given = {key: value for key, value in sampling.items() if value is not None}
     with TemporaryDirectory() as folder:
         cfg.output_dir = cfg.checkpointer.output_dir = folder  # nothing is written
-        recipe = RolloutRecipe(cfg)
+        recipe = RLRecipe(cfg)
         try:
             recipe.open_model()
             own = model_sampling(Path(cfg.checkpointer.checkpoint_dir))

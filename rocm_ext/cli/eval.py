@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from rocm_ext.config.target import Target
-    from rocm_ext.held_out import Measured
-    from rocm_ext.rollouts.evaluate import Evaluation
+    from rocm_ext.evaluate.answers import Evaluation
+    from rocm_ext.evaluate.rows import Measured
 
 _PROMPTS = "rocm_ext.data.prompt_dataset"
 _TAIL = 200  # characters shown of a question's beginning and of an answer's end
@@ -120,7 +120,7 @@ def _content(found: Sequence[Any], compare: Callable[..., Any]) -> dict[str, Any
 
 
 def _answers(args: argparse.Namespace, target: "Target", adapter: Path | None) -> None:
-    from rocm_ext.rollouts.evaluate import compare, evaluate
+    from rocm_ext.evaluate.answers import compare, evaluate
 
     cfg = _sampling(args, target)
     if not cfg.overwrite_output_dir:
@@ -214,7 +214,10 @@ def _short(text: str, most: int) -> str:
 
 
 def _rows(args: argparse.Namespace, target: "Target", adapter: Path | None) -> None:
-    from rocm_ext.held_out import compare, keep, measure
+    from rocm_ext import registry
+    from rocm_ext.evaluate.rows import compare, keep, measure
+    from rocm_ext.recipes.dpo_rocm import DPO
+    from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
     _check_new(args.output)
     cfg = target.load(args.overrides)
@@ -223,7 +226,8 @@ def _rows(args: argparse.Namespace, target: "Target", adapter: Path | None) -> N
             raise UserError("--data takes the place of dataset.source, which this config's dataset does not have")
         own = {key: value for key, value in cfg.dataset.items() if key not in ("data_files", "name")}  # of its source
         cfg.dataset_val, cfg.validation_fraction = {**own, **_source(args)}, 0.0
-    found = measure(cfg, adapter, args.base)
+    of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO
+    found = measure((DPO if of_pairs else LoRAFinetune)(cfg), adapter, args.base)
     if args.output:
         keep(found[0], args.output)
         if args.base:

@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
 
     from rocm_ext import config, registry
     from rocm_ext.config.checks import check_grpo_values, check_raft_values, check_values
-    from rocm_ext.grpo import objective
     from rocm_ext.hardware.machine import detect
     from rocm_ext.hardware.profile import load_profile
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
+    from rocm_ext.rl import objective
 
     chip = _take_machine(args)
     recipe = config.recipe_of(args.config, args.overrides)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         check_raft_values(cfg)
     if family == registry.GRPO:
         check_grpo_values(cfg)
-        cfg.loss = objective.node(cfg)
+        cfg.loss = objective.loss_config(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
     plan = plan_run(cfg, detect(), family=family, bench=args.bench, ranks=args.ranks, known=known, chip=chip)
     if args.fit:

@@ -7,7 +7,7 @@ attention does not support this get padded rows, sorted by length.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from rocm_ext.data.render import IGNORE
-from rocm_ext.data.rows import Rows
+from rocm_ext.data.rows import Rows, labelled
 from rocm_ext.errors import UserError
 
 _WORTH_SHARING = 16  # tokens
@@ -108,21 +108,6 @@ def _order(rows: int, seed: int) -> list[int]:
     return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Return where a row has labels that a token of the same sequence predicts.
-
-    Args:
-        labels: [s] labels of the row, ``IGNORE`` where masked.
-        lengths: lengths of the row's sequences; they add up to s.
-
-    Returns:
-        [s] booleans.
-    """
-    wanted = labels != IGNORE
-    wanted[np.cumsum([0, *lengths])[:-1]] = False  # no token predicts the first token of a sequence
-    return wanted
-
-
 def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
     """Count the labels of a row, as :func:`labelled` finds them, and the sequences that have one.
 
@@ -135,6 +120,11 @@ def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
     starts = np.cumsum([0, *lengths])[:-1]
     each = np.add.reduceat(labelled(labels, lengths), starts, dtype=np.int64)
     return int(each.sum()), int((each > 0).sum())
+
+
+def label_counts(rows: Rows) -> list[tuple[int, int]]:
+    """Return :func:`count_labels` of each row."""
+    return [count_labels(*row) for row in zip(rows.labels, rows.lengths, strict=True)]
 
 
 def cut(lengths: Sequence[int], ranks: int, budget: int, packed: bool) -> list[list[list[int]]]:
@@ -273,7 +263,7 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
             at = end
     counts = [len(each) for each in wanted if len(each)]
 
-    def labelled(parts: Iterable[np.ndarray], dtype: type) -> Tensor:
+    def at_labels(parts: Iterable[np.ndarray], dtype: type) -> Tensor:
         picked = [part[at] for part, at in zip(parts, wanted, strict=True)]
         return torch.from_numpy(np.concatenate(picked).astype(dtype))
 
@@ -282,12 +272,12 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
         positions=torch.from_numpy(positions),
         lengths=tuple(sequence.own for sequence in sequences) if packed else None,
         index=torch.from_numpy(np.concatenate(places)),
-        targets=labelled((sequence.labels for sequence in sequences), np.int64),
+        targets=at_labels((sequence.labels for sequence in sequences), np.int64),
         sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
         sequences=len(counts),
         real_tokens=real,
         columns={
-            name: labelled((sequence.columns[c] for sequence in sequences), np.float32)
+            name: at_labels((sequence.columns[c] for sequence in sequences), np.float32)
             for c, name in enumerate(rows.columns)
         },
         shared=tuple(sequence.shared for sequence in sequences) if share else (),
@@ -299,63 +289,94 @@ def _nothing(length: int, pad_id: int, columns: int) -> _Sequence:
     return _Sequence(np.full(length, pad_id), np.full(length, IGNORE), [nothing] * columns)
 
 
-class StepLoader:
-    """Loads steps of :class:`Steps` as lists of this rank's micro-batches.
+@dataclass(frozen=True)
+class Update:
+    """What one optimiser step computes.
 
-    Args:
-        rows: the tokenised data set.
-        steps: the rows of each step.
+    Attributes:
+        batches: this rank's micro-batches.
+        labels: number of labels, over all ranks.
+        sequences: number of sequences that have a label, over all ranks.
+        rows: numbers of the rows, over all ranks, for messages.
+    """
+
+    batches: list[Batch]
+    labels: int
+    sequences: int
+    rows: Sequence[int]
+
+    def pin_memory(self) -> "Update":
+        """Copy the batches to page-locked memory; torch's DataLoader calls this if ``pin_memory`` is set."""
+        return replace(self, batches=[batch.pin_memory() for batch in self.batches])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of a step become micro-batches.
+
+    Attributes:
         rank: number of this rank, from 0.
         ranks: number of ranks.
         tokens_per_micro_batch: ``budget`` of :func:`cut`, in tokens.
         packed: see :func:`cut`.
         pad_id, multiple, share: see :func:`collate`.
-        whole: whether the budget counts shared tokens for each sequence that shares them, as attention does.
+    """
+
+    rank: int
+    ranks: int
+    tokens_per_micro_batch: int
+    packed: bool
+    pad_id: int
+    multiple: int = 1
+    share: bool = False
+
+
+class StepLoader(Dataset):
+    """Loads updates, each as this rank's micro-batches.
+
+    Args:
+        rows: the tokenised data set.
+        steps: indices of the rows of each update.
+        layout: how rows become micro-batches.
         num_workers: processes of torch's DataLoader; 0 loads in this process.
         pin_memory: whether to copy batches to page-locked memory.
+        count_shared: whether the budget counts shared tokens for each sequence that shares them, as attention does.
     """
 
     def __init__(
         self,
         rows: Rows,
-        steps: Steps,
-        *,
-        rank: int,
-        ranks: int,
-        tokens_per_micro_batch: int,
-        packed: bool,
-        pad_id: int,
-        multiple: int = 1,
-        share: bool = False,
-        whole: bool = False,
+        steps: Steps | Sequence[Sequence[int]],
+        layout: Layout,
         num_workers: int = 0,
         pin_memory: bool = False,
+        count_shared: bool = False,
     ) -> None:
-        self.rows, self.steps = rows, steps
-        self._labels = [count_labels(*row) for row in zip(rows.labels, rows.lengths, strict=True)]
-        sizes = row_sizes(rows, share and not whole)
-
-        def load(step: int) -> list[Batch]:
-            indices = steps[step]
-            pieces = cut([sizes[i] for i in indices], ranks, tokens_per_micro_batch, packed)[rank]
-            return [collate(rows, [indices[i] for i in piece], packed, pad_id, multiple, share) for piece in pieces]
-
-        self._dataset = _Function(load, steps.per_epoch)
+        self._rows, self._steps, self._layout = rows, steps, layout
         self._num_workers, self._pin_memory = num_workers, pin_memory
+        self._sizes, self._counts = row_sizes(rows, layout.share and not count_shared), label_counts(rows)
 
-    def count(self, step: int) -> tuple[int, int]:
-        """Count the labels of step ``step`` and the sequences that have one, over all ranks."""
-        labels, sequences = zip(*(self._labels[i] for i in self.steps[step]), strict=True)
-        return sum(labels), sum(sequences)
+    def __getitem__(self, step: int) -> Update:
+        indices, layout = self._steps[step], self._layout
+        sizes = [self._sizes[i] for i in indices]
+        pieces = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)[layout.rank]
+        batches = [
+            collate(
+                self._rows, [indices[i] for i in piece], layout.packed, layout.pad_id, layout.multiple, layout.share
+            )
+            for piece in pieces
+        ]
+        labels, sequences = zip(*(self._counts[i] for i in indices), strict=True)
+        return Update(batches, sum(labels), sum(sequences), indices)
 
-    def range(self, start: int, end: int) -> Iterator[list[Batch]]:
-        """Yield this rank's micro-batches of each step from ``start`` up to, but not including, ``end``."""
+    def range(self, start: int, end: int) -> Iterator[Update]:
+        """Yield the updates from ``start`` up to, but not including, ``end``."""
         # A DataLoader draws from the global generator whenever it starts. With its own generator a resumed run stays
         # equal to an undisturbed one.
         generator = torch.Generator()
         return iter(
             DataLoader(
-                self._dataset,
+                self,
                 batch_size=None,
                 sampler=range(start, end),
                 num_workers=self._num_workers,
@@ -363,17 +384,6 @@ class StepLoader:
                 generator=generator,
             )
         )
-
-
-class _Function(Dataset):
-    def __init__(self, load, length: int) -> None:
-        self._load, self._length = load, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, step: int) -> list[Batch]:
-        return self._load(step)
 
 
 def rows_per_step(cfg: DictConfig, ranks: int) -> int:

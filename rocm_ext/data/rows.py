@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -159,6 +160,45 @@ class Rows:
         columns = {name: join(column) for name, column in self.columns.items()}
         return Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns)
 
+    def join_groups(self, groups: Sequence[str], most: float) -> tuple["Rows", list[str]]:
+        """Join the rows of each group, so that micro-batches compute what they begin with once.
+
+        Args:
+            groups: the group of each row, such as the prompt that it answers.
+            most: tokens of a joined row; a group with more gets several.
+
+        Returns:
+            The joined rows in the order of their first rows' groups, and the group of each.
+        """
+        parts: list[list[int]] = []
+        of_part: list[str] = []
+        members: dict[str, list[int]] = {}
+        for i, group in enumerate(groups):
+            members.setdefault(group, []).append(i)
+        for group, rows in members.items():
+            tokens = math.inf
+            for i in rows:
+                tokens += len(self.tokens[i])
+                if tokens > most:
+                    parts.append([])
+                    of_part.append(group)
+                    tokens = len(self.tokens[i])
+                parts[-1].append(i)
+        return self.joined(parts), of_part
+
+    def add_labels_column(self, name: str, values: Sequence[np.ndarray | Sequence[float]]) -> None:
+        """Add a column that has a value for each label, and 0 elsewhere.
+
+        Args:
+            name: the column's name.
+            values: of each row: a value for each of its labels, see :func:`labelled`.
+        """
+        self.columns[name] = []
+        for labels, lengths, row in zip(self.labels, self.lengths, values, strict=True):
+            column = np.zeros(len(labels), dtype=np.float32)
+            column[labelled(labels, lengths)] = row
+            self.columns[name].append(column)
+
     def check_vocabulary(self, size: int) -> None:
         """Check that a model with ``size`` embeddings has all token ids.
 
@@ -177,6 +217,21 @@ class Rows:
             for values in column:
                 digest.update(values.astype("<f4").tobytes())
         return digest.hexdigest()
+
+
+def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """Return where a row has labels that a token of the same sequence predicts.
+
+    Args:
+        labels: [s] labels of the row, ``IGNORE`` where masked.
+        lengths: lengths of the row's sequences; they add up to s.
+
+    Returns:
+        [s] booleans.
+    """
+    wanted = labels != IGNORE
+    wanted[np.cumsum([0, *lengths])[:-1]] = False  # no token predicts the first token of a sequence
+    return wanted
 
 
 def check_vocabulary(largest: int, size: int) -> None:

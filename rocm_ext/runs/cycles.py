@@ -25,7 +25,7 @@ class Answers:
     Attributes:
         lengths: [n] tokens of each answer.
         truncated: how many answers ``max_new_tokens`` cut off.
-        entropy: nats per token, see :func:`rocm_ext.rollouts.samples.entropy`; None without log-probs.
+        entropy: nats per token, see :func:`rocm_ext.rl.records.entropy`; None without log-probs.
     """
 
     lengths: np.ndarray

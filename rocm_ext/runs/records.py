@@ -168,7 +168,7 @@ def parse_scores(read: Mapping[str, Any]) -> dict[str, Any] | None:
     """The scores of an evaluation with their intervals; None without a number of prompts and of right answers.
 
     Args:
-        read: as :func:`rocm_ext.rollouts.evaluation.score` returns it.
+        read: as :func:`rocm_ext.rl.evaluation.score` returns it.
     """
     total, correct = number(read.get("prompts")), number(read.get("correct"))
     if not 0 <= correct <= total < MOST or total < 1:

@@ -12,7 +12,7 @@ from torchtune import training
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
-from rocm_ext.data.batches import micro_batch_budget
+from rocm_ext.data.batches import Layout, micro_batch_budget, width_multiple
 from rocm_ext.data.pairs import SIDE
 from rocm_ext.data.rows import Rows
 from rocm_ext.data.tokenizer import ChatTokenizer
@@ -99,6 +99,20 @@ class Learner:
     @property
     def shares(self) -> bool:
         return self.packed and shares_beginnings(self.decoder)
+
+    @property
+    def layout(self) -> Layout:
+        """How rows become micro-batches of this rank; set up by :meth:`setup`."""
+        runtime = self.runtime
+        return Layout(
+            runtime.ranks.rank,
+            runtime.ranks.world,
+            self.tokens_per_micro_batch,
+            self.packed,
+            pad_id=getattr(self.tokenizer, "pad_id", 0) or 0,
+            multiple=width_multiple(self.cfg.compile, runtime.device, runtime.dtype),
+            share=self.shares,
+        )
 
     def setup_model(self) -> TransformerDecoder:
         """Build the decoder: frozen parameters on the meta device, fresh adapters on the runtime's device."""

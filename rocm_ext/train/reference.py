@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from rocm_ext.data.batches import labelled
+from rocm_ext.data.batches import label_counts
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError
 from rocm_ext.files import remove_folder, replace_bytes
@@ -52,7 +52,8 @@ def add_reference_logprobs(learner: Learner, sets: Mapping[str, Rows], folder: P
     if ranks.is_main and (folder / PARTS).exists():
         remove_folder(folder / PARTS)
     for name, rows in sets.items():
-        _add(rows, found[name])
+        ends = np.cumsum([labels for labels, _ in label_counts(rows)])
+        rows.add_labels_column(COLUMN, np.split(found[name], ends[:-1]))
 
 
 def _fingerprint(learner: Learner) -> str:
@@ -130,12 +131,3 @@ def _check_finite(scored: list[np.ndarray], name: str, first: int) -> None:
             f"{name}: the reference's log-probs of {len(bad)} rows are not finite, the first of row {bad[0]}; look at "
             "the model's weights and at this row, or set dtype=fp32"
         )
-
-
-def _add(rows: Rows, logprobs: np.ndarray) -> None:
-    rows.columns[COLUMN], start = [], 0
-    for labels, lengths in zip(rows.labels, rows.lengths, strict=True):
-        column, mask = np.zeros(len(labels), dtype=np.float32), labelled(labels, lengths)
-        end = start + int(mask.sum())
-        column[mask], start = logprobs[start:end], end
-        rows.columns[COLUMN].append(column)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_ext.data.batches import collate, count_labels, cut, row_sizes, width_multiple
+from rocm_ext.data.batches import collate, count_labels, cut, row_sizes
 from rocm_ext.data.rows import Rows
 from rocm_ext.model.lora import Dora, adapters
 from rocm_ext.objectives import Objective
@@ -30,11 +30,9 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0) -> list[np.nda
         Of each row, in its order: the log-probs of its labels, fp32. A label is a token with a label that a token of
         its own sequence predicts, see :func:`~rocm_ext.data.batches.count_labels`.
     """
-    ranks, device, dtype = learner.runtime.ranks, learner.runtime.device, learner.runtime.dtype
-    pad, multiple = getattr(learner.tokenizer, "pad_id", 0) or 0, width_multiple(learner.cfg.compile, device, dtype)
-    pieces = cut(row_sizes(rows, learner.shares), ranks.world, learner.tokens_per_micro_batch, learner.packed)[
-        ranks.rank
-    ]
+    ranks, device, layout = learner.runtime.ranks, learner.runtime.device, learner.layout
+    sizes = row_sizes(rows, layout.share)
+    pieces = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)[layout.rank]
     plain = Rows(rows.tokens, rows.labels, rows.lengths, {})
     recorder = _Recorder(temperature, learner.objective.chunk_tokens)
     training, objective = learner.model.training, learner.model.objective
@@ -42,7 +40,8 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0) -> list[np.nda
     learner.model.objective = recorder
     try:
         for piece in pieces:
-            learner.model(collate(plain, piece, learner.packed, pad, multiple, learner.shares).to(device))
+            batch = collate(plain, piece, layout.packed, layout.pad_id, layout.multiple, layout.share)
+            learner.model(batch.to(device))
     finally:
         learner.model.objective = objective
         learner.model.train(training)

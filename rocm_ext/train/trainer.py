@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.data.batches import Steps, rows_per_step
+from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
 from rocm_ext.errors import UserError, nearest
 from rocm_ext.log import Progress, log
@@ -39,6 +39,7 @@ class Trainer(Training):
         steps_before: optimiser steps of this learner's earlier runs; the metric logger counts on from there.
 
     Attributes:
+        steps: the rows of each step.
         step: optimiser steps done; it determines all other progress.
         total_steps: optimiser steps of all epochs.
         best: loss, step and adapter of the best validation by ``early_stopping_metric`` so far, with the metric and its
@@ -71,16 +72,10 @@ class Trainer(Training):
         for each in filter(None, (rows, validation_rows)):
             learner.check_rows(each)
         per_step = rows_per_step(cfg, self.ranks.world)
-        self.loader = self.make_loader(
-            rows, Steps(len(rows), per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
-        )
-        self.validation_loader = None
-        if validation_rows is not None:
-            self.validation_loader = self.make_loader(
-                validation_rows, Steps(len(validation_rows), per_step, shuffle=False)
-            )
-        log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", per_step, self.loader.steps.per_epoch)
-        self.begin(self.loader.steps.per_epoch * cfg.epochs)
+        self.steps = Steps(len(rows), per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
+        self.loader = StepLoader(rows, self.steps, learner.layout, cfg.num_workers, cfg.pin_memory)
+        log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", per_step, self.steps.per_epoch)
+        self.begin(self.steps.per_epoch * cfg.epochs)
 
     @classmethod
     def check(cls, cfg: DictConfig, learner: Learner, rows: int) -> None:
@@ -106,7 +101,7 @@ class Trainer(Training):
 
     def position(self) -> dict[str, int]:
         """Return step and epoch, from 1."""
-        return {"step": self.step, "epoch": (self.step - 1) // self.loader.steps.per_epoch + 1}
+        return {"step": self.step, "epoch": (self.step - 1) // self.steps.per_epoch + 1}
 
     def identity(self) -> dict[str, Any]:
         """Return what a run must share with the one it resumes, beside the config."""
@@ -114,7 +109,7 @@ class Trainer(Training):
             **super().identity(),
             "data": self.rows.fingerprint(),
             "validation data": self.validation_rows.fingerprint() if self.validation_rows else None,
-            "rows per step": self.loader.steps.per_step,
+            "rows per step": self.steps.per_step,
         }
 
     def extra_state(self) -> dict[str, Any]:
@@ -132,7 +127,7 @@ class Trainer(Training):
 
     def check_length(self, path: Path, state: dict[str, Any]) -> bool:
         """Check ``epochs`` and ``max_steps_per_epoch`` as :meth:`Training.check_length` does."""
-        return check_length(path, self.step, self.loader.steps, self.cfg, state["config"])
+        return check_length(path, self.step, self.steps, self.cfg, state["config"])
 
     # ---- the run
 
@@ -143,15 +138,15 @@ class Trainer(Training):
             Interrupted: the user asked to stop; the last step is saved.
             UserError: a loss is not finite, or the disk is full.
         """
-        per_epoch = self.loader.steps.per_epoch
+        per_epoch = self.steps.per_epoch
         progress = Progress(self.total_steps, self.step, self.ranks.is_main)
         self.learner.model.train()
         with contextlib.closing(progress), self.interrupt:
             while self.step < self.total_steps and not self.stopped_early:
                 end = (self.step // per_epoch + 1) * per_epoch
                 began = time.perf_counter()
-                for batches in self.loader.range(self.step, end):
-                    stats = self.train_step(batches)
+                for update in self.loader.range(self.step, end):
+                    stats = self.train_step(update)
                     self.step += 1
                     seconds = time.perf_counter() - began
                     self._log_step(stats, seconds)
@@ -190,10 +185,9 @@ class Trainer(Training):
         Raises:
             UserError: the loss is not finite.
         """
-        loader, learner = self.validation_loader, self.learner
-        if loader is None:
+        if self.validation_rows is None:
             return None
-        loss, labels, measurements = validation_loss(learner, loader)
+        loss, labels, measurements = validation_loss(self.learner, self.validation_rows)
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
         also = {f"val_{name}": value for name, value in measurements.items()}

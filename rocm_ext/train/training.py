@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.config import references
-from rocm_ext.data.batches import Batch, StepLoader, Steps
-from rocm_ext.data.rows import Rows
+from rocm_ext.data.batches import Update
 from rocm_ext.errors import UserError, one_line
 from rocm_ext.files import replace_folder, replace_text
 from rocm_ext.hardware import numerics
@@ -28,7 +28,6 @@ from rocm_ext.train.learner import Learner
 from rocm_ext.train.metrics import peak_memory
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.resume import advance, check_updates, load_for_new_length
-from rocm_ext.train.validation import make_loader
 
 # in a run's identity: the cut of a step decides which masks dropout draws
 _DROPOUT_CUT = "tokens_per_micro_batch, which dropout depends on"
@@ -61,8 +60,7 @@ class Training:
     """Optimiser steps on a learner's adapter in an output folder, fresh or resumed.
 
     A subclass's constructor calls :meth:`begin` as soon as it knows the number of updates, its own part of the
-    checkpoint's identity, and whatever its :meth:`setup_optimizer` and :meth:`setup_scheduler` need. Before
-    :meth:`train_step` it sets ``loader``, which may be another one at each step.
+    checkpoint's identity, and whatever its :meth:`setup_optimizer` and :meth:`setup_scheduler` need.
 
     Args:
         learner: the model, after its :meth:`Learner.setup`.
@@ -76,11 +74,9 @@ class Training:
         step: steps done. Metrics and checkpoints count them.
         total_steps: optimiser updates of the whole run, which the schedule covers.
         best: step, adapter and score or loss of the best evaluation so far; None before the first.
-        loader: batches and counts of the step's updates.
         free_keys: keys of the config that may differ when a run resumes.
     """
 
-    loader: StepLoader
     free_keys: frozenset[str] = FREE_KEYS
 
     def __init__(
@@ -99,6 +95,7 @@ class Training:
         self.interrupt = interrupt or Interrupt()
         self.step, self.total_steps = 0, 0
         self.best: dict[str, Any] | None = None
+        self._updated = False  # whether this process has done an update
 
     def begin(self, total_steps: int) -> None:
         """Build optimiser and schedule, continue the folder's checkpoint, and claim the folder.
@@ -153,21 +150,7 @@ class Training:
         components.warn_of_warmup(self.cfg.lr_scheduler, self.total_steps)
         return components.setup_scheduler(self.cfg.lr_scheduler, self.optimizer, self.total_steps)
 
-    def make_loader(self, rows: Rows, steps: Steps) -> StepLoader:
-        """Return a loader of this rank's micro-batches.
-
-        Args:
-            rows: rows that ``steps`` numbers.
-            steps: rows of each update.
-        """
-        return make_loader(self.learner, self.cfg, rows, steps)
-
     # ---- what a subclass may change
-
-    @property
-    def place(self) -> int:
-        """The next update's place in ``loader``."""
-        return self.step
 
     @property
     def updates(self) -> int:
@@ -242,11 +225,11 @@ class Training:
 
     # ---- a step
 
-    def train_step(self, batches: list[Batch]) -> StepStats:
-        """Do the update at ``self.place``.
+    def train_step(self, update: Update) -> StepStats:
+        """Do an update.
 
         Args:
-            batches: this rank's micro-batches of the step.
+            update: this rank's micro-batches, and counts over all ranks.
 
         Returns:
             The step's measurements over all ranks.
@@ -256,16 +239,16 @@ class Training:
                 weight then.
         """
         with self.runtime.trace.part(TRAINING):
-            return self._train_step(batches)
+            return self._train_step(update)
 
-    def _train_step(self, batches: list[Batch]) -> StepStats:
+    def _train_step(self, update: Update) -> StepStats:
         learner, device = self.learner, self.runtime.device
         parameters = list(learner.adapter.values())
         # The counts cover all micro-batches and ranks, so the loss is exact and not a mean of means.
-        denominator = learner.objective.denominator(*self.loader.count(self.place))
+        denominator = learner.objective.denominator(update.labels, update.sequences)
         summed = torch.zeros((), dtype=torch.float32, device=device)
         with self._first_step_checks(), self._compiling(), self.measuring() as tally:
-            for batch in batches:
+            for batch in update.batches:
                 with learner.offloading:
                     value = learner.model(batch.to(device))
                 self.scaler.scale(value / denominator).backward()
@@ -279,14 +262,14 @@ class Training:
         total, real, computed, interrupted, measured = self.ranks.sum(
             [
                 loss_sum,
-                sum(batch.real_tokens for batch in batches),
-                sum(batch.tokens.numel() for batch in batches),
+                sum(batch.real_tokens for batch in update.batches),
+                sum(batch.tokens.numel() for batch in update.batches),
                 float(self.interrupt.signum is not None),
                 len(tally),
             ]
         )
         loss = total / denominator
-        self._check_finite(loss, norm)
+        self._check_finite(loss, norm, update.rows)
         measurements = tally.result(self.ranks) if measured else {}
         lr = float(self.optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimisers
         if not (math.isfinite(lr) and lr >= 0):
@@ -296,6 +279,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()
+        self._updated = True
         return StepStats(loss, norm, lr, int(real), 1 - real / computed, bool(interrupted), measurements)
 
     def skip_updates(self, count: int) -> None:
@@ -314,7 +298,7 @@ class Training:
 
     @contextlib.contextmanager
     def _first_step_checks(self):
-        if self.step or self.place or self.runtime.dtype == torch.float32:
+        if self.step or self._updated or self.runtime.dtype == torch.float32:
             yield
             return
         # checks only the decoder, because the objective computes in fp32 on purpose
@@ -333,14 +317,13 @@ class Training:
             why = one_line(error)[:300]
             raise UserError(f"compile: torch cannot compile the model's layers ({why}); set compile: False") from error
 
-    def _check_finite(self, loss: float, grad_norm: float) -> None:
+    def _check_finite(self, loss: float, grad_norm: float, rows: Sequence[int]) -> None:
         scaled = self.scaler.is_enabled()  # fp16 gradients overflow now and then, and the scaler skips such a step
         if math.isfinite(loss) and (math.isfinite(grad_norm) or (scaled and self.scaler.get_scale() >= 1)):
             return
-        rows = self.loader.steps[self.place]
         last = self.folder.checkpoints.steps()
         cure = "Lower the learning rate, set clip_grad_norm, or look at these rows"
-        if not (self.step or self.place):
+        if not (self.step or self._updated):
             cure = "No step came before, so the learning rate is not the cause: look at these rows, or set dtype=fp32"
         raise UserError(
             f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; no weight changed. Rows of this step: "

@@ -10,22 +10,18 @@ import json
 import random
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from rocm_ext.raft.cycles import Bar, Cycle
-from rocm_ext.raft.history import History
-from rocm_ext.raft.selection import choose_prompts, filter_samples
 from rocm_ext.ranks import Ranks
+from rocm_ext.rl.curriculum import choose_unsolved
+from rocm_ext.rl.cycles import Cycle, History
+from rocm_ext.rl.selection import KeepRule
 
 PROMPTS, ASKED, SAMPLES = 2000, 16, 4
-BAR = Bar("correct", 0.5)
-RULES = {
-    "bar": BAR, "per_prompt": 4, "best_fraction": 1.0, "deduplicate": True, "drop_truncated": True, "seed": 0,
-}  # fmt: skip
+BAR = KeepRule("correct", 0.5)
 
 
 def write_cycle(cycle: Cycle, asked: list[str], rng: random.Random) -> None:
@@ -48,6 +44,11 @@ def write_cycle(cycle: Cycle, asked: list[str], rng: random.Random) -> None:
             right = rng.random() < 0.5
             verdict = {"verdict": "CORRECT" if right else "WRONG", "reward": float(right), "detail": ""}
             verdicts.append({"prompt_id": prompt, "sample": sample, **verdict})
+    counts = {
+        "prompts": len(asked), "samples": len(samples), "verdicts": {}, "pass_rate": 0.5, "filter": {"kept": 9},
+        "kept": 9, "mean_tokens": 20.0, "entropy": 0.5,
+    }  # fmt: skip
+    cycle.selection.write_text(json.dumps({"counts": counts, "settings": {}}))
     steps = [{"step": n, "epoch": 1, "loss": 1.0, "lr": 1e-4, "tokens": 100, "seconds": 0.1} for n in range(1, 5)]
     for name, lines in (("samples", samples), ("verdicts", verdicts), ("metrics", steps)):
         (cycle.folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -68,7 +69,7 @@ def main() -> None:
         history = History(out, BAR, ranks)
         for number in range(1, cycles + 1):
             began = time.perf_counter()
-            asked = choose_prompts(
+            asked = choose_unsolved(
                 ids, history.last_asked, number, count=ASKED, skip_solved=True, retry_unsolved_after=2, seed=0
             )
             choosing = time.perf_counter() - began
@@ -78,7 +79,7 @@ def main() -> None:
             history.add(cycle)
             for phase in ("sample", "train", "eval"):
                 history.log(number, phase, {"seconds": 1.0})
-            history.summarize(cycle, partial(filter_samples, **RULES))
+            history.summarize(cycle)
             seconds.append(choosing + time.perf_counter() - began)
         began = time.perf_counter()
         assert History(out, BAR, ranks).until(cycles) == history.until(cycles)

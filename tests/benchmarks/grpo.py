@@ -154,9 +154,9 @@ def make_work(cfg: DictConfig, given: int) -> tuple[list[tuple[str, Any]], list[
 
     Each group has right and wrong answers, so that none is dropped.
     """
-    from rocm_ext.grpo import curriculum
     from rocm_ext.pocket import load_tokenizer
-    from rocm_ext.rollouts.prompt_set import PromptSet
+    from rocm_ext.rl import curriculum
+    from rocm_ext.rl.prompts import PromptSet
 
     prompts, rng = PromptSet(cfg), random.Random(0)
     tokenizer = load_tokenizer(Path(cfg.checkpointer.checkpoint_dir))

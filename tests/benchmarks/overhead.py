@@ -27,12 +27,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.files import read_lines
-from rocm_ext.grpo import curriculum, stopping
-from rocm_ext.grpo.records import Records
-from rocm_ext.grpo.selection import select
 from rocm_ext.ranks import Ranks
-from rocm_ext.rollouts.phases import Phase
-from rocm_ext.rollouts.samples import to_result, to_sample
+from rocm_ext.rl import curriculum, stopping
+from rocm_ext.rl.records import Records, to_result, to_sample
+from rocm_ext.rl.rollout import Answers
+from rocm_ext.rl.selection import select
 from rocm_ext.train.metrics import Metrics
 from tests.benchmarks.protocol import ROOT, Failed
 from tests.benchmarks.work import LORA, pocket, write_random_model
@@ -123,8 +122,8 @@ class Synthetic:
         stopping.stop_reason(self._lines, min_entropy=0.01, stop_after_no_gain=10**6, max_length_share=1.0)
         return time.perf_counter() - began
 
-    def _phase(self, number: int, phase: str, asked: Sequence[str], count: int) -> Phase:
-        samples, verdicts = self.records.journals(number, phase)
+    def _phase(self, number: int, phase: str, asked: Sequence[str], count: int) -> Answers:
+        samples, verdicts = self.records.phase(number, phase)
         for prompt in asked:
             for sample in range(count):
                 right = self._rng.random() < 0.5
@@ -135,7 +134,7 @@ class Synthetic:
                                  "reward": float(right), "detail": "", "seconds": 0.1})  # fmt: skip
         samples.collect()
         verdicts.collect()
-        return Phase({key: to_sample(record) for key, record in samples.records.items()},
+        return Answers({key: to_sample(record) for key, record in samples.records.items()},
                      {key: to_result(record) for key, record in verdicts.records.items()}, {})  # fmt: skip
 
     def _log(self, line: dict[str, Any]) -> None:

@@ -70,12 +70,12 @@ def train(bench: Bench, rows: int, compiled: bool = False, **changes: Any) -> Tr
             learner = SeededLearner(cfg, runtime, bench.spec.budget)
             learner.setup(workload.describe(data, rows, "random"))
             trainer = Trainer(learner, data, cfg, OutputDir.open(cfg, runtime.ranks))
-            (batches,) = trainer.loader.range(0, 1)
+            (update,) = trainer.loader.range(0, 1)
             learner.model.train()
             gpu = runtime.device.type == "cuda"
             if gpu:
                 torch.cuda.reset_peak_memory_stats()
-            losses = [trainer.train_step(batches).loss for _ in range(STEPS)]
+            losses = [trainer.train_step(update).loss for _ in range(STEPS)]
             return Trained(losses, torch.cuda.max_memory_allocated() if gpu else 0, learner.planned_peak)
     finally:
         runtime.ranks.close()

@@ -1,7 +1,8 @@
-"""``samples.jsonl`` and ``verdicts.jsonl`` of a whole run, each line with its step.
+"""Sampled answers and their verdicts: ``samples.jsonl`` and ``verdicts.jsonl``, written by every rank.
 
-Both files only grow, however many steps a run has, and a step reads none of them. A run reads them once, when it
-resumes: finished steps give the pass rates of prompts, and unfinished ones go on with the records that are there.
+Each line has its step (or cycle) and phase. Both files only grow, and a step reads none of them. A run reads them once,
+when it resumes: finished steps give the pass rates of prompts, and unfinished ones go on with the records that are
+there. GRPO has a pair of files for its run, RAFT one for each phase of a cycle.
 """
 
 import errno
@@ -9,17 +10,107 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rocm_ext.files import disk_errors, read_lines, rewrite_lines
+from rocm_ext.generation import Completion
 from rocm_ext.ranks import Ranks
-from rocm_ext.rollouts.samples import to_result
 from rocm_ext.runs.reader import SampleKey
 from rocm_ext.verifiers import Result, Verdict
 
-Scope = tuple[int, str, int]  # step, "sample" or "eval", round of a step's sampling
+Scope = tuple[int, str, int]  # step or cycle, "sample" or "eval", round of a step's sampling
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A line of ``samples.jsonl``.
+
+    Attributes:
+        prompt_id: id of the prompt.
+        sample: index of the answer among the prompt's.
+        seed: seed of the answer; it determines everything random about the answer.
+        finish_reason, text, tokens: see :class:`rocm_ext.generation.Completion`.
+        logprobs: log-probabilities as in :class:`rocm_ext.generation.Completion`, rounded to 1e-6.
+    """
+
+    prompt_id: str
+    sample: int
+    seed: int
+    finish_reason: str
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+
+    @classmethod
+    def of(cls, completion: Completion) -> "Sample":
+        """Convert a completion to its record."""
+        request = completion.request
+        return cls(
+            request.prompt_id,
+            request.sample,
+            request.seed,
+            completion.finish_reason,
+            completion.text,
+            completion.tokens,
+            [round(value, 6) for value in completion.logprobs],
+        )
+
+    @property
+    def key(self) -> SampleKey:
+        return self.prompt_id, self.sample
+
+    def record(self) -> dict[str, Any]:
+        """Return the line's content.
+
+        This is the sample's own ``vars``, because copying with ``asdict`` took as long as all other work outside the
+        model and the verifier.
+        """
+        return vars(self)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a journal without an incomplete last one; [] if the file is missing.
+
+    Raises:
+        UserError: a line is damaged; the message names it.
+    """
+    return list(read_lines(path, keys=("prompt_id", "sample")))
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Read the samples of a phase, or those in ``kept.jsonl``."""
+    return [to_sample(record) for record in read_records(path)]
+
+
+def read_results(path: Path) -> dict[SampleKey, Result]:
+    """Read the verdicts of a phase, by prompt id and sample index."""
+    return {(record["prompt_id"], record["sample"]): to_result(record) for record in read_records(path)}
+
+
+def to_sample(record: Mapping[str, Any]) -> Sample:
+    """Convert a line of ``samples.jsonl``."""
+    return Sample(**{field: record[field] for field in Sample.__dataclass_fields__})
+
+
+def to_result(record: Mapping[str, Any]) -> Result:
+    """Convert a line of ``verdicts.jsonl``."""
+    return Result(Verdict(record["verdict"]), record["reward"], record["detail"])
+
+
+def entropy(samples: Iterable[Sample]) -> float | None:
+    """Estimate the entropy of the model's distribution, in nats per token.
+
+    This is the mean of -log p over the sampled tokens. It is unbiased without truncation if the log-probs are those of
+    the sampling temperature.
+
+    Returns:
+        The estimate; None if the samples have no log-probs.
+    """
+    logprobs = [value for sample in samples for value in sample.logprobs]
+    return -fmean(logprobs) if logprobs else None
 
 
 class Records:
@@ -70,9 +161,9 @@ class Records:
         for prompt, right in by_prompt.items():
             self.asked.setdefault(prompt, []).append((step, fmean(right) if right else None))
 
-    def journals(
+    def phase(
         self, step: int, phase: str, round_: int = 0, policy: int | None = None
-    ) -> tuple["RunJournal", "RunJournal"]:
+    ) -> tuple["PhaseRecords", "PhaseRecords"]:
         """Open the records of one phase.
 
         Args:
@@ -83,7 +174,7 @@ class Records:
         """
         samples, verdicts = self._files
         scope, extra = (step, phase, round_), {} if policy is None else {"policy": policy}
-        return RunJournal(samples, scope, extra), RunJournal(verdicts, scope)
+        return PhaseRecords(samples, scope, extra), PhaseRecords(verdicts, scope)
 
     def verdicts(self, step: int, phase: str) -> dict[SampleKey, Result]:
         """Read the verdicts of a finished phase from the file."""
@@ -108,8 +199,20 @@ class Records:
             file.close()
 
 
-class RunJournal:
-    """The records of one phase, with the interface of :class:`rocm_ext.rollouts.journal.Journal`."""
+def phase_records(folder: Path, ranks: Ranks, step: int, phase: str) -> "tuple[PhaseRecords, PhaseRecords]":
+    """Open ``samples.jsonl`` and ``verdicts.jsonl`` of a phase that has a folder of its own; see :meth:`Records.phase`.
+
+    A phase that was killed goes on with the records that are there.
+    """
+    return Records(folder, ranks, -1, -1).phase(step, phase)
+
+
+class PhaseRecords:
+    """The samples, or the verdicts, of one phase.
+
+    Attributes:
+        records: by prompt id and sample index: those that an earlier process left, and this rank's.
+    """
 
     def __init__(self, file: "_File", scope: Scope, extra: Mapping[str, Any] | None = None) -> None:
         self._file, self._scope, self._extra = file, scope, extra or {}
@@ -164,8 +267,9 @@ class _File:
         """Cut a line that a kill left incomplete, and move the lines of other ranks here."""
         with disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
-                file.truncate(_whole(self._path))
+            if self._path.exists():
+                with self._path.open("r+b") as file:
+                    file.truncate(_whole(self._path))
             for part in sorted(self._path.parent.glob(f"{self._path.stem}.rank*.jsonl")):
                 with part.open("rb") as source, self._path.open("ab") as file:
                     file.write(source.read(_whole(part)))
@@ -208,6 +312,7 @@ class _File:
 
     def collect(self, scope: Scope, new: list[dict[str, Any]], records: dict[SampleKey, dict[str, Any]]) -> None:
         if self._ranks.world == 1:
+            self.close()
             return
         parts = self._ranks.gather(new)
         for record in (record for part in parts for record in part):
@@ -228,12 +333,12 @@ class _File:
         if self._ranks.is_main:
             self.close()
             rewrite_lines(self._path, keep)
-            self._rewritten = self._path.stat().st_size
+            self._rewritten = _size(self._path)
         self._ranks.barrier()
 
     def doubled(self) -> bool:
         """Whether the file is twice as large as after the last rewrite of this process, the same on every rank."""
-        return self._ranks.agree(self._ranks.is_main and self._path.stat().st_size >= 2 * self._rewritten)
+        return self._ranks.agree(self._ranks.is_main and _size(self._path) >= 2 * self._rewritten)
 
     def close(self) -> None:
         if self._handle is not None:
@@ -248,6 +353,10 @@ def _line(scope: Scope, record: Mapping[str, Any]) -> str:
 
 def _scope(line: Mapping[str, Any]) -> Scope:
     return line["step"], line["phase"], line.get("round", 0)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _whole(path: Path) -> int:

@@ -1,44 +1,17 @@
-"""The requests of an evaluation, and the scores of its answers."""
+"""The scores of an evaluation's answers."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from rocm_ext.data.prompts import Prompt
-from rocm_ext.generation import Request, Sampling, sample_seed
 from rocm_ext.log import log
-from rocm_ext.rollouts.phases import Phase
+from rocm_ext.rl.rollout import Answers
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.reader import GREEDY, SampleKey
 from rocm_ext.runs.scores import pass_at_k, wilson
 from rocm_ext.verifiers import Result, Verdict
 
 
-def eval_requests(
-    prompts: Sequence[Prompt], tokens: Mapping[str, Sequence[int]], sampling: Sampling, samples: int, seed: int
-) -> list[tuple[Request, Sampling]]:
-    """Return the requests of an evaluation: per prompt a greedy answer and ``samples`` sampled ones.
-
-    Every evaluation of a run uses the same seeds.
-
-    Args:
-        prompts: held-out prompts.
-        tokens: token ids of each prompt, by id.
-        sampling: settings of the sampled answers; the greedy one takes its length limit and stop strings from them.
-        samples: number of sampled answers per prompt.
-        seed: the run's seed.
-    """
-    greedy = replace(sampling, temperature=0, top_k=None, top_p=None, min_p=None)
-    requests = []
-    for prompt in prompts:
-        for sample in (GREEDY, *range(samples)):
-            drawn = sample_seed(seed, "eval", prompt.id, sample)
-            request = Request(prompt.id, sample, drawn, tuple(tokens[prompt.id]), prompt.messages, prompt.tools)
-            requests.append((request, greedy if sample == GREEDY else sampling))
-    return requests
-
-
-def score(phase: Phase, samples: int) -> dict[str, Any]:
+def score(answers: Answers, samples: int) -> dict[str, Any]:
     """Compute the content of ``eval.json``.
 
     It has pass@1 of the greedy answers, and pass@k of the sampled ones for k = 1, 2, 4 … up to ``samples``. An answer
@@ -46,10 +19,10 @@ def score(phase: Phase, samples: int) -> dict[str, Any]:
     so it is wider than necessary.
 
     Args:
-        phase: answers to the requests of :func:`eval_requests`, with their verdicts.
+        answers: answers to the requests of :meth:`rocm_ext.rl.prompts.PromptSet.evaluation_requests`.
         samples: number of sampled answers per prompt.
     """
-    right = {key: result.verdict is Verdict.CORRECT for key, result in phase.results.items()}
+    right = {key: result.verdict is Verdict.CORRECT for key, result in answers.results.items()}
     greedy = [passed for (_, sample), passed in right.items() if sample == GREEDY]
     drawn: dict[str, int] = {}
     for (prompt, sample), passed in right.items():
@@ -68,8 +41,8 @@ def score(phase: Phase, samples: int) -> dict[str, Any]:
         "interval": wilson(sum(greedy), len(greedy)),
         "pass_at_k": at,
         "samples_per_prompt": samples,
-        "verdicts": dict(sorted(phase.verdicts().items())),
-        "truncated": sum(sample.finish_reason == "length" for sample in phase.samples.values()),
+        "verdicts": dict(sorted(answers.verdicts().items())),
+        "truncated": sum(sample.finish_reason == "length" for sample in answers.samples.values()),
     }
 
 

@@ -12,11 +12,11 @@ from omegaconf import DictConfig
 
 from rocm_ext.errors import UserError
 from rocm_ext.files import read_json, replace_text
-from rocm_ext.rollouts import evaluation
-from rocm_ext.rollouts.journal import journals_in
-from rocm_ext.rollouts.phases import Phase
-from rocm_ext.rollouts.recipe import RolloutRecipe
-from rocm_ext.rollouts.run_record import RunRecord
+from rocm_ext.rl import evaluation
+from rocm_ext.rl.recipe import RLRecipe
+from rocm_ext.rl.records import phase_records
+from rocm_ext.rl.rollout import Answers, Job
+from rocm_ext.rl.run_record import RunRecord
 from rocm_ext.runs.intervals import mcnemar, paired_gain
 from rocm_ext.runs.reader import GREEDY
 from rocm_ext.train.interrupt import Interrupted
@@ -32,7 +32,7 @@ class Evaluation:
     """The measured answers of one model.
 
     Attributes:
-        scores: content of ``eval.json``, see :func:`rocm_ext.rollouts.evaluation.score`.
+        scores: content of ``eval.json``, see :func:`rocm_ext.rl.evaluation.score`.
         answers: lines of ``answers.jsonl``: ``prompt_id``, ``sample`` (-1: the greedy answer), ``prompt``, ``text``,
             ``verdict``, ``reward``, ``detail`` and ``finish_reason`` each.
     """
@@ -71,7 +71,7 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
     if adapter is not None:
         cfg.checkpointer.adapter_checkpoint = str(adapter)
     cfg.prompts = start.prompts = cfg.metric_logger = None  # an evaluation reads no training prompts and does not log
-    recipe = RolloutRecipe(cfg)
+    recipe = RLRecipe(cfg)
     folders = [recipe.out, *[recipe.out / "base"] * base]
     with hold(recipe.out):
         for folder in folders:
@@ -106,34 +106,29 @@ def compare(evaluation: Evaluation, base: Evaluation) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_it_starts(recipe: RolloutRecipe, start: DictConfig) -> Iterator[None]:
+def _as_it_starts(recipe: RLRecipe, start: DictConfig) -> Iterator[None]:
     """Context in which the learner has the adapter of ``start``, a config, or none."""
     first, learner = start.checkpointer.get("adapter_checkpoint"), recipe.learner
     with reference(learner, learner.read_adapter(Path(first)), first) if first else without_adapter(learner):
         yield
 
 
-def _evaluate(recipe: RolloutRecipe, cfg: DictConfig, out: Path, name: str) -> Evaluation:
+def _evaluate(recipe: RLRecipe, cfg: DictConfig, out: Path, name: str) -> Evaluation:
     ranks, folder = recipe.ranks, out / "cycle_0"
     if ranks.is_main:
         identity = {"base model": recipe.learner.base_fingerprint, "seed": recipe.cfg.seed}
         RunRecord(out).take(cfg, identity, fresh=True)
     ranks.barrier()
-    first, requests = cfg.checkpointer.get("adapter_checkpoint"), recipe.evaluation_requests()
+    first, requests = cfg.checkpointer.get("adapter_checkpoint"), recipe.prompts.evaluation_requests(recipe.sampling)
     adapter = Path(first) if first else None
 
     def check(session: Any) -> None:
         if adapter is not None:
-            recipe.swap.check(session, requests, adapter, None)
+            recipe.server_check.check(session, requests, adapter, None)
 
-    phase = recipe.phase(
-        name,
-        journals_in(folder / "eval", ranks),
-        requests,
-        recipe.prompts.held_out,
-        lambda: recipe.engines.session("eval", adapter, check),
-    )
-    scores, answers = evaluation.score(phase, recipe.cfg.eval_samples), _answers(recipe, phase)
+    job = Job(name, requests, recipe.prompts.held_out, *phase_records(folder / "eval", ranks, 0, "eval"))
+    judged = recipe.rollout(job, lambda: recipe.engines.session("eval", adapter, check)).finish()
+    scores, answers = evaluation.score(judged, recipe.cfg.eval_samples), _answers(recipe, judged)
     if ranks.is_main:
         replace_text(folder / "eval.json", json.dumps(scores, indent=2) + "\n")
         replace_text(out / ANSWERS, "".join(json.dumps(answer) + "\n" for answer in answers))
@@ -141,12 +136,12 @@ def _evaluate(recipe: RolloutRecipe, cfg: DictConfig, out: Path, name: str) -> E
     return Evaluation(read_json(folder / "eval.json") or {}, answers)
 
 
-def _answers(recipe: RolloutRecipe, phase: Phase) -> list[dict[str, Any]]:
+def _answers(recipe: RLRecipe, judged: Answers) -> list[dict[str, Any]]:
     """Return what was asked, answered and judged, in the order of the prompts."""
     order: Mapping[str, int] = {prompt.id: number for number, prompt in enumerate(recipe.prompts.held_out)}
     found = []
-    for key in sorted(phase.samples, key=lambda key: (order[key[0]], key[1])):
-        sample, result = phase.samples[key], phase.results[key]
+    for key in sorted(judged.samples, key=lambda key: (order[key[0]], key[1])):
+        sample, result = judged.samples[key], judged.results[key]
         found.append(
             {
                 "prompt_id": sample.prompt_id,

@@ -49,7 +49,7 @@ class Engines:
         self._kept: dict[int, Any] | None = None  # open sessions by the engine's id, inside keep_open
         self._stack = ExitStack()
         self._opening = 0.0  # seconds
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def max_seq_len(self) -> float:
@@ -123,7 +123,7 @@ class Engines:
         if short:
             for session in self._kept.values():
                 session.release()
-            self._tell(
+            self._warn_once(
                 "training and the key-value cache do not fit into memory together, so the cache is freed after each "
                 "phase of sampling; each phase allocates it and captures its graphs again"
             )
@@ -131,14 +131,14 @@ class Engines:
         if any(self._ranks.gather(short and self._free() < needed)):
             self._stack.close()
             self._kept.clear()
-            self._tell(
+            self._warn_once(
                 "training and the sampler's layout of the weights do not fit into memory together, so each phase of "
                 f"sampling makes the layout again, which takes {self._opening:.1f} s"
             )
 
-    def _tell(self, what: str) -> None:
-        if what[:30] not in self._told and self._ranks.is_main:
-            self._told.add(what[:30])
+    def _warn_once(self, what: str) -> None:
+        if what[:30] not in self._warned and self._ranks.is_main:
+            self._warned.add(what[:30])
             log.info("%s", what)
 
 

@@ -1,6 +1,6 @@
 """What a resumed run does again because its settings changed.
 
-A resumed run may change the keys in :data:`rocm_ext.raft.cycles.CHANGEABLE`. Trained cycles stay as they are. The
+A resumed run may change the keys in :data:`rocm_ext.rl.cycles.CHANGEABLE`. Trained cycles stay as they are. The
 change applies to the skipped cycles since the last trained one, to the cycle that was stopped before its answers were
 selected, and to evaluations: all adapters of a run are measured under the same settings. A cycle whose adapter was
 removed loses its score.
@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.files import disk_errors
 from rocm_ext.log import log
-from rocm_ext.raft.cycles import CHANGEABLE, Cycle
 from rocm_ext.ranks import Ranks
-from rocm_ext.rollouts.journal import Journal
+from rocm_ext.rl.cycles import CHANGEABLE, Cycle
+from rocm_ext.rl.records import phase_records
 
 
 def reopen(out: Path, begun: Mapping[str, Any], cfg: DictConfig, ranks: Ranks) -> None:
@@ -42,12 +42,12 @@ def reopen(out: Path, begun: Mapping[str, Any], cfg: DictConfig, ranks: Ranks) -
     if not changed:
         return
     log.info("changed: %s", ", ".join(sorted(changed)))
-    for marks, records in ranks.agree(_affected(out, changed)):
+    for number, phase, marks in ranks.agree(_affected(out, changed)):
         if ranks.is_main:
             for mark in marks:  # first, so that a kill leaves no phase that counts as complete
                 mark.unlink(missing_ok=True)
         ranks.barrier()
-        samples, verdicts = (Journal(records / f"{name}.jsonl", ranks) for name in ("samples", "verdicts"))
+        samples, verdicts = phase_records(Cycle(out, number).phase(phase), ranks, number, phase)
         if "max_new_tokens" in changed:
             limit = min(was["max_new_tokens"], cfg.max_new_tokens)
             samples.drop(lambda record: record["finish_reason"] == "length" or len(record["tokens"]) > limit)  # noqa: B023
@@ -55,18 +55,18 @@ def reopen(out: Path, begun: Mapping[str, Any], cfg: DictConfig, ranks: Ranks) -
         verdicts.drop(lambda record: (record["prompt_id"], record["sample"]) not in left)  # noqa: B023
 
 
-def _affected(out: Path, changed: set[str]) -> list[tuple[list[Path], Path]]:
-    """Return the affected phases: the files that say that a phase is complete, and the folder of its records."""
+def _affected(out: Path, changed: set[str]) -> list[tuple[int, str, list[Path]]]:
+    """Return the affected phases: cycle, ``sample`` or ``eval``, and the files that say that the phase is complete."""
     cycles = [Cycle(out, number) for number in _numbers(out)]
     last = max((cycle.number for cycle in cycles if cycle.trained), default=0)
-    found = [
-        ([cycle.kept, cycle.selection], cycle.folder)
+    phases = [
+        (cycle.number, "sample", [cycle.kept, cycle.selection])
         for cycle in cycles
         if cycle.number > last and (cycle.skipped or not cycle.selected)
     ]
     if changed & {"max_new_tokens", "verifier"}:
-        found += [([cycle.eval], cycle.phase("eval")) for cycle in cycles if cycle.phase("eval").exists()]
-    return found
+        phases += [(cycle.number, "eval", [cycle.eval]) for cycle in cycles if cycle.phase("eval").exists()]
+    return phases
 
 
 def discard_after(out: Path, cycle: int) -> None:

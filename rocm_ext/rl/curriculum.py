@@ -1,4 +1,4 @@
-"""The choice of a step's prompts: a pure function of the records, without torch.
+"""The choice of a step's or cycle's prompts: pure functions of the records, without torch.
 
 It does not depend on the order of the prompts. Hashes of the seed and the prompt's id take the place of random numbers,
 so a resumed run chooses the same.
@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from rocm_ext.errors import UserError
+from rocm_ext.generation import sample_seed
 
 Asked = Mapping[str, Sequence[tuple[int, float | None]]]  # by prompt, oldest first: (step, pass rate of the group)
 
@@ -76,6 +77,48 @@ def choose(
     else:
         raise UserError(f"curriculum must be none, informative or easy_to_hard, found {curriculum!r}")
     return [ids[place] for place in chosen]
+
+
+def choose_unsolved(
+    prompts: Sequence[str],
+    last_asked: Mapping[str, tuple[int, float]],
+    cycle: int,
+    *,
+    count: int | None,
+    skip_solved: bool,
+    retry_unsolved_after: int | None,
+    seed: int,
+) -> list[str]:
+    """Choose the prompts of a cycle by the pass rates of their last answers.
+
+    Args:
+        prompts: ids of all training prompts.
+        last_asked: for each prompt asked before, the last cycle that asked it and the share of its answers that
+            passed.
+        cycle: number of this cycle, from 1.
+        count: maximum number of prompts; None: all that qualify.
+        skip_solved: skip prompts whose answers all passed, because they teach nothing more.
+        retry_unsolved_after: number of cycles until a prompt without a passing answer is asked again (1: in the next
+            cycle); None: never.
+        seed: breaks ties between prompts that were last asked in the same cycle.
+
+    Returns:
+        Prompt ids, the longest unasked first; fewer than ``count`` if fewer qualify.
+    """
+
+    def qualifies(prompt: str) -> bool:
+        if prompt not in last_asked:
+            return True
+        asked, rate = last_asked[prompt]
+        if rate == 0:
+            return retry_unsolved_after is not None and cycle - asked >= retry_unsolved_after
+        return rate < 1 or not skip_solved
+
+    def order(prompt: str) -> tuple[int, int]:
+        asked, _ = last_asked.get(prompt, (0, 0.0))
+        return asked, sample_seed(seed, "prompts", prompt, cycle - 1)
+
+    return sorted(filter(qualifies, prompts), key=order)[:count]
 
 
 def pass_rate(history: Sequence[tuple[int, float | None]]) -> float | None:

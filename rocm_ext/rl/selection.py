@@ -1,5 +1,10 @@
-"""What a step learns from: the answers of groups with unequal rewards, and their advantages."""
+"""What a step or cycle learns from: RAFT keeps right answers, GRPO compares those of a group.
 
+Both selections are pure functions of the results. They do not depend on the order of files: a hash of the seed breaks
+ties.
+"""
+
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,11 +13,95 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.grpo import advantages
-from rocm_ext.rollouts.phases import Phase
-from rocm_ext.rollouts.samples import Sample, entropy
+from rocm_ext.generation import sample_seed
+from rocm_ext.rl import advantages
+from rocm_ext.rl.records import Sample, entropy
+from rocm_ext.rl.rollout import Answers
 from rocm_ext.runs.reader import SampleKey
 from rocm_ext.verifiers import Result, Verdict
+
+
+@dataclass(frozen=True)
+class KeepRule:
+    """What an answer needs to pass: to be kept for training, and to count for its prompt's pass rate.
+
+    Attributes:
+        keep: ``correct``: the verdict CORRECT and the reward; ``rewarded``: the reward alone.
+        threshold: minimum reward.
+    """
+
+    keep: str
+    threshold: float
+
+    def missed(self, result: Result) -> str:
+        """Return the name of the rule that drops an answer with this result; "" if the answer passes."""
+        if result.reward is None:
+            return "without_reward"
+        if result.reward < self.threshold:
+            return "below_threshold"
+        return "not_correct" if self.keep == "correct" and result.verdict is not Verdict.CORRECT else ""
+
+
+def filter_samples(
+    samples: Mapping[SampleKey, Sample],
+    results: Mapping[SampleKey, Result],
+    *,
+    rule: KeepRule,
+    per_prompt: int | None,
+    best_fraction: float,
+    deduplicate: bool,
+    drop_truncated: bool,
+    seed: int,
+) -> tuple[list[Sample], dict[str, int]]:
+    """Select the samples to train on.
+
+    Args:
+        samples: samples by prompt id and sample index.
+        results: verdicts under the same keys. A sample without a reward (ERROR) is always dropped.
+        rule: what an answer needs to be kept.
+        per_prompt: keep at most this many samples of a prompt; None: no limit.
+        best_fraction: keep this share of a prompt's samples, those with the highest rewards, and at least one. It
+            applies after all other rules except ``per_prompt``.
+        deduplicate: keep one of a prompt's samples with the same tokens.
+        drop_truncated: drop answers that ``max_new_tokens`` cut off.
+        seed: breaks ties between equal rewards.
+
+    Returns:
+        The kept samples, ordered by prompt id and index, and the number of samples that each rule dropped, with the
+        number of kept ones as ``kept``.
+    """
+    dropped: Counter[str] = Counter()
+    by_prompt: dict[str, list[Sample]] = {}
+    for key, sample in samples.items():
+        if missed := rule.missed(results[key]):
+            dropped[missed] += 1
+        elif drop_truncated and sample.finish_reason == "length":
+            dropped["truncated"] += 1
+        elif not sample.tokens:  # of a server: there is nothing to train on
+            dropped["empty"] += 1
+        else:
+            by_prompt.setdefault(sample.prompt_id, []).append(sample)
+
+    def rank(sample: Sample) -> tuple[float, int]:
+        reward = results[sample.key].reward or 0.0
+        return -reward, sample_seed(seed, "ties", sample.prompt_id, sample.sample)
+
+    kept: list[Sample] = []
+    for group in by_prompt.values():
+        left = sorted(group, key=rank)
+        if deduplicate:
+            unique = {tuple(sample.tokens): sample for sample in reversed(left)}
+            dropped["duplicate"] += len(left) - len(unique)
+            left = sorted(unique.values(), key=rank)
+        for reason, most in (
+            ("not_among_best", max(1, math.ceil(best_fraction * len(left) - 1e-9))),
+            ("over_cap", len(left) if per_prompt is None else per_prompt),
+        ):
+            dropped[reason] += max(0, len(left) - most)
+            left = left[:most]
+        kept += left
+    kept.sort(key=lambda sample: sample.key)
+    return kept, {**{reason: count for reason, count in dropped.items() if count}, "kept": len(kept)}
 
 
 @dataclass
@@ -25,8 +114,8 @@ class Selected:
         advantages: of the answers to train on.
         flat: prompts whose answers had equal rewards; nothing is learned from them.
         asked: prompts in the order in which they were asked.
-        stats: costs of sampling; see :class:`rocm_ext.rollouts.phases.Phase`.
-        length_share: see :func:`rocm_ext.grpo.advantages.length_share`.
+        stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
+        length_share: see :func:`rocm_ext.rl.advantages.length_share`.
     """
 
     samples: Mapping[SampleKey, Sample]
@@ -77,7 +166,7 @@ class Selected:
         }
 
 
-def select(phases: Sequence[Phase], asked: Sequence[str], cfg: DictConfig) -> Selected:
+def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> Selected:
     """Compare the rewards of each group, and choose the answers to train on.
 
     An answer with the verdict ERROR has no reward: it is neither compared nor trained on. Truncated answers count in
@@ -85,13 +174,13 @@ def select(phases: Sequence[Phase], asked: Sequence[str], cfg: DictConfig) -> Se
     taken.
 
     Args:
-        phases: the rounds of the step's sampling.
+        rounds: the rounds of the step's sampling.
         asked: ids of their prompts, in order.
         cfg: config of ``grpo_rocm``.
     """
-    samples = {key: sample for phase in phases for key, sample in phase.samples.items()}
+    samples = {key: sample for answers in rounds for key, sample in answers.samples.items()}
     samples = {key: samples[key] for key in sorted(samples)}  # ranks have them in different orders
-    results = {key: result for phase in phases for key, result in phase.results.items()}
+    results = {key: result for answers in rounds for key, result in answers.results.items()}
     results = {key: results[key] for key in samples}
     rewards = advantages.rewards(
         samples,
@@ -114,7 +203,7 @@ def select(phases: Sequence[Phase], asked: Sequence[str], cfg: DictConfig) -> Se
         {key: trainable[key] for key in samples if key in trainable and key[0] in wanted},
         flat,
         asked,
-        _summed([phase.stats for phase in phases]),
+        _summed([answers.stats for answers in rounds]),
         advantages.length_share(rewards, {key: len(sample.tokens) for key, sample in samples.items()}),
     )
 

@@ -1,27 +1,29 @@
-"""The files of a RAFT run's cycles, and their summaries.
+"""The files of a RAFT run's cycles, their summaries, and the totals over a run.
 
-All results here come from these files, so a resumed run has the same information as an undisturbed one.
+All results here come from these files, so a resumed run has the same information as an undisturbed one. A run reads
+the files once, when it starts. After that a cycle reads only its own files, however many cycles came before. What grows
+is the text of ``summary.json``, by about a kilobyte per cycle.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+import json
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rocm_ext.files import read_json
-from rocm_ext.rollouts.samples import Sample, SampleKey, entropy, read_results, read_samples
-from rocm_ext.runs.reader import SELECTION
+from rocm_ext.files import read_json, replace_text
+from rocm_ext.ranks import Ranks
+from rocm_ext.rl.records import Sample, SampleKey, entropy, read_results
+from rocm_ext.rl.selection import KeepRule
+from rocm_ext.runs.reader import PHASES, SELECTION
 from rocm_ext.train.checkpoint import FREE_KEYS
-from rocm_ext.train.metrics import read_metrics
-from rocm_ext.verifiers import Result, Verdict
+from rocm_ext.train.metrics import Metrics, read_metrics
+from rocm_ext.verifiers import Result
 
-Filter = Callable[[Mapping[SampleKey, Sample], Mapping[SampleKey, Result]], tuple[list[Sample], dict[str, int]]]
-
-
-# Keys that a resumed run may change although they affect results; see :func:`rocm_ext.raft.reopen.reopen`
+# Keys that a resumed run may change although they affect results; see :func:`rocm_ext.rl.reopen.reopen`
 CHANGEABLE = frozenset({"samples_per_prompt", "max_new_tokens", "keep", "reward_threshold", "verifier"})
 # Keys that a resumed RAFT run may change, in addition to those that a resumed SFT run may change
 RAFT_FREE_KEYS = (
@@ -35,27 +37,6 @@ RAFT_FREE_KEYS = (
     """.split()  # noqa: SIM905
     )
 )
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What an answer needs to pass: to be kept for training, and to count for its prompt's pass rate.
-
-    Attributes:
-        keep: ``correct``: the verdict CORRECT and the reward; ``rewarded``: the reward alone.
-        threshold: minimum reward.
-    """
-
-    keep: str
-    threshold: float
-
-    def missed(self, result: Result) -> str:
-        """Return the name of the rule that drops an answer with this result; "" if the answer passes."""
-        if result.reward is None:
-            return "without_reward"
-        if result.reward < self.threshold:
-            return "below_threshold"
-        return "not_correct" if self.keep == "correct" and result.verdict is not Verdict.CORRECT else ""
 
 
 class Cycle:
@@ -128,26 +109,13 @@ class Cycle:
             and row.get("held_out") == self.scores()
         )
 
-    def row(self, bar: Bar, filter_: Filter) -> dict[str, Any]:
-        """Compute the cycle's entry in ``summary.json`` from its files.
-
-        Args:
-            bar: what an answer needs to pass.
-            filter_: selects the answers to train on, and counts what each rule dropped.
-
-        Returns:
-            The entry without its ``seconds``.
-        """
+    def row(self) -> dict[str, Any]:
+        """Compute the cycle's entry in ``summary.json``, without its ``seconds``, from its files."""
         row: dict[str, Any] = {"cycle": self.number}
         if self.skipped:
             row["skipped"] = True
-        if self.number:
-            if selection := read_json(self.selection):
-                row |= selection["counts"]
-            else:  # an earlier version wrote none
-                samples = {sample.key: sample for sample in read_samples(self.folder / "samples.jsonl")}
-                results = self.results()
-                row |= count_answers(samples, results, filter_(samples, results)[1], bar)
+        if selection := read_json(self.selection):
+            row |= selection["counts"]
         if self.trained:
             training = self.training()
             row |= {key: training[key] for key in ("steps", "first_loss", "last_loss")}
@@ -158,17 +126,17 @@ class Cycle:
 
 
 def count_answers(
-    samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result], dropped: dict[str, int], bar: Bar
+    samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result], dropped: dict[str, int], rule: KeepRule
 ) -> dict[str, Any]:
     """Count a cycle's answers for its entry in ``summary.json``.
 
     Args:
         samples: answers by prompt id and sample index.
         results: verdicts under the same keys.
-        dropped: the counts of :func:`rocm_ext.raft.selection.filter_samples`.
-        bar: what an answer needs to pass.
+        dropped: the counts of :func:`rocm_ext.rl.selection.filter_samples`.
+        rule: what an answer needs to pass.
     """
-    rates = pass_rates(results, bar)
+    rates = pass_rates(results, rule)
     return {
         "prompts": len({prompt for prompt, _ in samples}),
         "samples": len(samples),
@@ -204,14 +172,14 @@ def nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def pass_rates(results: Mapping[SampleKey, Result], bar: Bar) -> dict[str, float]:
+def pass_rates(results: Mapping[SampleKey, Result], rule: KeepRule) -> dict[str, float]:
     """Compute the share of each prompt's answers that passed.
 
     Answers without a reward (ERROR) do not count, because a verifier's failure says nothing about a prompt.
 
     Args:
         results: verdicts by prompt id and sample index.
-        bar: what an answer needs to pass.
+        rule: what an answer needs to pass.
 
     Returns:
         Share from 0 to 1 by prompt id; prompts without any reward are missing.
@@ -219,7 +187,7 @@ def pass_rates(results: Mapping[SampleKey, Result], bar: Bar) -> dict[str, float
     passed: dict[str, list[bool]] = {}
     for (prompt_id, _), result in results.items():
         if result.reward is not None:
-            passed.setdefault(prompt_id, []).append(not bar.missed(result))
+            passed.setdefault(prompt_id, []).append(not rule.missed(result))
     return {prompt_id: fmean(each) for prompt_id, each in passed.items()}
 
 
@@ -297,3 +265,147 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append((str(row["cycle"]), *answers, *held, f"{sum(row['seconds'].values()):.0f} s"))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def write_kept(
+    path: Path,
+    kept: Sequence[Sample],
+    results: Mapping[SampleKey, Result],
+    prompts: Mapping[str, Sequence[int]],
+) -> None:
+    """Write ``kept.jsonl``: the samples with their rewards and the token ids of their prompts.
+
+    Args:
+        path: path of the file.
+        kept: samples to write.
+        results: verdicts by prompt id and sample index.
+        prompts: token ids of each prompt, by id.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    lines = []
+    for sample in kept:
+        more = {"reward": results[sample.key].reward, "prompt_tokens": prompts[sample.prompt_id]}
+        lines.append(json.dumps({**sample.record(), **more}) + "\n")
+    replace_text(path, "".join(lines))
+
+
+def write_selection(path: Path, counts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Write ``selection.json``: what the selection counted, and the settings it was made with.
+
+    Args:
+        path: path of the file.
+        counts: see :func:`rocm_ext.rl.cycles.count_answers`.
+        settings: values of the keys that a resumed run may change.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    replace_text(path, json.dumps({"counts": counts, "settings": settings}, indent=2) + "\n")
+
+
+class History:
+    """The finished cycles of a run.
+
+    Args:
+        out: the run's output folder.
+        rule: what an answer needs to pass.
+        ranks: all processes of the run. All hold the same data; the main one writes ``metrics.jsonl`` and
+            ``summary.json``.
+
+    Attributes:
+        last_asked: for each prompt asked so far, the last cycle that asked it and the share of its answers that
+            passed.
+        trained: numbers of the trained cycles, in order; skipped ones are missing.
+        steps: number of optimiser steps of all trained cycles.
+        rows: entries of ``summary.json``, by cycle.
+    """
+
+    def __init__(self, out: Path, rule: KeepRule, ranks: Ranks) -> None:
+        self.out, self._rule, self._ranks = out, rule, ranks
+        self.last_asked: dict[str, tuple[int, float]] = {}
+        self.trained: list[int] = []
+        self.steps = 0
+        self._seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._metrics: Metrics | None = None
+        if ranks.is_main:
+            # a phase that is not complete writes its line again, with the work of all processes
+            self._metrics = Metrics(
+                out / "metrics.jsonl", lambda line: Cycle(out, line["cycle"]).phases.get(line["phase"], True)
+            )
+            for line in read_metrics(out / "metrics.jsonl"):
+                self._add_seconds(line)
+        last = 0
+        for number in count(1):
+            if not (cycle := Cycle(out, number)).done:
+                break
+            self.add(cycle)
+            last = number
+        self._summary = out / "summary.json"
+        written = (read_json(self._summary) or {"cycles": []})["cycles"]
+        whole = [row for row in written if row["cycle"] <= last and Cycle(out, row["cycle"]).agrees_with(row)]
+        self.rows: dict[int, dict[str, Any]] = {row["cycle"]: row for row in whole}
+        self._texts = {number: _text(row) for number, row in self.rows.items()}
+
+    def add(self, cycle: Cycle) -> None:
+        """Add a trained or skipped cycle to ``last_asked``, ``trained`` and ``steps``."""
+        for prompt, rate in pass_rates(cycle.results(), self._rule).items():
+            self.last_asked[prompt] = cycle.number, rate
+        if cycle.trained and cycle.number not in self.trained:
+            self.trained.append(cycle.number)
+            self.steps += cycle.training()["steps"]
+
+    def trained_before(self, cycle: int) -> list[int]:
+        """Return the numbers of the trained cycles before ``cycle``, in order."""
+        return [number for number in self.trained if number < cycle]
+
+    def source(self, cycle: int) -> int:
+        """Return the cycle whose adapter ``cycle`` samples with: the last trained one before it, or 0."""
+        return max(self.trained_before(cycle), default=0)
+
+    def _add_seconds(self, line: Mapping[str, Any]) -> None:
+        self._seconds[line["cycle"]][line["phase"]] += line["seconds"]
+
+    def logged(self, cycle: int, phase: str) -> bool:
+        """Return whether ``metrics.jsonl`` has a line of this phase, on the main rank."""
+        return phase in self._seconds[cycle]
+
+    def log(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
+        """Write a line of ``metrics.jsonl``, and add its seconds to the phase's time in the cycle.
+
+        Args:
+            cycle: number of the cycle.
+            phase: ``sample``, ``train``, ``eval`` or a phase of a subclass.
+            values: measurements of the phase, among them ``seconds``.
+        """
+        if self._metrics is not None:
+            line = {"cycle": cycle, "phase": phase, **values}
+            self._metrics.write(**line)
+            self._add_seconds(line)
+
+    def summarize(self, cycle: Cycle) -> None:
+        """Add a finished cycle to ``summary.json``."""
+        number, row = cycle.number, None
+        if self._ranks.is_main:
+            seconds = {phase: self._seconds[number].get(phase, 0) for phase in PHASES}
+            row = cycle.row() | {"seconds": seconds}
+        self.rows[number] = self._ranks.agree(row)
+        self._texts[number] = _text(self.rows[number])
+        self.write(number)
+
+    def until(self, cycle: int) -> list[dict[str, Any]]:
+        """Return the entries of the cycles up to ``cycle``, in order."""
+        return [row for number, row in sorted(self.rows.items()) if number <= cycle]
+
+    def write(self, last: int) -> None:
+        """Write ``summary.json`` with the cycles up to ``last``, in the format of ``json.dumps(…, indent=2)``."""
+        if not self._ranks.is_main:
+            return
+        rows = ",\n".join(text for number, text in sorted(self._texts.items()) if number <= last)
+        replace_text(self._summary, f'{{\n  "cycles": [\n{rows}\n  ]\n}}\n')
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    # each entry is encoded once, because a thousand cycles take a megabyte
+    return textwrap.indent(json.dumps(row, indent=2), "    ")

@@ -6,28 +6,24 @@ The rows are those on which the recipe validates, and the loss is the recipe's `
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from omegaconf import DictConfig
 
-from rocm_ext import registry
-from rocm_ext.data.batches import Steps, labelled, rows_per_step
 from rocm_ext.data.pairs import SIDE
-from rocm_ext.data.rows import Rows
+from rocm_ext.data.rows import Rows, labelled
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.errors import UserError
 from rocm_ext.files import disk_errors, replace_text
 from rocm_ext.log import Progress
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
-from rocm_ext.recipes.dpo_rocm import DPO
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext.runs.intervals import mcnemar, paired_ratio
 from rocm_ext.train.components import check_tokenizer
 from rocm_ext.train.learner import Learner
@@ -35,7 +31,7 @@ from rocm_ext.train.output_dir import pick_seed
 from rocm_ext.train.reference import FILE
 from rocm_ext.train.runtime import Runtime
 from rocm_ext.train.scoring import reference, score
-from rocm_ext.train.validation import make_loader, validation_loss
+from rocm_ext.train.validation import validation_loss
 
 ROWS, RESULT = "rows.jsonl", "eval.json"
 _BLOCK = 64  # rows between two updates of the progress
@@ -55,13 +51,31 @@ class Measured:
     rows: list[dict[str, Any]]
 
 
-def measure(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Measured]:
+class SupervisedRecipe(Protocol):
+    """What :func:`measure` needs of the SFT recipe, or of one that extends it."""
+
+    cfg: DictConfig
+    columns: tuple[str, ...]
+    runtime: Runtime
+    learner: Learner
+
+    def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
+        """Read and tokenise the rows for training and those for validation."""
+
+    def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
+        """Add the columns in ``columns`` to the rows."""
+
+    def cleanup(self) -> None:
+        """Close files and leave the process group."""
+
+
+def measure(recipe: SupervisedRecipe, adapter: Path | None, base: bool = False) -> list[Measured]:
     """Measure a model on the validation rows of a config of SFT or DPO.
 
     The reference of DPO is the model that the config starts from.
 
     Args:
-        cfg: config of ``lora_finetune_rocm``, ``dpo_rocm`` or a recipe that extends one of them.
+        recipe: ``lora_finetune_rocm``, ``dpo_rocm`` or a recipe that extends one of them, with its config.
         adapter: PEFT folder; None measures the model that the config starts from.
         base: measure the model that the config starts from, too.
 
@@ -71,12 +85,10 @@ def measure(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[M
     Raises:
         UserError: the config has no validation rows, or the model or the rows cannot be read.
     """
-    of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO
-    recipe = (DPO if of_pairs else LoRAFinetune)(cfg)
     learner, rows = _open(recipe)
     try:
         with TemporaryDirectory() as folder:
-            if (known := Path(cfg.output_dir) / FILE).is_file():
+            if (known := Path(recipe.cfg.output_dir) / FILE).is_file():
                 shutil.copy(known, folder)
             recipe.add_columns(Path(folder), {"dataset_val": rows})
         with _loaded(learner, adapter):
@@ -119,7 +131,7 @@ def keep(found: Measured, folder: Path) -> None:
     replace_text(folder / RESULT, json.dumps(found.scores, indent=2) + "\n")
 
 
-def _open(recipe: LoRAFinetune) -> tuple[Learner, Rows]:
+def _open(recipe: SupervisedRecipe) -> tuple[Learner, Rows]:
     """Open the model that the config starts from, and the held-out rows."""
     cfg = recipe.cfg
     if cfg.dataset_val is None and not cfg.validation_fraction:
@@ -150,9 +162,8 @@ def _loaded(learner: Learner, adapter: Path | None) -> Iterator[None]:
 
 
 def _measure(learner: Learner, rows: Rows) -> Measured:
-    cfg, ranks = learner.cfg, learner.runtime.ranks
-    loader = make_loader(learner, cfg, rows, Steps(len(rows), rows_per_step(cfg, ranks.world), shuffle=False))
-    loss, labels, measurements = validation_loss(learner, loader)
+    ranks = learner.runtime.ranks
+    loss, labels, measurements = validation_loss(learner, rows)
     logprobs: list[np.ndarray] = []
     progress = Progress(len(rows), 0, ranks.is_main, "row", brief=True)
     for start in range(0, len(rows), _BLOCK):

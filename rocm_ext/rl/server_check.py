@@ -18,8 +18,8 @@ from torch import Tensor
 from rocm_ext.errors import UserError
 from rocm_ext.generation import Completion, Request, Sampling
 from rocm_ext.log import log
-from rocm_ext.rollouts.rows import to_rows
-from rocm_ext.rollouts.samples import Sample
+from rocm_ext.rl.records import Sample
+from rocm_ext.rl.rows import to_rows
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.scoring import reference, score
 
@@ -30,17 +30,17 @@ _LEAST = 0.003  # nats per token; adapters that differ less do not stop a run, b
 _FEWEST = 8  # tokens that have a standard error
 
 
-class Swap:
+class ServerCheck:
     """Checks the adapters of sessions on servers.
 
     Args:
         learner: the model, set up.
-        tell_unclear: whether to warn of a server whose log-probs do not show which adapter it has.
+        warn_unclear: whether to warn of a server whose log-probs do not show which adapter it has.
     """
 
-    def __init__(self, learner: Learner, tell_unclear: bool = True) -> None:
-        self._learner, self._tell_unclear = learner, tell_unclear
-        self._told: set[tuple[str, str]] = set()
+    def __init__(self, learner: Learner, warn_unclear: bool = True) -> None:
+        self._learner, self._warn_unclear = learner, warn_unclear
+        self._warned: set[tuple[str, str]] = set()
 
     def check(
         self,
@@ -83,7 +83,7 @@ class Swap:
         for url, answers in given.items():
             usable[url] = [c for c in answers if len(c.logprobs) == len(c.tokens) > 0]
             if answers and not usable[url]:
-                self._tell(url, "returns no log-probs with token ids, so nothing checks that it uses new adapters")
+                self._warn(url, "returns no log-probs with token ids, so nothing checks that it uses new adapters")
         return usable
 
     def _logprobs(self, answers: Sequence[Completion]) -> Tensor:
@@ -120,19 +120,19 @@ class Swap:
                     f"{url} does not sample with the adapter that it has loaded: {figures}. Restart this server, then "
                     "continue with resume_from_checkpoint=True"
                 )
-            if self._tell_unclear:
-                self._tell(url, f"does not show clearly which adapter it samples with: {figures}")
+            if self._warn_unclear:
+                self._warn(url, f"does not show clearly which adapter it samples with: {figures}")
         if far > _FAR:
-            self._tell(
+            self._warn(
                 url,
                 f"serves something else than our model: {tokens} by {far:.2g} nats per token from ours. Its weights "
                 "may be quantised or of another model, or its chat template differs",
             )
 
-    def _tell(self, url: str, what: str) -> None:
+    def _warn(self, url: str, what: str) -> None:
         kind = (url, what[:20])
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             log.warning("%s %s", url, what)
 
 

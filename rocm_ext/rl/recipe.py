@@ -1,27 +1,23 @@
-"""What recipes that learn from sampled answers share: prompts, verifier, model, engines, phases and evaluations."""
+"""What recipes that learn from sampled answers share: prompts, verifier, model, engines, rollouts and evaluations."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.generation import Request, Sampling, Session
+from rocm_ext.generation import Sampling
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
-from rocm_ext.rollouts import evaluation
-from rocm_ext.rollouts.engine import open_engines, verify_workers
-from rocm_ext.rollouts.journal import Records
-from rocm_ext.rollouts.phases import Phase, Rollouts
-from rocm_ext.rollouts.prompt_set import PromptSet
-from rocm_ext.rollouts.swap import Swap
+from rocm_ext.rl.engines import open_engines, verify_workers
+from rocm_ext.rl.prompts import PromptSet
+from rocm_ext.rl.rollout import Job, OpenSession, Rollout, Workers
+from rocm_ext.rl.server_check import ServerCheck
 from rocm_ext.train.components import check_tokenizer, setup_metric_logger
-from rocm_ext.train.interrupt import Interrupt, Interrupted
+from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.nodes import SAME_DATA, check_same
 from rocm_ext.train.output_dir import pick_seed
@@ -29,7 +25,7 @@ from rocm_ext.train.runtime import Runtime
 from rocm_ext.verifiers import Pool
 
 
-class RolloutRecipe:
+class RLRecipe:
     """A recipe whose model answers prompts; a subclass says what it learns from the answers.
 
     A subclass overrides :meth:`training_config`, :meth:`recorded_seed`, :meth:`check_training` and
@@ -54,12 +50,12 @@ class RolloutRecipe:
             stop_strings=tuple(cfg.stop_strings),
         )
         self.out = Path(cfg.output_dir)
-        self.interrupt = Interrupt()  # all phases share it
+        self.interrupt = Interrupt()  # all rollouts share it
         self.metric_logger: Any = None
-        self.rollouts: Rollouts | None = None  # set while the verification processes run
+        self.workers: Workers | None = None  # set while the verification processes run
 
-    brief = False  # whether only long phases log their progress
-    keeps_open = False  # whether sessions of engines in this process stay open during training
+    logs_long_rollouts_only = False
+    sessions_stay_open = False  # whether sessions of engines in this process stay open during training
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with all keys of the SFT recipe."""
@@ -95,7 +91,7 @@ class RolloutRecipe:
         self.check()
         self.metric_logger = setup_metric_logger(self.cfg, self.runtime)
         self.learner.load()
-        self.swap = Swap(self.learner, tell_unclear=not self.brief)
+        self.server_check = ServerCheck(self.learner, warn_unclear=not self.logs_long_rollouts_only)
 
     def check(self) -> None:
         """Do all of the set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early.
@@ -105,7 +101,7 @@ class RolloutRecipe:
         """
         cfg = self.cfg
         self.prompts = PromptSet(cfg)
-        self.verifier_node = self.prompts.check_verifier()
+        self.verifier_config = self.prompts.check_verifier()
         tokenizer = self._open_tokenizer()
         self.prompts.render(tokenizer)
         self._check_same_prompts()
@@ -116,7 +112,7 @@ class RolloutRecipe:
             cfg, self.learner, self.stopped, self.sampling, self.logprobs_for(), self.own_adapters
         )
         self.prompts.check_length(self.engines.max_seq_len)
-        self.learner.plan(self.expected_work(), self.engines.layout_bytes if self.keeps_open else 0)
+        self.learner.plan(self.expected_work(), self.engines.layout_bytes if self.sessions_stay_open else 0)
 
     def _check_same_prompts(self) -> None:
         prompts = self.prompts
@@ -147,52 +143,21 @@ class RolloutRecipe:
 
     def stopped(self) -> bool:
         """Whether engines must end sampling early."""
-        return self.interrupt.signum is not None or (self.rollouts is not None and self.rollouts.halted)
+        return self.interrupt.signum is not None or (self.workers is not None and self.workers.halted)
 
     @contextmanager
     def verification(self) -> Iterator[None]:
-        """Run the worker processes that verify while the model samples; phases can be made inside."""
-        with Pool(self.verifier_node, verify_workers(self.cfg), self.cfg.verify_timeout) as pool:
-            self.rollouts = Rollouts(pool, self.ranks, self.interrupt, self.cfg.max_error_share, self.brief)
+        """Run the worker processes that verify while the model samples; rollouts happen inside."""
+        cfg = self.cfg
+        with Pool(self.verifier_config, verify_workers(cfg), cfg.verify_timeout) as pool:
+            self.workers = Workers(pool, self.ranks, self.interrupt, cfg.max_error_share, self.logs_long_rollouts_only)
             yield
-        self.rollouts = None
+        self.workers = None
 
-    def phase(
-        self,
-        name: str,
-        journals: tuple[Records, Records],
-        requests: Sequence[tuple[Request, Sampling]],
-        prompts: Sequence[Prompt],
-        session: Callable[[], AbstractContextManager[Session]],
-        earlier: int = 0,
-    ) -> Phase:
-        """Complete ``requests`` and verify the completions, inside :meth:`verification`.
-
-        Args:
-            name: where the run is, such as ``cycle 3 sample``.
-            journals: records of samples and of verdicts.
-            requests: requests with their sampling settings, the same on every rank.
-            prompts: prompts of the requests.
-            session: opens a session of the engine.
-            earlier: see :meth:`rocm_ext.rollouts.phases.Rollouts.make`.
-
-        Raises:
-            UserError: too many verdicts are ERROR, or the disk is full.
-            Interrupted: the user asked to stop.
-        """
-        assert self.rollouts is not None, "phases are made inside verification()"
-        if signum := self.interrupt.agree(self.ranks):  # a signal may arrive after the previous phase's last check
-            raise Interrupted(f"in {name}", signum)
-        with self.interrupt:
-            phase = self.rollouts.make(name, journals, requests, {p.id: p.row for p in prompts}, session, earlier)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # frees the key-value cache's memory for training
-        return phase
-
-    def evaluation_requests(self) -> list[tuple[Request, Sampling]]:
-        """Return the requests of an evaluation on the held-out prompts; every evaluation of a run has the same."""
-        cfg, prompts = self.cfg, self.prompts
-        return evaluation.eval_requests(prompts.held_out, prompts.tokens, self.sampling, cfg.eval_samples, cfg.seed)
+    def rollout(self, job: Job, open_session: OpenSession, kind: type[Rollout] = Rollout) -> Rollout:
+        """Begin to sample and verify, inside :meth:`verification`; see :meth:`rocm_ext.rl.rollout.Rollout.begin`."""
+        assert self.workers is not None, "rollouts happen inside verification()"
+        return kind.begin(job, self.workers, open_session)
 
     def cleanup(self) -> None:
         """Close files and leave the process group."""

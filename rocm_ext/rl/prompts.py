@@ -1,7 +1,8 @@
-"""The prompts of a run, rendered to tokens: training prompts and held-out prompts."""
+"""The prompts of a run, rendered to tokens, and the requests for answers to them."""
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from statistics import fmean
 from typing import Any
@@ -15,9 +16,11 @@ from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import check_vocabulary
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 from rocm_ext.errors import UserError
+from rocm_ext.generation import Request, Sampling, sample_seed
 from rocm_ext.log import warn
 from rocm_ext.plan import workload
 from rocm_ext.ranks import rank
+from rocm_ext.runs.reader import GREEDY
 from rocm_ext.verifiers import build
 from rocm_ext.verifiers.selfcheck import try_out
 
@@ -116,6 +119,34 @@ class PromptSet:
                     f"{prompt.origin}: {length} tokens and max_new_tokens {new} are more than the {context} that the "
                     "model takes; lower max_new_tokens or remove the prompt"
                 )
+
+    def requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:
+        """Return the requests for ``samples_per_prompt`` answers to each of ``prompts``.
+
+        Args:
+            prompts: prompts that the step asks.
+            step: number of the step or cycle; with the run's seed it determines the seed of each answer.
+        """
+        return [self._request(p, step, n) for p in prompts for n in range(self._cfg.samples_per_prompt)]
+
+    def evaluation_requests(self, sampling: Sampling) -> list[tuple[Request, Sampling]]:
+        """Return the requests of an evaluation: per held-out prompt a greedy answer and ``eval_samples`` sampled ones.
+
+        Every evaluation of a run has the same.
+
+        Args:
+            sampling: settings of the sampled answers; the greedy one takes its length limit and stop strings from them.
+        """
+        greedy = replace(sampling, temperature=0, top_k=None, top_p=None, min_p=None)
+        return [
+            (self._request(prompt, "eval", sample), greedy if sample == GREEDY else sampling)
+            for prompt in self.held_out
+            for sample in (GREEDY, *range(self._cfg.eval_samples))
+        ]
+
+    def _request(self, prompt: Prompt, step: int | str, sample: int) -> Request:
+        seed = sample_seed(self._cfg.seed, step, prompt.id, sample)
+        return Request(prompt.id, sample, seed, tuple(self.tokens[prompt.id]), prompt.messages, prompt.tools)
 
     def questions(self) -> workload.Questions:
         """Describe the prompts and the answers that are expected, before any sampling."""

@@ -12,7 +12,7 @@ from rocm_ext.runs.reader import SampleKey
 from rocm_ext.verifiers import Result
 
 if TYPE_CHECKING:  # the module needs torch
-    from rocm_ext.rollouts.samples import Sample
+    from rocm_ext.rl.records import Sample
 
 EPSILON = 1e-4  # added to the standard deviation that advantages are divided by, as in TRL's GRPOTrainer
 EQUAL = 1e-8  # rewards closer than this are equal: weighted means of the same parts differ in the last bits

@@ -17,7 +17,7 @@ def updates_of_step(cfg: DictConfig) -> int:
     return cfg.updates_per_step * cfg.minibatches
 
 
-def node(cfg: DictConfig) -> dict[str, Any]:
+def loss_config(cfg: DictConfig) -> dict[str, Any]:
     """Return the component that the keys of a GRPO config describe; a component as ``loss`` stays as it is."""
     if OmegaConf.is_dict(cfg.loss):
         return OmegaConf.to_container(cfg.loss)  # type: ignore[return-value]

@@ -1,27 +1,24 @@
 """Updates of the policy on the answers of each step, through a whole run."""
 
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.data.batches import StepLoader, Steps, count_labels
+from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
 from rocm_ext.generation import sample_seed
-from rocm_ext.grpo.objective import updates_of_step
 from rocm_ext.log import Progress
+from rocm_ext.rl.objective import updates_of_step
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.metrics import Metrics, peak_memory, read_metrics
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.training import StepStats, Training
-from rocm_ext.train.validation import make_loader
 
 # Keys that a resumed GRPO run may change, in addition to those that a resumed SFT run may change
 GRPO_FREE_KEYS = FREE_KEYS | frozenset(
@@ -31,27 +28,7 @@ GRPO_FREE_KEYS = FREE_KEYS | frozenset(
     engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
     """.split()  # noqa: SIM905
 )
-_PER_MICRO_BATCH = 4  # rows of joined answers that fit into one
 _WORST = ("_max",)  # ends of measurements whose maximum over updates counts, not their mean
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The rows of each update of a step; stands in for :class:`rocm_ext.data.batches.Steps`.
-
-    Attributes:
-        parts: indices of rows, one list for each update.
-    """
-
-    parts: Sequence[list[int]]
-
-    @property
-    def per_epoch(self) -> int:
-        """Number of updates."""
-        return len(self.parts)
-
-    def __getitem__(self, update: int) -> list[int]:
-        return self.parts[update]
 
 
 class PolicyTrainer(Training):
@@ -86,10 +63,10 @@ class PolicyTrainer(Training):
         interrupt: Interrupt | None = None,
     ) -> None:
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
-        self._inputs, self._each, self._update = inputs, updates_of_step(cfg), 0
+        self._inputs, self._updates_per_step = inputs, updates_of_step(cfg)
         self.stopped: str | None = None
         self.evaluated, self.fresh = -1, folder.resumed is None
-        self.begin(cfg.steps * self._each)
+        self.begin(cfg.steps * self._updates_per_step)
         self.saved = self.step
         if self.ranks.is_main:
             self._claim(folder.path)
@@ -106,14 +83,9 @@ class PolicyTrainer(Training):
         self.metrics = Metrics(path, lambda line: "eval" not in line or line["step"] <= self.evaluated)
 
     @property
-    def place(self) -> int:
-        """The next update's place in ``loader``."""
-        return self._update
-
-    @property
     def updates(self) -> int:
         """Optimiser updates that the steps done take in the schedule."""
-        return self.step * self._each
+        return self.step * self._updates_per_step
 
     def identity(self) -> dict[str, Any]:
         """Return what a run must share with the one it resumes, beside the config."""
@@ -129,12 +101,12 @@ class PolicyTrainer(Training):
 
     # ---- a step
 
-    def update(self, rows: Rows | None, groups: Sequence[str]) -> dict[str, Any]:
+    def train_on(self, rows: Rows, groups: Sequence[str]) -> dict[str, Any]:
         """Do the updates of a step.
 
         Args:
-            rows: rows to train on; None: there are none, and the schedule alone advances.
-            groups: for each row the group that it belongs to. Minibatches get whole groups.
+            rows: rows to train on; where there are none, the schedule alone advances.
+            groups: the group of each row. Minibatches get whole groups.
 
         Returns:
             Means over the updates, for ``metrics.jsonl``; maxima of measurements that end in ``_max``.
@@ -143,22 +115,16 @@ class PolicyTrainer(Training):
             UserError: a loss is not finite.
         """
         done: list[StepStats] = []
-        seconds = 0.0
-        if rows is not None:
-            self.learner.model.train()
-            counts = [count_labels(*row)[0] for row in zip(rows.labels, rows.lengths, strict=True)]
-            for number in range(self.cfg.updates_per_step):
-                parts = [part for part in self._deal(groups, number) if any(counts[row] for row in part)]
-                if not parts:
-                    continue  # a server may answer with no token at all
-                self.loader = self.make_loader(*self._with_shared_prompts(rows, groups, parts))
-                began = time.perf_counter()
-                for place, batches in enumerate(self.loader.range(0, self.loader.steps.per_epoch)):
-                    self._update = place
-                    done.append(self.train_step(batches))
-                seconds += time.perf_counter() - began
-            self._update = 0
-        self.skip_updates(self._each - len(done))
+        self.learner.model.train()
+        began = time.perf_counter()
+        minibatches = self._minibatches(rows, groups)
+        layout, cfg = self.learner.layout, self.cfg
+        # the memory plan cannot know which answers will share a prompt, so it counts a prompt for each answer
+        loader = StepLoader(rows, minibatches, layout, cfg.num_workers, cfg.pin_memory, count_shared=True)
+        for update in loader.range(0, len(minibatches)):
+            done.append(self.train_step(update))
+        seconds = time.perf_counter() - began
+        self.skip_updates(self._updates_per_step - len(done))
         if not done:
             return {"updates": 0, "train_seconds": 0.0}
         tokens, computed = sum(s.tokens for s in done), sum(s.tokens / (1 - s.padding) for s in done)
@@ -174,44 +140,19 @@ class PolicyTrainer(Training):
             **_combined([s.measurements for s in done]),
         }
 
-    def make_loader(self, rows: Rows, steps: Steps) -> StepLoader:
-        """Return a loader as :meth:`Training.make_loader` does, which counts a shared prompt for each answer.
-
-        Attention keeps it for each, and the memory plan cannot know which answers will share one.
-        """
-        return make_loader(self.learner, self.cfg, rows, steps, whole=True)
-
-    def _deal(self, groups: Sequence[str], number: int) -> list[list[int]]:
-        """Deal the rows of pass ``number`` out to minibatches, whole groups at a time."""
-        names = sorted(set(groups), key=lambda name: sample_seed(self.cfg.seed, self.step, name, number))
-        count = min(self.cfg.minibatches, len(names))
-        places = {name: i % count for i, name in enumerate(names)}
-        return [[row for row, name in enumerate(groups) if places[name] == part] for part in range(count)]
-
-    def _with_shared_prompts(self, rows: Rows, groups: Sequence[str], parts: list[list[int]]) -> tuple[Rows, Steps]:
-        """Join answers to one prompt to rows, so that micro-batches compute their prompt once.
-
-        Args:
-            rows: a row for each answer.
-            groups: the prompt of each row.
-            parts: the rows of each minibatch.
-
-        Returns:
-            The joined rows, and those of each minibatch.
-        """
-        if not self.learner.shares:
-            return rows, Parts(parts)  # type: ignore[return-value]
-        joined: list[list[int]] = []
-        dealt: list[list[int]] = []
-        for part in parts:
-            first = len(joined)
-            tokens = sum(len(rows.tokens[i]) for i in part)
-            # rows well below a micro-batch, and several for each rank: large ones would fill neither
-            most = min(self.learner.tokens_per_micro_batch, tokens / self.ranks.world) / _PER_MICRO_BATCH
-            for prompt in dict.fromkeys(groups[i] for i in part):
-                joined += _filled([i for i in part if groups[i] == prompt], rows, most)
-            dealt.append(list(range(first, len(joined))))
-        return rows.joined(joined), Parts(dealt)  # type: ignore[return-value]
+    def _minibatches(self, rows: Rows, groups: Sequence[str]) -> list[list[int]]:
+        """Return the rows of each update: each pass deals the groups out to minibatches anew."""
+        minibatches = []
+        labels = [count for count, _ in label_counts(rows)]
+        for number in range(self.cfg.updates_per_step):
+            names = sorted(set(groups), key=lambda name: sample_seed(self.cfg.seed, self.step, name, number))
+            count = min(self.cfg.minibatches, len(names))
+            for part in range(count):
+                chosen = set(names[part::count])
+                indices = [i for i, group in enumerate(groups) if group in chosen]
+                if any(labels[i] for i in indices):  # a server may answer with no token at all
+                    minibatches.append(indices)
+        return minibatches
 
     def finish_step(self, values: dict[str, Any]) -> None:
         """Count a step, and log its ``values``."""
@@ -275,19 +216,6 @@ class PolicyTrainer(Training):
             "stopped": self.stopped,
             **super().summary(),
         }
-
-
-def _filled(answers: Sequence[int], rows: Rows, most: float) -> list[list[int]]:
-    """Split the rows of a prompt's answers, in their order, where they would have more than ``most`` tokens."""
-    pieces: list[list[int]] = []
-    tokens = math.inf
-    for i in answers:
-        tokens += len(rows.tokens[i])
-        if tokens > most:
-            pieces.append([])
-            tokens = len(rows.tokens[i])
-        pieces[-1].append(i)
-    return pieces
 
 
 def _combined(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

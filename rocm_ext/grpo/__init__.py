@@ -1,1 +1,0 @@
-"""The parts of GRPO: advantages, choice of prompts, steps and their records."""

@@ -1,1 +1,0 @@
-"""The parts of RAFT: sample, verify, select, train, repeat (arXiv:2304.06767)."""

@@ -1,0 +1,1 @@
+"""Learning from sampled answers: prompts, rollouts, their records, selection, and the trainers."""

@@ -1,0 +1,101 @@
+"""The model as engines sample from it: with the present adapter, in this process or on servers that load its folder."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from rocm_ext.files import disk_errors
+from rocm_ext.generation import Session
+from rocm_ext.rl.engines import Engines
+from rocm_ext.rl.rollout import Requests
+from rocm_ext.rl.server_check import ServerCheck
+from rocm_ext.train.learner import Learner
+
+
+class Policy:
+    """Opens sessions with the adapter that the learner has at a step.
+
+    Engines in this process open one session for the run, and each rollout copies the adapter's values into it. For
+    servers, each step writes the adapter to ``policy/`` in the output folder, and the servers load it from there. At
+    steps 1, 2, 4, 8, and so on, :class:`~rocm_ext.rl.server_check.ServerCheck` checks that they sample with it.
+
+    Args:
+        engines: the run's.
+        learner: the model, set up.
+        server_check: checks the servers' adapters.
+        out: the run's output folder.
+
+    Attributes:
+        on_servers: whether servers sample.
+    """
+
+    def __init__(self, engines: Engines, learner: Learner, server_check: ServerCheck, out: Path) -> None:
+        self._engines, self._learner, self._server_check = engines, learner, server_check
+        self._ranks = learner.runtime.ranks
+        self._folder = out / "policy"
+        self._written: Path | None = None
+        self._check_from = 0  # step
+        self._checked: tuple[str, Mapping[str, Tensor]] | None = None  # name and weights at the last check
+        self.on_servers = hasattr(engines.sample, "check_adapter")
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Keep the session of an engine in this process open; remove the servers' adapters at the end."""
+        self._remove()  # what a killed run left
+        try:
+            with self._engines.keep_open():
+                yield
+        finally:
+            self._remove()
+
+    def _remove(self) -> None:
+        if self._ranks.is_main:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @contextmanager
+    def session(self, step: int, requests: Requests) -> Iterator[Session]:
+        """Open a session with the present adapter, which is that of ``step``; all ranks call this together.
+
+        Args:
+            step: number of steps done.
+            requests: requests of the session; a check of servers chooses prompts from them.
+
+        Raises:
+            UserError: a server cannot load the adapter, or samples with another.
+        """
+        adapter = self._adapter(step) if self.on_servers else None
+
+        def check(session: Session) -> None:
+            assert adapter is not None
+            if step >= self._check_from:
+                self._check_from = max(1, 2 * step)
+                self._server_check.check(session, requests, adapter, self._checked)
+                self._checked = f"the adapter of step {step}", self._learner.adapter_state()
+
+        with self._engines.session("sample", adapter, check) as session:
+            yield session
+
+    def check_again(self) -> None:
+        """Check in the next session that the servers sample with its adapter."""
+        self._check_from = 0
+
+    def _adapter(self, step: int) -> Path | None:
+        """Write the present adapter for the servers; return its folder, None for the base model."""
+        first = self._learner.cfg.checkpointer.get("adapter_checkpoint")
+        if not step:
+            return Path(first) if first else None
+        folder = self._folder / f"step_{step}"
+
+        def write() -> None:
+            with disk_errors(folder):
+                shutil.rmtree(self._folder, ignore_errors=True)  # no session is open
+                folder.mkdir(parents=True)
+                self._learner.write_adapter(folder)
+
+        if self._written != folder:
+            self._ranks.on_main(write)
+            self._written = folder
+        return folder

@@ -1,0 +1,484 @@
+"""Sample and verify at the same time, and write each sample and each verdict to a file as soon as it exists.
+
+No recorded work is repeated: a rollout that was killed continues with the requests without a sample and the samples
+without a verdict.
+"""
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from rocm_ext.data.prompts import Prompt
+from rocm_ext.errors import UserError
+from rocm_ext.generation import Completion, Request, Sampling, Session
+from rocm_ext.log import Progress
+from rocm_ext.ranks import Ranks
+from rocm_ext.rl.records import PhaseRecords, Sample, to_result, to_sample
+from rocm_ext.runs.reader import GREEDY, SampleKey
+from rocm_ext.train.interrupt import Interrupt, Interrupted
+from rocm_ext.verifiers import Pool, Result, Verdict
+
+Requests = Sequence[tuple[Request, Sampling]]
+OpenSession = Callable[[], AbstractContextManager[Session]]
+Group = tuple[str, bool]  # prompt id, whether it is the greedy answer's
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to sample and verify.
+
+    Attributes:
+        name: where the run is, for messages, such as ``cycle 3 sample``.
+        requests: requests with their sampling settings, the same on every rank.
+        prompts: the requests' prompts.
+        samples, verdicts: records of the phase.
+        logprobs_for: settings that need the token ids and log-probs of each answer; empty: none does.
+        earlier: answers before these that ``max_error_share`` is a share of, too: a few answers more should not end a
+            run because of one error.
+    """
+
+    name: str
+    requests: Requests
+    prompts: Sequence[Prompt]
+    samples: PhaseRecords
+    verdicts: PhaseRecords
+    logprobs_for: Sequence[str] = ()
+    earlier: int = 0
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Samples and verdicts of a rollout, and their costs.
+
+    Attributes:
+        samples: samples by prompt id and sample index.
+        results: verdicts under the same keys.
+        stats: the engine's statistics of this process's share; and of the whole rollout, with the work of earlier
+            processes that were stopped, ``tokens`` of the samples, ``seconds``, and ``waiting``: the part of
+            ``seconds`` spent on verdicts after the last sample. ``policy`` is the sum over the samples of the step
+            after which their adapter sampled, where the records have it. ``hidden``: the seconds of sampling that
+            passed while the ranks trained.
+    """
+
+    samples: dict[SampleKey, Sample]
+    results: dict[SampleKey, Result]
+    stats: dict[str, float]
+
+    def verdicts(self) -> Counter[str]:
+        """Count the samples by verdict."""
+        return Counter(result.verdict.value for result in self.results.values())
+
+
+@dataclass
+class Workers:
+    """The processes of a run's rollouts.
+
+    Attributes:
+        pool: processes that verify while the model samples.
+        ranks: all processes of the run; each samples its share of the prompts.
+        interrupt: the user's signals to stop, checked after each sample.
+        max_error_share: share of a rollout's samples with the verdict ERROR above which the run stops.
+        brief: whether only long rollouts log their progress.
+        halted: whether sampling must end early; what is sampled stays in the records.
+    """
+
+    pool: Pool
+    ranks: Ranks
+    interrupt: Interrupt
+    max_error_share: float
+    brief: bool = False
+    halted: bool = False
+
+
+class Rollout:
+    """Answers that are sampled when :meth:`finish` is called, and verified meanwhile.
+
+    All ranks call :meth:`begin` and :meth:`finish` together.
+
+    Args:
+        job: what to sample and verify.
+        workers: the processes.
+        open_session: opens a session of the engine; every rank does if one has something to sample, because gathering
+            sharded weights may need every rank.
+    """
+
+    def __init__(self, job: Job, workers: Workers, open_session: OpenSession) -> None:
+        self.job, self.workers, self._open_session = job, workers, open_session
+        self._rows = {prompt.id: prompt.row for prompt in job.prompts}
+        self._clock = _Clock(job.samples, job.verdicts)
+        self._judge = _Judge(job, workers, self._clock)
+        numbers = {prompt_id: i for i, prompt_id in enumerate(dict.fromkeys(r.prompt_id for r, _ in job.requests))}
+        ranks, sampled = workers.ranks, job.samples.records
+        # this rank's requests: every so many prompts, with all their samples
+        self._ours = [(r, s) for r, s in job.requests if numbers[r.prompt_id] % ranks.world == ranks.rank]
+        self._missing = [(r, s) for r, s in self._ours if (r.prompt_id, r.sample) not in sampled]
+        self._stats: dict[str, float] = {}
+        self._sampled: float | None = None
+
+    @classmethod
+    def begin(cls, job: Job, workers: Workers, open_session: OpenSession) -> "Rollout":
+        """Prepare the records of ``job``, submit the samples that have no verdict yet, and return the rollout.
+
+        Raises:
+            Interrupted: the user asked to stop.
+            UserError: a record cannot be written.
+        """
+        _drop_others(job, workers.pool)
+        rollout = cls(job, workers, open_session)
+        for request, _ in rollout._ours:
+            key = request.prompt_id, request.sample
+            if key in job.samples.records and key not in job.verdicts.records:
+                rollout._judge.submit(key, job.samples.records[key]["text"], rollout._rows[key[0]])
+        rollout._start(any(workers.ranks.gather(bool(rollout._missing))))
+        return rollout
+
+    def _start(self, needed: bool) -> None:
+        """Take note of whether a rank has something to sample."""
+        self._needed = needed
+        workers = self.workers
+        if signum := workers.interrupt.agree(workers.ranks):  # a signal may arrive after the last rollout's check
+            raise Interrupted(f"in {self.job.name}", signum)
+
+    def finish(self) -> Answers:
+        """Sample, wait for the verdicts, and collect the records of all ranks.
+
+        Raises:
+            UserError: too many verdicts are ERROR, an answer lacks what the settings need, or the disk is full.
+            Interrupted: the user asked to stop.
+        """
+        with self.workers.interrupt:
+            if self._needed:
+                with self._open_session() as session:
+                    self._sample(session)
+            answers = self._collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # frees the key-value cache's memory for training
+        return answers
+
+    def _sample(self, session: Session) -> None:
+        """Sample the requests that have no record yet, and submit the samples. This uses no collective operation."""
+        samples, clock, stats = self.job.samples, self._clock, self._stats
+        lengths = [
+            len(samples.records[key]["tokens"])
+            for request, _ in self._ours
+            if (key := (request.prompt_id, request.sample)) in samples.records
+        ]
+        pace = Pace(len(self._missing), lengths, max((s.max_new_tokens for _, s in self._missing), default=0))
+        progress = Progress(
+            len(self._ours),
+            len(lengths),
+            self.workers.ranks.is_main,
+            self.job.name,
+            lambda: pace.seconds_left(int(stats["tokens"]), clock() - clock.earlier),
+            self.workers.brief,
+        )
+        with contextlib.closing(progress):
+            for completion in self._completions(session):
+                sample = Sample.of(completion)
+                samples.append({**sample.record(), "seconds": clock()})
+                self._judge.submit(sample.key, sample.text, self._rows[sample.prompt_id])
+                self._judge.record_finished()
+                stats |= session.stats()
+                pace.finish(len(sample.tokens))
+                progress.update(_describe(stats, self._judge.counts))
+                if self.workers.interrupt.signum is not None or self.workers.halted:
+                    break
+        self._sampled = clock()
+
+    def _completions(self, session: Session) -> Iterator[Completion]:
+        """Yield the missing completions; requests with equal sampling settings are sampled together.
+
+        Raises:
+            UserError: an answer has no log-probs; it is not yielded, so that a resumed run asks for it again.
+        """
+        for sampling in dict.fromkeys(sampling for _, sampling in self._missing):
+            for completion in session.generate([r for r, s in self._missing if s == sampling], sampling):
+                if self.job.logprobs_for and len(completion.logprobs) != len(completion.tokens):
+                    request = completion.request
+                    raise UserError(
+                        f"the answer to prompt {request.prompt_id}, sample {request.sample}, has no token ids and "
+                        f"log-probs of sampling, which {' and '.join(self.job.logprobs_for)} needs. The answers before "
+                        "it are saved; once the server returns them, continue with resume_from_checkpoint=True"
+                    )
+                yield completion
+
+    def _collect(self) -> Answers:
+        job, ranks = self.job, self.workers.ranks
+        sampled = self._clock() if self._sampled is None else self._sampled
+        self._judge.finish()
+        if signum := self.workers.interrupt.agree(ranks):
+            raise Interrupted(f"in {job.name}", signum)
+        job.samples.collect()
+        job.verdicts.collect()
+        self._check_errors()
+        samples, verdicts = job.samples.records, job.verdicts.records
+        tokens, seconds = sum(len(record["tokens"]) for record in samples.values()), self._clock()
+        return Answers(
+            {key: to_sample(record) for key, record in samples.items()},
+            {key: to_result(record) for key, record in verdicts.items()},
+            {"tokens_per_second": tokens / max(sampled, 1e-9)}  # of the engine, if this process sampled
+            | self._stats
+            | {"tokens": tokens, "seconds": seconds, "waiting": seconds - sampled}
+            | {"policy": sum(record.get("policy", 0) for record in samples.values())},
+        )
+
+    def _check_errors(self) -> None:
+        verdicts, total = self.job.verdicts, self.job.earlier + len(self.job.requests)
+        errors = [r for r in verdicts.records.values() if r["verdict"] == Verdict.ERROR.value]
+        if len(errors) > self.workers.max_error_share * total:
+            # a resumed run judges samples without a verdict again
+            verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
+            raise UserError(
+                f"the verifier failed on {len(errors)} of {total} answers, a larger share than max_error_share "
+                f"{self.workers.max_error_share:g}; the first error: {errors[0]['detail']}. The samples are saved: fix "
+                "the verifier and continue with resume_from_checkpoint=True"
+            )
+
+
+class BackgroundRollout(Rollout):
+    """Answers that a thread samples on servers while the ranks train.
+
+    The thread uses no collective operation. All ranks call :meth:`wait`, :meth:`stop` and :meth:`finish` together.
+    """
+
+    def _start(self, needed: bool) -> None:
+        """Open a session, which all ranks leave in :meth:`wait`, and start the thread."""
+        self._stack = contextlib.ExitStack()
+        self._failed: list[BaseException] = []
+        self._seconds = self._waited = 0.0
+        self._thread: threading.Thread | None = None
+        if needed:
+            session = self._stack.enter_context(self._open_session())
+            self._thread = threading.Thread(target=self._run, args=(session,), name="sampler", daemon=True)
+            self._thread.start()
+
+    def _run(self, session: Session) -> None:
+        began = time.perf_counter()
+        try:
+            self._sample(session)
+        except BaseException as error:  # for `wait` to raise
+            self._failed.append(error)
+        finally:
+            self._clock.pause()
+            self._seconds = time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Wait for the samples, and leave the session.
+
+        Raises:
+            UserError: sampling failed, on this rank or another.
+        """
+        with self._stack:
+            self._join()
+            if self._failed:
+                raise self._failed.pop()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            began = time.perf_counter()
+            self._thread.join()
+            self._thread = None
+            self._waited += time.perf_counter() - began
+
+    def _halt(self) -> None:
+        self.workers.halted = True
+        self._join()
+        self.workers.halted = False
+
+    def stop(self) -> None:
+        """Stop sampling; what is sampled stays in the records."""
+        self._halt()
+        with contextlib.suppress(UserError):
+            self.wait()
+
+    def abandon(self) -> None:
+        """Stop sampling without the other ranks, because this one failed."""
+        self._halt()
+        with contextlib.suppress(_Failed), self._stack:
+            raise _Failed
+
+    def finish(self) -> Answers:
+        """Wait for samples and verdicts; see :meth:`Rollout.finish`."""
+        self.wait()
+        self._clock.go_on()
+        answers = self._collect()
+        answers.stats["hidden"] = max(0.0, self._seconds - self._waited)
+        return answers
+
+
+class _Failed(BaseException):
+    """This rank has failed, perhaps alone."""
+
+
+class _Clock:
+    """Seconds of work on a rollout, by all processes; the records of earlier processes say how far they came.
+
+    Attributes:
+        earlier: seconds of the processes that were stopped.
+    """
+
+    def __init__(self, *files: PhaseRecords) -> None:
+        records = (record for file in files for record in file.records.values())
+        self.earlier = max((record.get("seconds", 0.0) for record in records), default=0.0)
+        self._began = time.perf_counter()
+        self._paused: float | None = None
+
+    def __call__(self) -> float:
+        return round(self.earlier + time.perf_counter() - self._began, 3)
+
+    def pause(self) -> None:
+        """Stop the clock, because the run does other work meanwhile."""
+        self._paused = time.perf_counter()
+
+    def go_on(self) -> None:
+        if self._paused is not None:
+            self._began += time.perf_counter() - self._paused
+            self._paused = None
+
+
+def _drop_others(job: Job, pool: Pool) -> None:
+    """Drop records that the job does not ask for: a resumed run may ask for fewer answers."""
+    keys = {(request.prompt_id, request.sample) for request, _ in job.requests}
+    if pool.groups:  # judged in part, or with other answers than this process asks for
+        groups, judged = _by_group(keys), _by_group(job.verdicts.records)
+        complete = {group for group in groups if judged.get(group) == groups[group]}
+        job.verdicts.drop(lambda record: _group((record["prompt_id"], record["sample"])) not in complete)
+    for records in (job.samples, job.verdicts):
+        records.drop(lambda record: (record["prompt_id"], record["sample"]) not in keys)
+
+
+def _group(key: SampleKey) -> Group:
+    """Return the group of an answer. A greedy answer is alone, so its verdict does not depend on the drawn ones."""
+    return key[0], key[1] == GREEDY
+
+
+def _by_group(keys: Iterable[SampleKey]) -> dict[Group, set[SampleKey]]:
+    groups: dict[Group, set[SampleKey]] = {}
+    for key in keys:
+        groups.setdefault(_group(key), set()).add(key)
+    return groups
+
+
+class _Judge:
+    """Submits samples to the pool and records the verdicts.
+
+    A verifier of groups gets a group once all its samples are there, in the order of their indices.
+    """
+
+    def __init__(self, job: Job, workers: Workers, clock: _Clock) -> None:
+        self._pool, self._interrupt, self._clock = workers.pool, workers.interrupt, clock
+        self._records = job.verdicts
+        self._groups = _by_group((request.prompt_id, request.sample) for request, _ in job.requests)
+        self._texts: dict[Group, dict[SampleKey, str]] = {}  # samples of incomplete groups
+        self._pending: dict[Future, list[SampleKey]] = {}
+        self._done: SimpleQueue[Future] = SimpleQueue()
+        self.counts = Counter(record["verdict"] for record in self._records.records.values())
+
+    def submit(self, key: SampleKey, text: str, row: Mapping[str, Any]) -> None:
+        if self._pool.groups:
+            group = _group(key)
+            texts = self._texts.setdefault(group, {})
+            texts[key] = text
+            if len(texts) == len(self._groups[group]):
+                del self._texts[group]
+                keys = sorted(texts)
+                self._wait_for(self._pool.submit_group([texts[key] for key in keys], row), keys)
+        else:
+            self._wait_for(self._pool.submit(text, row), [key])
+
+    def _wait_for(self, future: Future, keys: list[SampleKey]) -> None:
+        self._pending[future] = keys
+        future.add_done_callback(self._done.put)
+
+    def record_finished(self, timeout: float = 0.0) -> None:
+        """Record the finished verdicts; wait up to ``timeout`` seconds for the first."""
+        while self._pending:
+            try:
+                future = self._done.get(timeout > 0, timeout)
+            except Empty:
+                return
+            timeout = 0.0
+            keys, result = self._pending.pop(future), future.result()
+            for (prompt_id, sample), each in zip(keys, result if self._pool.groups else [result], strict=True):
+                self._records.append(
+                    {
+                        "prompt_id": prompt_id,
+                        "sample": sample,
+                        "verdict": each.verdict.value,
+                        "reward": each.reward,
+                        "detail": each.detail,
+                        "seconds": self._clock(),
+                    }
+                )
+                self.counts[each.verdict.value] += 1
+
+    def finish(self) -> None:
+        """Wait for the remaining verdicts and record them; return early if the user asks to stop."""
+        while self._pending:
+            if self._interrupt.signum is not None:
+                return  # the resumed run judges the rest
+            self.record_finished(timeout=1.0)
+
+
+class Pace:
+    """Estimates the rest of a phase from tokens.
+
+    Short answers finish first, and the first ones finish late: many begin at the same time. So both the finished
+    answers per second and their mean length are too low at first. The mean length is therefore estimated as all sampled
+    tokens, those of unfinished answers too, per finished answer: the maximum-likelihood mean of geometric lengths of
+    which some are still unknown (censored).
+
+    Args:
+        answers: answers to sample.
+        recorded: lengths of answers of the same phase that earlier processes sampled, in tokens.
+        longest: the most tokens that an answer can have.
+    """
+
+    def __init__(self, answers: int, recorded: Iterable[int], longest: int) -> None:
+        self._left, self._longest = answers, longest
+        lengths = list(recorded)
+        self._earlier, self._finished, self._answers = sum(lengths), 0, len(lengths)
+
+    def finish(self, tokens: int) -> None:
+        """Count a finished answer of this many tokens."""
+        self._left -= 1
+        self._answers += 1
+        self._finished += tokens
+
+    def seconds_left(self, sampled: int, seconds: float) -> float | None:
+        """Estimate the seconds that the unfinished answers take.
+
+        Args:
+            sampled: tokens that this process has sampled, those of unfinished answers too.
+            seconds: how long it took.
+
+        Returns:
+            The estimate; None while more than half of the known tokens belong to unfinished answers.
+        """
+        open_ = max(0, sampled - self._finished)
+        known = self._earlier + self._finished
+        if not sampled or not self._answers or open_ > known:
+            return None
+        mean = min((known + open_) / self._answers, self._longest)
+        return max(0.0, self._left * mean - open_) * seconds / sampled
+
+
+def _describe(stats: Mapping[str, float], counts: Counter[str]) -> str:
+    judged = sum(counts.values())
+    parts = [f"{stats['tokens_per_second']:,.0f} tok/s"]
+    if "occupancy" in stats:
+        parts.append(f"slots {stats['occupancy']:.0%} full")
+    if "gb_per_second" in stats:
+        parts.append(f"{stats['gb_per_second']:,.1f} GB/s")
+    if judged:
+        parts.append(f"{counts[Verdict.CORRECT.value] / judged:.0%} of {judged} right")
+    return "  ".join(parts)

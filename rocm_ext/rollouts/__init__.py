@@ -1,1 +1,0 @@
-"""Sampling, verification and evaluation: what RAFT and GRPO share."""
