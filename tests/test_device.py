@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from rocm_ext import config
 from rocm_ext.errors import UserError
 from rocm_ext.hardware.budget import memory_budget, nominal_budget, open_device
 from rocm_ext.hardware.environment import (
@@ -156,7 +157,7 @@ def test_target_versions_decode(major, minor, stepping):
 # --------------------------------------------------------------------------------------------------- profiles
 @pytest.mark.parametrize("name", profile_names())
 def test_profiles_are_whole(name):
-    defaults = OmegaConf.load(REPO / "recipe_configs/defaults/lora_finetune_rocm.yaml")
+    defaults = OmegaConf.create(config.defaults("lora_finetune_rocm"))
     profile = load_profile(name)
     assert set(profile.settings) <= set(defaults), "a profile may only set keys that the recipe reads"
     assert {"device", "dtype", "num_workers", "pin_memory"} <= set(profile.settings)

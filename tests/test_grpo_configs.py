@@ -28,7 +28,7 @@ from tests.tiny import write_yaml
 NAMES = sorted(path.stem for path in CONFIGS.glob("*grpo*.yaml"))
 SIBLINGS = {"mi300x_qwen3_8b_grpo_8gpu": "mi300x_qwen3_8b"}
 DEFAULTS = config.defaults("grpo_rocm")
-OWN = sorted(OmegaConf.load(CONFIGS / "defaults" / "grpo_rocm.yaml").keys() - {"recipe", "extends", "without"})
+OWN = sorted(OmegaConf.load(CONFIGS / "defaults" / "grpo_rocm.yaml").keys() - {"recipe", "include"})
 SHARED = sorted(["samples_per_prompt", "max_new_tokens", "temperature", "eval_samples", "min_entropy", "verify_workers",
                  "verify_timeout", "max_error_share", "stop_strings"])  # fmt: skip
 OWN_LOSS = {"_component_": "rocm_ext.objectives.PolicyGradient", "loss": "dapo"}

@@ -186,7 +186,7 @@ def test_the_download_line_is_torchtune_s(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_line_repeats_a_default(name):
     run = OmegaConf.load(CONFIGS / f"{name}.yaml")
-    below = OmegaConf.load(CONFIGS / f"defaults/{RECIPE}.yaml")
+    below = OmegaConf.create(config.defaults(RECIPE))
     below.update(load_profile(run.hardware).settings)
     repeated = {key for key in run if key in below and not OmegaConf.is_missing(below, key) and run[key] == below[key]}
     assert repeated <= EDITED

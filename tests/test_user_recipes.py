@@ -98,7 +98,7 @@ def test_its_keys_are_checked_as_ours_are(folder, tiny):
         ("extends: lora_finetune_rocm\n", r"lora_plus.yaml says recipe: None; expected recipe: lora_plus"),
         ("recipe: lora_plus\nextends: lora_finetune\n", "lora_finetune is unknown.*did you mean lora_finetune_rocm"),
         ("recipe: lora_plus\nextends: lora_plus\n", "lora_plus extends itself"),
-        ("recipe: lora_plus\nextends: lora_finetune_rocm\nwithout: [epohcs]", "key epohcs; did you mean epochs"),
+        ("recipe: lora_plus\ninclude: [commn]", "commn.yaml"),
         ("- recipe\n", "holds a list; expected keys"),
     ],
 )  # fmt: skip

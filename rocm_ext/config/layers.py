@@ -108,21 +108,20 @@ def load(
 def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
     """Every key of a recipe, with its default.
 
-    ``extends`` in a defaults file names a recipe whose keys it has too, but for those in ``without``.
+    ``extends`` in a defaults file names a recipe whose keys it has, too; ``include`` names files beside it whose keys
+    it has, without ``.yaml``.
 
     Raises:
-        UserError: a defaults file cannot be read, `without` names an unknown key, or there is no key `hardware`.
+        UserError: a defaults file cannot be read, or there is no key `hardware`.
     """
     merged: dict[str, Any] = {}
     recipe = registry.find(recipe) if isinstance(recipe, str) else recipe
     for each in reversed(registry.chain(recipe)):
-        own = read(each.defaults)
-        own.pop("extends", None)
-        for key in own.pop("without", []):
-            if key not in merged:
-                raise UserError(f"{each.defaults}: without names an unknown key {key}{nearest(key, merged)}")
-            del merged[key]
-        merged |= own
+        content = read(each.defaults)
+        for name in content.pop("include", []):
+            merged |= read(each.defaults.with_name(f"{name}.yaml"))
+        content.pop("extends", None)
+        merged |= content
     if "hardware" not in merged:
         raise UserError(f"{recipe.defaults}: the defaults lack the key hardware; add `extends: {registry.SFT}` or it")
     return merged
