@@ -129,10 +129,9 @@ class _Program:
         # a worker has one thread, so that Python code may run between fork and exec
         tie = functools.partial(worker.die_with, os.getpid()) if worker.RUNNING else None
         self._child = _started(command, tie=tie)
-        self._process: Any = self._child.process
-        self._in, self._out, self._err = (
-            stream.fileno() for stream in (self._process.stdin, self._process.stdout, self._process.stderr)
-        )
+        self._process = process = self._child.process
+        pipes: Sequence[Any] = (process.stdin, process.stdout, process.stderr)
+        self._in, self._out, self._err = (pipe.fileno() for pipe in pipes)
         os.set_blocking(self._err, False)  # reading it to its end must not wait
         self._noise = b""
 
