@@ -144,7 +144,12 @@ def raft(
     """
     folder.mkdir(parents=True)
     config = _config(folder, cycles=len(right) - 1, **settings)
-    config |= {"dataset": None, "samples_per_prompt": 4, "max_new_tokens": 512}
+    config |= {
+        "recipe": settings.get("recipe", "raft_rocm"),
+        "dataset": None,
+        "samples_per_prompt": 4,
+        "max_new_tokens": 512,
+    }
     write_yaml(folder / "config.yaml", config)
     (folder / "run.json").write_text(json.dumps({"config": config, "identity": {}}))
     lines: list[dict[str, Any]] = []

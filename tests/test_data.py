@@ -532,11 +532,6 @@ def test_zero_rows_left_says_why():
     assert "0 of 3 rows left: 2 over max_seq_len 5 were dropped, 1 had nothing" in str(error.value)
 
 
-def test_unknown_policy():
-    with pytest.raises(UserError, match=r"'truncated' is unknown; did you mean truncate.*drop, error"):
-        read(Foreign(item(5)), 5, "truncated")
-
-
 @pytest.mark.parametrize(
     ("bad", "pieces"),
     [
