@@ -15,14 +15,14 @@ from omegaconf import DictConfig
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config
-from rocm_ext.data.pairs import SIDE
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import warn
+from rocm_ext.data.pair_rows import SIDE
 from rocm_ext.data.rows import Rows
-from rocm_ext.errors import UserError
-from rocm_ext.log import warn
+from rocm_ext.train.lifecycle import run
 from rocm_ext.train.likelihood import falling_likelihood
 from rocm_ext.train.metrics import read_metrics
 from rocm_ext.train.reference import COLUMN, add_reference_logprobs
-from rocm_ext.train.run import run
 
 
 class DPO(LoRAFinetune):

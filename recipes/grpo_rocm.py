@@ -20,12 +20,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_grpo_values, check_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
-from rocm_ext.errors import UserError
-from rocm_ext.log import log
-from rocm_ext.model import adapter_files
+from rocm_ext.model.adapters import peft_files
 from rocm_ext.plan.policy import rows_of_update
 from rocm_ext.rl import curriculum, evaluation, objective, stopping
 from rocm_ext.rl.policy import Policy
@@ -36,11 +36,11 @@ from rocm_ext.rl.rows import to_rows
 from rocm_ext.rl.selection import Selected, select
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.scores import Score
-from rocm_ext.train.components import log_config
+from rocm_ext.train.builders import log_config
 from rocm_ext.train.interrupt import Interrupted
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import run
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.run import run
 from rocm_ext.train.scoring import reference, score
 
 _ROWS_PER_MICRO_BATCH = 4  # rows of joined answers that fit into one
@@ -69,7 +69,7 @@ class GRPO(RLRecipe):
         super().__init__(cfg, learner)
         self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
         check_values(self.training_config())
-        self._trainer = trainer
+        self.trainer_cls = trainer
 
     # ---- set-up
 
@@ -92,7 +92,7 @@ class GRPO(RLRecipe):
         """Check what training needs of the learner, before the weights are read."""
         self.learner.check_columns(objective.COLUMNS)
         objective.check(self.cfg, self.learner.objective)
-        self._trainer.try_out(self.learner.cfg, self.learner, self.cfg.steps * objective.updates_of_step(self.cfg))
+        self.trainer_cls.try_out(self.learner.cfg, self.learner, self.cfg.steps * objective.updates_of_step(self.cfg))
 
     def setup(self) -> None:
         """Prepare the run, cheap steps first, so that a user's mistake ends the run early.
@@ -102,14 +102,14 @@ class GRPO(RLRecipe):
         """
         self.open()
         self.first = self.learner.adapter_state()  # the reference of kl_coef
-        self.trainer = self._trainer(
+        self.trainer = self.trainer_cls(
             self.learner,
             self.cfg,
             self.folder,
             inputs={
                 "prompts": self.prompts.fingerprint(self.prompts.training),
                 "eval prompts": self.prompts.fingerprint(self.prompts.held_out),
-                "first adapter": adapter_files.fingerprint(self.first),
+                "first adapter": peft_files.fingerprint(self.first),
             },
             metric_logger=self.metric_logger,
             interrupt=self.interrupt,

@@ -15,20 +15,20 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_values
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.errors import UserError
-from rocm_ext.log import log
-from rocm_ext.model import adapter_files
+from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
-from rocm_ext.train.components import check_tokenizer, log_config, nothing_changed, setup_metric_logger
+from rocm_ext.train.builders import check_tokenizer, log_config, nothing_changed, setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.nodes import SAME_DATA, check_same
+from rocm_ext.train.lifecycle import run
+from rocm_ext.train.machines import SAME_DATA, check_same
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.run import run
 from rocm_ext.train.runtime import Runtime
 from rocm_ext.train.trainer import Trainer
 
@@ -52,7 +52,7 @@ class LoRAFinetune:
 
     def __init__(self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[Trainer] = Trainer) -> None:
         check_values(cfg)
-        self.cfg, self._learner, self._trainer = cfg, learner, trainer
+        self.cfg, self.learner_cls, self.trainer_cls = cfg, learner, trainer
         self.metric_logger: Any = None
 
     def check(self) -> None:
@@ -67,7 +67,7 @@ class LoRAFinetune:
         self.folder = OutputDir.open(cfg, self.runtime.ranks)
         tokenizer = open_tokenizer(cfg)
         check_tokenizer(tokenizer, cfg)
-        self.learner = self._learner(cfg, self.runtime, tokenizer)
+        self.learner = self.learner_cls(cfg, self.runtime, tokenizer)
         self.rows, self.validation_rows = rows, validation_rows = self.setup_data(tokenizer)
         parts = {"dataset": rows, "dataset_val": validation_rows}
         check_same(
@@ -75,7 +75,7 @@ class LoRAFinetune:
         )
         for part in filter(None, parts.values()):
             self.learner.check_rows(part, self.columns)
-        self._trainer.check(cfg, self.learner, len(rows))
+        self.trainer_cls.check(cfg, self.learner, len(rows))
         self.learner.plan(workload.describe(rows, len(rows), "the run's rows", self.learner.shares))
 
     def setup(self) -> None:
@@ -87,9 +87,9 @@ class LoRAFinetune:
         self.check()
         self.metric_logger = setup_metric_logger(self.cfg, self.runtime)
         self.learner.load()
-        self._first = adapter_files.fingerprint(self.learner.adapter_state())
+        self._first = peft_files.fingerprint(self.learner.adapter_state())
         self.add_columns(self.folder.path, {"dataset": self.rows, "dataset_val": self.validation_rows})
-        self.trainer = self._trainer(
+        self.trainer = self.trainer_cls(
             self.learner,
             self.rows,
             self.cfg,
@@ -152,7 +152,7 @@ class LoRAFinetune:
             UserError: a loss is not finite, or the disk is full.
         """
         self.trainer.train()
-        if adapter_files.fingerprint(self.learner.adapter_state()) == self._first:
+        if peft_files.fingerprint(self.learner.adapter_state()) == self._first:
             log.warning("%s", nothing_changed(self.trainer.step, "the run"))
 
     def cleanup(self) -> None:

@@ -17,15 +17,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import replace_folder, replace_text
+from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_raft_values, check_values
 from rocm_ext.data.batches import rows_per_step
 from rocm_ext.data.prompts import Prompt
-from rocm_ext.errors import UserError
-from rocm_ext.files import replace_folder, replace_text
-from rocm_ext.generation import Session, sample_seed
-from rocm_ext.log import log
-from rocm_ext.model import adapter_files
-from rocm_ext.model.merge import merge
+from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.adapters.merge import merge
 from rocm_ext.plan import workload
 from rocm_ext.rl import curriculum, cycle_training, cycles, evaluation
 from rocm_ext.rl.cycle_training import Adapters
@@ -38,11 +37,12 @@ from rocm_ext.rl.rows import to_rows
 from rocm_ext.rl.run_record import RunRecord
 from rocm_ext.rl.selection import KeepRule, filter_samples
 from rocm_ext.runs.scores import Score
+from rocm_ext.sampling import Session, sample_seed
+from rocm_ext.train.builders import log_config
 from rocm_ext.train.checkpoint import check_same_run
-from rocm_ext.train.components import log_config
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import run
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.run import run
 from rocm_ext.train.trainer import Trainer
 
 
@@ -62,7 +62,7 @@ class RAFT(RLRecipe):
         check_raft_values(cfg)
         check_values(cycle_training.training_config(cfg))
         super().__init__(cfg, learner)
-        self._trainer = trainer
+        self.trainer_cls = trainer
 
     # ---- set-up
 
@@ -90,7 +90,7 @@ class RAFT(RLRecipe):
         """Check what training needs of the learner, before the weights are read."""
         self.learner.check_columns(("old_logprobs",))
         cycle_training.warn_of_old_logprobs(self.cfg, self.learner.objective.columns)
-        self._trainer.check(self.learner.cfg, self.learner, rows=1)  # how many rows a cycle keeps is not known yet
+        self.trainer_cls.check(self.learner.cfg, self.learner, rows=1)  # how many rows a cycle keeps is not known yet
 
     def expected_work(self) -> workload.Workload:
         """Estimate the rows that the cycles will train on, before any sampling."""
@@ -123,7 +123,7 @@ class RAFT(RLRecipe):
             "eval prompts": prompts.fingerprint(prompts.held_out),
             "dtype": str(self.runtime.dtype),
             "seed": cfg.seed,
-            "first adapter": adapter_files.fingerprint(self.adapters.first),
+            "first adapter": peft_files.fingerprint(self.adapters.first),
             "rows per step": rows_per_step(cfg, self.ranks.world),
         }
         record = RunRecord(self.out)
@@ -285,7 +285,7 @@ class RAFT(RLRecipe):
             shutil.rmtree(Cycle(self.out, cycle).optimizer, ignore_errors=True)  # of a training that is done again
         self.adapters.load(self._start(cycle))
         cfg = cycle_training.cycle_config(self.cfg, cycle, len(earlier), folder)
-        trainer = self._trainer(
+        trainer = self.trainer_cls(
             self.learner,
             rows,
             cfg,

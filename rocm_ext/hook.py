@@ -12,7 +12,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from rocm_ext import pins, registry
+from rocm_ext.base import pins, registry
+from rocm_ext.base.errors import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,8 +97,6 @@ def _unknown_recipe(arguments: list[str]) -> str | None:
         name = get_args_parser().parse_known_args(arguments)[0].training_script
         top = os.path.splitext(name)[0].replace("\\", "/").replace("/", ".").partition(".")[0]
         if not Path(name).exists() and PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None:
-            from rocm_ext.errors import nearest
-
             near = "" if name.endswith(".py") else nearest(name, known)
             return f"there is no recipe {name}, neither in `tune ls` nor as a file here{near}"
     return None  # `tune` itself reports what is wrong

@@ -30,13 +30,13 @@ from torchtune.modules.peft import LORA_ATTN_MODULES
 from torchtune.modules.transforms.tokenizers import parse_hf_tokenizer_json
 from tqdm import tqdm
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import replace_folder
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
-from rocm_ext.errors import UserError
-from rocm_ext.files import replace_folder
-from rocm_ext.generation import Request, Sampling
-from rocm_ext.generation.decoder import merged
-from rocm_ext.generation.local import LocalSession
 from rocm_ext.runs.scores import Score
+from rocm_ext.sampling import Request, Sampling
+from rocm_ext.sampling.decoder import merged
+from rocm_ext.sampling.local import LocalSession
 
 log = logging.getLogger(__name__)
 

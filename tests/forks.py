@@ -19,8 +19,8 @@ from typing import NoReturn
 import pytest
 import torch
 
-from rocm_ext import files
-from rocm_ext.log import log
+from rocm_ext.base import files
+from rocm_ext.base.log import log
 
 several_ranks = pytest.mark.skipif(torch.__version__ < (2, 7), reason="several ranks need torch 2.7")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rocm_ext.data.render import to_text
-from rocm_ext.model import adapter_files
+from rocm_ext.model.adapters import peft_files
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -187,7 +187,7 @@ class Sampler:
         from safetensors.torch import load_file
 
         settings = json.loads((adapter / "adapter_config.json").read_text())
-        updates = adapter_files.updates_by_weight(load_file(adapter / "adapter_model.safetensors"))
+        updates = peft_files.updates_by_weight(load_file(adapter / "adapter_model.safetensors"))
         base, scale = self._model.state_dict(), settings["lora_alpha"] / settings["r"]
         return {
             name: base[name] + scale * (update[".lora_B.weight"] @ update[".lora_A.weight"])

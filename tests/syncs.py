@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rocm_ext import config
-from rocm_ext.generation import slots
-from rocm_ext.generation.base import Request, Sampling
-from rocm_ext.generation.batch import Batch
-from rocm_ext.generation.decoder import Decoder
 from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import adapter_parameters
+from rocm_ext.sampling import slots
+from rocm_ext.sampling.batch import SlotBatch
+from rocm_ext.sampling.decoder import Decoder
+from rocm_ext.sampling.engine import Request, Sampling
 from rocm_ext.train.trainer import Trainer
 from tests.tiny import run_config, write_yaml
 
@@ -127,7 +127,7 @@ def of_decoding(top: Path, sampling: Sampling) -> list[str]:
     to_accelerator(model)
     with FAKE:
         decoder = Decoder(model)
-        batch = Batch(decoder, 8, 256, sampling, graphs=False)
+        batch = SlotBatch(decoder, 8, 256, sampling, graphs=False)
         (prefix,) = decoder.prefill([(1, 2, 3)])
         batch.admit([Request("a", seed, seed, (1, 2, 3, 4)) for seed in range(8)], prefix)
     with counted():

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rocm_ext import config
-from rocm_ext.errors import UserError
-from rocm_ext.model import adapter_files
+from rocm_ext.base.errors import UserError
+from rocm_ext.model.adapters import peft_files
 from tests.tiny import run_config, write_model, write_rows, write_yaml
 
 TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61]])
@@ -222,7 +222,7 @@ def test_file_of_torchtune(folders, tmp_path):
     """torchtune's adapter_model.pt is checked against the adapter_config.json beside it."""
     expected = peft_adapter(folders["qwen2"], tmp_path / "theirs")
     recipe = prepare(folders, "qwen2", tmp_path / "run", tmp_path / "theirs")
-    state = adapter_files.adapter_state(recipe.learner.decoder)
+    state = peft_files.adapter_state(recipe.learner.decoder)
     tune = shutil.copytree(tmp_path / "theirs", tmp_path / "tune") / "adapter_model.pt"
     torch.save(state, tune)
     recipe = prepare(folders, "qwen2", tmp_path / "again", tune)

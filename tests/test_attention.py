@@ -5,12 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.gemma2 import gemma2
 
-from rocm_ext.errors import UserError
-from rocm_ext.generation import Request, Sampling
-from rocm_ext.generation.decoder import merged
-from rocm_ext.generation.local import LocalSession
+from rocm_ext.base.errors import UserError
 from rocm_ext.model.attention import choose_attention, use_packed_attention
 from rocm_ext.model.sdpa import sdpa
+from rocm_ext.sampling import Request, Sampling
+from rocm_ext.sampling.decoder import merged
+from rocm_ext.sampling.local import LocalSession
 from tests.hf_models import write_theirs
 from tests.test_families import our_model
 from tests.test_generation import Words, model

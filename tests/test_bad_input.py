@@ -18,8 +18,8 @@ from rocm_ext.recipes import lora_finetune_rocm as recipe
 from safetensors.torch import load_file, save_file
 
 from rocm_ext import config
-from rocm_ext.errors import UserError
-from rocm_ext.hardware.machine import detect
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine.detect import detect
 from rocm_ext.train import runtime
 from tests.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
 

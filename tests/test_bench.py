@@ -14,6 +14,7 @@ import yaml
 from rocm_ext.recipes.lora_finetune_rocm import main as lora_main
 
 from rocm_ext import config
+from rocm_ext.base.log import log
 from rocm_ext.bench import busy, child, link, runner, spec, summary
 from rocm_ext.bench.busy import OtherPrograms
 from rocm_ext.bench.context import Bench
@@ -21,10 +22,9 @@ from rocm_ext.bench.runner import Measurement
 from rocm_ext.bench.spec import Item, Spec
 from rocm_ext.bench.sweep import Sweep
 from rocm_ext.cli import main
-from rocm_ext.hardware import bench_file, shared_records
-from rocm_ext.hardware.machine import Machine, detect
-from rocm_ext.hardware.profile import load_profile
-from rocm_ext.log import log
+from rocm_ext.machine import bench_file, shared_records
+from rocm_ext.machine.detect import Machine, detect
+from rocm_ext.machine.profile import load_profile
 from rocm_ext.plan.speeds import figures_for
 from tests.forks import ForkedPopen, forked
 from tests.test_plan import _without_search, as_configured  # noqa: F401
@@ -210,7 +210,7 @@ def test_auto_takes_measured_settings(tmp_path, monkeypatch, messages, capsys):
     figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
     content = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": settings}
     path.write_text(json.dumps(content))
-    for module in ("rocm_ext.hardware.profile", "rocm_ext.config.layers"):
+    for module in ("rocm_ext.machine.profile", "rocm_ext.config.layers"):
         monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
     monkeypatch.setattr("rocm_ext.config.layers.log.isEnabledFor", lambda level: True)
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"])
@@ -237,7 +237,7 @@ def test_a_damaged_file_is_told_and_not_used(damaged, tmp_path, monkeypatch, mes
     machine = bench_file.machine_key(detect())
     whole = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {"num_workers": 2}}
     path.write_text(damaged if isinstance(damaged, str) else json.dumps({**whole, **damaged}))
-    for module in ("rocm_ext.hardware.profile", "rocm_ext.config.layers"):
+    for module in ("rocm_ext.machine.profile", "rocm_ext.config.layers"):
         monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
     assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).num_workers == 0
     assert any("measure again: rocm-ext bench" in line for line in messages)

@@ -8,8 +8,8 @@ from rocm_ext import config
 from rocm_ext.bench.run_config import run_config
 from rocm_ext.bench.runner import Measurement
 from rocm_ext.bench.sweep import TUNABLE_OP, Sweep, Winner
-from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.profile import check_locked, choose_profile, load_profile
+from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.profile import check_locked, choose_profile, load_profile
 from tests.test_bench import GIB, row, sweep
 
 
@@ -113,7 +113,7 @@ def test_a_config_with_the_fastest_settings(tmp_path):
     before, after, _ = written(path, "mi300x_qwen7b_raft", mi300, [], *won)
     assert after["engine"] == {**before["engine"], "slots": 64}
     assert after["prompts"] == before["prompts"]
-    servers = "engine._component_=rocm_ext.generation.OpenAIEngine"
+    servers = "engine._component_=rocm_ext.sampling.OpenAIEngine"
     before, after, _ = written(path, "mi300x_qwen3_4b_grpo", mi300, [servers, "~engine.slots"], *won)
     assert after["engine"] == before["engine"]
     assert after["batch_size"] == 8

@@ -12,11 +12,12 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
-from rocm_ext.model import adapter_files, build, lora
+from rocm_ext.losses import CrossEntropy
+from rocm_ext.model import build, lora
+from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.build import build_model
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.native import NativeDecoder
-from rocm_ext.objectives import CrossEntropy
 from tests.benchmarks import __main__ as command
 from tests.benchmarks import beside, cycle, peers, protocol, sampling, sft, startup, work
 from tests.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
@@ -156,7 +157,7 @@ def test_the_twin_is_the_same_model_without_a_native_decoder(tmp_path):
     tokens = torch.arange(10, 40)[None]
     torch.testing.assert_close(foreign(tokens), native(tokens), rtol=1e-5, atol=1e-5)
     for decoder in (native, foreign):  # both start from the same adapter
-        build.check_adapter(decoder, adapter_files.read_adapter(tmp_path / "peft", decoder, "HF"), "peft")
+        build.check_adapter(decoder, peft_files.read_adapter(tmp_path / "peft", decoder, "HF"), "peft")
 
 
 # ------------------------------------------------------------------------------------------------------- gates

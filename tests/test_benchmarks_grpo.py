@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_ext.ranks import Ranks
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.report.charts import Line, line_chart, line_style
 from rocm_ext.rl import records
 from tests.benchmarks import grpo, learning, overhead

@@ -236,8 +236,8 @@ def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, mon
         ({"model": {"_component_": "os.system", "command": "touch MARK"}}, "os.system"),
         ({"model": {"_component_": "torchtune.utils.os.system", "command": "touch MARK"}}, "torchtune.utils.os.system"),
         (
-            {"model": {"_component_": "rocm_ext.launch.subprocess.run", "args": ["touch", "MARK"]}},
-            "rocm_ext.launch.subprocess.run",
+            {"model": {"_component_": "rocm_ext.config.launch.subprocess.run", "args": ["touch", "MARK"]}},
+            "rocm_ext.config.launch.subprocess.run",
         ),
         ({"model": {"_component_": "${seed}", "command": "touch MARK"}, "seed": "os.system"}, "${seed}"),
         ({"model": {"_component_": "rocm_ext.model.from_checkpoint", "trust_remote_code": True}}, "trust_remote_code"),

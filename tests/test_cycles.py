@@ -15,14 +15,15 @@ from omegaconf import OmegaConf
 from rocm_ext.recipes.raft_rocm import main
 from safetensors.torch import load_file
 
-from rocm_ext import cli, log
+from rocm_ext import cli
+from rocm_ext.base import log
 from rocm_ext.rl.cycle_training import replay
 from rocm_ext.rl.cycles import Cycle
 from rocm_ext.rl.records import PhaseRecords, Sample, read_records
 from rocm_ext.rl.rollout import Pace
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.progress import progress
-from rocm_ext.runs.reader import RunFolder
 from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.trainer import Trainer
 from tests.forks import forked, forked_ranks, kill_before

@@ -16,11 +16,11 @@ from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data import loading, sft_dataset
 from rocm_ext.data.messages import ROLES
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset, origin_of, tokenize
-from rocm_ext.errors import UserError
 
 TEXT = ["Natalia sold clips to 48 of her friends.", "user system assistant tool_response\n", "7 * 6 = 42"]
 

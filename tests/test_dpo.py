@@ -16,9 +16,9 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from safetensors.torch import load_file
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import row_sizes
-from rocm_ext.errors import UserError
-from rocm_ext.model import adapter_files
+from rocm_ext.model.adapters import peft_files
 from rocm_ext.train.likelihood import falling_likelihood
 from rocm_ext.train.reference import FILE, PARTS
 from rocm_ext.train.scoring import score
@@ -46,7 +46,7 @@ def top(tmp_path_factory) -> Path:
     (top / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = prepare(dpo_config(top, top / "first"))
     generator = torch.Generator().manual_seed(3)
-    state = adapter_files.adapter_state(recipe.learner.decoder)
+    state = peft_files.adapter_state(recipe.learner.decoder)
     torch.save({k: torch.randn(v.shape, generator=generator) * 0.05 for k, v in state.items()}, top / "start.pt")
     return top
 
@@ -126,7 +126,7 @@ def test_every_step_equals_stock_torchtune(top, tmp_path, loss):
     tokens, rows = metrics(tmp_path / "run", "tokens"), ours.trainer.rows
     assert sum(tokens[:3]) == sum(row_sizes(rows, share=True)) < sum(map(len, rows.tokens))
     assert metrics(tmp_path / "run") == pytest.approx([step["loss"] for step in stock], rel=1e-5)
-    torch.testing.assert_close(adapter_files.adapter_state(ours.learner.decoder), adapter, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(peft_files.adapter_state(ours.learner.decoder), adapter, rtol=1e-4, atol=1e-6)
     names = {"reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected", "margin": "rewards/margins",
              "accuracy": "rewards/accuracies", "logprobs_chosen": "log_probs/chosen",
              "logprobs_rejected": "log_probs/rejected"}  # fmt: skip
@@ -174,8 +174,8 @@ def test_stock_config_runs_as_it_is(top, tmp_path, name):
 def test_a_config_without_a_recipe_is_for_dpo_if_its_loss_is_of_pairs(name, tmp_path):
     assert config.recipe_of(name).name == "dpo_rocm"
     assert config.recipe_of(name, ["recipe=lora_finetune_rocm"]).name == "lora_finetune_rocm"
-    assert config.recipe_of(name, ["loss=rocm_ext.objectives.CrossEntropy"]).name == "lora_finetune_rocm"
-    ours = write_yaml(tmp_path / "ours.yaml", {"loss": {"_component_": "rocm_ext.objectives.Preference"}})
+    assert config.recipe_of(name, ["loss=rocm_ext.losses.CrossEntropy"]).name == "lora_finetune_rocm"
+    ours = write_yaml(tmp_path / "ours.yaml", {"loss": {"_component_": "rocm_ext.losses.Preference"}})
     assert config.recipe_of(str(ours)).name == "dpo_rocm"
 
 
@@ -263,7 +263,7 @@ def test_a_damaged_reference_is_computed_again(top, tmp_path, damage, messages):
 
 
 def test_simpo_needs_no_reference(top, tmp_path):
-    loss = {"_component_": "rocm_ext.objectives.Preference", "loss": "simpo", "beta": 2.0}
+    loss = {"_component_": "rocm_ext.losses.Preference", "loss": "simpo", "beta": 2.0}
     train(dpo_config(top, tmp_path / "run", loss=loss, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-2}))
     losses = metrics(tmp_path / "run")
     assert losses[-1] < losses[0]
@@ -296,7 +296,7 @@ def whole(top) -> Path:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"batch_size": 1, "loss": {"_component_": "rocm_ext.objectives.Preference", "chunk_tokens": 5}},
+        {"batch_size": 1, "loss": {"_component_": "rocm_ext.losses.Preference", "chunk_tokens": 5}},
         pytest.param({"batch_size": 3, "enable_activation_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
@@ -386,12 +386,12 @@ def test_unknown_metrics_of_early_stopping_are_refused(top, tmp_path):
         UserError, match=r"val_margins is unknown for loss Preference; did you mean val_margin\?.*val_kl"
     ):
         prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margins"))
-    simpo = {"_component_": "rocm_ext.objectives.Preference", "loss": "simpo", "beta": 2.0}
+    simpo = {"_component_": "rocm_ext.losses.Preference", "loss": "simpo", "beta": 2.0}
     with pytest.raises(UserError, match="val_kl is unknown for loss Preference"):  # without a reference
         prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_kl", loss=simpo))
     rows = {"_component_": "rocm_ext.data.sft_dataset", "source": str(write_rows(tmp_path / "rows.jsonl", 8)),
             "column_map": {"prompt": "question", "completion": "answer"}}  # fmt: skip
-    plain = {"_component_": "rocm_ext.objectives.CrossEntropy"}
+    plain = {"_component_": "rocm_ext.losses.CrossEntropy"}
     with pytest.raises(UserError, match="val_margin is unknown for loss CrossEntropy; known: val_loss"):
         prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margin", dataset=rows, loss=plain),
                 LoRAFinetune, "lora_finetune_rocm")  # fmt: skip
@@ -454,6 +454,4 @@ def test_the_wrong_rows_are_refused(top, tmp_path):
     with pytest.raises(UserError, match=r"needs the columns reference_logprobs, .*; start dpo_rocm on pairs"):
         prepare(cfg, LoRAFinetune, "lora_finetune_rocm")
     with pytest.raises(UserError, match=r"loss\.loss is 'kto'"):
-        prepare(
-            dpo_config(top, tmp_path / "run", loss={"_component_": "rocm_ext.objectives.Preference", "loss": "kto"})
-        )
+        prepare(dpo_config(top, tmp_path / "run", loss={"_component_": "rocm_ext.losses.Preference", "loss": "kto"}))

@@ -10,8 +10,8 @@ from torchtune import config as torchtune_config
 
 from rocm_ext import config
 from rocm_ext.cli import main
-from rocm_ext.hardware.profile import check_locked, load_profile
-from rocm_ext.objectives import Preference, objective_of
+from rocm_ext.losses import Preference, objective_of
+from rocm_ext.machine.profile import check_locked, load_profile
 from tests.test_plan import _without_search, as_configured  # noqa: F401
 from tests.test_run_configs import CONFIGS, head
 

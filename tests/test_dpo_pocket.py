@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.held_out import held_out
 from rocm_ext.runs.intervals import paired_gain
-from rocm_ext.runs.reader import RunFolder
 from tests.tiny import tune
 
 SFT_STEPS = 20

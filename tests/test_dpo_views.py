@@ -12,11 +12,11 @@ from rocm_ext.recipes.dpo_rocm import DPO
 from rocm_ext import config
 from rocm_ext.cli import main
 from rocm_ext.cli._dashboard import run_text
-from rocm_ext.plan.costs import Tally
+from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import Figures
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.progress import progress
-from rocm_ext.runs.reader import RunFolder
 from rocm_ext.train.scoring import score
 from tests.run_folders import sft, step_lines
 from tests.test_plan import measured_peak, plan
@@ -77,9 +77,9 @@ def test_a_pair_is_planned_as_two_sequences_that_share_a_prompt(top, tmp_path, c
     recipe = DPO(config.load("dpo_rocm", str(path)))
     recipe.setup()
     update = next(recipe.trainer.loader.range(0, 1))
-    with Tally() as step:
+    with CostCounter() as step:
         recipe.trainer.train_step(update)
-    with Tally() as reference:
+    with CostCounter() as reference:
         score(recipe.learner, recipe.trainer.rows)
     found = plan(capsys, "--config", path)
     planned = found["configured"]["step"]

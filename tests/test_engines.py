@@ -10,11 +10,11 @@ import torch
 from rocm_ext.recipes.grpo_rocm import main
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
-from rocm_ext.generation import LocalEngine
-from rocm_ext.generation.decoder import Decoder
-from rocm_ext.generation.slots import SlotMemory, slots_beside
-from rocm_ext.ranks import Ranks
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.engines import Engines
+from rocm_ext.sampling import LocalEngine
+from rocm_ext.sampling.decoder import Decoder
+from rocm_ext.sampling.slots import SlotMemory, slots_beside
 from tests.forks import forked
 from tests.grpo_runs import write_run
 from tests.raft_runs import write_world
@@ -135,7 +135,7 @@ def test_a_run_refuses_servers_with_log_probs_of_another_temperature(tmp_path):
     tokenizer = qwen2_5_tokenizer(*(str(folder / "base" / name) for name in TOKENIZER))
     fake = Fake(Vllm(Sampler(folder / "base", tokenizer)))
     try:
-        engine = {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": [fake.url]}
+        engine = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": [fake.url]}
         path = write_run(folder, tmp_path / "out", engine=engine, temperature=0.7)
         code, messages = forked(main, path)
     finally:

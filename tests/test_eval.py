@@ -169,7 +169,7 @@ VERIFIERS = "rocm_ext.verifiers"
         {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "sandbox": "rlimits"}},
         {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "python": "./evil"}},
         {"verifier": {"_component_": f"{VERIFIERS}.LLMJudge", "base_url": "http://localhost", "api_key_env": "TOKEN"}},
-        {"engine": {"_component_": "rocm_ext.generation.OpenAIEngine", "api_key_env": "TOKEN"}},
+        {"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "api_key_env": "TOKEN"}},
         {"eval_prompts": {"_component_": "os.system", "command": "touch MARK"}},
     ],
 )

@@ -155,7 +155,7 @@ def test_two_machines(example, model, tmp_path):
     folder, run = example("two_machines", grpo_rocm.main)
     path = folder / "two_machines.yaml"
     cfg = yaml.safe_load(path.read_text())
-    assert (cfg["max_staleness"], cfg["engine"]["_component_"]) == (1, "rocm_ext.generation.OpenAIEngine")
+    assert (cfg["max_staleness"], cfg["engine"]["_component_"]) == (1, "rocm_ext.sampling.OpenAIEngine")
     cfg |= {"prompts": prompts, "eval_prompts": None, "steps": 2, "prompts_per_step": 4, "samples_per_prompt": 2,
             "max_new_tokens": 6, "verify_workers": 1}  # fmt: skip
     path.write_text(yaml.safe_dump(cfg))

@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
 
-from rocm_ext.config.folder import FROM_CHECKPOINT
-from rocm_ext.errors import UserError
-from rocm_ext.model import peft_experts
-from rocm_ext.model.adapter_files import read_adapter, write_adapter
+from rocm_ext.base.errors import UserError
+from rocm_ext.config.model_folder import FROM_CHECKPOINT
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.model.adapters import peft_experts
+from rocm_ext.model.adapters.merge import merge
+from rocm_ext.model.adapters.peft_config import PeftConfig
+from rocm_ext.model.adapters.peft_files import read_adapter, write_adapter
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.lora import merged_experts
-from rocm_ext.model.merge import merge
-from rocm_ext.model.peft_config import PeftConfig
 from rocm_ext.plan import speeds
-from rocm_ext.ranks import Ranks
 from tests.families import folder_config, on_demand
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.hf_models import MODELS, write_common, write_theirs

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rocm_ext import cli, config
 from rocm_ext.data.template import TEMPLATE
-from rocm_ext.train.run import run
+from rocm_ext.train.lifecycle import run
 from tests.families import CHATML, folder_config, id_of, on_demand, write_family
 from tests.tiny import write_rows, write_yaml
 
@@ -331,7 +331,7 @@ def test_a_downloaded_adapter_runs_no_code(trained, tmp_path, capsys):
     attacks = [
         {"_component_": "os.system", "command": f"touch {mark}"},
         {"_component_": "torchtune.utils.os.system", "command": f"touch {mark}"},
-        {"_component_": "rocm_ext.launch.subprocess.run", "args": ["touch", str(mark)]},
+        {"_component_": "rocm_ext.config.launch.subprocess.run", "args": ["touch", str(mark)]},
         {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": "x", "trust_remote_code": True},
     ]
     for number, model in enumerate(attacks):

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from rocm_ext.data.render import render_prompt
 from rocm_ext.export import open_source
-from rocm_ext.generation import Request, Sampling
-from rocm_ext.generation.openai import OpenAIEngine
+from rocm_ext.sampling import Request, Sampling
+from rocm_ext.sampling.server.openai import OpenAIEngine
 from tests.families import MODELS
 from tests.llama_cpp import LlamaCpp, llama_cpp
 from tests.test_export import MISTRAL, bases, export, trained  # noqa: F401 - fixtures

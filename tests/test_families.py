@@ -20,17 +20,17 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli, config
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import render_conversation, render_prompt, to_text
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.errors import UserError
-from rocm_ext.generation import Request, Sampling
-from rocm_ext.generation.decoder import merged
-from rocm_ext.generation.local import LocalSession
-from rocm_ext.model import adapter_files
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import build_model, hidden_states, load_weights, read_weights
 from rocm_ext.plan import speeds
-from rocm_ext.ranks import Ranks
+from rocm_ext.sampling import Request, Sampling
+from rocm_ext.sampling.decoder import merged
+from rocm_ext.sampling.local import LocalSession
 from tests.families import LLAMA3, MODELS, folder_config, id_of, write_family
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.raft_runs import write_run
@@ -145,8 +145,8 @@ def test_equals_torchtunes_builder(folders, tmp_path, name):
     theirs = build_model(loaded.model, torch.float32, 0, CPU)
     load_weights(theirs, read_weights(loaded.checkpointer), Ranks(CPU))
     ours = our_model(folders[name], lora_rank=4, lora_alpha=8)
-    assert adapter_files.fingerprint(adapter_files.adapter_state(ours)) == adapter_files.fingerprint(
-        adapter_files.adapter_state(theirs)
+    assert peft_files.fingerprint(peft_files.adapter_state(ours)) == peft_files.fingerprint(
+        peft_files.adapter_state(theirs)
     )
     torch.testing.assert_close(ours(TOKENS), theirs(TOKENS), rtol=0, atol=0)
 
@@ -233,7 +233,7 @@ def test_greedy_answers_equal_transformers(folders, tmp_path, name, merge):
     generator = torch.Generator().manual_seed(1)
     for layer in (module for module in ours.modules() if hasattr(module, "lora_b")):
         layer.lora_b.weight.normal_(std=0.1, generator=generator)
-    adapter_files.write_adapter(tmp_path, ours, "HF", str(folders[name]))
+    peft_files.write_adapter(tmp_path, ours, "HF", str(folders[name]))
     theirs = their_model(folders[name], tmp_path)
     prompts = [s.tolist() for s in random_sequences([3, 20, 9], 5)]
     found = greedy(ours, prompts, 16, merge)

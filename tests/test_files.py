@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rocm_ext import files
-from rocm_ext.errors import UserError
-from rocm_ext.files import read_json, read_lines, remove_folder, replace_folder, replace_text
+from rocm_ext.base import files
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import read_json, read_lines, remove_folder, replace_folder, replace_text
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import pytest
 import torchtune._recipe_registry as torchtune_registry
 from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
 
-from rocm_ext import cli, config, hook, registry
-from rocm_ext.errors import UserError
+from rocm_ext import cli, config, hook
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
 from tests.raft_runs import write_run, write_world
 from tests.tiny import run_config, write_model, write_rows, write_yaml
 
@@ -271,7 +272,7 @@ def validate(capsys):
 
 def test_validate_starts_the_config_s_recipe(monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr("rocm_ext.hardware.environment.replace_process", started.append)
+    monkeypatch.setattr("rocm_ext.machine.environment.replace_process", started.append)
     tune = [sys.executable, "-m", "torchtune._cli.tune", "run"]
     cli.main(["validate", "--config", "cpu_pocket_raft", "epochs=2"])
     assert started.pop() == [*tune, "raft_rocm", "--config", "cpu_pocket_raft", "epochs=2", "validate_only=True"]

@@ -9,7 +9,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from safetensors.torch import load_file
 
 from rocm_ext import config
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from tests.families import folder_config, id_of
 from tests.forks import forked
 from tests.tiny import metrics, run_config, write_model, write_rows, write_yaml

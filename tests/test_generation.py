@@ -29,15 +29,15 @@ from torchtune.modules import RMSNorm
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.generation import logits_process as hf
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import to_text
-from rocm_ext.errors import UserError
-from rocm_ext.generation import LocalEngine, Request, Sampling, sample_seed
-from rocm_ext.generation.decoder import Decoder, merged
-from rocm_ext.generation.draw import draw, uniforms
-from rocm_ext.generation.local import LocalSession
-from rocm_ext.model import adapter_files
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
-from rocm_ext.ranks import Ranks
+from rocm_ext.sampling import LocalEngine, Request, Sampling, sample_seed
+from rocm_ext.sampling.decoder import Decoder, merged
+from rocm_ext.sampling.draw import draw, uniforms
+from rocm_ext.sampling.local import LocalSession
 from tests.forks import forked_ranks, several_ranks
 
 SHAPE = {"vocab_size": 331, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64,
@@ -157,7 +157,7 @@ def test_greedy_answers_equal_those_of_transformers(family, lora, changes, tmp_p
     if lora is not None:
         # with torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao
         monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
-        adapter_files.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
+        peft_files.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
         theirs = peft.PeftModel.from_pretrained(theirs, tmp_path)
     texts = prompts(1, 2, 15, 16, 17, 70)
     ours = sample(decoder, ask(texts), Sampling(16, temperature=0), Words([]))
@@ -475,13 +475,13 @@ def test_impossible_settings_are_refused(bad):
 @pytest.mark.parametrize(("family", "lora"), [("qwen2", "lora"), ("llama", "dora")])
 def test_merged_weights_are_those_that_are_exported(family, lora, tmp_path):
     decoder = model(family, lora)
-    adapter_files.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
-    updates = adapter_files.updates_by_weight(load_file(tmp_path / adapter_files.ADAPTER_WEIGHTS))
+    peft_files.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
+    updates = peft_files.updates_by_weight(load_file(tmp_path / peft_files.ADAPTER_WEIGHTS))
     with merged(decoder) as laid_out:
         for i, (layer, theirs) in enumerate(zip(laid_out.layers, decoder.layers, strict=True)):
 
             def expected(ours, name, i=i):
-                return adapter_files.merged_weight(ours.weight, updates[f"model.layers.{i}.{name}.weight"], 6 / 4)
+                return peft_files.merged_weight(ours.weight, updates[f"model.layers.{i}.{name}.weight"], 6 / 4)
 
             attention, mlp = theirs.attn, theirs.mlp
             assert torch.equal(layer.out.weight, expected(attention.output_proj, "self_attn.o_proj"))

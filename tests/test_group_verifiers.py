@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.prompts import Prompt
-from rocm_ext.errors import UserError
-from rocm_ext.generation import Completion, Request, Sampling
-from rocm_ext.ranks import Ranks
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.records import Records, phase_records
 from rocm_ext.rl.rollout import Job, Rollout, Workers
+from rocm_ext.sampling import Completion, Request, Sampling
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.verifiers import MajorityAnswer, Pool, Verdict, as_reward_function, build, maths
 from rocm_ext.verifiers.workers import worker

@@ -14,11 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext.recipes import grpo_rocm
 from torchtune import config as torchtune_config
 
-from rocm_ext import config, registry
+from rocm_ext import config
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks import check_grpo_values
-from rocm_ext.errors import UserError
-from rocm_ext.hardware.profile import check_locked, load_profile
-from rocm_ext.objectives.policy_gradient import LOSSES, PolicyGradient
+from rocm_ext.losses.policy_gradient import LOSSES, PolicyGradient
+from rocm_ext.machine.profile import check_locked, load_profile
 from tests.grpo_runs import write_run
 from tests.raft_runs import write_world
 from tests.test_bad_input import ANY
@@ -31,8 +32,8 @@ DEFAULTS = config.defaults("grpo_rocm")
 OWN = sorted(OmegaConf.load(CONFIGS / "defaults" / "grpo_rocm.yaml").keys() - {"recipe", "include"})
 SHARED = sorted(["samples_per_prompt", "max_new_tokens", "temperature", "eval_samples", "min_entropy", "verify_workers",
                  "verify_timeout", "max_error_share", "stop_strings"])  # fmt: skip
-OWN_LOSS = {"_component_": "rocm_ext.objectives.PolicyGradient", "loss": "dapo"}
-SERVERS = {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": ["http://localhost:8000/v1"]}
+OWN_LOSS = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "dapo"}
+SERVERS = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://localhost:8000/v1"]}
 
 
 # ------------------------------------------------------------------------------------------- what is shipped
@@ -105,7 +106,7 @@ def test_the_head_says_how_to_run_it(name):
 def test_a_loss_is_a_name_or_a_component(tmp_path):
     assert load("cpu_pocket_grpo", "loss=gspo").loss == "gspo"
     own = OmegaConf.load(CONFIGS / "cpu_pocket_grpo.yaml")
-    own.loss = {"_component_": "rocm_ext.objectives.PolicyGradient", "loss": "cispo", "clip_high": 4.0}
+    own.loss = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "cispo", "clip_high": 4.0}
     OmegaConf.save(own, tmp_path / "own.yaml")
     check_grpo_values(load(str(tmp_path / "own.yaml")))
     raft = OmegaConf.to_container(OmegaConf.load(CONFIGS / "cpu_pocket_raft.yaml")) | {"loss": "dapo"}
@@ -153,7 +154,7 @@ def test_takes(changes):
         ({"max_staleness": 2}, "max_staleness is 2; expected 0 or 1"),
         ({"max_staleness": True}, "max_staleness is True; expected 0 or 1"),
         ({"max_staleness": 1}, "LocalEngine samples with the weights in training; set max_staleness=0"),
-        ({"max_staleness": 1, "engine": {"_component_": "rocm_ext.generation.TransformersEngine"}},
+        ({"max_staleness": 1, "engine": {"_component_": "rocm_ext.sampling.TransformersEngine"}},
          "TransformersEngine samples with the weights in training; set max_staleness=0"),
         *[({"max_staleness": 1, "engine": SERVERS, "mismatch": "none", **more}, "set mismatch=truncate or mask, or max")
           for more in ({}, {"updates_per_step": 2}, {"old_logprobs": "sampler"})],
@@ -290,8 +291,8 @@ def run_line(world, tmp_path, capsys, monkeypatch):
         ({"samples_per_prompt": 1}, "one answer alone has none"),
         ({"loss": "ppo"}, "loss is 'ppo'; expected grpo"),
         ({"loss": [1]}, "loss is [1]; expected one _component_"),
-        ({"loss": {"_component_": "rocm_ext.objectives.PolicyGradient"}}, "missing a required argument: 'loss'"),
-        ({"loss": {"_component_": "rocm_ext.objectives.ClippedRatio", "clip_hi": 1}}, "unknown key loss.clip_hi"),
+        ({"loss": {"_component_": "rocm_ext.losses.PolicyGradient"}}, "missing a required argument: 'loss'"),
+        ({"loss": {"_component_": "rocm_ext.losses.ClippedRatio", "clip_hi": 1}}, "unknown key loss.clip_hi"),
         ({"loss": {**OWN_LOSS, "temperature": 0.5}}, "loss computes log-probs at temperature 0.5, and temperature 1"),
         ({"loss": OWN_LOSS, "minibatches": 2}, "set loss.on_policy=False"),
         ({"max_staleness": 1}, "LocalEngine samples with the weights in training"),

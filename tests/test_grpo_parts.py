@@ -15,7 +15,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.rl.advantages import EPSILON, advantages, flat, groups, length_share, rewards
 from rocm_ext.rl.curriculum import choose, pass_rate
 from rocm_ext.rl.stopping import flat_reason, mismatch_warning, stop_reason

@@ -28,7 +28,7 @@ def test_a_step_shares_its_memory_with_the_sampler(capsys, tmp_path, monkeypatch
 
 
 POCKET = ("--config", "cpu_pocket_grpo", "minibatches=1")
-SERVERS = "engine={_component_: rocm_ext.generation.OpenAIEngine, urls: [http://a/v1, http://b/v1]}"
+SERVERS = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/v1, http://b/v1]}"
 
 
 @as_configured

@@ -12,8 +12,9 @@ import torch
 from rocm_ext.recipes.grpo_rocm import GRPO, main
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
-from rocm_ext import config, files
-from rocm_ext.errors import UserError
+from rocm_ext import config
+from rocm_ext.base import files
+from rocm_ext.base.errors import UserError
 from rocm_ext.rl.records import PhaseRecords
 from rocm_ext.rl.trainer import PolicyTrainer
 from tests.forks import forked, forked_ranks, several_ranks
@@ -72,7 +73,7 @@ def make(folder, tmp_path):
     """Write the YAML of a run on servers: 4 steps of 4 prompts with 4 answers each, without evaluation."""
 
     def make(*fakes, **changes):
-        engine = {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": [fake.url for fake in fakes],
+        engine = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": [fake.url for fake in fakes],
                   "patience": "1 s"}  # fmt: skip
         evaluate = changes.pop("evaluate", False)
         changes = {"max_new_tokens": 6, "engine": engine, **changes}

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rocm_ext.cli import main
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar
-from rocm_ext.runs.reader import RunFolder
 from tests.run_folders import curve, grpo, policy_answers, policy_line, raft, sft, write_jsonl
 from tests.test_compare import document, flip, passing
 from tests.test_report import JUNK, KEYS, figures, hardware, report, words

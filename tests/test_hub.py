@@ -12,9 +12,9 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
 import rocm_ext.model.download
 from rocm_ext import cli, config
-from rocm_ext.errors import UserError
-from rocm_ext.hub import how_to_download, hub_name, in_cache, is_hub_name
-from rocm_ext.model.adapter_files import base_model_name
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.hub import how_to_download, hub_name, in_cache, is_hub_name
+from rocm_ext.model.adapters.peft_files import base_model_name
 from rocm_ext.model.download import fetch_texts, fetch_weights
 from rocm_ext.plan import speeds
 from tests.families import folder_config, write_family

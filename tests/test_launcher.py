@@ -9,8 +9,9 @@ from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from rocm_ext import config, process
-from rocm_ext.errors import UserError
+from rocm_ext import config
+from rocm_ext.base import process
+from rocm_ext.base.errors import UserError
 
 
 @pytest.fixture

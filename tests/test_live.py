@@ -8,7 +8,7 @@ import pytest
 
 from rocm_ext.report import render
 from rocm_ext.runs import records
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.tails import Tails
 from tests.run_folders import curve, grpo, raft, sft, write_jsonl
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rocm_ext import openai_http
-from rocm_ext.errors import UserError
+from rocm_ext.base import openai_http
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers import LLMJudge, Pool, Verdict, build
 from tests.servers import CHAT as CHAT_PATH
 from tests.servers import Fake

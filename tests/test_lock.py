@@ -12,7 +12,7 @@ import psutil
 import pytest
 from rocm_ext.recipes.lora_finetune_rocm import main
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.train import lock
 from rocm_ext.train.lock import hold
 from tests import forks

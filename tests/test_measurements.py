@@ -12,10 +12,10 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config
 from rocm_ext.data.batches import count_labels
-from rocm_ext.objectives import PolicyGradient, Tally
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.losses import PolicyGradient, Tally
 from rocm_ext.plan import costs
 from rocm_ext.plan.costs import Kernels, simulate_loss
-from rocm_ext.ranks import Ranks
 from rocm_ext.train.scoring import score
 from tests.forks import forked_ranks, several_ranks
 from tests.test_policy_gradient import LENGTHS, SEQUENCE, given, logprobs, problem
@@ -114,7 +114,7 @@ def test_planned_memory_of_the_loss_is_the_measured_one(options, measures):
     columns = {name: torch.zeros(labels) for name in objective.columns}
     targets = sequence = torch.zeros(labels, dtype=torch.long)
     objective.tally = Tally() if measures else None
-    live = costs.Tally()
+    live = costs.CostCounter()
     live.ignore([hidden, head.weight, norm.weight, targets, *columns.values()])
     with live:
         objective(head, norm(hidden)[:labels], targets, columns, sequence).backward()
@@ -174,7 +174,7 @@ def lines(out: Path) -> list[dict]:
 def test_a_step_measures_all_its_labels(tmp_path, loss):
     write_model(tmp_path / "base")
     write_rows(tmp_path / "rows.jsonl", 17)  # the third step has one row for two ranks
-    component = {"_component_": "rocm_ext.objectives.PolicyGradient", "loss": loss, "on_policy": False}
+    component = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": loss, "on_policy": False}
     cfg = run_config(
         tmp_path / "base", tmp_path / "rows.jsonl", tmp_path / "one", loss=component, tokens_per_micro_batch=100
     )

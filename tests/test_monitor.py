@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
 
 from rocm_ext import cli
-from rocm_ext.errors import UserError
-from rocm_ext.hardware import counters
-from rocm_ext.hardware.counter_log import HardwareLog, recording
-from rocm_ext.hardware.counters import Counters
-from rocm_ext.hardware.sysfs import cards
-from rocm_ext.hardware.trace import Trace
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine import counters
+from rocm_ext.machine.counter_log import HardwareLog, recording
+from rocm_ext.machine.counters import Counters
+from rocm_ext.machine.sysfs import cards
+from rocm_ext.machine.trace import Trace
 from tests import sysfs
 from tests.forks import forked
 from tests.sysfs import GIB
@@ -129,7 +129,7 @@ def test_a_sleeping_gpu_is_left_asleep(tmp_path, monkeypatch):
         opened.append(path)
         return builtins.open(path, *args, **kwargs)
 
-    monkeypatch.setattr("rocm_ext.hardware.sysfs.open", noted, raising=False)
+    monkeypatch.setattr("rocm_ext.machine.sysfs.open", noted, raising=False)
     (gpu,) = gpus(root)
     assert gpu["gtt_total"] == 120 * GIB
     assert "busy" not in gpu
@@ -163,7 +163,7 @@ def test_read_errors(tmp_path, monkeypatch, number):
             return contextlib.nullcontext(file)
         return builtins.open(path, *args, **kwargs)
 
-    monkeypatch.setattr("rocm_ext.hardware.sysfs.open", failing, raising=False)
+    monkeypatch.setattr("rocm_ext.machine.sysfs.open", failing, raising=False)
     assert gpus(root) == [{key: value for key, value in whole.items() if key not in ("busy", "temperature")}]
 
 
@@ -377,7 +377,7 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys):
 
 def test_torch_is_not_imported(tmp_path):
     program = (
-        "import sys; from rocm_ext.cli import main; main(sys.argv[1:]); import rocm_ext.hardware.counter_log; "
+        "import sys; from rocm_ext.cli import main; main(sys.argv[1:]); import rocm_ext.machine.counter_log; "
         "assert not {'torch', 'omegaconf'} & set(sys.modules)"
     )
     arguments = ["monitor", "--count", "1", "--root", str(tmp_path), "--run", str(tmp_path), "--log", tmp_path / "log"]
@@ -660,7 +660,7 @@ def test_a_disk_that_fills_up(tmp_path):
     program = f"""
 import logging, resource, time
 from pathlib import Path
-from rocm_ext.hardware.counter_log import recording
+from rocm_ext.machine.counter_log import recording
 logging.basicConfig(format="%(message)s")
 said = []
 logging.getLogger().handlers[0].addFilter(lambda record: said.append(record) or True)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.messages import Turn
 from rocm_ext.data.template import read_template
-from rocm_ext.errors import UserError
 from rocm_ext.plan import speeds
 from tests.families import folder_config, on_demand
 from tests.multimodal_models import MODELS, write_multimodal

@@ -23,8 +23,8 @@ import pytest
 import torch.distributed as dist
 from rocm_ext.recipes import dpo_rocm, grpo_rocm, lora_finetune_rocm, raft_rocm
 
-from rocm_ext import ranks, watch
-from rocm_ext.train import nodes
+from rocm_ext.distributed import ranks, watch
+from rocm_ext.train import machines as nodes
 from tests import forks, grpo_runs, machines, raft_runs
 from tests.test_resume import assert_one_line, at, outcome
 from tests.tiny import metrics, run_config, write_rows, write_yaml

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import Layout, StepLoader, Steps, collate
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
-from rocm_ext.errors import UserError
-from rocm_ext.objectives import ClippedRatio, CrossEntropy, Objective
-from rocm_ext.objectives.objective import sum_over_sequences
+from rocm_ext.losses import ClippedRatio, CrossEntropy, Objective
+from rocm_ext.losses.objective import sum_over_sequences
 from tests.tiny import run_config, write_model, write_rows, write_yaml
 
 WORDS, WIDTH = 50, 16
@@ -216,7 +216,7 @@ def finetune(folder, out, loss: dict, **changes) -> LoRAFinetune:
 
 @pytest.mark.parametrize("normalize", ["sequences", 50.0])
 def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize):
-    loss = {"_component_": "rocm_ext.objectives.CrossEntropy", "normalize": normalize}
+    loss = {"_component_": "rocm_ext.losses.CrossEntropy", "normalize": normalize}
     curves = []
     for batch_size in (1, 3, 12):
         out = tmp_path / str(batch_size)
@@ -248,7 +248,7 @@ def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize):
 
 
 def test_missing_columns_are_named(folder, tmp_path):
-    loss = {"_component_": "rocm_ext.objectives.ClippedRatio", "clip_high": 0.28}
+    loss = {"_component_": "rocm_ext.losses.ClippedRatio", "clip_high": 0.28}
     with pytest.raises(UserError, match="loss ClippedRatio needs the columns old_logprobs, which the rows do not"):
         finetune(folder, tmp_path / "out", loss)
     assert not list((tmp_path / "out").iterdir())

@@ -24,15 +24,17 @@ import torch
 from rocm_ext.recipes.raft_rocm import RAFT
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
-from rocm_ext import config, openai_http
+from rocm_ext import config
+from rocm_ext.base import openai_http
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import TorchtuneRenderer, render_prompt
 from rocm_ext.data.tokenizer import ChatTokenizer
-from rocm_ext.errors import UserError
-from rocm_ext.generation import openai, openai_session
-from rocm_ext.generation.base import Request, Sampling
-from rocm_ext.generation.openai import OpenAIEngine
-from rocm_ext.generation.openai_session import OpenAISession
 from rocm_ext.rl.records import read_records
+from rocm_ext.sampling.engine import Request, Sampling
+from rocm_ext.sampling.server import openai
+from rocm_ext.sampling.server import session as openai_session
+from rocm_ext.sampling.server.openai import OpenAIEngine
+from rocm_ext.sampling.server.session import OpenAISession
 from tests.forks import start, wait
 from tests.servers import CHAT, COMPLETIONS, LOAD, MODELS, Fake, Vllm, is_check, vllm_form
 from tests.tiny import run_config, write_model, write_rows, write_tokenizer, write_yaml
@@ -1090,7 +1092,7 @@ def test_a_raft_cycle_samples_on_a_server(served, model_dir, tmp_path):
             "_component_": "rocm_ext.data.prompt_dataset", "source": str(rows), "column_map": {"prompt": "question"},
         },
         "verifier": {"_component_": "tests.judges.Coin"},
-        "engine": {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": [served], "model": str(model_dir),
+        "engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": [served], "model": str(model_dir),
                    "endpoint": "chat"},
         "cycles": 1, "samples_per_prompt": 3, "max_new_tokens": 6, "drop_truncated": False,
     }  # fmt: skip

@@ -28,21 +28,21 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from transformers import AutoModelForCausalLM
 
 from rocm_ext import config
-from rocm_ext.data.batches import Batch, collate, row_sizes
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.batches import MicroBatch, collate, row_sizes
 from rocm_ext.data.rows import Rows
-from rocm_ext.errors import UserError
-from rocm_ext.model import adapter_files
+from rocm_ext.losses import CrossEntropy
+from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import hidden_states
 from rocm_ext.model.lora import Dora, Lora
-from rocm_ext.model.merge import merge
-from rocm_ext.objectives import CrossEntropy
 from tests.tiny import metrics, run_config, write_model, write_rows, write_yaml
 
 STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
 CHUNKED_LOSS = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
 TORCH_LOSS = {"_component_": "torch.nn.CrossEntropyLoss"}
-OUR_LOSS = {"_component_": "rocm_ext.objectives.CrossEntropy"}
+OUR_LOSS = {"_component_": "rocm_ext.losses.CrossEntropy"}
 TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61]])
 
 
@@ -87,7 +87,7 @@ def finetune(cfg: dict) -> LoRAFinetune:
 
 
 def adapter(recipe: LoRAFinetune) -> dict[str, torch.Tensor]:
-    return adapter_files.adapter_state(recipe.learner.decoder)
+    return peft_files.adapter_state(recipe.learner.decoder)
 
 
 # ---- stock torchtune
@@ -381,7 +381,7 @@ def decoder_pair(family: str, max_seq_len: int = 12):
     return plain, packed
 
 
-def pack(sequences: list[torch.Tensor], multiple: int = 1) -> Batch:
+def pack(sequences: list[torch.Tensor], multiple: int = 1) -> MicroBatch:
     """Return the micro-batch of ``sequences`` with every token labelled."""
     arrays = [s.numpy() for s in sequences]
     rows = Rows(arrays, arrays, [(len(s),) for s in arrays], {})
@@ -657,7 +657,7 @@ def test_small_changes_survive_in_a_merged_model(folders, tmp_path):
     base, merged = folders["llama bf16"], tmp_path / "run" / "merged"
     cfg = export_config(folders, "llama bf16", tmp_path / "run", {})
     ours = finetune(cfg | {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5}})
-    updates = adapter_files.updates_by_weight(load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors"))
+    updates = peft_files.updates_by_weight(load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors"))
     found = changed = total = 0.0
     for shard in base.glob("*.safetensors"):
         before, after = load_file(shard), load_file(merged / shard.name)

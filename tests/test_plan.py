@@ -13,25 +13,26 @@ import torch
 from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
-from rocm_ext import config, registry
+from rocm_ext import config
+from rocm_ext.base import registry
 from rocm_ext.bench.training import RandomWeights
 from rocm_ext.cli import main
 from rocm_ext.data.rows import Rows
-from rocm_ext.generation import Request, Sampling
-from rocm_ext.generation.decoder import merged
-from rocm_ext.generation.local import LocalSession
-from rocm_ext.hardware.bench_file import machine_key
-from rocm_ext.hardware.machine import detect
-from rocm_ext.hardware.profile import profile_names
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.losses import CrossEntropy
+from rocm_ext.machine.bench_file import machine_key
+from rocm_ext.machine.detect import detect
+from rocm_ext.machine.profile import profile_names
 from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
-from rocm_ext.objectives import CrossEntropy
 from rocm_ext.plan import memory, reach, speeds, workload
-from rocm_ext.plan.costs import Kernels, Operation, Tally, simulate_layer
+from rocm_ext.plan.costs import CostCounter, Kernels, Operation, simulate_layer
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.speeds import Figures, measure_cpu
 from rocm_ext.plan.workload import Questions, Workload
-from rocm_ext.ranks import Ranks
+from rocm_ext.sampling import Request, Sampling
+from rocm_ext.sampling.decoder import merged
+from rocm_ext.sampling.local import LocalSession
 from tests.tiny import run_config, write_model, write_yaml
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
@@ -88,7 +89,7 @@ def measured_peak(path, made=LoRAFinetune) -> tuple[int, LoRAFinetune]:
     recipe.trainer.write_outputs = recipe.trainer.save_checkpoint = lambda: None
     decoder = recipe.learner.decoder
     there = list({id(t): t for t in (*decoder.parameters(), *decoder.buffers())}.values())
-    tally = Tally()
+    tally = CostCounter()
     tally.ignore(there)
     with tally:
         recipe.train()
@@ -167,7 +168,7 @@ def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt,
     load_weights(decoder, Weights(RandomWeights(decoder, cpu), "random"), Ranks(cpu))
     requests = [Request(str(i), 0, i, tuple(range(i, i + prompt)), ()) for i in range(slots)]
     never = SimpleNamespace(stop_tokens=[-1], decode=lambda ids: "")
-    tally = Tally()
+    tally = CostCounter()
     tally.ignore([*decoder.parameters(), *decoder.buffers()])
     with tally, merged(decoder) as made:
         list(LocalSession(made, never, lambda: 2**40, slots, graphs=False).generate(requests, Sampling(new)))
@@ -190,7 +191,7 @@ def test_work_is_what_a_real_step_does(name, folders, tmp_path, capsys):
     recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
     recipe.setup()
     update = next(recipe.trainer.loader.range(0, 1))
-    with Tally() as tally:
+    with CostCounter() as tally:
         recipe.trainer.train_step(update)
     recipe.cleanup()
     step = plan(capsys, "--config", path)["configured"]["step"]
@@ -397,7 +398,7 @@ def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
         assert part["tokens_per_second_published"] == pytest.approx([speed * shares.low, speed * shares.high])
     longer = plan(capsys, "--config", "strix_halo_qwen7b_raft", "--answer-tokens", "512", "--rows", "1000")["cycle"]
     assert longer["sampling_seconds"] == pytest.approx(4 * cycle["sampling_seconds"], rel=0.15)
-    servers = "engine={_component_: rocm_ext.generation.OpenAIEngine, urls: [http://a/v1]}"
+    servers = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/v1]}"
     assert plan(capsys, "--config", "strix_halo_qwen7b_raft", servers)["cycle"] is None
 
 

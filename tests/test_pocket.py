@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rocm_ext import cli, pocket
 from rocm_ext.data.prompts import check_disjoint, prompt_dataset
 from rocm_ext.data.render import render_conversation, render_prompt
-from rocm_ext.generation import LocalEngine, Request, Sampling
 from rocm_ext.runs.scores import Score, pass_at_k, wilson
+from rocm_ext.sampling import LocalEngine, Request, Sampling
 
 TEXTS = [
     "What is 47 + 38?",

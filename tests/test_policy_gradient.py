@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rocm_ext.errors import UserError
-from rocm_ext.objectives import ClippedRatio, PolicyGradient
-from rocm_ext.objectives.policy_gradient import LOSSES
+from rocm_ext.base.errors import UserError
+from rocm_ext.losses import ClippedRatio, PolicyGradient
+from rocm_ext.losses.policy_gradient import LOSSES
 
 WORDS, WIDTH, LENGTHS = 40, 12, (3, 1, 17, 9, 10)
 LABELS = sum(LENGTHS)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from rocm_ext.errors import UserError
-from rocm_ext.hardware import numerics
-from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.numerics import Check, canaries, dtype_leaks, pick_dtype, require
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine import numerics
+from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.numerics import Check, canaries, dtype_leaks, pick_dtype, require
 
 STRIX = Machine("rocm", "Linux", "2.12.0+rocm7.2", "rocm", 0, True, "gfx1151", gpu_count=1)
 MI50 = Machine("rocm", "Linux", "2.9.1+rocm6.3", "rocm", 0, False, "gfx906", gpu_count=1)
@@ -118,7 +118,7 @@ def test_dtype_leaks_names_the_modules_that_left_the_dtype():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_canaries_on_the_gpu():
-    from rocm_ext.hardware.machine import detect
+    from rocm_ext.machine.detect import detect
 
     machine = detect()
     dtype, _ = pick_dtype("auto", machine)

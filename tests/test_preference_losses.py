@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
-from rocm_ext.errors import UserError
-from rocm_ext.objectives import Preference, Tally, objective_of
-from rocm_ext.objectives.preference import LOSSES
+from rocm_ext.base.errors import UserError
+from rocm_ext.losses import Preference, Tally, objective_of
+from rocm_ext.losses.preference import LOSSES
 
 WORDS, WIDTH, LENGTHS = 40, 12, (3, 8, 17, 1, 10, 10)  # chosen, rejected, chosen, ...
 LABELS, PAIRS = sum(LENGTHS), len(LENGTHS) // 2

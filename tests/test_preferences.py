@@ -9,11 +9,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import Layout, StepLoader, Steps, collate
 from rocm_ext.data.render import IGNORE, render_conversation
 from rocm_ext.data.rows import open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.errors import UserError
 from tests.families import CHATML, id_of
 from tests.tiny import write_tokenizer
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.prompts import Prompt, check_disjoint, prompt_dataset
-from rocm_ext.errors import UserError
 
 DATA = Path(__file__).parents[2] / "shared/data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}")

@@ -9,10 +9,10 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from torchtune.models import llama3_1, llama3_2, qwen2_5
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
 from rocm_ext.bench.context import Bench
 from rocm_ext.bench.spec import Spec
 from rocm_ext.cli import main
-from rocm_ext.errors import UserError
 from rocm_ext.model import from_checkpoint
 from rocm_ext.model.published import published_models
 from rocm_ext.plan import speeds

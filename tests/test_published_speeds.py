@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rocm_ext.cli import main
-from rocm_ext.hardware.chips import find_chip
+from rocm_ext.machine.chips import find_chip
 from rocm_ext.plan import reach
 from rocm_ext.plan.planner import TrainingPlanner
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.prompts import prompt_dataset
-from rocm_ext.errors import UserError
 from rocm_ext.verifiers import PythonTests, Run, Verdict
 from rocm_ext.verifiers.selfcheck import self_check
 

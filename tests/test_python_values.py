@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers import PythonTests, Result, Verdict
 from rocm_ext.verifiers.python._wire import Malformed, Unsendable, Wire
 

@@ -18,11 +18,11 @@ from rocm_ext.recipes.raft_rocm import RAFT, main
 from safetensors.torch import load_file
 
 from rocm_ext import cli, config
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE, render_prompt
-from rocm_ext.errors import UserError
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.evaluate.answers import evaluate
-from rocm_ext.objectives import ClippedRatio, CrossEntropy
-from rocm_ext.ranks import Ranks
+from rocm_ext.losses import ClippedRatio, CrossEntropy
 from rocm_ext.rl.records import PhaseRecords, phase_records, read_records
 from rocm_ext.train.trainer import Trainer
 from tests.forks import forked, forked_ranks, kill_before, several_ranks
@@ -551,8 +551,8 @@ def test_llama_on_the_same_road(make, tmp_path):
         ({"max_empty_cycles": 0}, "max_empty_cycles is 0; expected a whole number of at least 1"),
         ({"verifier": {"_component_": "tests.judges.Broken"}}, "the judge is ill"),
         ({"verifier": {"_component_": "tests.judges.Dies"}}, "exited with 3"),
-        ({"engine": {"_component_": "rocm_ext.generation.LocalEngine", "slots": 0}}, "engine.slots is 0"),
-        ({"engine": {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}},
+        ({"engine": {"_component_": "rocm_ext.sampling.LocalEngine", "slots": 0}}, "engine.slots is 0"),
+        ({"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}},
          "http://127.0.0.1:9 cannot be reached"),
     ],
 )  # fmt: skip

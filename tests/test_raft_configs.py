@@ -9,7 +9,7 @@ from rocm_ext.recipes.raft_rocm import RAFT
 from torchtune import config as torchtune_config
 
 from rocm_ext import config, verifiers
-from rocm_ext.hardware.profile import check_locked, load_profile
+from rocm_ext.machine.profile import check_locked, load_profile
 from rocm_ext.rl.cycle_training import training_config
 from tests.test_run_configs import CONFIGS, head, text
 

@@ -10,7 +10,7 @@ from rocm_ext.recipes.raft_rocm import RAFT, main
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext import config
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.rl.records import read_records
 from rocm_ext.rl.server_check import _share
@@ -61,7 +61,7 @@ def make(folder, tmp_path):
         cfg |= {
             "prompts": prompts("prompts.jsonl"), "eval_prompts": prompts("heldout.jsonl"),
             "verifier": {"_component_": "tests.judges.Coin"}, "verify_workers": 1,
-            "engine": {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": [fake.url for fake in fakes],
+            "engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": [fake.url for fake in fakes],
                        "patience": "1 s"},
             "cycles": 2, "samples_per_prompt": 2, "max_new_tokens": 12, "drop_truncated": False,
             "skip_solved": False, "retry_unsolved_after": 1,
@@ -177,7 +177,7 @@ def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(serve, ma
     assert len(sampled(out, "cycle_1/eval")) == 6
     # the same scores as of an evaluation with the local engine
     cfg = config.load("raft_rocm", str(path), [f"output_dir={tmp_path}/again"])
-    cfg.engine = {"_component_": "rocm_ext.generation.LocalEngine"}
+    cfg.engine = {"_component_": "rocm_ext.sampling.LocalEngine"}
     scores = evaluate(cfg, out / "cycle_1" / "adapter")[0].scores
     assert scores == json.loads((out / "cycle_1" / "eval.json").read_text())
     assert raft.engines.sample is not raft.engines.eval

@@ -10,7 +10,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 from safetensors.torch import load_file
 
 from rocm_ext import config
-from rocm_ext.ranks import Ranks
+from rocm_ext.distributed.ranks import Ranks
 from tests.forks import forked_ranks, several_ranks
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 

@@ -13,7 +13,8 @@ import torchtune._recipe_registry as torchtune_registry
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from torchtune._cli.tune import main as tune_command
 
-from rocm_ext import config, hook, pins, registry
+from rocm_ext import config, hook
+from rocm_ext.base import pins, registry
 from rocm_ext.train.trainer import Trainer
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
@@ -78,10 +79,11 @@ def test_other_programs_load_next_to_nothing():
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert sorted(run.stdout.split()) == [
         "rocm_ext",
-        "rocm_ext.errors",
+        "rocm_ext.base",
+        "rocm_ext.base.errors",
+        "rocm_ext.base.pins",
+        "rocm_ext.base.registry",
         "rocm_ext.hook",
-        "rocm_ext.pins",
-        "rocm_ext.registry",
     ]
 
 

@@ -23,7 +23,7 @@ import yaml
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
 from rocm_ext import config
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.train.learner import Learner
 from tests import forks
 from tests.forks import forked, kill_before
@@ -370,7 +370,7 @@ def test_what_is_free_to_change(make, reference, tmp_path):
     assert run(make(whole, model=model))[0] == 0
     assert run(make(out, model=model, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
     changes = {"batch_size": 2, "log_every_n_steps": 3, "keep_last_n_checkpoints": 1, "run_val_every_n_steps": 4}
-    changes |= {"loss": {"_component_": "rocm_ext.objectives.CrossEntropy", "chunk_tokens": 7}}
+    changes |= {"loss": {"_component_": "rocm_ext.losses.CrossEntropy", "chunk_tokens": 7}}
     code, messages = resume(make(out, model=model, early_stopping_patience=9, dtype="fp32", **changes))
     assert code == 0, messages
     assert steps(out) == [10]

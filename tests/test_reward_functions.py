@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers import Pool, Result, RewardFunction, Verdict, as_reward_function, build
 from tests.tiny import write_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rocm_ext.recipes.raft_rocm import main
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.rl.records import read_records
 from rocm_ext.verifiers import ExactMatch, JsonSchema, Pool, PythonTests, Regex, Verdict, extract_code
 from rocm_ext.verifiers.cases import same_output

@@ -13,14 +13,15 @@ from omegaconf import OmegaConf
 from torchtune import _recipe_registry
 from torchtune import config as torchtune_config
 
-from rocm_ext import config, hook, registry
+from rocm_ext import config, hook
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.nested import flatten
 from rocm_ext.cli import main
 from rocm_ext.config import layers
-from rocm_ext.errors import UserError
-from rocm_ext.hardware.profile import check_locked, load_profile
+from rocm_ext.machine.profile import check_locked, load_profile
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.published import published, published_models
-from rocm_ext.nested import flatten
 from tests.test_device import CPU, STRIX
 
 RECIPE = "lora_finetune_rocm"
@@ -316,7 +317,7 @@ def test_auto_on_a_machine_without_a_gpu(run, monkeypatch):
         ("", ["dataset.sorce=4"], "unknown key dataset.sorce for .*; did you mean source"),
         ("", ["device.index=4"], "unknown key device.index: device is 'cuda'"),
         (
-            "loss: {_component_: rocm_ext.objectives.CrossEntropy, chunks: 4}",
+            "loss: {_component_: rocm_ext.losses.CrossEntropy, chunks: 4}",
             [],
             "unknown key loss.chunks",
         ),

@@ -10,9 +10,9 @@ import torch
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
-from rocm_ext.errors import UserError
 from rocm_ext.train.scoring import reference, score
 from tests.forks import forked_ranks, several_ranks
 from tests.tiny import run_config, write_model, write_rows, write_yaml

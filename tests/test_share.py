@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
 from rocm_ext.bench.share import share
 from rocm_ext.cli import main
-from rocm_ext.errors import UserError
-from rocm_ext.hardware import bench_file, shared_records
-from rocm_ext.hardware.profile import load_profile
-from rocm_ext.hardware.shared_records import SharedRecord
+from rocm_ext.machine import bench_file, shared_records
+from rocm_ext.machine.profile import load_profile
+from rocm_ext.machine.shared_records import SharedRecord
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from tests.test_device import CPU, GIB, MI300X, STRIX

@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from rocm_ext import hook, launch, registry
-from rocm_ext.config import startup
-from rocm_ext.hardware.environment import replace_process
-from rocm_ext.hardware.profile import load_profile
+from rocm_ext import hook
+from rocm_ext.base import registry
+from rocm_ext.config import launch, startup
+from rocm_ext.machine.environment import replace_process
+from rocm_ext.machine.profile import load_profile
 from tests.test_device import CPU, H200, MI300X, STRIX
 
 PROFILES = ("cpu", "strix_halo", "mi300x", "mi50", "radeon")
@@ -207,7 +208,7 @@ def test_what_counts_as_tune(monkeypatch, options, argv, is_tune):
     assert hook._is_tune() == is_tune
 
 
-@pytest.mark.parametrize(("folder", "script"), [("/lib/rocm_ext", "/lib/rocm_ext/launch.py"),
+@pytest.mark.parametrize(("folder", "script"), [("/lib/rocm_ext/config", "/lib/rocm_ext/config/launch.py"),
                                                 (r"C:\lib\rocm_ext", r"C:\lib\rocm_ext\launch.py")])  # fmt: skip
 def test_the_launcher_s_modules_do_not_hide_the_user_s(tmp_path, monkeypatch, folder, script):
     (tmp_path / "recipe.py").write_text("import sys\nsys.found = list(sys.path)")

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from rocm_ext.recipes import lora_finetune_rocm
 
 from rocm_ext.config import load
-from rocm_ext.hardware import threads
-from rocm_ext.hardware.cgroups import cpu_quota
+from rocm_ext.machine import threads
+from rocm_ext.machine.cgroups import cpu_quota
 from rocm_ext.train.runtime import Runtime
 from tests.forks import forked
 from tests.tiny import metrics, run_config, write_model, write_rows, write_yaml

@@ -15,10 +15,10 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext.recipes.raft_rocm import RAFT
 
 from rocm_ext import config
-from rocm_ext.hardware import kernels, trace
-from rocm_ext.hardware.trace import Trace
-from rocm_ext.train.run import run
-from rocm_ext.train.training import Training
+from rocm_ext.machine import kernels, trace
+from rocm_ext.machine.trace import Trace
+from rocm_ext.train.lifecycle import run
+from rocm_ext.train.loop import Training
 from tests import grpo_runs, raft_runs
 from tests.tiny import metrics, run_config, write_rows, write_yaml
 

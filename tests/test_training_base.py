@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import StepLoader, Steps
 from rocm_ext.data.rows import Rows
-from rocm_ext.errors import UserError
 from rocm_ext.plan import workload
 from rocm_ext.train.checkpoint import read_state
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.loop import Training
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.runtime import Runtime
-from rocm_ext.train.training import Training
 from tests.tiny import metrics, run_config, write_model, write_yaml
 
 UPDATES = 2  # of a step

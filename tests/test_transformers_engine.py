@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rocm_ext import cli, config
-from rocm_ext.errors import UserError
-from rocm_ext.generation import LocalEngine, Request, Sampling, TransformersEngine, sample_seed
+from rocm_ext.base.errors import UserError
 from rocm_ext.model.build import build_model
-from rocm_ext.model.hf.decoder import TransformersDecoder
-from rocm_ext.model.hf.sampling import Sampler
 from rocm_ext.model.lora import adapters
-from rocm_ext.plan.costs import Tally
+from rocm_ext.model.transformers.decoder import TransformersDecoder
+from rocm_ext.model.transformers.sampling import Sampler
+from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.planner import SamplingPlanner
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions
+from rocm_ext.sampling import LocalEngine, Request, Sampling, TransformersEngine, sample_seed
 from tests.families import folder_config, write_family
 from tests.forks import forked, forked_ranks, several_ranks
 from tests.hf_models import CARE, COMMON, MODELS, MORE, write_common, write_theirs
@@ -269,13 +269,13 @@ def test_planned_peak_of_sampling_covers_the_measured_one(tmp_path, name, dtype)
     twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
     base = write_theirs(tmp_path / "base", name, **WIDER, **twice, vocab_size=2048)
     decoder, new, slots = our_model(base).to(dtype), 40, 32
-    tally = Tally()
+    tally = CostCounter()
     tally.ignore([*decoder.parameters(), *decoder.buffers()])
     made = engine(decoder, free=2**40, slots=slots)
     made.check()
     with tally:
         sampled(made, ask(prompts(*[200] * slots)), Sampling(new))
-    chosen = {"_component_": "rocm_ext.generation.TransformersEngine", "slots": slots}
+    chosen = {"_component_": "rocm_ext.sampling.TransformersEngine", "slots": slots}
     cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": new, "engine": chosen})
     node = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base)}
     empty = build_model(OmegaConf.create(node), dtype, 0, torch.device("meta"))
@@ -327,7 +327,7 @@ def test_a_cycle_of_raft_and_eval(raft, tmp_path, capsys, name):
     assert code == 0, said
     assert "engine: TransformersEngine" in said
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert recorded["engine"]["_component_"] == "rocm_ext.generation.TransformersEngine"
+    assert recorded["engine"]["_component_"] == "rocm_ext.sampling.TransformersEngine"
     adapter = tmp_path / "run" / "cycle_1" / "adapter"
     changed = [tensor for key, tensor in load_file(adapter / Path(WEIGHTS).name).items() if "lora_B" in key]
     assert changed
@@ -389,9 +389,9 @@ def test_a_kernel_without_capped_scores_is_refused_by_the_plan(raft, capsys):
 
 def test_each_engine_refuses_the_others_models(folder_of, tmp_path):
     options = {"tokenizer": Words(), "free_memory": lambda: 2**31}
-    with pytest.raises(UserError, match=r"LocalEngine.*use rocm_ext.generation.TransformersEngine"):
+    with pytest.raises(UserError, match=r"LocalEngine.*use rocm_ext.sampling.TransformersEngine"):
         LocalEngine(decoder=our_model(folder_of("gemma 3")), **options)
-    with pytest.raises(UserError, match=r"native decoder; use rocm_ext.generation.LocalEngine"):
+    with pytest.raises(UserError, match=r"native decoder; use rocm_ext.sampling.LocalEngine"):
         TransformersEngine(decoder=our_model(write_family(tmp_path / "base", "qwen3")), **options)
 
 

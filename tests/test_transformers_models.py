@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import collate
-from rocm_ext.errors import UserError
+from rocm_ext.losses import CrossEntropy
 from rocm_ext.model.attention import takes_packed_rows
 from rocm_ext.model.build import build_model
-from rocm_ext.model.hf.decoder import PACKS
 from rocm_ext.model.lora import adapter_parameters
-from rocm_ext.objectives import CrossEntropy
+from rocm_ext.model.transformers.decoder import PACKS
 from rocm_ext.plan import speeds
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import plan_memory
@@ -330,7 +330,7 @@ def test_layers_that_cannot_be_compiled(folder_of, rows, tmp_path, monkeypatch):
 
 
 def test_without_the_extra_an_error_names_it(folder_of, rows, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rocm_ext.model.hf.decoder", None)
+    monkeypatch.setitem(sys.modules, "rocm_ext.model.transformers.decoder", None)
     with pytest.raises(
         UserError, match=r"Olmo2ForCausalLM has no decoder.*pip install 'torchtune-rocm\[transformers\]'"
     ):
@@ -422,7 +422,7 @@ def test_raft_samples_on_servers(folder_of, tmp_path):
     (tmp_path / "base" / "model.safetensors").unlink()
     for name, count, start in (("prompts", 8, 0), ("heldout", 4, 100)):
         write_rows(tmp_path / f"{name}.jsonl", count, start)
-    node = {"_component_": "rocm_ext.generation.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}
+    node = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}
     path = write_run(tmp_path, tmp_path / "run", cycles=1, epochs=1, engine=node)
     cfg = yaml.safe_load(path.read_text())
     cfg |= {key: folder_config(tmp_path / "base", path, tmp_path / "run")[key] for key in ("model", "tokenizer")}

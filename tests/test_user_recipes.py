@@ -16,13 +16,14 @@ import torchtune._recipe_registry as torchtune_registry
 import yaml
 from omegaconf import OmegaConf
 
-from rocm_ext import config, hook, registry
+from rocm_ext import config, hook
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main as rocm_ext
-from rocm_ext.errors import UserError
-from rocm_ext.hardware.environment import environment_for
-from rocm_ext.hardware.machine import detect
-from rocm_ext.hardware.profile import load_profile
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.machine.detect import detect
+from rocm_ext.machine.environment import environment_for
+from rocm_ext.machine.profile import load_profile
+from rocm_ext.runs.folder import RunFolder
 from tests.forks import several_ranks
 from tests.tiny import run_config, tune, write_model, write_rows, write_yaml
 

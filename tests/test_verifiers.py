@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers import (
     All,
     Command,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rocm_ext.verifiers import Pool, PythonTests, Verdict
-from rocm_ext.verifiers.sandbox.process import children_of, descendants
+from rocm_ext.verifiers.sandbox.children import children_of, descendants
 
 SQUARE = "def f(x): return x * x"
 ROW = {"tests": "assert f(3) == 9", "entry_point": "f"}

@@ -27,7 +27,7 @@ import pytest
 from rocm_ext.cli import main
 from rocm_ext.report import server
 from rocm_ext.report.live import LivePage
-from rocm_ext.report.server import PORT, Server
+from rocm_ext.report.server import PORT, PageServer
 from tests import sysfs
 from tests.browser import browser as browser
 from tests.run_folders import curve, grpo, raft, sft, step_lines
@@ -172,18 +172,18 @@ def test_with_host_the_address_has_a_token():
 
 
 @contextlib.contextmanager
-def served(monkeypatch, **settings) -> Iterator[Server]:
+def served(monkeypatch, **settings) -> Iterator[PageServer]:
     """A server in this process, with other values for the constants of its module."""
     for name, value in settings.items():
         monkeypatch.setattr(server, name, value)
-    with Server(LivePage([], 1.0), "127.0.0.1", 0) as site:
+    with PageServer(LivePage([], 1.0), "127.0.0.1", 0) as site:
         thread = threading.Thread(target=site.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield site
         site.shutdown()
 
 
-def connect(site: Server) -> socket.socket:
+def connect(site: PageServer) -> socket.socket:
     return socket.create_connection(site.server_address[:2], timeout=20)
 
 

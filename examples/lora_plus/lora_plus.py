@@ -8,8 +8,8 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from torch.optim import Optimizer
 
 from rocm_ext import config
-from rocm_ext.errors import UserError
-from rocm_ext.train.run import run
+from rocm_ext.base.errors import UserError
+from rocm_ext.train.lifecycle import run
 from rocm_ext.train.trainer import Trainer
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.bench.clock import measure as timed
 from rocm_ext.bench.context import Bench, Skipped
-from rocm_ext.errors import UserError
 from rocm_ext.model.sdpa import sdpa
 
 

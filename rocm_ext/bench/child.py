@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.spec import PROBES, Spec
-from rocm_ext.errors import UserError, one_line
 
 MARK = "rocm-ext-bench "  # begins each of our lines; libraries print to stdout too
 

@@ -8,10 +8,10 @@ from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
 from rocm_ext.bench.spec import Spec
-from rocm_ext.hardware import numerics
-from rocm_ext.hardware.budget import open_device
-from rocm_ext.hardware.machine import detect
-from rocm_ext.hardware.profile import load_profile
+from rocm_ext.machine import numerics
+from rocm_ext.machine.budget import open_device
+from rocm_ext.machine.detect import detect
+from rocm_ext.machine.profile import load_profile
 from rocm_ext.model.attention import choose_attention, use_packed_attention
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_shape

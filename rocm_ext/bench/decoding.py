@@ -4,16 +4,16 @@ from statistics import quantiles
 from types import SimpleNamespace
 from typing import Any
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.training import RandomWeights
-from rocm_ext.errors import UserError
-from rocm_ext.generation import Request, Sampling
-from rocm_ext.generation.decoder import check_family, copied_bytes, merged
-from rocm_ext.generation.local import LocalSession, slot_memory, span_for
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.attention import choose_attention, use_packed_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.plan.memory import frozen_bytes
-from rocm_ext.ranks import Ranks
+from rocm_ext.sampling import Request, Sampling
+from rocm_ext.sampling.decoder import check_family, copied_bytes, merged
+from rocm_ext.sampling.local import LocalSession, slot_memory, span_for
 
 _PROMPT = 64  # tokens
 _WARM_UP, _STEPS = 8, 40  # the first steps also prefill, and capture graphs

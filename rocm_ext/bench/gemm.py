@@ -6,7 +6,7 @@ import torch
 
 from rocm_ext.bench.clock import measure as timed
 from rocm_ext.bench.context import Bench
-from rocm_ext.hardware.numerics import DTYPES
+from rocm_ext.machine.numerics import DTYPES
 
 _TOKENS = {"cuda": 4096, "cpu": 512}
 

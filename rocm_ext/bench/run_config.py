@@ -9,11 +9,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.base.registry import Recipe
 from rocm_ext.bench.sweep import Winner
 from rocm_ext.bench.training import longest_row
-from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.profile import Profile
-from rocm_ext.registry import Recipe
+from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.profile import Profile
 
 _DOWNLOAD = re.compile("# *(tune download|rocm-ext pocket) ")  # a run without its model's folder names this command
 

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.bench.child import MARK
 from rocm_ext.bench.spec import Item, Spec
-from rocm_ext.errors import UserError
 
 
 @dataclass(frozen=True)

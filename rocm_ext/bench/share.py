@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from rocm_ext import registry
-from rocm_ext.errors import UserError
-from rocm_ext.files import replace_text
-from rocm_ext.hardware.machine import Machine, host_memory, parse_version
-from rocm_ext.hardware.shared_records import FORMAT, SharedRecord, cpu_name
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import replace_text
+from rocm_ext.machine.detect import Machine, host_memory, parse_version
+from rocm_ext.machine.shared_records import FORMAT, SharedRecord, cpu_name
 from rocm_ext.model.build import build_model
 
 _RESULT = ("value", "low", "high", "unit")

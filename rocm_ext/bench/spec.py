@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.profile import Lock
+from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.profile import Lock
 
 # In the order of the table. Each is a module of this package with ``measure(bench, values)``.
 PROBES = ("gemm", "bandwidth", "link", "attention", "loader", "training", "decoding")

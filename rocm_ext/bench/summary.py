@@ -12,15 +12,15 @@ from rocm_ext import config
 from rocm_ext.bench.runner import Measurement
 from rocm_ext.bench.sweep import GAIN, Sweep, Winner, beats, in_words, smallest, speed
 from rocm_ext.bench.training import longest_row, probe_config
-from rocm_ext.generation.decoder import Decoder
-from rocm_ext.hardware.profile import load_profile
+from rocm_ext.losses import objective_of
+from rocm_ext.machine.profile import load_profile
 from rocm_ext.model.attention import choose_attention, use_packed_attention
 from rocm_ext.model.build import build_model
-from rocm_ext.objectives import objective_of
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import TrainingPlanner, decode_seconds
 from rocm_ext.plan.speeds import Figures, assumed
+from rocm_ext.sampling.decoder import Decoder
 
 
 def figures(

@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 
 from rocm_ext.bench.runner import Measurement
 from rocm_ext.bench.spec import Item, dtypes, refused
-from rocm_ext.hardware.choices import ATTENTION
-from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.profile import Lock
+from rocm_ext.machine.choices import ATTENTION
+from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.profile import Lock
 
 GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
 # TunableOp measures all kernels of a matrix product when it meets its shape for the first time

@@ -9,17 +9,17 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
 from rocm_ext.bench.clock import measure as timed
 from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.loader import random_rows
 from rocm_ext.data.batches import Update
-from rocm_ext.errors import UserError
-from rocm_ext.log import log
 from rocm_ext.model.build import Weights
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.lora import plain
 from rocm_ext.plan import workload
-from rocm_ext.plan.costs import Tally
+from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.memory import readable
 from rocm_ext.plan.planner import dtype_name
 from rocm_ext.train.learner import Learner
@@ -159,7 +159,7 @@ def _peak(trainer: Trainer, update: Update) -> int:
     decoder = trainer.learner.decoder
     tensors = [*decoder.parameters(), *decoder.buffers()]
     state = [t for each in trainer.optimizer.state.values() for t in each.values() if isinstance(t, Tensor)]
-    tally = Tally()
+    tally = CostCounter()
     tally.ignore([*tensors, *state])
     with tally:
         trainer.train_step(update)

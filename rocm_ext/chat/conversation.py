@@ -10,13 +10,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import json_object
 from rocm_ext.chat.stream import Reasoning, TextStream
-from rocm_ext.config.target import sample_here, sampling_config
+from rocm_ext.config.chosen_model import sample_here, sampling_config
 from rocm_ext.data.render import PlainRenderer, render_prompt, to_text
-from rocm_ext.errors import UserError
-from rocm_ext.files import json_object
-from rocm_ext.generation import Completion, Request, Sampling, sample_seed
 from rocm_ext.rl.recipe import RLRecipe
+from rocm_ext.sampling import Completion, Request, Sampling, sample_seed
 from rocm_ext.train.scoring import without_adapter
 
 _TEMPERATURE = 0.7  # of models that name none
@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 
 @dataclass
-class Answer:
+class Reply:
     """An answer, complete or stopped.
 
     Attributes:
@@ -71,7 +71,7 @@ class Chat:
     seed: int
     system: str = ""
     history: list[Message] = field(default_factory=list)
-    answer: Answer = field(default_factory=Answer)
+    answer: Reply = field(default_factory=Reply)
     tell: Callable[[str], None] = lambda text: None
     _asked: int = 0
     _last: list[Message] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Chat:
 
     def _stream(self) -> Iterator[tuple[str, bool]]:
         """Yield an answer to the last question in pieces."""
-        self.answer = answer = Answer()
+        self.answer = answer = Reply()
         tokens = self._prompt(self._last)
         new = min(self.sampling.max_new_tokens, self._limit - len(tokens))
         request = Request("chat", 0, sample_seed(self.seed, "chat", str(self._asked), 0), tuple(tokens))
@@ -199,10 +199,10 @@ def open_chat(cfg: DictConfig, seed: int | None = None, system: str = "", **samp
     """Open a config's model for a conversation.
 
     Args:
-        cfg: config of any recipe, from :meth:`rocm_ext.config.target.Target.load`.
+        cfg: config of any recipe, from :meth:`rocm_ext.config.chosen_model.ChosenModel.load`.
         seed: decides what is drawn; None: a random one.
         system: system message; empty: none.
-        sampling: values of :class:`~rocm_ext.generation.Sampling`; those that are None, and those not given, are the
+        sampling: values of :class:`~rocm_ext.sampling.Sampling`; those that are None, and those not given, are the
             model's own.
 
     Raises:

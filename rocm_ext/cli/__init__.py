@@ -1,47 +1,41 @@
 """``rocm-ext``: the tools around the recipes, one subcommand each, in a file of its name.
 
 A subcommand's file has ``add(commands)``, which adds its parser, and ``run(args)``, which may return an exit code.
-Both import what they need when they run: torch takes seconds, and --help must not.
+Only the file of the command that is asked for is imported. What imports torch is imported where it is used: torch takes
+seconds, and --help must not.
 """
 
 import argparse
+import importlib
 import os
 import signal
 import sys
 from typing import NoReturn
 
-from rocm_ext.cli import (
-    bench,
-    chat,
-    compare,
-    doctor,
-    eval,
-    export,
-    monitor,
-    pairs,
-    plan,
-    pocket,
-    report,
-    validate,
-    verify,
-)
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 
-_COMMANDS = (pocket, chat, eval, export, verify, pairs, validate, plan, bench, monitor, compare, doctor, report)
+_COMMANDS = {
+    "pocket": "make a small model and its data to try the recipes offline, on any machine",
+    "chat": "talk with a model in the terminal, with or without an adapter",
+    "eval": "measure a model: loss on held-out rows, or how often its answers are right",
+    "export": "write a merged model for transformers and vLLM, or GGUF files for llama.cpp and Ollama",
+    "verify": "check a verifier on a data set's right answers",
+    "pairs": "make DPO's pairs from the verified answers of a run of RAFT or GRPO",
+    "validate": "check a config on this machine: everything that needs no weights",
+    "plan": "estimate a run's memory, work and time before anything is downloaded",
+    "bench": "measure this machine, for `rocm-ext plan` and `hardware: auto`",
+    "monitor": "watch the GPUs and the host: load, memory, power, temperature, clocks",
+    "compare": "compare a safe run with a faster one: is it faster, and does it train as well?",
+    "doctor": "check whether this machine is fit to train, and how to fix it",
+    "report": "show runs in one HTML file: curves, hardware, and scores and samples of RAFT and GRPO",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``rocm-ext`` with these arguments; returns the exit code."""
-    parser = _parser()
-    args, more = parser.parse_known_args(argv)
-    for name in ("overrides", "arguments"):  # argparse takes those in one run only, before or after the options
-        if hasattr(args, name) and all(item[0] == "~" or ("=" in item and item[0] != "-") for item in more):
-            getattr(args, name).extend(more)
-            more = []
-    if more:
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        return args.run(args) or 0
+        return _run(argv) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
@@ -53,7 +47,19 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _run(argv: list[str]) -> int | None:
+    parser = _parser(argv)
+    args, more = parser.parse_known_args(argv)
+    for name in ("overrides", "arguments"):  # argparse takes those in one run only, before or after the options
+        if hasattr(args, name) and all(item[0] == "~" or ("=" in item and item[0] != "-") for item in more):
+            getattr(args, name).extend(more)
+            more = []
+    if more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    return args.run(args)
+
+
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rocm-ext",
         description="Tools around the torchtune-rocm recipes. The recipes themselves run with `tune run`.",
@@ -62,8 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action=_Version, nargs=0, help="print the versions of this library, torchtune and torch"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add(commands)
+    for name, about in _COMMANDS.items():
+        if argv[:1] == [name]:
+            importlib.import_module(f"rocm_ext.cli.{name}").add(commands)
+        else:
+            commands.add_parser(name, help=about)
     return parser
 
 

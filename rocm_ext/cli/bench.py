@@ -12,41 +12,52 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext import config
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors, replace_text
+from rocm_ext.base.registry import Recipe
+from rocm_ext.bench.busy import OtherPrograms
+from rocm_ext.bench.spec import PROBES
 from rocm_ext.cli._options import add_overrides
-from rocm_ext.errors import UserError
+from rocm_ext.cli._tables import console, table
+from rocm_ext.config import startable
+from rocm_ext.config.checks import check_values
+from rocm_ext.machine.bench_file import bench_path, machine_key
+from rocm_ext.machine.budget import memory_budget
+from rocm_ext.machine.detect import Machine, detect
+from rocm_ext.machine.environment import environment_for
+from rocm_ext.machine.profile import Profile, choose_profile, load_profile
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from rocm_ext.bench.runner import Measurement
     from rocm_ext.bench.sweep import Sweep, Winner
-    from rocm_ext.hardware.machine import Machine
-    from rocm_ext.hardware.profile import Profile
-    from rocm_ext.registry import Recipe
 
 _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "tokens/s")}
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchSubject:
     """What is measured: a config on a machine.
 
     Attributes:
         recipe: recipe that runs the config.
         name: name of the config.
-        whole: the config.
+        run_cfg: the config.
         training: the part of it that trains.
         machine: machine to measure.
         profile: the machine's profile.
         sweep: sweep of training settings.
     """
 
-    recipe: "Recipe"
+    recipe: Recipe
     name: str
-    whole: "DictConfig"
-    training: "DictConfig"
-    machine: "Machine"
-    profile: "Profile"
+    run_cfg: DictConfig
+    training: DictConfig
+    machine: Machine
+    profile: Profile
     sweep: "Sweep"
 
 
@@ -54,7 +65,6 @@ def add(commands) -> None:
     """Add the parser of ``bench``."""
     parser = commands.add_parser(
         "bench",
-        help="measure this machine, for `rocm-ext plan` and `hardware: auto`",
         description="Measure matrix products by direction, dtype and library; memory bandwidth; attention kernels; the "
         "links between GPUs; the loader; training steps of a config's model with random weights, one setting after "
         "another around the fastest so far; and decoding steps. It downloads nothing. Each measurement runs in a child "
@@ -114,16 +124,8 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print the measurements and the fastest settings, and write the files."""
-    from omegaconf import OmegaConf
-
-    from rocm_ext import config, registry
     from rocm_ext.bench import runner, spec
-    from rocm_ext.bench.busy import OtherPrograms
     from rocm_ext.bench.sweep import Sweep
-    from rocm_ext.config.checks import check_values
-    from rocm_ext.hardware.budget import memory_budget
-    from rocm_ext.hardware.machine import detect
-    from rocm_ext.hardware.profile import choose_profile, load_profile
 
     machine = detect()
     only = _only(args)
@@ -133,8 +135,8 @@ def run(args: argparse.Namespace) -> None:
     overrides = [f"hardware={profile.name}", *args.overrides]
     recipe = config.recipe_of(name, args.overrides)
     registry.extended(recipe)
-    whole = config.load(recipe, name, overrides)
-    cfg = OmegaConf.create(config.trainer_config(whole))
+    run_cfg = config.load(recipe, name, overrides)
+    cfg = OmegaConf.create(config.trainer_config(run_cfg))
     check_values(cfg)
     if cfg.device == "cpu":  # even where there is a GPU: its speeds are not measured
         if machine.backend != "cpu" and not args.output:
@@ -146,7 +148,7 @@ def run(args: argparse.Namespace) -> None:
     first = [item for item in spec.items(machine, locked, args.quick) if not only or item.probe in only]
     sweep = Sweep(cfg, machine, locked, args.quick)
     trains = not only or "training" in only
-    measured = Measured(recipe, name, whole, cfg, machine, profile, sweep)
+    measured = BenchSubject(recipe, name, run_cfg, cfg, machine, profile, sweep)
     args.output, args.yaml = _files(args, only)
     progress = _Progress(len(first) + sweep.most * trains, quiet=args.json)
     progress.say(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})")
@@ -170,8 +172,6 @@ def run(args: argparse.Namespace) -> None:
 
 def _only(args: argparse.Namespace) -> list[str]:
     """The probes of ``--only``. argparse reads overrides as its arguments, too; these move to ``args.overrides``."""
-    from rocm_ext.bench.spec import PROBES
-
     args.overrides += [word for word in args.only or () if "=" in word]
     only = [word for word in args.only or () if "=" not in word]
     if strange := [name for name in only if name not in PROBES]:
@@ -181,8 +181,6 @@ def _only(args: argparse.Namespace) -> list[str]:
 
 def _files(args: argparse.Namespace, only: list[str]) -> tuple[Path | None, Path | None]:
     """The files to write: the measurements, and the config with the fastest settings."""
-    from rocm_ext.hardware.bench_file import bench_path
-
     output = args.output or (None if only else bench_path())
     if output is None and not only:
         raise UserError("this user has no home folder; add --output FILE, and set ROCM_EXT_BENCH=FILE for plan")
@@ -202,15 +200,12 @@ def _files(args: argparse.Namespace, only: list[str]) -> tuple[Path | None, Path
 @contextmanager
 def _environment(profile: Any, machine: Any) -> Iterator[dict[str, str]]:
     """The environment of all measurements."""
-    from rocm_ext.hardware.environment import environment_for
-
     environ = {key: value for key, (value, _) in environment_for(profile, machine, os.environ).items()}
     with TemporaryDirectory() as folder:
         yield {**environ, "PYTORCH_TUNABLEOP_FILENAME": f"{folder}/tunableop.csv"}  # else in the current folder
 
 
 def _check_writable(option: str, path: Path) -> None:
-    from rocm_ext.files import disk_errors
 
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder; name a file")
@@ -219,15 +214,13 @@ def _check_writable(option: str, path: Path) -> None:
         TemporaryFile(dir=path.parent).close()
 
 
-def _finish(args: argparse.Namespace, measurements: "list[Measurement]", measured: Measured, busy: float) -> None:
+def _finish(args: argparse.Namespace, measurements: "list[Measurement]", measured: BenchSubject, busy: float) -> None:
     import torch
 
     from rocm_ext.bench import summary
     from rocm_ext.bench.run_config import run_config
     from rocm_ext.bench.share import share
-    from rocm_ext.files import replace_text
-    from rocm_ext.hardware.bench_file import machine_key
-    from rocm_ext.hardware.numerics import pick_dtype
+    from rocm_ext.machine.numerics import pick_dtype
     from rocm_ext.model.download import use_shape
 
     cfg, machine = measured.training, measured.machine
@@ -260,7 +253,7 @@ def _finish(args: argparse.Namespace, measurements: "list[Measurement]", measure
     else:
         said = f"{args.output} was not written: it needs gemm and bandwidth"
     if args.yaml is not None:
-        text = run_config(measured.whole, measured.recipe, measured.name, args.yaml, won, measured.profile, machine)
+        text = run_config(measured.run_cfg, measured.recipe, measured.name, args.yaml, won, measured.profile, machine)
         replace_text(args.yaml, text)
         said += f"\nwrote {args.yaml}: {measured.name} with these settings; {_start(measured.recipe, args.yaml)}"
     if args.share:
@@ -270,7 +263,6 @@ def _finish(args: argparse.Namespace, measurements: "list[Measurement]", measure
 
 
 def _start(recipe: Any, path: Path) -> str:
-    from rocm_ext.config import startable
 
     return f"`tune run {startable(recipe)} --config {path}`"
 
@@ -317,8 +309,6 @@ def _number(value: float) -> str:
 def _print_measurements(measurements: "list[Measurement]") -> None:
     from rich.markup import escape
 
-    from rocm_ext.bench.spec import PROBES
-    from rocm_ext.cli._tables import console, table
     from rocm_ext.plan.memory import readable
 
     out = console()

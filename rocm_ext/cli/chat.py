@@ -9,8 +9,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import setup_logging
 from rocm_ext.cli._options import add_overrides, add_trust, count
-from rocm_ext.errors import UserError
+from rocm_ext.config import startup
+from rocm_ext.config.chosen_model import find_target
 
 if TYPE_CHECKING:
     from rocm_ext.chat import Chat
@@ -31,7 +34,6 @@ def add(commands) -> None:
     """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "chat",
-        help="talk with a model in the terminal, with or without an adapter",
         description="Talk with a model. It samples in this process, as the recipes do, and the answer appears while it "
         "is sampled. With -p, or with a question from a pipe, it answers once: the answer goes to stdout, and "
         "everything else to stderr.",
@@ -59,10 +61,6 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer once, or talk until the user ends it; returns the exit code."""
-    from rocm_ext.config import startup
-    from rocm_ext.config.target import find_target
-    from rocm_ext.log import setup_logging
-
     target = find_target(args.model, args.adapter, args.trust_config, _UNUSED)
     for line in startup.prepare_for(target.hardware(args.overrides)):  # may restart this program
         _note(line)

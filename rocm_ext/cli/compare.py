@@ -1,17 +1,20 @@
 """``rocm-ext compare``: is a faster setting as good as a safe one?"""
 
 import argparse
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.cli._tables import console, table
 from rocm_ext.cli._text import printable
-from rocm_ext.errors import UserError
-
-if TYPE_CHECKING:
-    from rocm_ext.runs.comparison import Comparison
-    from rocm_ext.runs.decision import Decision
-    from rocm_ext.runs.intervals import Interval
+from rocm_ext.runs.compare import compare
+from rocm_ext.runs.comparison import Comparison
+from rocm_ext.runs.decision import Decision, decide
+from rocm_ext.runs.folder import RunFolder
+from rocm_ext.runs.intervals import Interval
 
 _SCORES = 20  # most evaluations that are shown
 Line = tuple[str, str, str, str]  # what, A, B, B against A
@@ -21,7 +24,6 @@ def add(commands) -> None:
     """Add the parser of ``compare``."""
     parser = commands.add_parser(
         "compare",
-        help="compare a safe run with a faster one: is it faster, and does it train as well?",
         description="Compare two runs, finished or not: a safe baseline A and a faster setting B. Prints their speed, "
         "memory, losses (or held-out scores of RAFT and GRPO) and stability, and whether to take B.",
         epilog="Exit code: 0 take B, 1 keep A, 2 something to compare is missing, 3 undecided yet.",
@@ -54,11 +56,6 @@ def _percent(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Compare two runs; returns the exit code, which is the decision."""
-    import json
-
-    from rocm_ext.runs.compare import compare
-    from rocm_ext.runs.decision import decide
-    from rocm_ext.runs.reader import RunFolder
 
     try:
         found = compare(RunFolder(args.a), RunFolder(args.b))
@@ -72,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
     return decision.exit_code
 
 
-def _content(found: "Comparison", decision: "Decision") -> dict[str, Any]:
-    from dataclasses import asdict
+def _content(found: Comparison, decision: Decision) -> dict[str, Any]:
 
     return {
         "a": str(found.a.path),
@@ -103,10 +99,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _show(found: "Comparison", decision: "Decision") -> None:
+def _show(found: Comparison, decision: Decision) -> None:
     from rich.text import Text
-
-    from rocm_ext.cli._tables import console, table
 
     out = console()
     out.print(Text(f"A  {printable(str(found.a.path))}\nB  {printable(str(found.b.path))}\n"))
@@ -130,7 +124,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:28]} … {text[-28:]}"
 
 
-def _rows(found: "Comparison") -> list[Line]:
+def _rows(found: Comparison) -> list[Line]:
     rows: list[Line] = [("finished", _yes(found.a.finished), _yes(found.b.finished), "")]
     for name, (a, b) in found.rates.items():
         rows.append((name, _number(a), _number(b), "" if name in ("steps", "cycles") else _times(a, b)))
@@ -151,7 +145,7 @@ def _rows(found: "Comparison") -> list[Line]:
     return rows + [(name, f"{a:,}", f"{b:,}", "") for name, (a, b) in counts.items()]
 
 
-def _loss_rows(found: "Comparison") -> list[Line]:
+def _loss_rows(found: Comparison) -> list[Line]:
     losses = found.losses
     assert losses is not None
     rows = []
@@ -171,7 +165,7 @@ def _loss_rows(found: "Comparison") -> list[Line]:
     return rows
 
 
-def _score_rows(found: "Comparison") -> list[Line]:
+def _score_rows(found: Comparison) -> list[Line]:
     rows = []
     every = max(1, math.ceil(len(found.scores) / _SCORES))
     for each in found.scores[::-1][::every][::-1]:  # the last one among them
@@ -185,7 +179,7 @@ def _score_rows(found: "Comparison") -> list[Line]:
     return rows
 
 
-def _interval(found: "Interval") -> str:
+def _interval(found: Interval) -> str:
     if not math.isfinite(found.value):
         return "?"
     ends = f" ({_percents(found.low)} to {_percents(found.high)})" if math.isfinite(found.low) else ""

@@ -2,14 +2,16 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.cli._tables import console, table
 from rocm_ext.cli._text import printable
-
-if TYPE_CHECKING:
-    from rocm_ext.doctor.facts import Facts
-    from rocm_ext.doctor.findings import Finding
+from rocm_ext.machine.doctor import exit_code, judge, verdict
+from rocm_ext.machine.doctor.facts import Facts, recorded_facts
+from rocm_ext.machine.doctor.findings import Finding
+from rocm_ext.machine.doctor.save import save
 
 _DESCRIPTION = """\
 Check everything that training depends on: system, device files, kernel parameters, firmware, memory, torch,
@@ -22,7 +24,6 @@ def add(commands) -> None:
     """Add the parser of ``doctor``."""
     parser = commands.add_parser(
         "doctor",
-        help="check whether this machine is fit to train, and how to fix it",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,11 +48,7 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; returns the exit code, which is the worst of them."""
-    from rocm_ext.doctor import exit_code, judge
-    from rocm_ext.doctor.facts import recorded_facts
-    from rocm_ext.doctor.live import ROOT, live_facts
-    from rocm_ext.doctor.save import save
-    from rocm_ext.errors import UserError
+    from rocm_ext.machine.doctor.this_machine import ROOT, live_facts
 
     try:
         facts = live_facts() if args.root is None else recorded_facts(args.root)
@@ -68,10 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(findings)
 
 
-def _document(facts: "Facts", findings: "list[Finding]") -> dict[str, object]:
-    from dataclasses import asdict
-
-    from rocm_ext.doctor import exit_code, verdict
+def _document(facts: Facts, findings: list[Finding]) -> dict[str, object]:
 
     return {
         "machine": facts.title,
@@ -85,12 +79,9 @@ def _document(facts: "Facts", findings: "list[Finding]") -> dict[str, object]:
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red", "not recorded": "dim"}
 
 
-def _print(facts: "Facts", findings: "list[Finding]") -> None:
+def _print(facts: Facts, findings: list[Finding]) -> None:
     from rich.padding import Padding
     from rich.text import Text
-
-    from rocm_ext.cli._tables import console, table
-    from rocm_ext.doctor import verdict
 
     screen = console()
     shown = table(printable(facts.title), "", "check", "found")

@@ -4,18 +4,25 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext import config
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.hub import is_hub_name
+from rocm_ext.base.log import setup_logging
 from rocm_ext.cli._options import add_format, add_overrides, add_trust, count
 from rocm_ext.cli._text import printable
-from rocm_ext.errors import UserError
+from rocm_ext.config import startup
+from rocm_ext.config.chosen_model import ChosenModel, find_target, sampling_config
+from rocm_ext.runs.scores import Score
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from rocm_ext.config.target import Target
     from rocm_ext.evaluate.answers import Evaluation
     from rocm_ext.evaluate.rows import Measured
 
@@ -27,7 +34,6 @@ def add(commands) -> None:
     """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "eval",
-        help="measure a model: loss on held-out rows, or how often its answers are right",
         description="With a config of SFT or DPO, measure loss and perplexity on its held-out rows. With a config of "
         "RAFT or GRPO, or with --verifier, sample answers to prompts, verify them, and print pass@1 of greedy answers, "
         "and pass@k of --samples drawn ones, with 95 % intervals.",
@@ -63,12 +69,6 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure the model and print its scores."""
-    from dataclasses import replace
-
-    from rocm_ext import registry
-    from rocm_ext.config import startup
-    from rocm_ext.config.target import find_target
-    from rocm_ext.log import setup_logging
 
     unused = [*["verifier"] * bool(args.verifier), *["eval_prompts", "dataset_val"] * bool(args.data)]
     target = find_target(args.config, args.adapter, args.trust_config, unused)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         _rows(args, target, adapter)
 
 
-def _check(args: argparse.Namespace, adapter: Path | None, target: "Target", answers: bool) -> None:
+def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, answers: bool) -> None:
     if args.base and adapter is None:
         raise UserError("--base compares an adapter with the model that the config starts from; name one: --adapter")
     if answers and target.content is not None and not (args.verifier and args.data):
@@ -102,8 +102,7 @@ def _check_new(folder: Path | None) -> None:
         raise UserError(f"--output {folder} exists and is not empty; choose a new folder")
 
 
-def _keys(target: "Target", overrides: Sequence[str]) -> Mapping[str, Any]:
-    from rocm_ext import config
+def _keys(target: ChosenModel, overrides: Sequence[str]) -> Mapping[str, Any]:
 
     return config.defaults(target.recipe(overrides))
 
@@ -119,7 +118,7 @@ def _content(found: Sequence[Any], compare: Callable[..., Any]) -> dict[str, Any
 # ---- answers and verdicts
 
 
-def _answers(args: argparse.Namespace, target: "Target", adapter: Path | None) -> None:
+def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> None:
     from rocm_ext.evaluate.answers import compare, evaluate
 
     cfg = _sampling(args, target)
@@ -146,12 +145,8 @@ def _answers(args: argparse.Namespace, target: "Target", adapter: Path | None) -
         print(f"all answers: {args.output / 'answers.jsonl'}")
 
 
-def _sampling(args: argparse.Namespace, target: "Target") -> "DictConfig":
+def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
     """Return the config of the sampling; keys that only RAFT has may be set for any recipe's config."""
-    from omegaconf import OmegaConf
-
-    from rocm_ext import config, registry
-    from rocm_ext.config.target import sampling_config
 
     known = _keys(target, args.overrides)
     more = config.defaults(registry.RAFT).keys() - known.keys()
@@ -170,14 +165,12 @@ def _sampling(args: argparse.Namespace, target: "Target") -> "DictConfig":
 
 
 def _source(args: argparse.Namespace) -> dict[str, Any]:
-    from rocm_ext.hub import is_hub_name
 
     split = args.split or ("test" if is_hub_name(args.data) else "train")  # a file has the split train alone
     return {"source": args.data, "split": split, **({"name": args.name} if args.name else {})}
 
 
 def _print_scores(evaluation: "Evaluation", title: str) -> None:
-    from rocm_ext.runs.scores import Score
 
     scores = evaluation.scores
     print(f"{title}pass@1 {Score(scores['correct'], scores['prompts'])}")
@@ -213,8 +206,7 @@ def _short(text: str, most: int) -> str:
 # ---- held-out rows
 
 
-def _rows(args: argparse.Namespace, target: "Target", adapter: Path | None) -> None:
-    from rocm_ext import registry
+def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> None:
     from rocm_ext.evaluate.rows import compare, keep, measure
     from rocm_ext.recipes.dpo_rocm import DPO
     from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune

@@ -4,15 +4,17 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import replace_text
+from rocm_ext.base.hub import is_hub_name
+from rocm_ext.base.log import setup_logging
 from rocm_ext.cli._options import add_trust
-from rocm_ext.errors import UserError
 
 
 def add(commands) -> None:
     """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "export",
-        help="write a merged model for transformers and vLLM, or GGUF files for llama.cpp and Ollama",
         description="Write what a run trained for other programs: merged with its base model, or as an adapter, with "
         "the tokenizer and the chat template. Weights are read and written one at a time.",
     )
@@ -46,9 +48,6 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.export.merged import write_merged
     from rocm_ext.export.ollama import write_modelfile
     from rocm_ext.export.push import push
-    from rocm_ext.files import replace_text
-    from rocm_ext.hub import is_hub_name
-    from rocm_ext.log import setup_logging
 
     _check_new(args)
     if args.base_name and not is_hub_name(args.base_name):

@@ -12,8 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.cli._dashboard import Dashboard, line
 from rocm_ext.cli._options import count
-from rocm_ext.errors import UserError
+from rocm_ext.cli._tables import console
+from rocm_ext.machine.counter_log import HardwareLog
+from rocm_ext.machine.counters import Counters
+from rocm_ext.runs.progress import progress
 
 _Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # shows a reading and the progress of a run
 
@@ -22,7 +27,6 @@ def add(commands) -> None:
     """Add the parser of ``monitor``."""
     parser = commands.add_parser(
         "monitor",
-        help="watch the GPUs and the host: load, memory, power, temperature, clocks",
         description="Show the counters of the GPUs and the host until Ctrl-C: a live table on a terminal, a line per "
         "reading elsewhere. It reads AMD GPUs from sysfs and NVIDIA's through nvidia-ml-py, and needs no root. A dash "
         "or a missing field is a counter that this machine does not have.",
@@ -57,10 +61,6 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Show readings until ``--count`` of them or Ctrl-C."""
-    from rocm_ext.hardware.counter_log import HardwareLog
-    from rocm_ext.hardware.counters import Counters
-    from rocm_ext.runs.progress import progress
-
     _check(args)
     if not args.root.is_dir():
         raise UserError(f"--root {args.root} is not a folder; expected one that holds sys/class/drm", code=2)
@@ -131,10 +131,10 @@ def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | N
 def _browser(args: argparse.Namespace, notes: Sequence[str]) -> Iterator[_Show]:
     """Serve a page and its readings in threads."""
     from rocm_ext.report.live import LivePage
-    from rocm_ext.report.server import Server
+    from rocm_ext.report.server import PageServer
 
     page = LivePage(args.out or (), args.interval, notes)
-    with _ended_by_sigterm(), Server(page, args.host, args.port) as server:
+    with _ended_by_sigterm(), PageServer(page, args.host, args.port) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         print(f"{server.url}  (Ctrl-C ends)", flush=True)
@@ -149,8 +149,6 @@ def _screen(args: argparse.Namespace) -> Iterator[_Show]:
     if args.json:
         yield lambda reading, run: print(json.dumps(reading if run is None else {**reading, "run": run}), flush=True)
     elif not sys.stdout.isatty():
-        from rocm_ext.cli._dashboard import line
-
         yield lambda reading, run: print(line(reading, run), flush=True)
     else:
         with _live(args.interval) as show:
@@ -160,9 +158,6 @@ def _screen(args: argparse.Namespace) -> Iterator[_Show]:
 @contextlib.contextmanager
 def _live(interval: float) -> Iterator[_Show]:
     from rich.live import Live
-
-    from rocm_ext.cli._dashboard import Dashboard
-    from rocm_ext.cli._tables import console
 
     dashboard = Dashboard(interval)
     with _ended_by_sigterm(), Live(console=console(), auto_refresh=False) as live:  # Live restores the cursor

@@ -1,23 +1,26 @@
 """``rocm-ext pairs``: pairs for DPO from the verified answers of a run."""
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from omegaconf import OmegaConf
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import replace_text
 from rocm_ext.cli._options import add_trust, count
-from rocm_ext.errors import UserError
-
-if TYPE_CHECKING:
-    from rocm_ext.runs.pairs import Answer
-    from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.folder import RunFolder
+from rocm_ext.runs.pairs import Answer, choose_pairs, read_answers
 
 
 def add(commands) -> None:
     """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "pairs",
-        help="make DPO's pairs from the verified answers of a run of RAFT or GRPO",
         description="Pair right answers with wrong ones of the same training prompt, those of the closest lengths "
         "first, and write them as rows for dpo_rocm. Answers that the verifier failed to judge, or that "
         "max_new_tokens cut, make no pairs. An answer is in at most one pair.",
@@ -39,12 +42,6 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         UserError: the run has no pairs, or its prompts cannot be read.
     """
-    import json
-    import sys
-
-    from rocm_ext.files import replace_text
-    from rocm_ext.runs.pairs import choose_pairs, read_answers
-    from rocm_ext.runs.reader import RunFolder
 
     folder = RunFolder(args.run_dir)
     answers, left_out = read_answers(folder, args.last)
@@ -60,21 +57,18 @@ def run(args: argparse.Namespace) -> None:
     print(f"{output}: {len(rows):,} pairs of {prompts:,} prompts, from {_counts(answers, left_out)}")
 
 
-def _counts(answers: "Sequence[Answer]", left_out: Any) -> str:
+def _counts(answers: Sequence[Answer], left_out: Any) -> str:
     right = sum(answer.right for answer in answers)
     found = f"{right:,} right and {len(answers) - right:,} wrong answers"
     return found + "".join(f"; left out: {number:,} {what}" for what, number in sorted(left_out.items()))
 
 
-def _rows(folder: "RunFolder", pairs: "Sequence[tuple[Answer, Answer]]", trusted: bool) -> list[dict[str, Any]]:
+def _rows(folder: RunFolder, pairs: Sequence[tuple[Answer, Answer]], trusted: bool) -> list[dict[str, Any]]:
     """Return the rows of pairs, with their prompts from the run's own config.
 
     Raises:
         UserError: the prompts cannot be read, could run code, or are not those of the run any more.
     """
-    from omegaconf import OmegaConf
-
-    from rocm_ext import config
 
     node = folder.setting("prompts")
     if not isinstance(node, dict):

@@ -6,8 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
+from rocm_ext import config
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import duration
 from rocm_ext.cli._options import add_overrides, count
-from rocm_ext.errors import UserError
+from rocm_ext.cli._tables import console, table
+from rocm_ext.config.checks import check_grpo_values, check_raft_values, check_values
+from rocm_ext.machine.chips import find_chip
+from rocm_ext.machine.detect import detect
+from rocm_ext.machine.profile import load_profile
+from rocm_ext.machine.shared_records import recorded_machines
+from rocm_ext.plan import reach
+from rocm_ext.plan.reach import DECODING, TRAINING
 
 if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice, SamplingPlan, Step
@@ -19,7 +32,6 @@ def add(commands) -> None:
     """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "plan",
-        help="estimate a run's memory, work and time before anything is downloaded",
         description="Plan a run of any config on the machine that its `hardware` key names, this one or another. "
         "Prints parameters, memory by part against the machine's budget, work per step, expected speed, and the "
         "settings that fit best. Needs no weights and no data. Exits with 1 if the config does not fit.",
@@ -59,12 +71,6 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         Exit code: 0 if the config fits, else 1.
     """
-    from omegaconf import OmegaConf
-
-    from rocm_ext import config, registry
-    from rocm_ext.config.checks import check_grpo_values, check_raft_values, check_values
-    from rocm_ext.hardware.machine import detect
-    from rocm_ext.hardware.profile import load_profile
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
     from rocm_ext.rl import objective
@@ -93,9 +99,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _take_machine(args: argparse.Namespace) -> str | None:
     """Turn ``--machine`` into ``hardware=…``; return the chip's name."""
-    from rocm_ext.hardware.chips import find_chip
-    from rocm_ext.hardware.shared_records import recorded_machines
-
     if args.machine is None:
         return None
     hardware = [override.partition("=")[2] for override in args.overrides if override.startswith("hardware=")]
@@ -117,8 +120,6 @@ def _print_fit(plan: "RunPlan") -> None:
 def _print(name: str, plan: "RunPlan") -> None:
     from rich.markup import escape
 
-    from rocm_ext.cli._tables import console
-    from rocm_ext.plan import reach
     from rocm_ext.plan.memory import readable
     from rocm_ext.plan.planner import dtype_name
 
@@ -155,7 +156,6 @@ def _choices(plan: "RunPlan") -> list[tuple[str, "Choice"]]:
 
 
 def _memory_table(plan: "RunPlan") -> Any:
-    from rocm_ext.cli._tables import table
     from rocm_ext.plan.memory import readable
 
     choices = _choices(plan)
@@ -181,7 +181,6 @@ def _memory_table(plan: "RunPlan") -> Any:
 
 
 def _step_table(plan: "RunPlan") -> Any:
-    from rocm_ext.cli._tables import table
 
     choices = _choices(plan)
     titles = [title for title, _ in choices]
@@ -213,7 +212,6 @@ def _step_table(plan: "RunPlan") -> Any:
 
 
 def _cycle_table(plan: "RunPlan") -> Any:
-    from rocm_ext.cli._tables import table
     from rocm_ext.plan.memory import readable
 
     assert plan.cycle is not None
@@ -241,7 +239,6 @@ def _cycle_table(plan: "RunPlan") -> Any:
 
 
 def _policy_table(plan: "RunPlan", policy: "PolicyPlan") -> Any:
-    from rocm_ext.cli._tables import table
     from rocm_ext.plan.memory import readable
 
     asked, sampling = policy.asked, policy.sampling
@@ -308,8 +305,6 @@ def _told(plan: "RunPlan", of: Figure, form: Callable[[float], str] | None = Non
 
 def _published(plan: "RunPlan", of: Figure) -> list[float] | None:
     """The least and the most that a figure is where published runs are right; None without a data sheet."""
-    from rocm_ext.plan.reach import DECODING, TRAINING
-
     if plan.target.figures.sheet is None:
         return None
     return sorted((of(TRAINING.low, DECODING.low), of(TRAINING.high, DECODING.high)))
@@ -325,13 +320,11 @@ def _sampling_speed(plan: "RunPlan", sampling: "SamplingPlan") -> str:
 
 
 def _duration(seconds: float) -> str:
-    from rocm_ext.log import duration
 
     return f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
 
 
 def _content(plan: "RunPlan") -> dict[str, Any]:
-    from rocm_ext.plan import reach
     from rocm_ext.plan.planner import dtype_name
 
     figures = plan.target.figures

@@ -1,15 +1,17 @@
 """`rocm-ext pocket`: make the pocket model."""
 
 import argparse
+import logging
 import sys
 from pathlib import Path
+
+from rocm_ext.runs.scores import Score
 
 
 def add(commands) -> None:
     """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "pocket",
-        help="make a small model and its data to try the recipes offline, on any machine",
         description="Make a Qwen2.5 model with a million parameters in Hugging Face's format, with "
         "train.jsonl and heldout.jsonl beside it. Training on two-digit additions and subtractions stops once "
         "about a third of the held-out answers are right. It takes a minute or two on two CPU cores.",
@@ -26,10 +28,7 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Make the pocket model and print its accuracy."""
-    import logging
-
     from rocm_ext.pocket import make
-    from rocm_ext.runs.scores import Score
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     card, is_new = make(args.dir, args.seed, args.accuracy, args.force)

@@ -3,12 +3,13 @@
 import argparse
 from pathlib import Path
 
+from rocm_ext.report import write
+
 
 def add(commands) -> None:
     """Add the parser of ``report``."""
     parser = commands.add_parser(
         "report",
-        help="show runs in one HTML file: curves, hardware, and scores and samples of RAFT and GRPO",
         description="Write one HTML file of one run, or of several in the same charts. The page needs no network and "
         "no script. Runs may be of any recipe and need not be finished.",
     )
@@ -25,6 +26,4 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the page and print its path."""
-    from rocm_ext.report import write
-
     print(write(args.dirs, args.output))

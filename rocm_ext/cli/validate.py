@@ -1,7 +1,9 @@
 """`rocm-ext validate`: let a recipe check a config, up to the weights."""
 
 import argparse
+import sys
 
+from rocm_ext import config
 from rocm_ext.cli._options import add_overrides, count
 
 
@@ -9,7 +11,6 @@ def add(commands) -> None:
     """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "validate",
-        help="check a config on this machine: everything that needs no weights",
         description="Start the config's recipe and end it before it reads the weights. By then it has checked keys and "
         "values, the machine, data or prompts, tokenizer, verifier, optimiser and memory. Needs the model's folder "
         "without its weights. Starts no metric logger and trains nothing. Exits with 1 and one line if a run would end "
@@ -24,10 +25,7 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Replace this process by `tune run` with ``validate_only=True``."""
-    import sys
-
-    from rocm_ext import config
-    from rocm_ext.hardware.environment import replace_process
+    from rocm_ext.machine.environment import replace_process
 
     recipe = config.recipe_of(args.config, args.overrides)
     ranks = ["--nproc_per_node", str(args.ranks)] if args.ranks > 1 else []

@@ -3,15 +3,19 @@
 import argparse
 import json
 
+import psutil
+import yaml
+
+from rocm_ext.base.errors import UserError
 from rocm_ext.cli._options import add_format, count
-from rocm_ext.errors import UserError
+from rocm_ext.verifiers import Verdict
+from rocm_ext.verifiers.selfcheck import self_check
 
 
 def add(commands) -> None:
     """Add the command's parser to argparse's subparsers."""
     parser = commands.add_parser(
         "verify",
-        help="check a verifier on a data set's right answers",
         description="Run a data set's right answers through a verifier. Each must score 1.0. Prints the verdicts, the "
         "mean reward and the first answers that fail. Exits with 1 if any answer fails.",
     )
@@ -44,12 +48,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         UserError: an answer fails, or an argument is invalid.
     """
-    import psutil
-    import yaml
-
     from rocm_ext.data.prompts import prompt_dataset
-    from rocm_ext.verifiers import Verdict
-    from rocm_ext.verifiers.selfcheck import self_check
 
     path = args.verifier if "." in args.verifier else f"rocm_ext.verifiers.{args.verifier}"
     node = {"_component_": path}

@@ -8,10 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from rocm_ext import registry
-from rocm_ext.errors import UserError, nearest, one_line
-from rocm_ext.hardware.profile import profile_names
-from rocm_ext.importing import COMPONENT, import_component
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.machine.profile import profile_names
 
 # Keys whose value names a component
 _COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
@@ -31,8 +31,8 @@ _BUILDERS = {
     "prompts": "rocm_ext.data.prompt_dataset",
     "eval_prompts": "rocm_ext.data.prompt_dataset",
     "optimizer": "torch.optim.*",
-    "loss": "rocm_ext.objectives.* torchtune.modules.loss.* torchtune.rlhf.loss.*",
-    "engine": "rocm_ext.generation.LocalEngine rocm_ext.generation.TransformersEngine",
+    "loss": "rocm_ext.losses.* torchtune.modules.loss.* torchtune.rlhf.loss.*",
+    "engine": "rocm_ext.sampling.LocalEngine rocm_ext.sampling.TransformersEngine",
     "verifier": "rocm_ext.verifiers.All rocm_ext.verifiers.Compile rocm_ext.verifiers.ExactMatch "
     "rocm_ext.verifiers.JsonSchema rocm_ext.verifiers.MajorityAnswer rocm_ext.verifiers.MathAnswer "
     "rocm_ext.verifiers.PythonTests rocm_ext.verifiers.Regex rocm_ext.verifiers.Run rocm_ext.verifiers.Weighted",

@@ -24,16 +24,16 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rocm_ext import registry
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.log import log
+from rocm_ext.base.nested import flatten
 from rocm_ext.config import references
 from rocm_ext.config.components import COMPONENT, check_components
-from rocm_ext.config.folder import complete
-from rocm_ext.errors import UserError, nearest, one_line
-from rocm_ext.hardware.bench_file import of_this_machine
-from rocm_ext.hardware.machine import detect
-from rocm_ext.hardware.profile import choose_profile, load_profile
-from rocm_ext.log import log
-from rocm_ext.nested import flatten
+from rocm_ext.config.model_folder import complete
+from rocm_ext.machine.bench_file import of_this_machine
+from rocm_ext.machine.detect import detect
+from rocm_ext.machine.profile import choose_profile, load_profile
 
 # Keys of files and folders, in which ~ is the home folder
 _PATHS = {"adapter_checkpoint", "checkpoint_dir", "log_dir", "merges_file", "output_dir", "path", "special_tokens_path"}

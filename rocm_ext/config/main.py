@@ -13,15 +13,15 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext import registry
-from rocm_ext.config.folder import check_model_folder
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.log import log, setup_logging
+from rocm_ext.base.process import end_with_launcher, stop_signals, survive_terminal, tell_launcher
 from rocm_ext.config.layers import find, load
-from rocm_ext.errors import UserError, one_line
-from rocm_ext.hardware.environment import apply_environment, preset
-from rocm_ext.hardware.machine import detect
-from rocm_ext.hardware.profile import load_profile
-from rocm_ext.log import log, setup_logging
-from rocm_ext.process import end_with_launcher, stop_signals, survive_terminal, tell_launcher
+from rocm_ext.config.model_folder import check_model_folder
+from rocm_ext.machine.detect import detect
+from rocm_ext.machine.environment import apply_environment, preset
+from rocm_ext.machine.profile import load_profile
 
 
 def recipe_main(
@@ -89,7 +89,7 @@ def guarded(action: Callable[[], Any]) -> int:
 
 
 def _tell_others(text: str) -> None:
-    from rocm_ext.ranks import tell_others  # imports torch.distributed
+    from rocm_ext.distributed.ranks import tell_others  # imports torch.distributed
 
     tell_others(text)
 

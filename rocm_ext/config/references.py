@@ -13,8 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers.oc import env
 
-from rocm_ext.errors import UserError
-from rocm_ext.nested import flatten
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.nested import flatten
 
 _UNSET = object()
 _NO_TEXT = "{name} is computed from a variable of the environment; refer to one itself, as in ${{oc.env:NAME}}"

@@ -2,8 +2,9 @@
 
 Some variables of a hardware profile are read when torch's libraries are loaded. ``tune`` imports torch before it can
 ask anybody, so where a variable is missing, the process is replaced by one that has it. That one runs the recipe
-directly (:mod:`rocm_ext.launch`), without the imports of ``tune``'s other commands. Under torchrun the launcher sets
-the variables and its ranks inherit them. The script of a recipe has not begun by then, so nothing of it runs twice.
+directly (:mod:`rocm_ext.config.launch`), without the imports of ``tune``'s other commands. Under torchrun the launcher
+sets the variables and its ranks inherit them. The script of a recipe has not begun by then, so nothing of it runs
+twice.
 """
 
 import gc
@@ -15,21 +16,15 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from rocm_ext import launch, registry
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.process import report_ranks
+from rocm_ext.config import launch
 from rocm_ext.config.layers import requested_hardware
 from rocm_ext.config.main import command_line
-from rocm_ext.errors import UserError
-from rocm_ext.hardware.environment import (
-    ensure_environment,
-    environment_for,
-    preset,
-    put,
-    replace_process,
-    this_command,
-)
-from rocm_ext.hardware.machine import Machine, detect
-from rocm_ext.hardware.profile import Profile, choose_profile, load_profile
-from rocm_ext.process import report_ranks
+from rocm_ext.machine.detect import Machine, detect
+from rocm_ext.machine.environment import ensure_environment, environment_for, preset, put, replace_process, this_command
+from rocm_ext.machine.profile import Profile, choose_profile, load_profile
 
 
 def begin(tune: bool) -> None:

@@ -17,15 +17,15 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows, labelled
-from rocm_ext.errors import UserError
 
 _WORTH_SHARING = 16  # tokens
 
 
 @dataclass
-class Batch:
+class MicroBatch:
     """A micro-batch, which one rank computes in one forward pass.
 
     Attributes:
@@ -55,16 +55,16 @@ class Batch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     shared: tuple[int, ...] = ()
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values = {k: change(v) if isinstance(v, Tensor) else v for k, v in values.items()}
-        return Batch(**values | {"columns": {k: change(v) for k, v in self.columns.items()}})
+        return MicroBatch(**values | {"columns": {k: change(v) for k, v in self.columns.items()}})
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "MicroBatch":
         """Copy the batch to ``device``."""
         return self._map(lambda t: t.to(device, non_blocking=True))
 
-    def pin_memory(self) -> "Batch":
+    def pin_memory(self) -> "MicroBatch":
         """Copy the batch to page-locked memory; torch's DataLoader calls this if ``pin_memory`` is set."""
         return self._map(lambda t: t.pin_memory())
 
@@ -190,7 +190,7 @@ def _sequences(rows: Rows, i: int, share: bool) -> list[_Sequence]:
 
 
 def shared_beginnings(tokens: np.ndarray, lengths: Sequence[int]) -> list[int]:
-    """Return ``Batch.shared`` for the sequences of a row, which are ``tokens`` [s] in pieces of ``lengths``.
+    """Return ``MicroBatch.shared`` for the sequences of a row, which are ``tokens`` [s] in pieces of ``lengths``.
 
     A sequence keeps at least one token of its own. It shares none if it would share fewer than 16, which saves less
     than the copies cost.
@@ -222,7 +222,7 @@ def row_sizes(rows: Rows, share: bool) -> list[int]:
     return [size - sum(shared_beginnings(*row)) for size, row in zip(sizes, each, strict=True)]
 
 
-def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int, share: bool = False) -> Batch:
+def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int, share: bool = False) -> MicroBatch:
     """Build a micro-batch.
 
     Args:
@@ -267,7 +267,7 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
         picked = [part[at] for part, at in zip(parts, wanted, strict=True)]
         return torch.from_numpy(np.concatenate(picked).astype(dtype))
 
-    return Batch(
+    return MicroBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         lengths=tuple(sequence.own for sequence in sequences) if packed else None,
@@ -300,7 +300,7 @@ class Update:
         rows: numbers of the rows, over all ranks, for messages.
     """
 
-    batches: list[Batch]
+    batches: list[MicroBatch]
     labels: int
     sequences: int
     rows: Sequence[int]

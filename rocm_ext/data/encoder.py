@@ -8,9 +8,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from rocm_ext.errors import UserError, one_line
-from rocm_ext.files import json_object
-from rocm_ext.hub import how_to_download
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.files import json_object
+from rocm_ext.base.hub import how_to_download
 
 TOKENIZER = "tokenizer.json"
 

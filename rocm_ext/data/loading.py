@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import ReadInstruction, load_dataset
 
-from rocm_ext.errors import UserError, nearest, one_line
+from rocm_ext.base.errors import UserError, nearest, one_line
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import Turn, to_tools, to_turns
-from rocm_ext.data.pairs import SIDES
+from rocm_ext.data.pair_rows import SIDES
 from rocm_ext.data.render import render_conversation
 from rocm_ext.data.sources import EXTRAS, SourceDataset, with_system
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.log import log
 from rocm_ext.data.formats import FORMATS
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import string, to_tools, to_turns
-from rocm_ext.errors import UserError, nearest, one_line
-from rocm_ext.log import log
 
 
 @dataclass(frozen=True)

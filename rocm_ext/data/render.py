@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from torchtune.data import Message
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.messages import Turn, to_turns
 from rocm_ext.data.template import ChatTemplate
-from rocm_ext.errors import UserError
 
 IGNORE = -100
 Tools = Sequence[Mapping] | None

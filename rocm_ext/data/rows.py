@@ -13,13 +13,13 @@ from omegaconf import OmegaConf
 from torch.utils.data import ConcatDataset, Dataset
 from tqdm import tqdm
 
-from rocm_ext.data.pairs import SIDE, Limits, PairReader, is_pair
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.log import log, warn
+from rocm_ext.data.pair_rows import SIDE, LengthLimits, PairReader, is_pair
 from rocm_ext.data.render import IGNORE, unlimited
 from rocm_ext.data.sources import SourceDataset
 from rocm_ext.data.tokenizer import ChatTokenizer
-from rocm_ext.errors import UserError, one_line
-from rocm_ext.importing import COMPONENT, import_component
-from rocm_ext.log import log, warn
 
 
 def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
@@ -75,7 +75,7 @@ class Rows:
         labels: ``[s]`` int32 labels of each row: the token itself, or -100 for no loss.
         lengths: lengths of the sequences in each row; they add up to ``s``.
         counts: number of ``rows`` read, of kept rows that were ``truncated``, of rows ``dropped_too_long`` and of
-            rows ``dropped_without_labels``; those of pairs: see :class:`rocm_ext.data.pairs.PairReader`.
+            rows ``dropped_without_labels``; those of pairs: see :class:`rocm_ext.data.pair_rows.PairReader`.
         columns: further values per token, by name (``old_logprobs``, ``advantages``, …): ``[s]`` float32 of each row.
     """
 
@@ -263,7 +263,7 @@ def tokenize(
 
     Args:
         dataset: dataset in torchtune's form, whose items have ``tokens`` and ``labels``; ``PackedDataset`` works too,
-            and ``PreferenceDataset``, whose pairs :class:`rocm_ext.data.pairs.PairReader` reads.
+            and ``PreferenceDataset``, whose pairs :class:`rocm_ext.data.pair_rows.PairReader` reads.
         max_seq_len: maximum length of a row in tokens; None: no limit.
         too_long: policy for longer rows: ``truncate`` (cut at the end), ``drop`` or ``error``.
         progress: whether to show a progress bar.
@@ -281,7 +281,7 @@ def tokenize(
     chosen = range(0, len(dataset), every)
     rows = Rows([], [], [], {"rows": len(chosen)})
     foreign = not all(isinstance(part, SourceDataset) for part in getattr(dataset, "datasets", [dataset]))
-    limits = Limits(max_seq_len, positions, too_long, foreign)
+    limits = LengthLimits(max_seq_len, positions, too_long, foreign)
     reader: PairReader | _SequenceReader | None = None
     for index in tqdm(chosen, desc="tokenize", unit="row", disable=not progress):
         try:
@@ -310,7 +310,7 @@ def tokenize(
 class _SequenceReader:
     """Adds rows to ``rows``, as :func:`tokenize` says."""
 
-    def __init__(self, rows: Rows, limits: Limits) -> None:
+    def __init__(self, rows: Rows, limits: LengthLimits) -> None:
         self._rows, self._limits, self._counts = rows, limits, rows.counts
         rows.counts.update(dict.fromkeys(("truncated", "dropped_too_long", "dropped_without_labels"), 0))
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import string, to_tools, to_turns
 from rocm_ext.data.render import PlainRenderer, render_conversation
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
-from rocm_ext.errors import UserError, nearest, one_line
 
 SCHEMAS = {  # the columns that a row needs; alpaca's `input` is optional
     "messages": ("messages",),

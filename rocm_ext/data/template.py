@@ -13,9 +13,9 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.files import json_object
 from rocm_ext.data.messages import Turn
-from rocm_ext.errors import UserError, one_line
-from rocm_ext.files import json_object
 
 TEMPLATE = "chat_template.jinja"
 OF_PROCESSORS = "chat_template.json"  # in older folders of multimodal models

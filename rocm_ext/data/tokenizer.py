@@ -9,13 +9,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.encoder import TOKENIZER, HFTokenizer, TextEncoder, eos_ids
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, render_conversation, render_prompt
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
-from rocm_ext.errors import UserError
-from rocm_ext.log import log
 
 _SAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.errors import UserError
-from rocm_ext.files import read_json, replace_text
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import read_json, replace_text
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.recipe import RLRecipe
 from rocm_ext.rl.records import phase_records
 from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.rl.run_record import RunRecord
+from rocm_ext.runs.folder import GREEDY
 from rocm_ext.runs.intervals import mcnemar, paired_gain
-from rocm_ext.runs.reader import GREEDY
 from rocm_ext.train.interrupt import Interrupted
 from rocm_ext.train.lock import hold
 from rocm_ext.train.scoring import reference, without_adapter

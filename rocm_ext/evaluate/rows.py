@@ -16,16 +16,16 @@ from typing import Any, Protocol
 import numpy as np
 from omegaconf import DictConfig
 
-from rocm_ext.data.pairs import SIDE
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors, replace_text
+from rocm_ext.base.log import Progress
+from rocm_ext.data.pair_rows import SIDE
 from rocm_ext.data.rows import Rows, labelled
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors, replace_text
-from rocm_ext.log import Progress
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
 from rocm_ext.runs.intervals import mcnemar, paired_ratio
-from rocm_ext.train.components import check_tokenizer
+from rocm_ext.train.builders import check_tokenizer
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.output_dir import pick_seed
 from rocm_ext.train.reference import FILE

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from rocm_ext.base.hub import is_hub_name
+from rocm_ext.base.registry import GRPO, RAFT
 from rocm_ext.data.loading import LOADERS
 from rocm_ext.export.source import Source
-from rocm_ext.hub import is_hub_name
-from rocm_ext.model.peft_config import PeftConfig
-from rocm_ext.registry import GRPO, RAFT
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.model.adapters.peft_config import PeftConfig
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.scores import Score
 
 _TAGS = ["lora", "peft", "torchtune-rocm"]

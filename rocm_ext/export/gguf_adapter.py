@@ -7,12 +7,12 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.export.gguf_file import Entry, library, write
-from rocm_ext.export.gguf_model import Names, add_general, native
+from rocm_ext.export.gguf_model import GgufNames, add_general, native
 from rocm_ext.export.source import Source
-from rocm_ext.model.adapter_files import ADAPTER_WEIGHTS, updates_by_weight
-from rocm_ext.model.peft_config import PeftConfig
+from rocm_ext.model.adapters.peft_config import PeftConfig
+from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, updates_by_weight
 
 
 def write_adapter(source: Source, out: Path) -> None:
@@ -30,7 +30,7 @@ def write_adapter(source: Source, out: Path) -> None:
     config = PeftConfig.read(source.adapter)
     if config.dora:
         raise UserError(f"{source.adapter} is DoRA, which llama.cpp does not compute; set --gguf, which merges it")
-    names = Names(native(source))
+    names = GgufNames(native(source))
     gguf = library()
     writer = gguf.GGUFWriter(None, names.arch)
     writer.add_type(gguf.GGUFType.ADAPTER)
@@ -41,7 +41,7 @@ def write_adapter(source: Source, out: Path) -> None:
     write(out, writer, list(_entries(names, load_file(source.adapter / ADAPTER_WEIGHTS))))
 
 
-def _entries(names: Names, adapter: dict[str, Tensor]) -> Iterator[Entry]:
+def _entries(names: GgufNames, adapter: dict[str, Tensor]) -> Iterator[Entry]:
     for name, update in updates_by_weight(adapter).items():
         a, b = update[".lora_A.weight"], names.rows(name, update[".lora_B.weight"])
         for end, tensor in (("lora_a", a), ("lora_b", b)):

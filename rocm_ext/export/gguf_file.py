@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_ext.errors import UserError
-from rocm_ext.files import replace_file
-from rocm_ext.log import Progress
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import replace_file
+from rocm_ext.base.log import Progress
 
 TYPES = ("f16", "bf16", "q8_0")
 _LARGEST = torch.finfo(torch.float16).max

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.export.gguf_file import Entry, library, write
 from rocm_ext.export.source import Source
 from rocm_ext.export.vocabulary import CONVERTER, add_vocabulary
+from rocm_ext.model.adapters.merge import MergedWeights, base_tensors
 from rocm_ext.model.families import Architecture, Rope, foreign_config, read_architecture
-from rocm_ext.model.merge import MergedWeights, base_tensors
 from rocm_ext.model.rope import HalvesRoPE
 
 # llama.cpp's Mistral is its Llama
@@ -30,7 +30,7 @@ _TABLES = ("rotary_emb.inv_freq", ".position_ids")
 _BLOCK = 32  # values of a q8_0 block
 
 
-class Names:
+class GgufNames:
     """llama.cpp's names and order of rows for a model's weights.
 
     Args:
@@ -97,7 +97,7 @@ def write_model(source: Source, out: Path, kind: str) -> None:
         UserError: the family or its tokenizer cannot be written, or the disk is full.
     """
     architecture = native(source)
-    names = Names(architecture)
+    names = GgufNames(architecture)
     _, _, state = base_tensors(source.cfg.checkpointer)
     merged = None
     if source.adapter is not None:
@@ -155,7 +155,7 @@ def _add_shape(writer: Any, a: Architecture) -> None:
 
 
 def _entries(
-    a: Architecture, names: Names, state: dict[str, Tensor], merged: MergedWeights | None, kind: str
+    a: Architecture, names: GgufNames, state: dict[str, Tensor], merged: MergedWeights | None, kind: str
 ) -> Iterator[Entry]:
     """Yield the tensors of the file."""
     if a.rope.kind == "llama3":

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import json_object, replace_text
 from rocm_ext.data.encoder import eos_ids
-from rocm_ext.errors import UserError
 from rocm_ext.export.source import Source
-from rocm_ext.files import json_object, replace_text
-from rocm_ext.model.merge import merge
+from rocm_ext.model.adapters.merge import merge
 
 _GENERATION = "generation_config.json"
 

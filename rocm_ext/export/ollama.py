@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import replace_text
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.template import ChatTemplate
-from rocm_ext.errors import UserError
 from rocm_ext.export.source import Source
 from rocm_ext.export.vocabulary import end_of_turn
-from rocm_ext.files import replace_text
 
 _SYSTEM = {"role": "system", "content": "first-3141"}
 _TALK = [
@@ -27,7 +27,7 @@ Messages = Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class TemplateParts:
     """What a chat template writes around the texts of a conversation.
 
     Attributes:
@@ -62,7 +62,7 @@ class Parts:
         return f"{start}{{{{ range .Messages }}}}{user}{answer}{{{{ end }}}}{{{{ end }}}}{self.last}"
 
 
-def parts(template: ChatTemplate, begin: str = "") -> Parts | None:
+def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
     """Read off what ``template`` writes around the texts.
 
     Args:
@@ -88,7 +88,7 @@ def parts(template: ChatTemplate, begin: str = "") -> Parts | None:
     system = (whole[0], _without(whole[1], header)) if whole else None
     after = next(start for at in range(len(alone[1]), -1, -1) if talk[1].startswith(start := alone[1][:at]))
     answer = (talk[1][len(after) :], _without(talk[2], header))
-    found = Parts(_without(talk[0], header), system, (header, after), answer, alone[1][len(after) :])
+    found = TemplateParts(_without(talk[0], header), system, (header, after), answer, alone[1][len(after) :])
     conversations: list[Messages] = [_TALK[:1], _TALK, _LONGER]
     conversations += [[_SYSTEM, *each] for each in conversations] if system else []
     text = "".join([found.start, *(system or ()), *found.user, *found.answer, found.last])

@@ -7,13 +7,13 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.utils import RepositoryNotFoundError
 
-from rocm_ext.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.files import json_object
+from rocm_ext.base.hub import files_of, is_hub_name
+from rocm_ext.base.log import log
 from rocm_ext.export.source import OF_ADAPTER, Source
-from rocm_ext.files import json_object
-from rocm_ext.hub import files_of, is_hub_name
-from rocm_ext.log import log
-from rocm_ext.model.merge import BESIDE_WEIGHTS, MERGED_WEIGHTS
-from rocm_ext.model.peft_config import ADAPTER_CONFIG
+from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, MERGED_WEIGHTS
+from rocm_ext.model.adapters.peft_config import ADAPTER_CONFIG
 
 _CARD = "README.md"
 

@@ -10,21 +10,21 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.config.folder import FROM_CHECKPOINT
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.hub import files_of
+from rocm_ext.base.registry import SFT
+from rocm_ext.config.model_folder import FROM_CHECKPOINT
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.errors import UserError
-from rocm_ext.hub import files_of
-from rocm_ext.model.adapter_files import ADAPTER_WEIGHTS, base_model_name
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS
+from rocm_ext.model.adapters.peft_config import ADAPTER_CONFIG, PeftConfig
+from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, base_model_name
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_downloaded, use_weights
 from rocm_ext.model.families import CONFIG
-from rocm_ext.model.merge import BESIDE_WEIGHTS
-from rocm_ext.model.peft_config import ADAPTER_CONFIG, PeftConfig
-from rocm_ext.ranks import Ranks
-from rocm_ext.registry import SFT
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.folder import RunFolder
 
 _RUN_CONFIG, _TOKENIZER = "config.yaml", "${checkpointer.checkpoint_dir}/" + TOKENIZER
 _HERE = Ranks(torch.device("cpu"))

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import json_object
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder, ids_in
 from rocm_ext.data.render import render_conversation
-from rocm_ext.errors import UserError
 from rocm_ext.export.gguf_file import library
 from rocm_ext.export.source import Source
-from rocm_ext.files import json_object
 
 CONVERTER = "python convert_hf_to_gguf.py FOLDER, of llama.cpp's own sources, converts a merged model (--merged FOLDER)"
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules import MultiHeadAttention
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.sdpa import sdpa
 
@@ -28,7 +28,7 @@ class Lengths:
 
     Attributes:
         values: tokens per sequence, without shared ones.
-        shared: tokens that each sequence shares, see :class:`rocm_ext.data.batches.Batch`.
+        shared: tokens that each sequence shares, see :class:`rocm_ext.data.batches.MicroBatch`.
     """
 
     __slots__ = ("shared", "values")
@@ -81,7 +81,7 @@ class HeadNormAttention(MultiHeadAttention):
             [b, s, d].
         """
         if self.kv_cache is not None:
-            raise NotImplementedError("no key-value cache; rocm_ext.generation samples from such models")
+            raise NotImplementedError("no key-value cache; rocm_ext.sampling samples from such models")
         q, k, v = (t.transpose(1, 2) for t in heads(self, x, input_pos))
         k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k, v))
         out = F.scaled_dot_product_attention(

@@ -11,16 +11,16 @@ from torchtune.modules import TransformerDecoder
 from torchtune.training import MODEL_KEY, set_default_dtype
 
 from rocm_ext import config
-from rocm_ext.data.batches import Batch
-from rocm_ext.errors import UserError
-from rocm_ext.hardware.profile import Profile, check_locked
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.batches import MicroBatch
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.losses import Objective
+from rocm_ext.machine.profile import Profile, check_locked
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, plain
 from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.norm import use_fused_norms
-from rocm_ext.objectives import Objective
-from rocm_ext.ranks import Ranks
 
 
 class CausalLM(nn.Module):
@@ -36,13 +36,13 @@ class CausalLM(nn.Module):
         self.decoder = decoder
         self.objective = objective
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: MicroBatch) -> Tensor:
         """Return the objective summed over ``batch.targets``: a scalar in fp32."""
         hidden = hidden_states(self.decoder, batch).flatten(0, 1)[batch.index]
         return self.objective(self.decoder.output, hidden, batch.targets, batch.columns, batch.sequence)
 
 
-def hidden_states(decoder: TransformerDecoder, batch: Batch) -> Tensor:
+def hidden_states(decoder: TransformerDecoder, batch: MicroBatch) -> Tensor:
     """Run ``decoder.forward`` up to the output layer.
 
     Returns:
@@ -203,7 +203,7 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
 
             placed = to_nf4(full.to(ranks.device, torch.bfloat16).to(parameter.dtype))
         else:
-            placed = ranks.place(full, parameter)
+            placed = ranks.shard_like(full, parameter)
             sums[plain(name)] = _shard_of(placed).sum(dtype=torch.float32)
         owner, _, leaf = name.rpartition(".")
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(placed, requires_grad=False))

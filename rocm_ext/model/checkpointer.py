@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torchtune.training import MODEL_KEY
 
-from rocm_ext.errors import UserError, one_line
-from rocm_ext.files import json_object
-from rocm_ext.hub import how_to_download
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.files import json_object
+from rocm_ext.base.hub import how_to_download
 from rocm_ext.model.families import foreign_config, read_architecture
 from rocm_ext.model.names import from_hf
 

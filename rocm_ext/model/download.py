@@ -12,14 +12,14 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.utils import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from omegaconf import DictConfig
 
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.hub import hub_name, in_cache, is_hub_name
+from rocm_ext.base.log import log
 from rocm_ext.data.encoder import TOKENIZER
-from rocm_ext.errors import UserError, one_line
-from rocm_ext.hub import hub_name, in_cache, is_hub_name
-from rocm_ext.log import log
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.checkpointer import weight_files
 from rocm_ext.model.families import CONFIG
 from rocm_ext.model.published import published
-from rocm_ext.ranks import Ranks
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]  # the weights in other formats

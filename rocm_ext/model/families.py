@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rocm_ext.errors import UserError
-from rocm_ext.files import json_object
-from rocm_ext.hub import how_to_download
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import json_object
+from rocm_ext.base.hub import how_to_download
 
 CONFIG = "config.json"
 Config = Mapping[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rocm_ext.data.batches import Batch
+from rocm_ext.data.batches import MicroBatch
 
 
 class ForeignWeights(Mapping[str, Tensor]):
@@ -34,7 +34,7 @@ class ForeignDecoder(nn.Module, ABC):
 
     Attributes:
         packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
-        shares: whether packed sequences may share their beginnings, see :class:`rocm_ext.data.batches.Batch`.
+        shares: whether packed sequences may share their beginnings, see :class:`rocm_ext.data.batches.MicroBatch`.
         kernel: that computes attention of packed rows; see :func:`rocm_ext.model.sdpa.sdpa`.
         max_seq_len, num_heads, head_dim: as in torchtune's decoders.
         output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
@@ -66,7 +66,7 @@ class ForeignDecoder(nn.Module, ABC):
         """Names of the modules that the folder's whole model has beside this decoder's, such as a vision tower's."""
 
     @abstractmethod
-    def hidden_states(self, batch: Batch) -> Tensor:
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
         """Run the model up to its output layer.
 
         Returns:

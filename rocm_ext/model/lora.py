@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchao.dtypes.nf4tensor import linear_nf4
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 
 
 class Lora(LoRALinear):
@@ -112,9 +112,9 @@ class Dora(DoRALinear):
 class ExpertLora(nn.Module):
     """LoRA on one weight of all experts of a layer: ``W_e + scale * B_e A_e`` for each expert e.
 
-    It computes nothing itself: :mod:`rocm_ext.model.hf.experts` reads its factors. Parameters are laid out as in PEFT's
-    ``target_parameters`` from version 0.19.1 on: A is [experts * r, in], where an expert's rows are next to each other;
-    B is [out, r * experts], where the experts' columns of one rank are.
+    It computes nothing itself: :mod:`rocm_ext.model.transformers.experts` reads its factors. Parameters are laid out as
+    in PEFT's ``target_parameters`` from version 0.19.1 on: A is [experts * r, in], where an expert's rows are next to
+    each other; B is [out, r * experts], where the experts' columns of one rank are.
 
     Args:
         shape: of the weight, [experts, out, in], or [experts, in, out] if ``transposed``.

@@ -19,8 +19,8 @@ from torchtune.modules import (
 )
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.errors import UserError, nearest, one_line
-from rocm_ext.log import log
+from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.log import log
 from rocm_ext.model.attention import HeadNormAttention
 from rocm_ext.model.families import Architecture, foreign_config, read_architecture
 from rocm_ext.model.names import LINEAR
@@ -105,7 +105,7 @@ def _by_transformers(config: Mapping[str, Any]) -> Callable[..., Any]:
         UserError: transformers is not installed, or another major version.
     """
     try:
-        from rocm_ext.model.hf.decoder import build
+        from rocm_ext.model.transformers.decoder import build
     except ImportError as error:
         name = (config.get("architectures") or [config.get("model_type")])[0]
         raise UserError(

@@ -6,7 +6,7 @@ weights beside it, and the recipes do not look here.
 
 from pathlib import Path
 
-from rocm_ext.hub import is_hub_name
+from rocm_ext.base.hub import is_hub_name
 
 _SHAPES = Path(__file__).parent / "shapes"
 

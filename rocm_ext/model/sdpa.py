@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -7,7 +7,7 @@ third more compute.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtune.modules import TransformerDecoder
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.plan.memory import MemoryPlan, readable
 
 

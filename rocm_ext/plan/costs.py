@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from rocm_ext.losses import Objective
 from rocm_ext.model.attention import Lengths, PackedAttention
 from rocm_ext.model.lora import ExpertLora, adapters
 from rocm_ext.model.norm import HAS_KERNEL, FusedRMSNorm
-from rocm_ext.objectives import Objective
 
 _ATTENTION: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
@@ -45,7 +45,7 @@ class Operation:
     attention: bool = False
 
 
-class Tally(TorchDispatchMode):
+class CostCounter(TorchDispatchMode):
     """Counts operations and the bytes of live tensors while it is active.
 
     It does not see a kernel's own workspace. Tensors that existed before count once an operation returns
@@ -192,7 +192,7 @@ def simulate_layer(
         lengths: tokens of each sequence in the micro-batch.
         dtype: dtype of weights and activations.
         kernels: kernels that the device has.
-        shared: tokens that each packed sequence shares, see :class:`rocm_ext.data.batches.Batch`.
+        shared: tokens that each packed sequence shares, see :class:`rocm_ext.data.batches.MicroBatch`.
     """
     packed = isinstance(getattr(layer, "attn", None), PackedAttention)
     shape = (1, sum(lengths)) if packed else (len(lengths), max(lengths))
@@ -262,7 +262,7 @@ class _OneKernel(torch.autograd.Function):
 
 
 @contextmanager
-def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, Tally]]:
+def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, CostCounter]]:
     """Yield a copy of ``module`` on fake CPU tensors, in training mode, and an active tally."""
     fake = copy.deepcopy(module)
     for _, layer in adapters(fake):
@@ -284,7 +284,7 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
         trainable = [p for p in fake.parameters() if p.requires_grad]
         for parameter in trainable:
             parameter.grad = torch.zeros_like(parameter)
-        tally = Tally()
+        tally = CostCounter()
         tally.ignore([*fake.parameters(), *fake.buffers(), *(p.grad for p in trainable if p.grad is not None)])
         with tally:
             yield fake, tally

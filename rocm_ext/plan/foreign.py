@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from rocm_ext.data.batches import Batch
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.batches import MicroBatch
+from rocm_ext.losses import Objective
 from rocm_ext.model.foreign import ForeignDecoder
-from rocm_ext.objectives import Objective
-from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, Tally, on_fake_tensors
+from rocm_ext.plan.costs import CostCounter, Kernels, LayerCosts, LossCosts, on_fake_tensors
 
 
 def simulate_foreign(
@@ -34,7 +34,7 @@ def simulate_foreign(
         lengths: tokens of each sequence in the micro-batch.
         targets: number of its tokens with a label.
         kernels: of the device.
-        shared: of each packed sequence, see :class:`rocm_ext.data.batches.Batch`.
+        shared: of each packed sequence, see :class:`rocm_ext.data.batches.MicroBatch`.
 
     Returns:
         Costs of each layer, those of all after the layers, and the bytes of what the layers share beside hidden
@@ -74,7 +74,7 @@ class _Run:
     def measure(self, layer: nn.Module | None, key: Any, x: Tensor, call: Callable[[Tensor], Any]) -> Any:
         """Measure ``layer`` if there is one; return its output in shape, for the next layer."""
         kind, last = key
-        tally: Tally = self.tally
+        tally: CostCounter = self.tally
         if not self.costs:
             self.shared = tally.now - x.nbytes
         if layer is not None:
@@ -86,7 +86,7 @@ class _Run:
         return (y, *self._beside[kind]) if kind in self._beside else y
 
     def _costs(self, kind: Any, x: Tensor, call: Callable[[Tensor], Any]) -> LayerCosts:
-        tally: Tally = self.tally
+        tally: CostCounter = self.tally
         entry = x.detach().requires_grad_()
         before = tally.now
         tally.restart()
@@ -145,10 +145,12 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     return (type(layer), shapes, *map(str, settings))
 
 
-def _batch(lengths: Sequence[int], targets: int, objective: Objective, packs: bool, shared: Sequence[int]) -> Batch:
+def _batch(
+    lengths: Sequence[int], targets: int, objective: Objective, packs: bool, shared: Sequence[int]
+) -> MicroBatch:
     shape = (1, sum(lengths)) if packs else (len(lengths), max(lengths))
     index, labels, sequence = (torch.zeros(targets, dtype=torch.long) for _ in range(3))
-    return Batch(
+    return MicroBatch(
         tokens=torch.zeros(shape, dtype=torch.long),
         positions=torch.zeros(shape, dtype=torch.long),
         lengths=tuple(lengths) if packs else None,

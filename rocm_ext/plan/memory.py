@@ -10,9 +10,9 @@ from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
+from rocm_ext.losses import Objective
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.lora import adapter_parameters, adapters
-from rocm_ext.objectives import Objective
 from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, simulate_layer, simulate_loss
 from rocm_ext.plan.foreign import simulate_foreign
 
@@ -111,7 +111,7 @@ def plan_memory(
         ranks: number of ranks that share the frozen weights.
         targets: number of the micro-batch's tokens with a label.
         kernels: kernels that ``device`` has.
-        shared: tokens that each sequence shares, see :class:`rocm_ext.data.batches.Batch`.
+        shared: tokens that each sequence shares, see :class:`rocm_ext.data.batches.MicroBatch`.
     """
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
     chunked = copy.copy(objective)

@@ -16,19 +16,19 @@ from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext.data.batches import Steps, cut, rows_per_step, width_multiple
-from rocm_ext.generation import Sampling
-from rocm_ext.generation.decoder import Decoder
-from rocm_ext.generation.foreign import sampler_of
-from rocm_ext.generation.matrix import MIN_ROWS, tensors_of
-from rocm_ext.generation.slots import SHARE, most_slots, slot_memory, slots_beside, span_for
-from rocm_ext.hardware.numerics import DTYPES
+from rocm_ext.losses import Objective
+from rocm_ext.machine.numerics import DTYPES
 from rocm_ext.model.attention import takes_packed_rows
 from rocm_ext.model.foreign import ForeignDecoder
-from rocm_ext.objectives import Objective
 from rocm_ext.plan.costs import Kernels, Operation
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions, Workload
+from rocm_ext.sampling import Sampling
+from rocm_ext.sampling.decoder import Decoder
+from rocm_ext.sampling.foreign import sampler_of
+from rocm_ext.sampling.matrix import MIN_ROWS, tensors_of
+from rocm_ext.sampling.slots import SHARE, most_slots, slot_memory, slots_beside, span_for
 
 _GAIN = 1.02  # the speed-up that justifies another setting
 
@@ -81,7 +81,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _RepeatedKernels:
     """Kernels that a micro-batch runs a number of times."""
 
     operations: Sequence[Operation]
@@ -207,17 +207,20 @@ class TrainingPlanner:
         plan = self._plan(*self._typical(each))
         # the frozen output layer: a product forward, one more for losses of whole sequences, and one backward
         loss = plan.loss.operations
-        passes = [_Pass(loss, 1.0)]
-        forward = [_Pass(loss, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
+        passes = [_RepeatedKernels(loss, 1.0)]
+        forward = [_RepeatedKernels(loss, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
         for costs in {id(costs): costs for costs in plan.each}.values():
             alike = [i for i, other in enumerate(plan.each) if other is costs]
             again = sum(i in checkpointed for i in alike)
             whole = len(alike) - again
             compiled = bool(self.cfg.compile)  # but not the checkpointed layers
-            passes += [_Pass(costs.forward, whole, compiled), _Pass(costs.backward, whole, compiled)]
-            passes += [_Pass(costs.forward, 2 * again), _Pass(costs.backward, again)]
-            forward += [_Pass(costs.forward, whole, compiled), _Pass(costs.forward, again)]
-        update = _Pass([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
+            passes += [
+                _RepeatedKernels(costs.forward, whole, compiled),
+                _RepeatedKernels(costs.backward, whole, compiled),
+            ]
+            passes += [_RepeatedKernels(costs.forward, 2 * again), _RepeatedKernels(costs.backward, again)]
+            forward += [_RepeatedKernels(costs.forward, whole, compiled), _RepeatedKernels(costs.forward, again)]
+        update = _RepeatedKernels([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
         return Step(
             tokens=tokens,
             micro_batches=count,
@@ -248,7 +251,7 @@ class TrainingPlanner:
         """Seconds to gather every layer's weights from all ranks, forward and backward, in parallel with computing."""
         return 2 * plan.weights * (self.ranks - 1) / self.figures.link
 
-    def _seconds(self, passes: Sequence["_Pass"]) -> float:
+    def _seconds(self, passes: Sequence["_RepeatedKernels"]) -> float:
         dtype = dtype_name(self.dtype)
         return sum(
             each.times * self.figures.seconds(each.operations, dtype, each.compiled) for each in passes if each.times
@@ -309,7 +312,7 @@ class SamplingPlan:
 
 
 class SamplingPlanner:
-    """Plans sampling with :class:`rocm_ext.generation.LocalEngine` or ``TransformersEngine``.
+    """Plans sampling with :class:`rocm_ext.sampling.LocalEngine` or ``TransformersEngine``.
 
     Attributes:
         layout: bytes of the sampler's own layout of the weights.

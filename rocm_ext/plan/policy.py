@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
 
-from rocm_ext.importing import COMPONENT, import_component
+from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.workload import Questions
 

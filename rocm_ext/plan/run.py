@@ -9,25 +9,26 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import TransformerDecoder
 
-from rocm_ext import config, registry
+from rocm_ext import config
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.data.batches import micro_batch_budget
-from rocm_ext.data.pairs import SIDE
-from rocm_ext.errors import UserError
-from rocm_ext.generation.foreign import use_fitting_engine
-from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.profile import check_locked
-from rocm_ext.model import adapter_files
+from rocm_ext.data.pair_rows import SIDE
+from rocm_ext.losses import objective_of
+from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.profile import check_locked
+from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.attention import choose_attention, shares_beginnings, use_packed_attention
 from rocm_ext.model.build import build_model, check_quantized
 from rocm_ext.model.download import use_shape
-from rocm_ext.objectives import objective_of
 from rocm_ext.plan.checkpointing import checkpointed_layers
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.policy import PolicyPlan, plan_policy, rows_of_update
 from rocm_ext.plan.target import Target
 from rocm_ext.plan.workload import Known, Questions, Workload, kept_rows, questions, sampled_rows, sft_rows
+from rocm_ext.sampling.foreign import use_fitting_engine
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def _check(cfg: DictConfig, target: Target, machine: Machine, decoder: Transform
     overrides = list(cfg.hardware_overrides)
     check_locked(target.profile, settings, overrides)
     check_quantized(decoder, target.profile, overrides, ranks)
-    adapter_files.check_checkpointer(cfg, decoder)
+    peft_files.check_checkpointer(cfg, decoder)
     check_max_seq_len(cfg.tokenizer.get("max_seq_len"))
     if target.here and cfg.device != "cpu" and machine.backend == "cpu":
         raise UserError(

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from rocm_ext.errors import UserError
-from rocm_ext.hardware.bench_file import BenchFile, of_this_machine
-from rocm_ext.hardware.budget import GIB
-from rocm_ext.hardware.chips import chips_of, named_chips
-from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.profile import Chip, Profile
-from rocm_ext.hardware.shared_records import SharedRecord, cpu_name, record_of
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine.bench_file import BenchFile, of_this_machine
+from rocm_ext.machine.budget import GIB
+from rocm_ext.machine.chips import chips_of, named_chips
+from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.profile import Chip, Profile
+from rocm_ext.machine.shared_records import SharedRecord, cpu_name, record_of
 from rocm_ext.plan.costs import Operation
 
 _FUSED = 0.5  # share of their time that kernels beside matrix products take once torch.compile has fused them

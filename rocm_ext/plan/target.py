@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from rocm_ext.hardware.budget import memory_budget, nominal_budget
-from rocm_ext.hardware.machine import Machine
-from rocm_ext.hardware.numerics import DTYPES, pick_dtype
-from rocm_ext.hardware.profile import Profile, load_profile
+from rocm_ext.machine.budget import memory_budget, nominal_budget
+from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.numerics import DTYPES, pick_dtype
+from rocm_ext.machine.profile import Profile, load_profile
 from rocm_ext.plan.speeds import Figures, figures_for
 
 

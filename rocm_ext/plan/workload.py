@@ -10,11 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.data.batches import count_labels, shared_beginnings
-from rocm_ext.data.pairs import SIDE
+from rocm_ext.data.pair_rows import SIDE
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.objectives import objective_of
+from rocm_ext.losses import objective_of
 
 _LONGEST_ROW, _PROMPT = 2048, 128  # tokens assumed if neither the config nor its data tells
 _RIGHT = 0.5  # assumed share of right answers
@@ -47,7 +47,7 @@ class Workload:
         count: number of rows; None: unknown.
         source: origin of these numbers.
         each: of every row the lengths of its sequences and what each shares, as in
-            :class:`rocm_ext.data.batches.Batch`, and the number of labels; empty: unknown.
+            :class:`rocm_ext.data.batches.MicroBatch`, and the number of labels; empty: unknown.
         sequences: mean number of sequences in a row: 1, or 2 of a pair. Attention does not cross from one to another.
         shared: mean number of tokens of a row that its second sequence shares with the first, and that only attention
             computes twice; not part of ``mean``.

@@ -1,6 +1,6 @@
 """A page that shows runs: one HTML file, self-contained and without script, or live, see :mod:`rocm_ext.report.live`.
 
-:mod:`rocm_ext.runs.reader` reads the runs. The template escapes every text, and :mod:`rocm_ext.report.text` replaces
+:mod:`rocm_ext.runs.folder` reads the runs. The template escapes every text, and :mod:`rocm_ext.report.text` replaces
 invisible characters. As a second line of defence, a Content-Security-Policy forbids the network and scripts; that of a
 live page allows its own script and its own server.
 """
@@ -15,13 +15,13 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from rocm_ext.errors import UserError
-from rocm_ext.files import replace_text
-from rocm_ext.registry import DPO, GRPO
-from rocm_ext.report import cards, dpo, groups, grpo, hardware, raft, samples, training
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import replace_text
+from rocm_ext.base.registry import DPO, GRPO
+from rocm_ext.report import cards, dpo, groups, grpo, hardware, raft, samples, updates
 from rocm_ext.report.charts import line_style
 from rocm_ext.report.text import visible
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.folder import RunFolder
 
 HERE = Path(__file__).parent
 STYLE = (HERE / "style.css").read_text()
@@ -91,7 +91,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
         ("Cycles", raft.charts(runs), [run for run in runs if run.cycles]),
         ("Rewards", grpo.charts(runs), [run for run in runs if run.family == GRPO]),
         ("Preferences", dpo.charts(runs), [run for run in runs if run.family == DPO]),
-        ("Training", training.charts(runs), [run for run in runs if len(run.steps)]),
+        ("Training", updates.charts(runs), [run for run in runs if len(run.steps)]),
         ("Hardware", hardware.charts(runs), [run for run in runs if run.hardware]),
     ]
     shown = [(run, *samples.choose(run)) for run in runs]

@@ -7,12 +7,12 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
-from rocm_ext.hub import hub_name
-from rocm_ext.registry import DPO, GRPO, RAFT, SFT, TITLES
+from rocm_ext.base.hub import hub_name
+from rocm_ext.base.registry import DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.report.curves import short_number
 from rocm_ext.report.hardware import gpu_names
+from rocm_ext.runs.folder import RunFolder, running_time
 from rocm_ext.runs.held_out import held_out
-from rocm_ext.runs.reader import RunFolder, running_time
 from rocm_ext.runs.records import number
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from rocm_ext.registry import DPO
-from rocm_ext.report.training import columns_chart
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.base.registry import DPO
+from rocm_ext.report.updates import columns_chart
+from rocm_ext.runs.folder import RunFolder
 
 _SIDES = ("chosen", "rejected")
 _CHARTS = (  # title, unit, factor, columns with their labels

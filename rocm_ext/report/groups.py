@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rocm_ext.report.samples import Shown, key_hash, prompt_texts
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.steps import Verdicts
 
 _ANSWERS = 8  # most answers of a group that are shown

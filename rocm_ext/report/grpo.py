@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from markupsafe import Markup
 
-from rocm_ext.registry import GRPO
+from rocm_ext.base.registry import GRPO
 from rocm_ext.report.charts import Line, Spans, line_chart, span_chart, stacked_chart
 from rocm_ext.report.curves import short_number, smooth, smoothing_width, thin
 from rocm_ext.report.raft import time_text, verdict_styles
-from rocm_ext.report.training import Colours, Curve, chart, columns_chart
+from rocm_ext.report.updates import Colours, Curve, chart, columns_chart
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.held_out import HeldOut, held_out
-from rocm_ext.runs.reader import RunFolder
 
 _BARS = 40  # most bars of a chart
 _POINTS = 60  # most evaluations of a chart

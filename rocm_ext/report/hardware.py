@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from rocm_ext.report.charts import Line, line_chart
 from rocm_ext.report.curves import memory_unit, time_unit
-from rocm_ext.runs.reader import running_time
+from rocm_ext.runs.folder import running_time
 from rocm_ext.runs.records import Readings, is_rows, number
 
 _Read = Callable[[Mapping[str, Any]], float]
@@ -27,7 +27,7 @@ _HOST = (
 )
 
 
-class Recorded(Protocol):
+class HasReadings(Protocol):
     """A run, or anything else with readings of counters."""
 
     @property
@@ -39,7 +39,7 @@ class Recorded(Protocol):
         """The readings."""
 
 
-def charts(runs: Sequence[Recorded], from_now: bool = False) -> list[Markup]:
+def charts(runs: Sequence[HasReadings], from_now: bool = False) -> list[Markup]:
     """A chart for each counter that some run recorded, over its running time.
 
     A single run has a line for each GPU; of several runs, each has one line, the mean of its GPUs.
@@ -70,7 +70,7 @@ def charts(runs: Sequence[Recorded], from_now: bool = False) -> list[Markup]:
     return drawn
 
 
-def _sources(runs: Sequence[Recorded]) -> list[tuple[str, str, list[tuple[str, int, int, _Read]]]]:
+def _sources(runs: Sequence[HasReadings]) -> list[tuple[str, str, list[tuple[str, int, int, _Read]]]]:
     """Title and unit of each counter, with its lines: label, colour, index of the run, and a function that reads it."""
     found = []
     for title, unit, keys in _GPU:
@@ -97,7 +97,7 @@ def _chart(title: str, unit: str, lines: list[Line], **more: Any) -> Markup:
     return line_chart(title, unit, lines, zero=True, whole=False, **more)
 
 
-def gpu_names(run: Recorded) -> list[str]:
+def gpu_names(run: HasReadings) -> list[str]:
     """The ids of the GPUs that a run recorded."""
     return list(run.hardware.gpus)
 

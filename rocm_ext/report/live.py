@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from rocm_ext.errors import UserError
-from rocm_ext.log import duration
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import duration
 from rocm_ext.report import HERE, content, hardware, name_apart, template
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.progress import progress
-from rocm_ext.runs.reader import RunFolder
 from rocm_ext.runs.records import Readings
 from rocm_ext.runs.tails import Tails
 

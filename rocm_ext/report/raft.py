@@ -9,7 +9,7 @@ from markupsafe import Markup
 from rocm_ext.report.charts import Spans, span_chart, stacked_chart
 from rocm_ext.report.curves import short_number, time_unit
 from rocm_ext.runs.cycles import PHASES, CycleFolder
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import number
 
 VERDICTS = ("CORRECT", "WRONG", "UNPARSED", "TIMEOUT", "ERROR")

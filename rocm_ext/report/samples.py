@@ -10,7 +10,7 @@ from typing import Any
 
 from rocm_ext.report.raft import VERDICTS
 from rocm_ext.runs.cycles import CycleFolder
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import Judged, SampleKey
 
 PER_VERDICT = 2

@@ -24,7 +24,7 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.report import STYLE
 from rocm_ext.report.live import SCRIPT, LivePage, tag_of
 
@@ -52,7 +52,7 @@ _HEADERS = {
 }
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """An HTTP server of one page.
 
     Args:
@@ -163,7 +163,7 @@ def _packed(html: str) -> tuple[str, bytes]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: PageServer
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "rocm-ext", ""
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from math import fsum, sqrt
 from typing import TYPE_CHECKING
 
-from rocm_ext.errors import UserError
-from rocm_ext.runs.reader import SampleKey
+from rocm_ext.base.errors import UserError
+from rocm_ext.runs.folder import SampleKey
 from rocm_ext.verifiers import Result
 
 if TYPE_CHECKING:  # the module needs torch

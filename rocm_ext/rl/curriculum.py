@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from rocm_ext.errors import UserError
-from rocm_ext.generation import sample_seed
+from rocm_ext.base.errors import UserError
+from rocm_ext.sampling import sample_seed
 
 Asked = Mapping[str, Sequence[tuple[int, float | None]]]  # by prompt, oldest first: (step, pass rate of the group)
 

@@ -9,15 +9,15 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.errors import UserError, one_line
-from rocm_ext.files import remove_folder, replace_folder
-from rocm_ext.generation import sample_seed
-from rocm_ext.log import log
-from rocm_ext.ranks import Ranks
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.files import remove_folder, replace_folder
+from rocm_ext.base.log import log
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.cycles import Cycle
 from rocm_ext.rl.records import Sample, read_samples
+from rocm_ext.sampling import sample_seed
+from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import STATE, Checkpoints, read_state, write_checksums
-from rocm_ext.train.components import nothing_changed
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.trainer import Trainer
 
@@ -31,7 +31,7 @@ def training_config(cfg: DictConfig, **changes: Any) -> DictConfig:
     """
     trainer = config.trainer_config(cfg)
     if cfg.objective == "raft++":
-        ratio = {config.COMPONENT: "rocm_ext.objectives.ClippedRatio", "clip_high": cfg.clip_high}
+        ratio = {config.COMPONENT: "rocm_ext.losses.ClippedRatio", "clip_high": cfg.clip_high}
         trainer["loss"] = trainer["loss"] | ratio
     return OmegaConf.create(trainer | changes)
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rocm_ext.files import read_json, replace_text
-from rocm_ext.ranks import Ranks
+from rocm_ext.base.files import read_json, replace_text
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.records import Sample, SampleKey, entropy, read_results
 from rocm_ext.rl.selection import KeepRule
-from rocm_ext.runs.reader import PHASES, SELECTION
+from rocm_ext.runs.folder import PHASES, SELECTION
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.metrics import Metrics, read_metrics
 from rocm_ext.verifiers import Result

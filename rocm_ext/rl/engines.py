@@ -15,15 +15,15 @@ import torch
 from omegaconf import DictConfig
 
 from rocm_ext import config
-from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors
-from rocm_ext.generation import Engine, LocalEngine, Sampling, Session, TransformersEngine
-from rocm_ext.generation.foreign import use_fitting_engine
-from rocm_ext.hardware.machine import host_memory
-from rocm_ext.log import log
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors
+from rocm_ext.base.log import log
+from rocm_ext.distributed.ranks import Ranks, local_world_size
+from rocm_ext.machine.detect import host_memory
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.plan.memory import frozen_bytes
-from rocm_ext.ranks import Ranks, local_world_size
+from rocm_ext.sampling import Engine, LocalEngine, Sampling, Session, TransformersEngine
+from rocm_ext.sampling.foreign import use_fitting_engine
 from rocm_ext.train.learner import Learner
 
 
@@ -208,7 +208,7 @@ def open_engines(
                 without = "start without an adapter_checkpoint and with cycles=1, or " if first else "set cycles=1, or "
             raise UserError(
                 f"{error}. Without such a server, {without}sample in this process with "
-                f"engine._component_=rocm_ext.generation.{kind.__name__}"
+                f"engine._component_=rocm_ext.sampling.{kind.__name__}"
             ) from error
         local = kind(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=offered["free_memory"])
         try:

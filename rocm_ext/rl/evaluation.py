@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rocm_ext.log import log
+from rocm_ext.base.log import log
 from rocm_ext.rl.rollout import Answers
+from rocm_ext.runs.folder import GREEDY, SampleKey
 from rocm_ext.runs.intervals import mcnemar
-from rocm_ext.runs.reader import GREEDY, SampleKey
 from rocm_ext.runs.scores import pass_at_k, wilson
 from rocm_ext.verifiers import Result, Verdict
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.config import COMPONENT
-from rocm_ext.errors import UserError
-from rocm_ext.objectives import Objective
+from rocm_ext.losses import Objective
 
 # Columns that the rows of a step can have; see :meth:`rocm_ext.recipes.grpo_rocm.GRPO.rows`.
 COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs")
@@ -22,7 +22,7 @@ def loss_config(cfg: DictConfig) -> dict[str, Any]:
     if OmegaConf.is_dict(cfg.loss):
         return OmegaConf.to_container(cfg.loss)  # type: ignore[return-value]
     return {
-        COMPONENT: "rocm_ext.objectives.PolicyGradient",
+        COMPONENT: "rocm_ext.losses.PolicyGradient",
         "loss": cfg.loss,
         "normalize": float(cfg.max_new_tokens) if cfg.loss == "dr_grpo" else None,
         "clip_low": cfg.clip_low,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rocm_ext.files import disk_errors
-from rocm_ext.generation import Session
+from rocm_ext.base.files import disk_errors
 from rocm_ext.rl.engines import Engines
 from rocm_ext.rl.rollout import Requests
 from rocm_ext.rl.server_check import ServerCheck
+from rocm_ext.sampling import Session
 from rocm_ext.train.learner import Learner
 
 

@@ -11,16 +11,16 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import warn
 from rocm_ext.data.prompts import Prompt, check_disjoint
 from rocm_ext.data.render import render_prompt
 from rocm_ext.data.rows import check_vocabulary
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
-from rocm_ext.errors import UserError
-from rocm_ext.generation import Request, Sampling, sample_seed
-from rocm_ext.log import warn
+from rocm_ext.distributed.ranks import rank
 from rocm_ext.plan import workload
-from rocm_ext.ranks import rank
-from rocm_ext.runs.reader import GREEDY
+from rocm_ext.runs.folder import GREEDY
+from rocm_ext.sampling import Request, Sampling, sample_seed
 from rocm_ext.verifiers import build
 from rocm_ext.verifiers.selfcheck import try_out
 

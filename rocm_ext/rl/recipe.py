@@ -9,17 +9,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.generation import Sampling
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
 from rocm_ext.rl.engines import open_engines, verify_workers
 from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.rl.rollout import Job, OpenSession, Rollout, Workers
 from rocm_ext.rl.server_check import ServerCheck
-from rocm_ext.train.components import check_tokenizer, setup_metric_logger
+from rocm_ext.sampling import Sampling
+from rocm_ext.train.builders import check_tokenizer, setup_metric_logger
 from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.nodes import SAME_DATA, check_same
+from rocm_ext.train.machines import SAME_DATA, check_same
 from rocm_ext.train.output_dir import pick_seed
 from rocm_ext.train.runtime import Runtime
 from rocm_ext.verifiers import Pool
@@ -59,7 +59,7 @@ class RLRecipe:
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with all keys of the SFT recipe."""
-        plain = {config.COMPONENT: "rocm_ext.objectives.CrossEntropy"}
+        plain = {config.COMPONENT: "rocm_ext.losses.CrossEntropy"}
         return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": plain})
 
     def recorded_seed(self) -> int | None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rocm_ext.files import disk_errors, read_lines, rewrite_lines
-from rocm_ext.generation import Completion
-from rocm_ext.ranks import Ranks
-from rocm_ext.runs.reader import SampleKey
+from rocm_ext.base.files import disk_errors, read_lines, rewrite_lines
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.runs.folder import SampleKey
+from rocm_ext.sampling import Completion
 from rocm_ext.verifiers import Result, Verdict
 
 Scope = tuple[int, str, int]  # step or cycle, "sample" or "eval", round of a step's sampling
@@ -32,8 +32,8 @@ class Sample:
         prompt_id: id of the prompt.
         sample: index of the answer among the prompt's.
         seed: seed of the answer; it determines everything random about the answer.
-        finish_reason, text, tokens: see :class:`rocm_ext.generation.Completion`.
-        logprobs: log-probabilities as in :class:`rocm_ext.generation.Completion`, rounded to 1e-6.
+        finish_reason, text, tokens: see :class:`rocm_ext.sampling.Completion`.
+        logprobs: log-probabilities as in :class:`rocm_ext.sampling.Completion`, rounded to 1e-6.
     """
 
     prompt_id: str

@@ -14,9 +14,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.files import disk_errors
-from rocm_ext.log import log
-from rocm_ext.ranks import Ranks
+from rocm_ext.base.files import disk_errors
+from rocm_ext.base.log import log
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.cycles import CHANGEABLE, Cycle
 from rocm_ext.rl.records import phase_records
 

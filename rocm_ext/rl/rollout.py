@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import Progress
 from rocm_ext.data.prompts import Prompt
-from rocm_ext.errors import UserError
-from rocm_ext.generation import Completion, Request, Sampling, Session
-from rocm_ext.log import Progress
-from rocm_ext.ranks import Ranks
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.records import PhaseRecords, Sample, to_result, to_sample
-from rocm_ext.runs.reader import GREEDY, SampleKey
+from rocm_ext.runs.folder import GREEDY, SampleKey
+from rocm_ext.sampling import Completion, Request, Sampling, Session
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.verifiers import Pool, Result, Verdict
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors, read_json, replace_text
 from rocm_ext.config import references
-from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors, read_json, replace_text
-from rocm_ext.hardware.counter_log import remove_logs
-from rocm_ext.hardware.trace import FOLDER
+from rocm_ext.machine.counter_log import remove_logs
+from rocm_ext.machine.trace import FOLDER
 
 
 class RunRecord:

@@ -13,11 +13,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.generation import sample_seed
 from rocm_ext.rl import advantages
 from rocm_ext.rl.records import Sample, entropy
 from rocm_ext.rl.rollout import Answers
-from rocm_ext.runs.reader import SampleKey
+from rocm_ext.runs.folder import SampleKey
+from rocm_ext.sampling import sample_seed
 from rocm_ext.verifiers import Result, Verdict
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_ext.errors import UserError
-from rocm_ext.generation import Completion, Request, Sampling
-from rocm_ext.log import log
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
 from rocm_ext.rl.records import Sample
 from rocm_ext.rl.rows import to_rows
+from rocm_ext.sampling import Completion, Request, Sampling
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.scoring import reference, score
 

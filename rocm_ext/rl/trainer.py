@@ -8,17 +8,17 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.base.log import Progress
 from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
-from rocm_ext.generation import sample_seed
-from rocm_ext.log import Progress
 from rocm_ext.rl.objective import updates_of_step
+from rocm_ext.sampling import sample_seed
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.loop import StepStats, Training
 from rocm_ext.train.metrics import Metrics, peak_memory, read_metrics
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.training import StepStats, Training
 
 # Keys that a resumed GRPO run may change, in addition to those that a resumed SFT run may change
 GRPO_FREE_KEYS = FREE_KEYS | frozenset(

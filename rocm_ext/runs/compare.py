@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.errors import UserError
-from rocm_ext.registry import DPO, GRPO, RAFT
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.registry import DPO, GRPO, RAFT
 from rocm_ext.runs import compare_sampling
 from rocm_ext.runs.compare_sampling import WARM_UP
 from rocm_ext.runs.comparison import Comparison, Losses, Stability
+from rocm_ext.runs.folder import RunFolder, running_time
 from rocm_ext.runs.intervals import finite_median, ratio_of_medians, relative_difference, spikes
-from rocm_ext.runs.reader import RunFolder, running_time
 from rocm_ext.runs.records import number
 
 _DATA = {"dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long"}

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.registry import GRPO, RAFT
+from rocm_ext.base.registry import GRPO, RAFT
 from rocm_ext.runs.comparison import Scores
 from rocm_ext.runs.cycles import PHASES, CycleFolder
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.held_out import HeldOut, held_out
 from rocm_ext.runs.intervals import Interval, finite_median, mcnemar, paired_gain, ratio_of_medians, unpaired_gain
-from rocm_ext.runs.reader import RunFolder
 from rocm_ext.runs.records import number
 
 WARM_UP = 10  # steps at a run's beginning that do not show its speed: compilation, caches, clocks

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import Interval, more_often
-from rocm_ext.runs.reader import RunFolder
 
 
 @dataclass(frozen=True)

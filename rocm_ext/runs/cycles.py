@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rocm_ext.files import json_object
+from rocm_ext.base.files import json_object
 from rocm_ext.runs.records import MOST, Judged, SampleKey, finite, number, parse_scores, read_json, read_steps
 from rocm_ext.runs.tails import Tails
 
@@ -36,7 +36,7 @@ class Answers:
 class _Verdicts(dict[SampleKey, Judged]):
     """The last verdict on each answer."""
 
-    def add(self, content: bytes, place: int) -> bool:
+    def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
         line = json_object(content)
         if line is not None and (key := _key(line)) is not None and isinstance(line.get("verdict"), str):
@@ -49,15 +49,15 @@ class _Samples:
     log-probs and their number."""
 
     def __init__(self) -> None:
-        self.places: dict[SampleKey, int] = {}
+        self.positions: dict[SampleKey, int] = {}
         self.sizes: dict[SampleKey, tuple[int, bool, float, int]] = {}
 
-    def add(self, content: bytes, place: int) -> bool:
+    def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
         line = json_object(content)
         if line is None or (key := _key(line)) is None:
             return line is not None
-        self.places[key] = place
+        self.positions[key] = position
         tokens = line.get("tokens")
         if key not in self.sizes and isinstance(tokens, list):
             known = finite(line.get("logprobs"))
@@ -163,10 +163,10 @@ class CycleFolder:
         """The records of the answers ``wanted``, by key, in the files' order; ``held_out``: those of the evaluation."""
         found: dict[SampleKey, dict[str, Any]] = {}
         for path, read in self._files(self.folder / "eval" if held_out else self.folder, "samples", _Samples):
-            places = {key: place for key, place in read.places.items() if key in wanted}
+            positions = {key: position for key, position in read.positions.items() if key in wanted}
             with suppress(OSError), path.open("rb") as file:  # it may have been rewritten or removed since
-                for key, place in places.items():
-                    file.seek(place)
+                for key, position in positions.items():
+                    file.seek(position)
                     if (line := json_object(file.readline())) is not None and _key(line) == key:
                         found[key] = line
         return found

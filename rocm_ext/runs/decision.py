@@ -9,7 +9,7 @@ difference exceeds the tolerance. In all other cases the answer is how many more
 import math
 from dataclasses import dataclass
 
-from rocm_ext.registry import RAFT
+from rocm_ext.base.registry import RAFT
 from rocm_ext.runs.comparison import Comparison, Losses, Scores
 from rocm_ext.runs.intervals import BATCHES, Interval, more_steps
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.registry import GRPO
+from rocm_ext.base.registry import GRPO
 from rocm_ext.runs.cycles import CycleFolder
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import GREEDY, MOST, number
 
 

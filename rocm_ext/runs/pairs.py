@@ -8,10 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.errors import UserError
-from rocm_ext.files import read_lines
-from rocm_ext.registry import GRPO, RAFT
-from rocm_ext.runs.reader import RunFolder
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import read_lines
+from rocm_ext.base.registry import GRPO, RAFT
+from rocm_ext.runs.folder import RunFolder
 
 _RIGHT, _WRONG = "CORRECT", ("WRONG", "UNPARSED", "TIMEOUT")  # an ERROR says nothing about the answer
 

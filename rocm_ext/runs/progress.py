@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rocm_ext.files import json_object
+from rocm_ext.base.files import json_object
 from rocm_ext.runs.cycles import raft_finished
 from rocm_ext.runs.records import MOST, is_rows, number, parse_scores, read_json, read_yaml
 from rocm_ext.runs.steps import steps_finished

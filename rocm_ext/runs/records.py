@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import yaml
 
-from rocm_ext.files import json_object
+from rocm_ext.base.files import json_object
 from rocm_ext.runs.scores import wilson
 from rocm_ext.runs.tails import Tails
 
@@ -41,10 +41,10 @@ class Columns:
         return np.array([key in line for line in self.lines], dtype=bool)
 
 
-class Rows(list[dict[str, Any]]):
+class Lines(list[dict[str, Any]]):
     """All lines of a file."""
 
-    def add(self, content: bytes, place: int) -> bool:
+    def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
         if (line := json_object(content)) is not None:
             self.append(line)
@@ -76,13 +76,13 @@ class Latest:
         self.columns = Columns(self._lines)
 
 
-class Steps:
+class MetricLines:
     """The training steps and validations in a ``metrics.jsonl``."""
 
     def __init__(self) -> None:
         self.steps, self.validations = Latest(), Latest()
 
-    def add(self, content: bytes, place: int) -> bool:
+    def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
         line = json_object(content)
         if line is not None and math.isfinite(step := number(line.get("step"))):
@@ -106,7 +106,7 @@ class Readings(list[dict[str, Any]]):
         self._columns: dict[Any, array[float]] = {}
         self.gpus: dict[str, None] = {}
 
-    def add(self, content: bytes, place: int) -> bool:
+    def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
         if (line := json_object(content)) is not None:
             self.take(line)
@@ -190,7 +190,7 @@ def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 def read_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, Columns]:
     """Training steps and validations in a ``metrics.jsonl``, each in order; the last line of a step counts."""
-    found = tails.lines(path, Steps, problems)
+    found = tails.lines(path, MetricLines, problems)
     return found.steps.columns, found.validations.columns
 
 

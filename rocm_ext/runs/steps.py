@@ -1,7 +1,7 @@
 """The records of a GRPO run: a line for each step, and the answers and verdicts of all steps in two files.
 
 The files may have millions of lines. So they are read line by line, and only numbers are kept: the verdicts as columns,
-and the places of the answers, whose texts are read when they are wanted.
+and the positions of the answers, whose texts are read when they are wanted.
 """
 
 import re
@@ -15,20 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.files import json_object
+from rocm_ext.base.files import json_object
 from rocm_ext.runs.records import Columns, Judged, Latest, SampleKey, number, parse_scores
 from rocm_ext.runs.tails import Tails
 
 _PHASES = ("sample", "eval")
 _BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # of a line as the recipe writes it
-_FILE_BITS = 48  # of a place are the offset in its file
+_FILE_BITS = 48  # of a position are the offset in its file
 _MOST_STEPS = 2**31
 _Scope = tuple[int, str]  # step, phase
 _NOWHERE: _Scope = (-1, "")  # of a line without them
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationLine:
     """A line with the scores of an evaluation.
 
     Attributes:
@@ -49,9 +49,9 @@ class _PolicySteps:
 
     def __init__(self) -> None:
         self.steps = Latest()
-        self.evaluations: dict[int, Evaluation] = {}
+        self.evaluations: dict[int, EvaluationLine] = {}
 
-    def add(self, content: bytes, place: int) -> bool:
+    def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
         line = json_object(content)
         if line is None or not 0 <= (step := number(line.get("step"))) < _MOST_STEPS:
@@ -59,13 +59,13 @@ class _PolicySteps:
         if isinstance(read := line.get("eval"), dict):
             if (scores := parse_scores(read)) is not None:
                 seconds, truncated = number(line.get("seconds")), number(read.get("truncated"))
-                self.evaluations[int(step)] = Evaluation(int(step), scores, seconds, truncated)
+                self.evaluations[int(step)] = EvaluationLine(int(step), scores, seconds, truncated)
         elif "reward" in line:
             self.steps.add(step, {key: value for key, value in line.items() if value is not None})
         return True
 
 
-def read_policy_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, list[Evaluation]]:
+def read_policy_steps(path: Path, problems: list[str], tails: Tails) -> tuple[Columns, list[EvaluationLine]]:
     """The steps and the evaluations in a ``metrics.jsonl``, each in order; the last line of a step counts."""
     found = tails.lines(path, _PolicySteps, problems)
     return found.steps.columns, [found.evaluations[step] for step in sorted(found.evaluations)]
@@ -82,13 +82,13 @@ def steps_finished(summary: Mapping[str, Any], config: Mapping[str, Any], last: 
     return number(summary.get("steps")) == last and (may_stop or not last < wanted)
 
 
-class _Places(dict[_Scope, "array[int]"]):
+class _Positions(dict[_Scope, "array[int]"]):
     """Where the lines of each step and phase of a ``samples.jsonl`` begin."""
 
-    def add(self, content: bytes, place: int) -> bool:
+    def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
         if (scope := _scope(content)) is not None:
-            self.setdefault(scope, array("q")).append(place)
+            self.setdefault(scope, array("q")).append(position)
         return scope is not None
 
 
@@ -100,7 +100,7 @@ class _VerdictLines:
         self.kinds: dict[str, int] = {}
         self.columns: list[array[Any]] = [array(code) for code in "bqqqqdq"]
 
-    def add(self, content: bytes, place: int) -> bool:
+    def add(self, content: bytes, position: int) -> bool:
         """Take a line."""
         if (line := json_object(content)) is None:
             return False
@@ -109,7 +109,7 @@ class _VerdictLines:
             prompt = self.prompts.setdefault(key[0], len(self.prompts))
             kind = self.kinds.setdefault(verdict, len(self.kinds))
             reward = number(line.get("reward"))
-            values: tuple[Any, ...] = (phase == "eval", step, prompt, key[1], kind, reward, place)
+            values: tuple[Any, ...] = (phase == "eval", step, prompt, key[1], kind, reward, position)
             for column, value in zip(self.columns, values, strict=True):
                 column.append(value)
         return True
@@ -118,7 +118,7 @@ class _VerdictLines:
 class AnswerLog:
     """``samples.jsonl`` and ``verdicts.jsonl`` of a GRPO run; in a running run, each rank has such files.
 
-    A place is the number of the file and an offset in it.
+    A position is the number of the file and an offset in it.
 
     Args:
         folder: the run's.
@@ -136,34 +136,36 @@ class AnswerLog:
         return Verdicts([self._tails.lines(path, _VerdictLines, self._problems) for path in self._verdicts.paths])
 
     @cached_property
-    def _places(self) -> dict[_Scope, "array[int]"]:
+    def _positions(self) -> dict[_Scope, "array[int]"]:
         """Where the answers of each step and phase are."""
         found: dict[_Scope, array[int]] = defaultdict(lambda: array("q"))
         for index, path in enumerate(self._samples.paths):
-            for scope, places in self._tails.lines(path, _Places, self._problems).items():
-                found[scope].extend(place + (index << _FILE_BITS) for place in places)
+            for scope, positions in self._tails.lines(path, _Positions, self._problems).items():
+                found[scope].extend(position + (index << _FILE_BITS) for position in positions)
         return found
 
     @property
     def steps(self) -> list[int]:
         """The steps with answers in the file."""
-        return sorted(step for step, phase in self._places if phase == "sample")
+        return sorted(step for step, phase in self._positions if phase == "sample")
 
     def answers(self, step: int) -> Iterator[tuple[SampleKey, int, dict[str, Any]]]:
-        """The answers of a step's sampling: key, place and record."""
-        for place, line in self._samples.read(self._places.get((step, "sample"), ())):
+        """The answers of a step's sampling: key, position and record."""
+        for position, line in self._samples.read(self._positions.get((step, "sample"), ())):
             if (key := _key(line)) is not None:
-                yield key, place, line
+                yield key, position, line
 
-    def records(self, places: Iterable[int]) -> dict[SampleKey, dict[str, Any]]:
-        """The answers at these places, by key."""
-        return {key: line for _, line in self._samples.read(places) if (key := _key(line)) is not None}
+    def records(self, positions: Iterable[int]) -> dict[SampleKey, dict[str, Any]]:
+        """The answers at these positions, by key."""
+        return {key: line for _, line in self._samples.read(positions) if (key := _key(line)) is not None}
 
     def details(self, step: int, rows: Sequence[int]) -> dict[int, str]:
         """The details of verdicts, by row of :attr:`verdicts`."""
-        places = self.verdicts.place[list(rows)].tolist()
-        read = dict(self._verdicts.read(places))
-        return {row: str(read.get(place, {}).get("detail") or "") for row, place in zip(rows, places, strict=True)}
+        positions = self.verdicts.position[list(rows)].tolist()
+        read = dict(self._verdicts.read(positions))
+        return {
+            row: str(read.get(position, {}).get("detail") or "") for row, position in zip(rows, positions, strict=True)
+        }
 
 
 class Verdicts:
@@ -174,7 +176,7 @@ class Verdicts:
 
     Attributes:
         kinds, prompts: the names that ``kind`` and ``prompt`` index.
-        held_out, step, prompt, sample, kind, reward, place: [n] columns; ``reward`` is NaN without one.
+        held_out, step, prompt, sample, kind, reward, position: [n] columns; ``reward`` is NaN without one.
     """
 
     def __init__(self, files: Sequence[_VerdictLines]) -> None:
@@ -194,7 +196,7 @@ class Verdicts:
         last = np.ones(len(order), dtype=bool)
         last[:-1] = np.any([column[1:] != column[:-1] for column in key_columns], axis=0)
         kept = [column[order[last]] for column in arrays]
-        self.held_out, self.step, self.prompt, self.sample, self.kind, self.reward, self.place = kept
+        self.held_out, self.step, self.prompt, self.sample, self.kind, self.reward, self.position = kept
 
     def rows(self, step: int, held_out: bool = False) -> np.ndarray:
         """[n] rows of a step's sampling, or of the evaluation after it."""
@@ -233,18 +235,18 @@ class _Files:
     def __init__(self, folder: Path, stem: str) -> None:
         self.paths = [folder / f"{stem}.jsonl", *sorted(folder.glob(f"{stem}.rank*.jsonl"))]
 
-    def read(self, places: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The objects at these places."""
+    def read(self, positions: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The objects at these positions."""
         by_file: dict[int, list[int]] = defaultdict(list)
-        for place in places:
-            by_file[place >> _FILE_BITS].append(place)
+        for position in positions:
+            by_file[position >> _FILE_BITS].append(position)
         for number_, own in by_file.items():
             try:
                 with self.paths[number_].open("rb") as file:
-                    for place in own:
-                        file.seek(place & ((1 << _FILE_BITS) - 1))
+                    for position in own:
+                        file.seek(position & ((1 << _FILE_BITS) - 1))
                         if (line := json_object(file.readline())) is not None:
-                            yield place, line
+                            yield position, line
             except OSError:  # the file was rewritten or removed since
                 continue
 

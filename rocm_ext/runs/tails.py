@@ -16,8 +16,8 @@ _CHECKED = 256  # bytes before the new lines that tell whether the file was rewr
 class Kept(Protocol):
     """What is kept of a file's lines."""
 
-    def add(self, content: bytes, place: int) -> bool:
-        """Take a line that begins at byte ``place``; False if it is damaged."""
+    def add(self, content: bytes, position: int) -> bool:
+        """Take a line that begins at byte ``position``; False if it is damaged."""
 
 
 _Kept = TypeVar("_Kept", bound=Kept)

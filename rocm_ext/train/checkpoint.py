@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors, remove_folder, replace_folder
+from rocm_ext.base.log import log
 from rocm_ext.config import difference, references
-from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors, remove_folder, replace_folder
-from rocm_ext.log import log
-from rocm_ext.ranks import Ranks
+from rocm_ext.distributed.ranks import Ranks
 
 STATE = "state.pt"
 CHECKSUMS = "SHA256SUMS"  # `sha256sum -c` reads it

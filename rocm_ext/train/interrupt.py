@@ -3,9 +3,9 @@
 import signal
 from types import FrameType
 
-from rocm_ext.log import log
-from rocm_ext.process import stop_signals, survive_terminal
-from rocm_ext.ranks import Ranks
+from rocm_ext.base.log import log
+from rocm_ext.base.process import stop_signals, survive_terminal
+from rocm_ext.distributed.ranks import Ranks
 
 
 class Interrupted(Exception):

@@ -12,14 +12,17 @@ from torchtune import training
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.log import log, warn
 from rocm_ext.data.batches import Layout, micro_batch_budget, width_multiple
-from rocm_ext.data.pairs import SIDE
+from rocm_ext.data.pair_rows import SIDE
 from rocm_ext.data.rows import Rows
 from rocm_ext.data.tokenizer import ChatTokenizer
-from rocm_ext.errors import UserError, one_line
-from rocm_ext.hardware import numerics
-from rocm_ext.log import log, warn
-from rocm_ext.model import adapter_files
+from rocm_ext.losses import Objective, objective_of
+from rocm_ext.machine import numerics
+from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.adapters.merge import check_mergeable
+from rocm_ext.model.adapters.peft_config import PeftConfig
 from rocm_ext.model.attention import choose_attention, shares_beginnings, use_packed_attention
 from rocm_ext.model.build import (
     CausalLM,
@@ -33,17 +36,14 @@ from rocm_ext.model.build import (
 )
 from rocm_ext.model.download import use_weights
 from rocm_ext.model.lora import adapter_parameters, adapters
-from rocm_ext.model.merge import check_mergeable
-from rocm_ext.model.peft_config import PeftConfig
 from rocm_ext.model.sdpa import check_kernel
-from rocm_ext.objectives import Objective, objective_of
 from rocm_ext.plan.checkpointing import apply_checkpointing, checkpointed_layers
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import MemoryPlan
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
-from rocm_ext.train.nodes import check_same
+from rocm_ext.train.machines import check_same
 from rocm_ext.train.runtime import Runtime
 
 
@@ -77,9 +77,9 @@ class Learner:
         self.cfg, self.runtime, self.tokenizer = cfg, runtime, tokenizer
         first = cfg.checkpointer.get("adapter_checkpoint") or None
         if cfg.use_rslora is None:
-            cfg.use_rslora = first is not None and adapter_files.is_rslora(Path(first))
+            cfg.use_rslora = first is not None and peft_files.is_rslora(Path(first))
         self.decoder = self.setup_model()
-        adapter_files.check_checkpointer(cfg, self.decoder)
+        peft_files.check_checkpointer(cfg, self.decoder)
         for _, layer in adapters(self.decoder):
             layer.rslora = cfg.use_rslora
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
@@ -144,7 +144,7 @@ class Learner:
             loss = type(self.objective).__name__
             raise UserError(
                 f"the rows are pairs, and loss {loss} would train on the rejected answers, too; "
-                "start dpo_rocm, or set loss to rocm_ext.objectives.Preference"
+                "start dpo_rocm, or set loss to rocm_ext.losses.Preference"
             )
 
     def check_columns(self, available: Collection[str]) -> None:
@@ -203,7 +203,7 @@ class Learner:
         check_same(
             lambda: {
                 "the base model's weights": self.base_fingerprint,
-                "adapter_checkpoint": adapter_files.fingerprint(first) if first else None,
+                "adapter_checkpoint": peft_files.fingerprint(first) if first else None,
             },
             self.runtime.ranks,
             "copy the model and the adapter from one machine to the others",
@@ -267,14 +267,14 @@ class Learner:
         """Read the adapter that the run starts from, and warn if it belongs to another base model."""
         state = self.read_adapter(source)
         check_adapter(self.decoder, state, str(source))
-        if (folder := adapter_files.config_folder(source)) is not None:
-            base = adapter_files.base_model_name(Path(self.cfg.checkpointer.checkpoint_dir))
+        if (folder := peft_files.config_folder(source)) is not None:
+            base = peft_files.base_model_name(Path(self.cfg.checkpointer.checkpoint_dir))
             warn(filter(None, [PeftConfig.read(folder).other_base(folder, base)]))
         return state
 
     def adapter_state(self) -> dict[str, Tensor]:
         """Return a copy of the adapter on the CPU, under torchtune's names."""
-        return adapter_files.adapter_state(self.decoder)
+        return peft_files.adapter_state(self.decoder)
 
     def load_adapter(self, state: Mapping[str, Tensor], source: str) -> None:
         """Copy adapter weights into the model.
@@ -294,12 +294,12 @@ class Learner:
         Raises:
             UserError: the folder has no adapter, or one that this model cannot take.
         """
-        return adapter_files.read_adapter(folder, self.decoder, self.cfg.checkpointer.model_type)
+        return peft_files.read_adapter(folder, self.decoder, self.cfg.checkpointer.model_type)
 
     def write_adapter(self, folder: Path) -> None:
         """Write the adapter to ``folder`` in PEFT's format, with the chat template unless it is the model's own."""
         checkpointer = self.cfg.checkpointer
-        base = adapter_files.base_model_name(Path(checkpointer.checkpoint_dir))
-        adapter_files.write_adapter(folder, self.decoder, checkpointer.model_type, base)
+        base = peft_files.base_model_name(Path(checkpointer.checkpoint_dir))
+        peft_files.write_adapter(folder, self.decoder, checkpointer.model_type, base)
         if isinstance(self.tokenizer, ChatTokenizer):
             self.tokenizer.write_template(folder)

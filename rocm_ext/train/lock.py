@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout, UnixFileLock
 
-from rocm_ext import ranks
-from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors, json_object, replace_text
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors, json_object, replace_text
+from rocm_ext.distributed import ranks
 
 LOCK = ".lock"  # the system's lock is on this file, and ends with the process
 HOLDER = ".lock.json"  # who holds it

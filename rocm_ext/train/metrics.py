@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from rocm_ext.files import disk_errors, read_lines, replace_text
+from rocm_ext.base.files import disk_errors, read_lines, replace_text
 
 
 class Metrics:

@@ -10,12 +10,12 @@ from typing import Any
 from omegaconf import DictConfig
 from torchtune import training
 
-from rocm_ext.errors import UserError
-from rocm_ext.files import disk_errors, replace_text
-from rocm_ext.hardware.counter_log import remove_logs
-from rocm_ext.hardware.counters import HARDWARE_LOG
-from rocm_ext.hardware.trace import FOLDER
-from rocm_ext.ranks import Ranks
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors, replace_text
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.machine.counter_log import remove_logs
+from rocm_ext.machine.counters import HARDWARE_LOG
+from rocm_ext.machine.trace import FOLDER
 from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.metrics import Metrics
 

@@ -10,11 +10,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import remove_folder, replace_bytes
+from rocm_ext.base.log import Progress, log
 from rocm_ext.data.batches import label_counts
 from rocm_ext.data.rows import Rows
-from rocm_ext.errors import UserError
-from rocm_ext.files import remove_folder, replace_bytes
-from rocm_ext.log import Progress, log
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.scoring import score
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
 from rocm_ext.data.batches import Steps
-from rocm_ext.errors import UserError
-from rocm_ext.log import log
 
 
 def check_length(path: Path, step: int, steps: Steps, cfg: DictConfig, begun: Mapping[str, Any]) -> bool:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.hardware import numerics
-from rocm_ext.hardware.budget import memory_budget, open_device
-from rocm_ext.hardware.machine import Machine, detect
-from rocm_ext.hardware.profile import Profile, check_locked, check_profile, load_profile
-from rocm_ext.hardware.threads import choose_threads, cores
-from rocm_ext.hardware.trace import Trace
-from rocm_ext.log import log, warn
-from rocm_ext.ranks import Ranks, local_rank, local_world_size
+from rocm_ext.base.log import log, warn
+from rocm_ext.distributed.ranks import Ranks, local_rank, local_world_size
+from rocm_ext.machine import numerics
+from rocm_ext.machine.budget import memory_budget, open_device
+from rocm_ext.machine.detect import Machine, detect
+from rocm_ext.machine.profile import Profile, check_locked, check_profile, load_profile
+from rocm_ext.machine.threads import choose_threads, cores
+from rocm_ext.machine.trace import Trace
 from rocm_ext.runs.records import read_yaml
-from rocm_ext.train.nodes import check_machines
+from rocm_ext.train.machines import check_machines
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Runtime:
     trace: Trace = field(default_factory=Trace)
 
     @classmethod
-    def open(cls, cfg: DictConfig, whole: DictConfig | None = None) -> "Runtime":
+    def open(cls, cfg: DictConfig, run_cfg: DictConfig | None = None) -> "Runtime":
         """Check the machine against its profile, open the device and join the other ranks.
 
         On a CPU both configs get the number of threads in place of ``auto``, so that the run records it.
 
         Args:
             cfg: config of the SFT recipe or of a recipe that extends it.
-            whole: config of the run, the same on all of its machines; by default ``cfg``.
+            run_cfg: config of the run, the same on all of its machines; by default ``cfg``.
 
         Raises:
             UserError: the machine does not match the profile, a setting is locked, the device is missing, or the
@@ -61,7 +61,7 @@ class Runtime:
         dtype, why = numerics.pick_dtype(cfg.dtype, machine)
         opened = open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
         ranks = Ranks.from_env(opened, cfg.node_timeout)
-        run = cfg if whole is None else whole
+        run = cfg if run_cfg is None else run_cfg
         check_machines(run, dtype, ranks)
         warn(warnings)
         log.info("hardware %s: %s", profile.name, machine)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rocm_ext.data.batches import collate, count_labels, cut, row_sizes
 from rocm_ext.data.rows import Rows
+from rocm_ext.losses import Objective
+from rocm_ext.losses.objective import Terms
 from rocm_ext.model.lora import Dora, adapters
-from rocm_ext.objectives import Objective
-from rocm_ext.objectives.objective import Terms
 from rocm_ext.train.learner import Learner
 
 

@@ -9,17 +9,17 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.log import Progress, log
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
-from rocm_ext.errors import UserError, nearest
-from rocm_ext.log import Progress, log
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.interrupt import Interrupt, Interrupted
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.loop import StepStats, Training
 from rocm_ext.train.metrics import peak_memory, summarize
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.resume import check_length
-from rocm_ext.train.training import StepStats, Training
 from rocm_ext.train.validation import validation_loss
 
 
@@ -90,7 +90,7 @@ class Trainer(Training):
             UserError: optimiser or schedule cannot be built, or does not work; or validations do not measure
                 ``early_stopping_metric``.
         """
-        _way(cfg, learner)
+        _metric_direction(cfg, learner)
         steps = Steps(rows, rows_per_step(cfg, learner.runtime.ranks.world), cfg.max_steps_per_epoch).per_epoch
         cls.try_out(cfg, learner, steps * cfg.epochs)
 
@@ -205,7 +205,7 @@ class Trainer(Training):
         value = values.get(metric, math.nan)
         if not math.isfinite(value):
             raise UserError(f"step {self.step}: {metric} is {value}; set early_stopping_metric=val_loss")
-        sign = 1 if _way(self.cfg, self.learner) == "higher" else -1
+        sign = 1 if _metric_direction(self.cfg, self.learner) == "higher" else -1
         best = self.best
         if best is None or sign * value > sign * best["value"]:
             adapter = self.learner.adapter_state()
@@ -255,7 +255,7 @@ class Trainer(Training):
         return found if by == "val_loss" else {**found, by: self.best["value"]}
 
 
-def _way(cfg: DictConfig, learner: Learner) -> str:
+def _metric_direction(cfg: DictConfig, learner: Learner) -> str:
     """Return whether ``higher`` or ``lower`` values of ``early_stopping_metric`` are better.
 
     Raises:

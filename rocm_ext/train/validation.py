@@ -4,7 +4,7 @@ import torch
 
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
-from rocm_ext.objectives import Tally
+from rocm_ext.losses import Tally
 from rocm_ext.train.learner import Learner
 
 

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":  # the imports below fail there with less to say
-    from rocm_ext.errors import UserError
+    from rocm_ext.base.errors import UserError
 
     raise UserError("verifiers limit processes in ways that Windows does not have; use WSL2")
 

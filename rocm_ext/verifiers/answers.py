@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rocm_ext.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.extract import fenced_code
 from rocm_ext.verifiers.workers import worker

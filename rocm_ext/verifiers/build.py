@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rocm_ext.errors import UserError, nearest, one_line
-from rocm_ext.importing import COMPONENT, import_component
+from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verifier, group_results, short
 
 

@@ -12,7 +12,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, correct, error, field, short, timeout, wrong
 from rocm_ext.verifiers.extract import parse_python
 from rocm_ext.verifiers.sandbox import BOX, Limits, Outcome, Sandbox, interpreter
@@ -54,7 +54,7 @@ class CaseResults:
                      self.right / self.total if partial_credit else 0.0)  # fmt: skip
 
 
-class Comparison:
+class OutputRule:
     """What counts as the right output.
 
     Args:
@@ -178,7 +178,7 @@ def run_cases(
     row: Mapping[str, Any],
     limits: Limits,
     go_on: bool,
-    comparison: Comparison,
+    comparison: OutputRule,
 ) -> CaseResults:
     """Run the program once per case.
 
@@ -242,7 +242,7 @@ def failure(outcome: Outcome) -> str:
 
 
 def same_output(printed: str, expected: str, tolerance: float | None = None) -> bool:
-    """Whether a program printed the right text; see :class:`Comparison`."""
+    """Whether a program printed the right text; see :class:`OutputRule`."""
     ours, theirs = _lines(printed), _lines(expected)
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs, repeat(tolerance)))
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, error, group_results, name_of
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers.worker import blame

@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, short
-from rocm_ext.verifiers.sandbox.process import CHUNK, MARK, Child, supervise
+from rocm_ext.verifiers.sandbox.children import CHUNK, MARK, Child, supervise
 from rocm_ext.verifiers.workers import worker
 
 MAX_LINE = 1 << 20  # bytes of an answer

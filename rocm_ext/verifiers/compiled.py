@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.errors import UserError, nearest
+from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
-from rocm_ext.verifiers.cases import Comparison, cases_of, run_cases
+from rocm_ext.verifiers.cases import OutputRule, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox
 
@@ -116,7 +116,7 @@ class Run(Compile):
         memory_mb: for the program.
         compiles, runs: parts of the reward.
         compile_timeout: seconds for the compiler.
-        tolerance, checker: what counts as the right output; see :class:`rocm_ext.verifiers.cases.Comparison`.
+        tolerance, checker: what counts as the right output; see :class:`rocm_ext.verifiers.cases.OutputRule`.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Run(Compile):
         checker: str | None = None,
     ) -> None:
         super().__init__(language, compile_timeout, sandbox=sandbox)
-        self.comparison = Comparison(tolerance, checker, sandbox)
+        self.comparison = OutputRule(tolerance, checker, sandbox)
         if compiles < 0 or runs < 0 or compiles + runs >= 1:
             raise UserError(f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)

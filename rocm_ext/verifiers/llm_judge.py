@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rocm_ext import openai_http as http
-from rocm_ext.errors import UserError, one_line
+from rocm_ext.base import openai_http as http
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.verifiers.base import Result, Verifier, error, field, short
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
 from rocm_ext.verifiers.mathtext import LETTER, TAIL, WORD, clean, final_answer, number, plain, readable
 from rocm_ext.verifiers.workers import worker

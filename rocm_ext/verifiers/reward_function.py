@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.errors import UserError, one_line
-from rocm_ext.importing import COMPONENT, import_component
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, field, short
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool

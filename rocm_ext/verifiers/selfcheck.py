@@ -7,8 +7,8 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
-from rocm_ext.errors import UserError
-from rocm_ext.importing import COMPONENT
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.importing import COMPONENT
 from rocm_ext.verifiers.base import Result, Verdict
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from rocm_ext.ranks import Ranks
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.curriculum import choose_unsolved
 from rocm_ext.rl.cycles import Cycle, History
 from rocm_ext.rl.selection import KeepRule

@@ -161,7 +161,7 @@ def command(base: Path, name: str, task: Task, steps: int, args: argparse.Namesp
         cfg |= {
             "hardware": "auto" if args.gpu else "cpu", "overwrite_output_dir": True, "num_workers": 0,
             "sequences_per_step": PAIRS_PER_STEP,
-            "loss": {"_component_": "rocm_ext.objectives.Preference", "beta": BETA},
+            "loss": {"_component_": "rocm_ext.losses.Preference", "beta": BETA},
         }  # fmt: skip
         return [
             "-m",

@@ -90,7 +90,7 @@ def prepare(base: Path, changes: Sequence[str]) -> DictConfig:
     """
     import torch
 
-    from rocm_ext.model import adapter_files
+    from rocm_ext.model.adapters import peft_files
     from rocm_ext.model.build import build_model
 
     pocket(base)
@@ -99,7 +99,7 @@ def prepare(base: Path, changes: Sequence[str]) -> DictConfig:
     cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *changes])
     decoder = build_model(cfg.model, torch.float32, 7, torch.device("cpu"))
     (base / "peft").mkdir()
-    adapter_files.write_adapter(base / "peft", decoder, "QWEN2", str(base / "pocket"))
+    peft_files.write_adapter(base / "peft", decoder, "QWEN2", str(base / "pocket"))
     return cfg
 
 

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from rocm_ext import config
-from rocm_ext.files import read_lines
+from rocm_ext.base.files import read_lines
 from rocm_ext.report.charts import Line, line_chart, line_style
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.held_out import held_out
-from rocm_ext.runs.reader import RunFolder
 from tests.benchmarks.picture import write_picture
 
 RAFT, GRPO = "raft_rocm", "grpo_rocm"

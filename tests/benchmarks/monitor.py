@@ -22,8 +22,8 @@ import threading
 import time
 from pathlib import Path
 
-from rocm_ext.hardware.counter_log import recording
-from rocm_ext.hardware.counters import HARDWARE_LOG
+from rocm_ext.machine.counter_log import recording
+from rocm_ext.machine.counters import HARDWARE_LOG
 from tests import sysfs
 
 

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.files import read_lines
-from rocm_ext.ranks import Ranks
+from rocm_ext.base.files import read_lines
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import curriculum, stopping
 from rocm_ext.rl.records import Records, to_result, to_sample
 from rocm_ext.rl.rollout import Answers

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from rocm_ext.hardware.bench_file import cache_folder
+from rocm_ext.machine.bench_file import cache_folder
 from tests.benchmarks.protocol import Failed
 
 # The packages that a user of the peer installs in addition to torch, as of 2026-11; TRL gets our verifier's, too.

@@ -65,7 +65,7 @@ def measure(base: Path, rounds: int, preset: bool = False) -> dict[str, list[flo
 
 def profile_environment() -> dict[str, str]:
     """What the CPU's hardware profile sets."""
-    from rocm_ext.hardware.profile import load_profile
+    from rocm_ext.machine.profile import load_profile
 
     return {name: variable.value for name, variable in load_profile("cpu").environment.items()}
 

@@ -247,14 +247,14 @@ def write_adapter(base: Path, shape: str) -> None:
     import torch
     from omegaconf import OmegaConf
 
-    from rocm_ext.model import adapter_files
+    from rocm_ext.model.adapters import peft_files
     from rocm_ext.model.build import build_model
 
     cfg = model_config(base / "model", shape)
     decoder = build_model(OmegaConf.create(cfg), torch.float32, 7, torch.device("cpu"))
-    torch.save(adapter_files.adapter_state(decoder), base / "adapter.pt")
+    torch.save(peft_files.adapter_state(decoder), base / "adapter.pt")
     (base / "peft").mkdir()
-    adapter_files.write_adapter(base / "peft", decoder, "HF" if is_qwen3(shape) else "QWEN2", str(base / "model"))
+    peft_files.write_adapter(base / "peft", decoder, "HF" if is_qwen3(shape) else "QWEN2", str(base / "model"))
 
 
 def model_config(folder: Path, shape: str) -> dict[str, Any]:

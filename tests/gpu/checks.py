@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rocm_ext.generation import Request, Sampling
-from rocm_ext.generation.decoder import Decoder, merged
-from rocm_ext.generation.local import LocalSession
-from rocm_ext.hardware import numerics
-from rocm_ext.hardware.machine import detect
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.machine import numerics
+from rocm_ext.machine.detect import detect
 from rocm_ext.model.attention import Lengths, attend
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.lora import adapters
-from rocm_ext.ranks import Ranks
+from rocm_ext.sampling import Request, Sampling
+from rocm_ext.sampling.decoder import Decoder, merged
+from rocm_ext.sampling.local import LocalSession
 from tests.gpu.here import Here, Row, Skipped, check, speed
 from tests.gpu.training import SeededWeights
 

@@ -86,9 +86,9 @@ class Here:
         """
         from rocm_ext.bench.context import Bench
         from rocm_ext.bench.spec import Spec
-        from rocm_ext.hardware.budget import memory_budget
-        from rocm_ext.hardware.machine import detect
-        from rocm_ext.hardware.profile import choose_profile, load_profile
+        from rocm_ext.machine.budget import memory_budget
+        from rocm_ext.machine.detect import detect
+        from rocm_ext.machine.profile import choose_profile, load_profile
 
         machine = detect()
         profile = load_profile(choose_profile(machine)[0])

@@ -5,9 +5,9 @@ import platform
 from collections.abc import Iterator
 from importlib import metadata
 
-from rocm_ext.hardware.environment import environment_for
-from rocm_ext.hardware.machine import detect
-from rocm_ext.hardware.profile import choose_profile, load_profile
+from rocm_ext.machine.detect import detect
+from rocm_ext.machine.environment import environment_for
+from rocm_ext.machine.profile import choose_profile, load_profile
 from tests.gpu.here import GIB, Failed, Here, Row
 
 PACKAGES = ("torchtune-rocm", "torch", "torchtune", "torchao", "triton", "transformers", "trl", "peft", "vllm")

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ import inspect
 
 from omegaconf import DictConfig
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.importing import COMPONENT as NAME
+from rocm_ext.base.importing import import_component
 from rocm_ext.config.checks.kinds import (
     COMPONENT,
     NOT_NEGATIVE,
@@ -18,9 +21,6 @@ from rocm_ext.config.checks.kinds import (
     one_of,
     whole,
 )
-from rocm_ext.errors import UserError
-from rocm_ext.importing import COMPONENT as NAME
-from rocm_ext.importing import import_component
 
 _SHARED: dict[str, Kind] = {
     "engine": COMPONENT,
@@ -89,7 +89,7 @@ _GRPO: dict[str, Kind] = {
     "save_every_n_steps": whole(1),
     "keep_samples": one_of("all") | whole(1),
 }
-# The names of rocm_ext.objectives.policy_gradient.LOSSES, which stands above this room
+# The names of rocm_ext.losses.policy_gradient.LOSSES, which stands above this room
 _WITH_RATIO = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
 _WITHOUT_RATIO = ("rloo", "reinforce")
 
@@ -162,7 +162,7 @@ def _check_staleness(cfg: DictConfig) -> None:
         raise UserError(
             f"max_staleness=1 samples while the step before trains, and {engine.__name__} samples with the weights in "
             "training; set max_staleness=0, or sample on servers with engine._component_="
-            "rocm_ext.generation.OpenAIEngine"
+            "rocm_ext.sampling.OpenAIEngine"
         )
     clipped = cfg.updates_per_step * cfg.minibatches > 1 and cfg.old_logprobs == "sampler"
     if cfg.mismatch == "none" and not clipped and not isinstance(cfg.loss, DictConfig):

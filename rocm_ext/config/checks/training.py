@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks.kinds import (
     COMPONENT,
     NULL,
@@ -20,8 +21,7 @@ from rocm_ext.config.checks.kinds import (
     text,
     whole,
 )
-from rocm_ext.errors import UserError
-from rocm_ext.hardware.choices import ATTENTION, COMPILE
+from rocm_ext.machine.choices import ATTENTION, COMPILE
 
 _MOST_PROFILED = 100  # steps; their events are in memory until the trace is written
 _KINDS: dict[str, Kind] = {

@@ -43,7 +43,7 @@ class Unjudged(BaseException):
     """The tests or the answer do what cannot be judged. Not an Exception, so that tests do not catch it."""
 
 
-class Gone(BaseException):
+class CodeEnded(BaseException):
     """The code's process has ended or sent nonsense. Not an Exception, so that tests do not catch it."""
 
 
@@ -426,7 +426,7 @@ class Judge(Wire):
         """Have the code's process do an operation: what it returns, or raises what it raises."""
         with self.lock:
             if self.gone:
-                raise Gone(self.gone)
+                raise CodeEnded(self.gone)
             both = [*args, *keywords.values()]
             try:
                 encoded = [self.encode(value) for value in both]
@@ -442,7 +442,7 @@ class Judge(Wire):
             except (Closed, Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError) as problem:
                 ended = isinstance(problem, Closed)
                 self.gone = "the program ended during the tests" if ended else f"the program sent nonsense: {problem!r}"
-                raise Gone(self.gone) from None
+                raise CodeEnded(self.gone) from None
             failed, self.failed = self.failed, None
             if failed or error:
                 raise failed or error  # a failed assert, whatever the code made of it
@@ -485,7 +485,7 @@ class Judge(Wire):
         expected = any(name in self.source for name in names - {"object", "BaseException", "Exception"})
         if not isinstance(error, Exception) and not expected:
             self.gone = f"the code raised {type(error).__name__}: {str(error)[:300]}"
-            return Gone(self.gone)
+            return CodeEnded(self.gone)
         if op not in ("next", "send", "await") and names & STOPS and not expected:  # it would end a loop of the tests
             found = RuntimeError(f"the code raised {type(error).__name__}")
             found.__number__ = getattr(error, "__number__", 0)

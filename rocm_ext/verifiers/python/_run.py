@@ -13,7 +13,7 @@ import types
 from functools import partial
 
 import _empty
-from _judge import Gone, Judge, Unjudged
+from _judge import CodeEnded, Judge, Unjudged
 from _source import WATCH, Broken, Tests, is_test
 from _wire import Closed, Malformed, judge_channel
 
@@ -22,7 +22,7 @@ PLUGINS = ("cacheprovider", "terminal", "faulthandler", "warnings", "doctest", "
 FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
-class Score:
+class TestCounts:
     """What passed so far. Its ``with`` watches an assert of the tests.
 
     Args:
@@ -131,7 +131,7 @@ def run(task, judge, namespace, report):
     missing = tests.required - set(found) or (tests.own if tests.own.isdisjoint(found) else ())
     if missing:
         return {"kind": "failed", "detail": f"the code defines no {' or '.join(sorted(missing))}"}
-    score, judge.live = Score(judge, task["tests"], task["all"]), tests.live
+    score, judge.live = TestCounts(judge, task["tests"], task["all"]), tests.live
     prepare("\n".join([task["tests"], *task["trusted"]]), score)
     namespace.update((name, found[name]) for name in task["shared"] if name in found)
     for source in task["trusted"]:
@@ -269,7 +269,7 @@ def by_pytest(tests, score, lines):
 
         def pytest_exception_interact(self, node, call, report):
             error = call.excinfo.value
-            ours = isinstance(error, (Gone, Unjudged)) or hasattr(error, "__number__")
+            ours = isinstance(error, (CodeEnded, Unjudged)) or hasattr(error, "__number__")
             if not ours and (report.when == "collect" or type(error).__name__ == "FixtureLookupError"):
                 broken.append(" ".join(said(error).split()) or type(error).__name__)
             elif not ours and isinstance(error, ImportError):
@@ -384,7 +384,7 @@ def judge(task, hears, asks, report):
         found = run(task, program, vars(module), report)
     except Unjudged:
         found = {}
-    except (Closed, Malformed, Gone) as error:
+    except (Closed, Malformed, CodeEnded) as error:
         found = {"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {said(error)}"}
     except Exception as error:  # of the tests or the set-up, or of the code that the set-up uses
         if hasattr(error, "__number__"):

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import short
-from rocm_ext.verifiers.sandbox import USER, Limits, Running, Sandbox
-from rocm_ext.verifiers.sandbox.process import readable
+from rocm_ext.verifiers.sandbox import USER, Limits, RunningProgram, Sandbox
+from rocm_ext.verifiers.sandbox.children import readable
 
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
@@ -68,7 +68,7 @@ def compiled(python: str) -> dict[str, bytes]:
 
 
 def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limits: Limits,
-          fds: Sequence[int], *arguments: str) -> Running:  # fmt: skip
+          fds: Sequence[int], *arguments: str) -> RunningProgram:  # fmt: skip
     """Start a script in a sandbox.
 
     Args:
@@ -84,7 +84,7 @@ def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limi
     return sandbox.start(argv, stdin=marshal.dumps((modules, task), 4), limits=limits, pass_fds=fds)
 
 
-class Gone(Exception):
+class JudgeEnded(Exception):
     """The judge's process has died; the message says why."""
 
 
@@ -92,7 +92,7 @@ class WarmJudge:
     """A judge's sandbox; see ``_warm.py``. It serves one verdict at a time.
 
     Raises:
-        Gone: it did not start.
+        JudgeEnded: it did not start.
     """
 
     def __init__(self, sandbox: Sandbox, python: str, path: Sequence[str], memory_mb: int) -> None:
@@ -109,7 +109,7 @@ class WarmJudge:
             assert self.child.process.stderr is not None
             said = self.child.process.stderr.read() or b""
             self.close()
-            raise Gone(f"the judge did not start: {short(said.decode('utf-8', 'replace'), 300)}")
+            raise JudgeEnded(f"the judge did not start: {short(said.decode('utf-8', 'replace'), 300)}")
 
     def alive(self) -> bool:
         """Whether it can take a task; False in a process that did not start it, such as a fork."""
@@ -128,7 +128,7 @@ class WarmJudge:
             tells: the pipe for its reports.
 
         Raises:
-            Gone: it has died.
+            JudgeEnded: it has died.
         """
         fd = os.memfd_create("task")
         try:
@@ -140,7 +140,7 @@ class WarmJudge:
             socket.send_fds(self._link, [modules.encode() or b" "], [hears, asks, tells, fd])
         except OSError as error:
             self.close()
-            raise Gone(f"the judge's process has died: {error}") from error
+            raise JudgeEnded(f"the judge's process has died: {error}") from error
         finally:
             os.close(fd)
 
@@ -167,7 +167,7 @@ class WarmJudge:
         self._end()
 
 
-def _end(owner: int, link: socket.socket, running: Running) -> None:
+def _end(owner: int, link: socket.socket, running: RunningProgram) -> None:
     link.close()
     if owner == os.getpid():
         running.close()
@@ -193,7 +193,7 @@ class Judges:
         """A judge for one verdict.
 
         Raises:
-            Gone: none can be started.
+            JudgeEnded: none can be started.
         """
         judge: WarmJudge | None = self._idle.__dict__.pop("judge", None)
         if judge is None or not judge.alive():

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from rocm_ext.errors import UserError, nearest
+from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
-from rocm_ext.verifiers.cases import Comparison, calls_of, cases_of, run_cases
+from rocm_ext.verifiers.cases import OutputRule, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code, parse_python
 from rocm_ext.verifiers.python._source import Broken, Tests
-from rocm_ext.verifiers.python.start import Gone, Judges, WarmJudge, start
+from rocm_ext.verifiers.python.start import JudgeEnded, Judges, WarmJudge, start
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
-from rocm_ext.verifiers.sandbox.process import supervise
+from rocm_ext.verifiers.sandbox.children import supervise
 
 log = logging.getLogger("rocm_ext")
 JUDGE_MB = 1024  # the tests may need more memory than the code
@@ -82,7 +82,7 @@ class PythonTests(Verifier):
             rows that need ``same_process``.
         python: the interpreter; the code can import its installed packages.
         tolerance, checker: what counts as the right output of ``cases``; see
-            :class:`rocm_ext.verifiers.cases.Comparison`.
+            :class:`rocm_ext.verifiers.cases.OutputRule`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class PythonTests(Verifier):
         self.isolation, self.unjudged = isolation, unjudged
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.partial_credit, self.kind, self.python = partial_credit, sandbox, python or sys.executable
-        self.comparison = Comparison(tolerance, checker, sandbox, self.python)
+        self.comparison = OutputRule(tolerance, checker, sandbox, self.python)
         self._judges = Judges(JUDGE_MB if isolation == "two_processes" else memory_mb)
 
     @cached_property
@@ -192,7 +192,7 @@ class PythonTests(Verifier):
         try:
             with self._judges.one(self._sandbox, self.python, packages) as judge:
                 return self._judged(judge, task, program)
-        except Gone as problem:
+        except JudgeEnded as problem:
             return error(problem)
 
     def _judged(self, judge: WarmJudge, task: dict, program: dict) -> Result:

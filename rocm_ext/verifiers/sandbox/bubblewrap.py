@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.sandbox import seccomp
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, program, tool
 

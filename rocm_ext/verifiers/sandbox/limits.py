@@ -7,7 +7,7 @@ import resource
 import shutil
 from dataclasses import dataclass, replace
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",

@@ -47,10 +47,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rocm_ext.errors import UserError, nearest
+from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.verifiers.sandbox import bubblewrap
+from rocm_ext.verifiers.sandbox.children import MARK, Child, readable, supervise
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
-from rocm_ext.verifiers.sandbox.process import MARK, Child, readable, supervise
 
 KINDS = ("bubblewrap", "rlimits")
 F_ADD_SEALS, F_SEAL_ALL = 1033, 15  # <linux/fcntl.h>; seal, shrink, grow, write
@@ -85,7 +85,7 @@ class Outcome:
     too_big: bool
 
 
-class Running:
+class RunningProgram:
     """A started run; see :meth:`Sandbox.start`."""
 
     def __init__(self, child: Child, status: int | None, cleanup: contextlib.ExitStack) -> None:
@@ -155,7 +155,7 @@ class Sandbox:
         stdin: bytes | None = None,
         limits: Limits | None = None,
         pass_fds: Sequence[int] = (),
-    ) -> Running:
+    ) -> RunningProgram:
         """Start a program. The caller supervises it and closes it in the end.
 
         Args:
@@ -211,7 +211,7 @@ class Sandbox:
             if status is not None:
                 most = max(map(len, data.values()), default=0)  # bwrap writes the files under the limits
                 _limit(child, status, replace(limits, file_mb=max(limits.file_mb, -(-most >> 20))))
-            return Running(child, status, ours.pop_all())
+            return RunningProgram(child, status, ours.pop_all())
 
     def run(
         self,

@@ -35,7 +35,7 @@ NUMBER, ARCH, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data on a l
 
 
 @dataclass(frozen=True)
-class Machine:
+class CallNumbers:
     """Where a machine's numbers are in the tables.
 
     Attributes:
@@ -49,7 +49,7 @@ class Machine:
     foreign: int = 0
 
 
-MACHINES = {"x86_64": Machine(0, 0xC000003E, 0x40000000), "aarch64": Machine(1, 0xC00000B7)}
+MACHINES = {"x86_64": CallNumbers(0, 0xC000003E, 0x40000000), "aarch64": CallNumbers(1, 0xC00000B7)}
 
 
 def missing() -> str:

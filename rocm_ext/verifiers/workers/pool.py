@@ -16,9 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_ext.errors import UserError
+from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import Result, Verdict, error
-from rocm_ext.verifiers.sandbox.process import descendants
+from rocm_ext.verifiers.sandbox.children import descendants
 
 START = 60.0  # seconds that a worker may take to build its verifier
 
@@ -34,7 +34,7 @@ class Pool:
     :meth:`submit_group`; if the call fails, all of them are ERROR.
 
     Args:
-        node: the verifier, as for :func:`rocm_ext.verifiers.build`; JSON data.
+        verifier_config: the verifier, as for :func:`rocm_ext.verifiers.build`; JSON data.
         workers: how many processes.
         timeout: seconds of wall time for one call of the verifier; an answer that takes longer gives ERROR. It stops
             verifiers that hang; the verifier itself limits the time of a model's code.
@@ -47,16 +47,16 @@ class Pool:
         UserError: on entering, if a worker cannot build the verifier.
     """
 
-    def __init__(self, node: Mapping[str, Any], workers: int, timeout: float) -> None:
+    def __init__(self, verifier_config: Mapping[str, Any], workers: int, timeout: float) -> None:
         if workers < 1 or timeout <= 0:
             raise UserError(f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
         try:
-            self._node = json.loads(json.dumps(node, default=_plain))
+            self._verifier_config = json.loads(json.dumps(verifier_config, default=_plain))
         except (TypeError, ValueError) as problem:
             raise UserError(f"a verifier's arguments must be plain data: {problem}") from problem
         self._timeout = timeout
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verify")
-        self._all = [_Worker(self._node) for _ in range(workers)]
+        self._all = [_Worker(self._verifier_config) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._all:
             self._idle.put(worker)
@@ -168,8 +168,8 @@ class _Request:
 class _Worker:
     """One process and its pipes. One thread at a time uses it; any thread may call ``close``."""
 
-    def __init__(self, node: Any) -> None:
-        self._node = node
+    def __init__(self, verifier_config: Any) -> None:
+        self._verifier_config = verifier_config
         self._process: subprocess.Popen | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -193,7 +193,7 @@ class _Worker:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
             self._buffer = b""
-        start = {"node": self._node, "parent": os.getpid()}
+        start = {"verifier": self._verifier_config, "parent": os.getpid()}
         with contextlib.suppress(BrokenPipeError):
             self._send(json.dumps(start), time.monotonic() + START)
 

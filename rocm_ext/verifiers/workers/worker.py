@@ -1,6 +1,6 @@
 """A process that verifies: it reads one JSON object per line and answers each with one.
 
-It reads ``{"node": ..., "parent": pid}`` first, then a list of ``{"completion": ..., "row": ...}`` or a group
+It reads ``{"verifier": ..., "parent": pid}`` first, then a list of ``{"completion": ..., "row": ...}`` or a group
 ``{"completions": [...], "row": ...}`` each time. It answers ``{"ready": batch size, "groups": ...}`` or
 ``{"error": ...}``, then ``{"results": [[verdict, reward, detail], ...]}`` or ``{"error": ...}`` each time.
 :class:`rocm_ext.verifiers.Pool` starts it.
@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.verifiers.sandbox.process import children_of
+from rocm_ext.verifiers.sandbox.children import children_of
 
 RUNNING = False  # True in a worker, which has one thread and no GPU and may fork
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -90,7 +90,7 @@ def main() -> None:
     from rocm_ext.verifiers.build import build
 
     try:
-        verifier = build(start["node"])
+        verifier = build(start["verifier"])
         if type(verifier.batch_size) is not int or verifier.batch_size < 1:
             raise ValueError(f"batch_size must be a whole number of at least 1, found {verifier.batch_size!r}")
     except BaseException as problem:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rocm_ext.hardware.threads import choose_threads
+from rocm_ext.machine.threads import choose_threads
 from tests.benchmarks.sides.talk import hear, pipe
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rocm_ext.recipes import raft_rocm
 
-from rocm_ext.generation.local import LocalSession
+from rocm_ext.sampling.local import LocalSession
 from rocm_ext.train.trainer import Trainer
 from tests.benchmarks.sides.talk import hear, pipe
 

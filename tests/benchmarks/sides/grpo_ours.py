@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rocm_ext.recipes import grpo_rocm
 
-from rocm_ext.generation import Completion, Request, Sampling
-from rocm_ext.generation.local import LocalSession
+from rocm_ext.sampling import Completion, Request, Sampling
+from rocm_ext.sampling.local import LocalSession
 from tests.benchmarks.sides.talk import pipe
 
 GIVEN: list[dict[str, list[list[int]]]] = json.loads(Path(sys.argv.pop(1)).read_text())  # by prompt id

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from rocm_ext.generation import Request, Sampling, sample_seed
-from rocm_ext.generation.decoder import merged
-from rocm_ext.generation.foreign import sampler_of
-from rocm_ext.generation.local import LocalSession
+from rocm_ext.sampling import Request, Sampling, sample_seed
+from rocm_ext.sampling.decoder import merged
+from rocm_ext.sampling.foreign import sampler_of
+from rocm_ext.sampling.local import LocalSession
 from tests.benchmarks.sides.sample import DEVICE, DTYPES, Answers, serve, torchtune_decoder
 
 FOREIGN = sys.argv[4:5] == ["transformers"]
@@ -27,10 +27,10 @@ def foreign_decoder(folder: Path, dtype: torch.dtype) -> Any:
     from safetensors.torch import load_file
     from torchtune.training import set_default_dtype
 
+    from rocm_ext.distributed.ranks import Ranks
     from rocm_ext.model.build import Weights, load_weights
-    from rocm_ext.model.hf.decoder import build
     from rocm_ext.model.lora import adopt, init_adapters
-    from rocm_ext.ranks import Ranks
+    from rocm_ext.model.transformers.decoder import build
 
     lora = {"rank": 1, "alpha": 1, "dropout": 0.0, "targets": ["q_proj"], "use_dora": False, "quantize_base": False}
     with set_default_dtype(dtype):

@@ -1,0 +1,76 @@
+"""Models on the Hugging Face hub: names, the cache on this machine, and how to download."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rocm_ext.base.errors import UserError
+
+# Owners of models that folders are usually named after
+_OWNERS = {
+    "Llama": "meta-llama",
+    "Meta-Llama": "meta-llama",
+    "Ministral": "mistralai",
+    "Mistral": "mistralai",
+    "Qwen": "Qwen",
+    "SmolLM": "HuggingFaceTB",
+}
+_NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)")
+_FOLDERS = ("models", "outputs")  # where this library's configs keep files, also before anything is there
+
+
+def how_to_download(folder: Path) -> str:
+    """Return the command that downloads a model into ``folder``, as the end of a message."""
+    if name := hub_name(folder):
+        return f"download the model: hf download {name} --revision {folder.name}"
+    owner = next((owner for start, owner in _OWNERS.items() if folder.name.startswith(start)), "OWNER")
+    return f"download the model: tune download {owner}/{folder.name or 'NAME'} --output-dir {folder}"
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether ``text`` names a model on the hub, such as ``Qwen/Qwen3-8B``, rather than a folder.
+
+    A path in a folder that exists, or in ``models/``, is a folder.
+    """
+    match = _NAME.fullmatch(text)
+    return match is not None and match[1] not in _FOLDERS and not Path(match[1]).exists()
+
+
+def hub_name(folder: Path) -> str | None:
+    """Return the name of the model in a snapshot of the hub's cache; None for any other folder."""
+    cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+$", str(folder))
+    return f"{cached[1]}/{cached[2]}" if cached else None
+
+
+def in_cache(name: str) -> Path | None:
+    """Return the folder in the hub's cache with the files of the model ``name``, perhaps not all of them.
+
+    None: the cache has no ``config.json`` of it.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def files_of(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
+    """Return the files of ``folder`` whose names match one of ``patterns``, by name. Hidden files never do.
+
+    Raises:
+        UserError: one of them is a link out of the folder, but for the hub's cache, where all files are links.
+    """
+    from huggingface_hub.utils import filter_repo_objects
+
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    chosen = filter_repo_objects(names, allow_patterns=[*patterns], ignore_patterns=".*")
+    found = {name: folder / name for name in chosen}
+    whole = folder.resolve()
+    inside = [whole, *[whole.parents[1] / "blobs"] * (hub_name(whole) is not None)]
+    for path in found.values():
+        if path.resolve().parent not in inside:
+            raise UserError(f"{path} is a link to {path.resolve()}, outside of its folder; put a copy in its place")
+    return found

@@ -1,0 +1,62 @@
+"""Functions and classes by the dotted names that ``_component_`` gives them."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from typing import Any
+
+from rocm_ext.base.errors import UserError, nearest, one_line
+
+COMPONENT = "_component_"
+
+
+def import_component(path: Any) -> Callable:
+    """Import what ``path`` names. Modules in the current folder are found, too, and what those import.
+
+    Args:
+        path: such as ``torch.optim.AdamW`` or ``my_module.MyClass``.
+
+    Raises:
+        UserError: ``'…' cannot be imported: …``, with the nearest name where there is one.
+    """
+    if not isinstance(path, str) or "." not in path.strip("."):
+        raise UserError(f"{path!r} cannot be imported: expected module.Class, such as torch.optim.AdamW")
+    here = os.getcwd()
+    # not for what is installed: the current folder may be a downloaded one, and libraries try out imports
+    if here not in sys.path and not _installed(path.split(".")[0]):
+        sys.path.append(here)
+        importlib.invalidate_caches()
+    found, names = _import_module(path, here)
+    for name in names:
+        if not hasattr(found, name):
+            public = [key for key, value in vars(found).items() if callable(value) and key[:1] != "_"]
+            where = getattr(found, "__name__", path)
+            raise UserError(f"{path!r} cannot be imported: {where} has no {name!r}{nearest(name, public)}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise UserError(f"{path!r} is a {type(found).__name__}; expected a function or class")
+    return found
+
+
+def _installed(package: str) -> bool:
+    if package in sys.modules:
+        return True
+    spec = PathFinder.find_spec(package)
+    return spec is not None and spec.origin is not None  # without, it is a folder that is no package
+
+
+def _import_module(path: str, here: str) -> tuple[Any, list[str]]:
+    """The module in a dotted path, and the names that are left for attributes."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:end])
+        try:
+            return importlib.import_module(module), parts[end:]
+        except ModuleNotFoundError as error:
+            if not (error.name and f"{module}.".startswith(f"{error.name}.")):  # the module's own import failed
+                raise UserError(f"{path!r} cannot be imported: importing {module}: {one_line(error)}") from error
+        except Exception as error:  # whatever the module raises
+            raise UserError(f"{path!r} cannot be imported: importing {module}: {one_line(error)}") from error
+    raise UserError(f"{path!r} cannot be imported: there is no module {parts[0]!r}, neither installed nor in {here}")

@@ -1,0 +1,105 @@
+"""What a command prints while it works: log lines and a progress bar."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+from tqdm import tqdm
+
+from rocm_ext.base.process import survive_terminal
+
+log = logging.getLogger("rocm_ext")
+
+
+def setup_logging() -> None:
+    """Log plain lines to stderr. Ranks other than 0 log warnings only, and so does torchtune."""
+    logging.getLogger("torchtune.utils._logging").addFilter(_of_use)
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+
+
+def _of_use(record: logging.LogRecord) -> bool:
+    """Whether a line of torchtune's says something: a warning."""
+    return record.levelno >= logging.WARNING
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Log each line as a warning."""
+    for line in lines:
+        log.warning("%s", line)
+
+
+class Progress:
+    """A progress bar on a terminal; elsewhere a line now and then.
+
+    Args:
+        total: number of steps, or of other units.
+        start: number already done.
+        enabled: False: print nothing.
+        unit: the name of what is counted.
+        left: estimates the seconds that the rest takes, or returns None while they are unknown; by default all units
+            take equally long.
+        brief: without a terminal, print no line for the first unit and the last.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        start: int,
+        enabled: bool,
+        unit: str = "step",
+        left: Callable[[], float | None] | None = None,
+        brief: bool = False,
+    ) -> None:
+        self.total, self.done, self._unit = total, start, unit
+        self._bar = None
+        self._enabled, self._own_left = enabled, left
+        self._began, self._start, self._spoke = time.monotonic(), start, time.monotonic() if brief else 0.0
+        self._ends = () if brief else (start + 1, total)
+        if enabled and sys.stderr.isatty():
+            form = None if left is None else "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+            self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True, bar_format=form)
+
+    def update(self, text: str) -> None:
+        """Count one more; ``text`` describes it, such as its loss."""
+        self.done += 1
+        if self._bar is not None:
+            told = text if self._own_left is None else text + self._left()
+            self._bar.set_postfix_str(told, refresh=False)
+            try:
+                self._bar.update()
+            except OSError:  # the terminal was closed
+                survive_terminal()
+            return
+        now = time.monotonic()
+        if self._enabled and (now - self._spoke >= 30 or self.done in self._ends):
+            self._spoke = now
+            log.info("%s %d/%d  %s%s", self._unit, self.done, self.total, text, self._left())
+
+    def _left(self) -> str:
+        past = time.monotonic() - self._began
+        if past < 5:  # an estimate would be a guess
+            return ""
+        if self._own_left is None:
+            left: float | None = past / (self.done - self._start) * (self.total - self.done)
+        else:
+            left = self._own_left()
+        return "" if left is None else f"  {duration(left)} left"
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def duration(seconds: float) -> str:
+    """``75`` -> ``1m15s``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

@@ -1,0 +1,208 @@
+"""HTTP with servers that speak OpenAI's protocol: addresses, keys, failures."""
+
+import asyncio
+import json
+import math
+import os
+import re
+import ssl
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from functools import cache
+from typing import Any
+
+from rocm_ext.base.errors import UserError, one_line
+
+try:  # httpx's successor has the same interface; it needs Python 3.11
+    import httpx2 as httpx
+except ImportError:
+    try:
+        import httpx  # type: ignore[no-redef]
+    except ImportError as error:
+        raise UserError(
+            "an OpenAI-compatible server needs an HTTP client, httpx2 or httpx: pip install 'torchtune-rocm[openai]'"
+        ) from error
+
+CHECK_TIMEOUT = 10.0  # seconds, to connect and for requests without computation
+MAX_BODY = 64 << 20  # bytes; an answer of 32,000 tokens with log-probs has about 10 MB
+BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
+
+
+@cache
+def certificates() -> ssl.SSLContext:
+    """Return the certificates that clients trust; reading them takes longer than loading an adapter."""
+    return httpx.create_ssl_context()
+
+
+def new_client(headers: Mapping[str, str]) -> Any:
+    """Return an ``httpx.AsyncClient`` without a limit of connections; :func:`exchange` limits the time."""
+    timeout = httpx.Timeout(None, connect=CHECK_TIMEOUT)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, verify=certificates())
+
+
+class Transient(Exception):
+    """The server may answer a repeated request after ``retry_after`` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Refused(UserError):
+    """The server refuses this request; ``status`` is its HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def checked_urls(urls: Any) -> list[str]:
+    """Check the servers' urls and strip ``/v1``.
+
+    Raises:
+        UserError: a url is invalid or appears twice, or the list is empty.
+    """
+    if isinstance(urls, str) or not isinstance(urls, Sequence) or not len(urls):
+        raise UserError("urls must be a list with at least one url, like [http://localhost:8000]")
+    plain = []
+    for url in urls:
+        if not isinstance(url, str) or not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", url):
+            raise UserError(f"{url!r} in urls is not a server's address; expected one like http://localhost:8000")
+        plain.append(url.rstrip("/").removesuffix("/v1").rstrip("/"))
+    if twice := {url for url in plain if plain.count(url) > 1}:
+        raise UserError(f"urls names {', '.join(sorted(twice))} twice")
+    return plain
+
+
+def seconds_of(value: Any, name: str) -> float:
+    """Read a time: a number of seconds, or a number with a unit such as ``90 s``, ``10 min`` or ``1.5 h``.
+
+    Raises:
+        UserError: ``value`` is not a time of at least 0; the message has ``name``.
+    """
+    number, unit = value, "s"
+    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value)):
+        number, unit = float(found[1]), found[2]
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+        unit = ""
+    if unit not in _SECONDS:
+        raise UserError(f"{name} is {value!r}; expected seconds, or a time such as 90 s, 10 min or 1.5 h")
+    return float(number) * _SECONDS[unit]
+
+
+def authorization(api_key_env: str | None) -> dict[str, str]:
+    """Return the header with the API key from the environment variable ``api_key_env``; {} for None.
+
+    Raises:
+        UserError: ``api_key_env`` is not a variable's name, or the variable is not set.
+    """
+    if api_key_env is None:
+        return {}
+    # The value may be the key itself by mistake, so the message does not show it.
+    if not isinstance(api_key_env, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", api_key_env):
+        raise UserError("api_key_env must be the name of an environment variable, not the key")
+    if not (key := os.environ.get(api_key_env, "").strip()):
+        raise UserError("the environment variable that api_key_env names is not set; export it with the API key")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def pause_after(error: Exception, failures: int) -> float:
+    """Return the seconds to wait after ``error``, the next of ``failures`` others; or more, if the server asks."""
+    return max(min(MAX_BACKOFF, BACKOFF * 2**failures), getattr(error, "retry_after", 0.0))
+
+
+async def exchange(client: Any, method: str, url: str, seconds: float, json: Any = None) -> Any:
+    """Send a request and return the response, with all of its body.
+
+    The time-outs of an HTTP client are for each read: a server that sends a byte now and then would hold it for ever.
+
+    Args:
+        client: an ``httpx.AsyncClient``.
+        method: ``GET`` or ``POST``.
+        url: whole address.
+        seconds: time limit of the exchange.
+        json: what to send; None: nothing.
+
+    Raises:
+        httpx.RequestError: the server cannot be reached, or has not answered in time.
+        UserError: the body is larger than :data:`MAX_BODY`.
+    """
+    try:
+        return await asyncio.wait_for(_received(client, method, url, json), seconds)
+    except (TimeoutError, asyncio.TimeoutError):  # one class from Python 3.11 on
+        raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from None
+
+
+async def _received(client: Any, method: str, url: str, json: Any) -> Any:
+    body = bytearray()
+    # a few compressed bytes could become gigabytes
+    async with client.stream(method, url, json=json, headers={"Accept-Encoding": "identity"}) as response:
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) > MAX_BODY:
+                raise UserError(f"{url} answers with more than {MAX_BODY} bytes; is it an OpenAI-compatible server?")
+    headers = {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
+    return httpx.Response(response.status_code, headers=headers, content=bytes(body))
+
+
+def json_object(url: str, response: Any) -> dict[str, Any]:
+    """Return the JSON object in a response.
+
+    Raises:
+        Transient: HTTP 408, 429 or 5xx; a repeated request may succeed.
+        Refused: any other HTTP error.
+        UserError: the body is not a JSON object.
+    """
+    status = response.status_code
+    if status in (408, 429) or status >= 500:
+        raise Transient(f"HTTP {status}: {message_of(response)}", _retry_after(response))
+    if status != 200:
+        hint = "; set api_key_env" if status in (401, 403) else ""
+        raise Refused(f"{url} refuses a request with HTTP {status}: {message_of(response)}{hint}", status)
+    try:
+        answer = response.json()
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        said = start_of(response.text, 150)
+        raise UserError(f"{url} does not answer with a JSON object; is it an OpenAI-compatible server? {said}")
+    return answer
+
+
+def _retry_after(response: Any) -> float:
+    """Return the Retry-After header in seconds, or the seconds until its date; 0 without it."""
+    value = response.headers.get("retry-after", "")
+    with suppress(ValueError):
+        return max(0.0, float(value))
+    with suppress(ValueError, TypeError, OverflowError):
+        return max(0.0, (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds())
+    return 0.0
+
+
+def message_of(response: Any) -> str:
+    """Return the server's error message: OpenAI's ``error.message``, FastAPI's ``detail``, or the body."""
+    with suppress(ValueError, RecursionError):
+        body = response.json()
+        if isinstance(body, dict):
+            said = body.get("error", body.get("detail", body.get("message")))
+            said = said.get("message", said) if isinstance(said, dict) else said
+            if said:
+                return start_of(said if isinstance(said, str) else json.dumps(said), 500)
+    return start_of(response.text)
+
+
+def start_of(text: str, length: int = 200) -> str:
+    """Return the start of ``text`` in one line."""
+    text = " ".join(text.split())
+    return text[:length] or "(nothing)"
+
+
+def in_words(error: Exception) -> str:
+    """Return the message of an HTTP client's error."""
+    if isinstance(error, httpx.TimeoutException):
+        return f"no answer in time ({type(error).__name__})"
+    return str(error) if isinstance(error, Transient | UserError) else one_line(error)

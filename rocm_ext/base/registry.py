@@ -1,0 +1,256 @@
+"""The table of recipes: their files, their defaults and their configs.
+
+A recipe is one of this library's, one that an installed package announces, or a Python file of the user's:
+
+- A file is a recipe if it calls ``recipe_main("NAME", defaults="FILE.yaml")``. The call is read, not run, so both
+  arguments must be written out. The defaults' path is relative to the file.
+- A package announces the module of such a file in the entry point group ``rocm_ext.recipes``::
+
+      [project.entry-points."rocm_ext.recipes"]
+      lora_plus = "my_package.lora_plus"
+
+  The module itself is not imported, but its parent package is. YAML files beside the recipe that say
+  ``recipe: lora_plus`` are its configs.
+
+Every program that imports torch imports this file, so what torch has not imported itself is imported in functions.
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.base.errors import UserError, nearest
+
+SFT, RAFT, GRPO, DPO = "lora_finetune_rocm", "raft_rocm", "grpo_rocm", "dpo_rocm"
+TITLES = {SFT: "LoRA fine-tuning", RAFT: "RAFT", GRPO: "GRPO", DPO: "DPO"}  # of this library's recipes
+GROUP = "rocm_ext.recipes"  # of entry points
+_CALL = re.compile(
+    r"""^[^#\n]*\brecipe_main\(\s*(recipe=)?["'](?P<name>[^"'\n]+)["'],?\s*"""
+    r"""((defaults=)?["'](?P<defaults>[^"'\n]+)["'],?\s*)?\)""",
+    re.MULTILINE,
+)
+# Environment variable with the names of those that this library has set, comma separated. Child processes inherit it
+DECIDED = "ROCM_EXT_ENVIRONMENT"
+
+
+# ----------------------------------------------------------------------------------------------- the recipes
+class Recipe:
+    """A recipe.
+
+    Attributes:
+        name: what its defaults say of themselves and configs say of it.
+        file: the script that `tune run` runs.
+        defaults: YAML of every key it reads.
+    """
+
+    def __init__(self, name: str, file: Path, defaults: Path) -> None:
+        self.name, self.file, self.defaults = name, file, defaults
+
+    @property
+    def title(self) -> str:
+        """Its name for people."""
+        return TITLES.get(self.name, self.name)
+
+    @cached_property
+    def configs(self) -> list[Path]:
+        """The YAML files that are shipped for it, by name."""
+        folder = _folder("recipe_configs") if self.name in TITLES else self.file.parent
+        others = {self.defaults.resolve()}
+        found = sorted(path for path in folder.iterdir() if path.suffix == ".yaml" and path.resolve() not in others)
+        return [path for path in found if _stated_recipe(path) == self.name]
+
+
+@cache
+def recipes() -> Mapping[str, Recipe]:
+    """This library's recipes and those of installed packages, by name. Packages are looked up once per process; a line
+    on stderr names those that are broken, or whose recipe has the name of another."""
+    from importlib.metadata import entry_points
+
+    found = {name: _shipped(name) for name in TITLES}
+    for entry in entry_points(group=GROUP):
+        try:
+            recipe = _of_module(entry.value)
+            if recipe.name != entry.name:
+                raise ValueError(f"{recipe.file} is recipe {recipe.name}")
+            if (first := found.setdefault(recipe.name, recipe)).file != recipe.file:
+                raise ValueError(f"recipe {recipe.name} is already in {first.file}")
+        except Exception as error:
+            print(f"torchtune-rocm: entry point {entry.name} = {entry.value} is left out: {error}", file=sys.stderr)
+    return found
+
+
+def find(name: str, *folders: Path) -> Recipe:
+    """The recipe called ``name``, or in the file ``name``.
+
+    Args:
+        name: name of a recipe, or a path that ends in ``.py``.
+        folders: where a user's files may be, beside the current folder.
+
+    Raises:
+        UserError: no recipe has this name, or its file lacks the call of ``recipe_main`` or the defaults.
+    """
+    folders = (*folders, Path.cwd())
+    if name in TITLES:
+        return _shipped(name)
+    if name.endswith(".py"):
+        if path := next((folder / name for folder in folders if (folder / name).is_file()), None):
+            return read_recipe(path)
+        raise UserError(f"recipe {name} is not a file in {' or '.join(dict.fromkeys(map(str, folders)))}")
+    known = recipes()
+    if name in known:
+        return known[name]
+    for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
+        call = _recipe_main_call(path)
+        if call and call[0] == name:
+            return read_recipe(path)
+    looked = " or ".join(dict.fromkeys(map(str, folders)))
+    raise UserError(
+        f"recipe {name} is unknown: no Python file in {looked} calls recipe_main({name!r}, …){nearest(name, known)}"
+    )
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The recipe in a Python file.
+
+    Raises:
+        UserError: the file has no ``recipe_main("NAME", defaults="FILE.yaml")``, or lacks the defaults.
+    """
+    path = path.resolve()
+    if (call := _recipe_main_call(path)) is None:
+        raise UserError(f'{path} is no recipe; expected recipe_main("NAME", defaults="FILE.yaml"), written out')
+    return made_by(call[0], call[1], path)
+
+
+def made_by(name: str, defaults: str | None, file: Path) -> Recipe:
+    """The recipe that ``recipe_main(name, defaults)`` in ``file`` makes. Without defaults it is another script for a
+    recipe of the table.
+
+    Raises:
+        UserError: the table lacks the name, or the defaults are missing.
+    """
+    if defaults is None:
+        if (recipe := recipes().get(name)) is None:
+            raise UserError(f"{file}: recipe {name} needs defaults=FILE.yaml{nearest(name, recipes())}")
+        return recipe
+    if not (path := file.parent / defaults).is_file():
+        raise UserError(f"{file}: the defaults {path} of recipe {name} do not exist")
+    if name in TITLES:
+        raise UserError(f"{file}: {name} is this library's recipe; give one with other defaults another name")
+    return Recipe(name, file, path)
+
+
+def chain(recipe: Recipe) -> list[Recipe]:
+    """``recipe``, the one it extends, and so on.
+
+    Raises:
+        UserError: a defaults file cannot be read, names another recipe or extends itself.
+    """
+    found: list[Recipe] = []
+    while True:
+        if recipe.name in [each.name for each in found]:
+            raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends itself")
+        content = _read(recipe.defaults)
+        if content.get("recipe") != recipe.name:
+            raise UserError(f"{recipe.defaults} says recipe: {content.get('recipe')}; expected recipe: {recipe.name}")
+        found.append(recipe)
+        if (base := content.get("extends")) is None:
+            return found
+        recipe = find(str(base), recipe.defaults.parent)
+
+
+def family(recipe: Recipe) -> str:
+    """The recipe of this library that ``recipe`` is or extends: it writes the same records. Empty: none.
+
+    Raises:
+        UserError: as :func:`chain`.
+    """
+    return next((each.name for each in chain(recipe) if each.name in TITLES), "")
+
+
+def extended(recipe: Recipe) -> str:
+    """As :func:`family`, for commands that know only such recipes.
+
+    Raises:
+        UserError: as :func:`chain`, or ``recipe`` extends none of this library's recipes.
+    """
+    if not (name := family(recipe)):
+        raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends neither {' nor '.join(TITLES)}")
+    return name
+
+
+def check_system(recipe: Recipe, system: str) -> None:
+    """Refuse recipes that verify answers on Windows, whose own error would be a missing module.
+
+    Args:
+        recipe: recipe to run.
+        system: ``platform.system()``.
+
+    Raises:
+        UserError: saying what to do.
+    """
+    if system == "Windows" and family(recipe) in (RAFT, GRPO):
+        raise UserError(
+            f"{recipe.name} does not run on Windows, because its verifiers limit processes in ways that Windows does "
+            "not have; run it in WSL2, with a config for Linux"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, interpolations left as they are.
+
+    Raises:
+        UserError: it cannot be read, or holds no mapping.
+    """
+    import yaml
+
+    try:
+        content = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}; expected keys with values")
+    return content
+
+
+def _stated_recipe(path: Path) -> Any:
+    """The recipe that a YAML file names. None without one, and for files that are no configs at all."""
+    try:
+        return _read(path).get("recipe")
+    except UserError:
+        return None
+
+
+def _shipped(name: str) -> Recipe:
+    return Recipe(name, _folder("recipes") / f"{name}.py", _folder("recipe_configs") / "defaults" / f"{name}.yaml")
+
+
+def _folder(name: str) -> Path:
+    from importlib.resources import files
+
+    return Path(str(files(f"rocm_ext.{name}")))
+
+
+def _of_module(module: str) -> Recipe:
+    from importlib.util import find_spec
+
+    spec = find_spec(module.partition(":")[0])
+    if spec is None or not spec.origin:
+        raise ValueError("there is no such module")
+    return read_recipe(Path(spec.origin))
+
+
+def is_recipe_file(name: str) -> bool:
+    """Whether ``name`` is a Python file that calls :func:`rocm_ext.config.recipe_main`."""
+    return name.endswith(".py") and _recipe_main_call(Path(name)) is not None
+
+
+def _recipe_main_call(path: Path) -> tuple[str, str | None] | None:
+    """Name and defaults in the file's first call of ``recipe_main`` that writes them out; None without such a call."""
+    try:
+        call = _CALL.search(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return (call["name"], call["defaults"]) if call else None

@@ -1,0 +1,173 @@
+"""What a command opens to sample from or to measure: a config, a run's output folder, or a folder with a model."""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.hub import is_hub_name
+from rocm_ext.config.components import COMPONENT, check_from_folder
+from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
+from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder
+
+_LOCAL = ("rocm_ext.sampling.LocalEngine", "rocm_ext.sampling.TransformersEngine")
+_OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
+# Keys of adapter_config.json and those of from_checkpoint
+_ADAPTER = {
+    "r": "lora_rank",
+    "lora_alpha": "lora_alpha",
+    "use_dora": "use_dora",
+    "target_modules": "target_modules",
+    "target_parameters": "target_parameters",
+}
+
+
+@dataclass(frozen=True)
+class ChosenModel:
+    """A model with its settings.
+
+    Attributes:
+        name: name or file of the config, or the model's folder.
+        adapter: PEFT folder; None: the model as the config starts from it.
+        content: content of a run's config, or of a config that is no file; None: ``name`` is a config.
+        run: whether the user named the output folder of a run.
+    """
+
+    name: str
+    adapter: Path | None
+    content: Mapping[str, Any] | None = None
+    run: bool = False
+
+    def recipe(self, overrides: Iterable[str] = ()) -> registry.Recipe:
+        """Return the recipe that the config is for; for a model, RAFT."""
+        named = self.run or self.content is None
+        return recipe_of(self.name, overrides) if named else registry.find(registry.RAFT)
+
+    def hardware(self, overrides: Iterable[str] = ()) -> str:
+        """Return the value of ``hardware`` that :meth:`load` would resolve."""
+        if self.run or self.content is None:
+            return requested_hardware(self.name, overrides)
+        stated = [item.partition("=")[2] for item in overrides if item.startswith("hardware=")]
+        return stated[-1] if stated else "auto"
+
+    def load(self, overrides: Iterable[str] = ()) -> DictConfig:
+        """Return the whole config, which starts from :attr:`adapter` if that is set.
+
+        Raises:
+            UserError: as :func:`rocm_ext.config.load`, or the model's folder does not exist.
+        """
+        recipe, content = self.recipe(overrides), self.content
+        if self.run:  # its config also has the user's variables, which nothing refers to any more
+            known = defaults(recipe)
+            content = {key: value for key, value in (content or {}).items() if key in known}
+        cfg = load(recipe, self.name, overrides, content)
+        if self.run:
+            _check_here(cfg)
+        elif self.content is None:
+            check_model_folder(cfg, find(self.name))
+        if self.adapter is not None:
+            cfg.checkpointer.adapter_checkpoint = str(self.adapter)
+            cfg.use_rslora = None  # as the adapter was trained
+        return cfg
+
+
+def _check_here(cfg: DictConfig) -> None:
+    """Refuse a run whose model's folder does not exist; a relative one begins where the run started."""
+    folder = cfg.checkpointer.get("checkpoint_dir")
+    if not folder or Path(folder).exists() or (is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder):
+        return
+    where = "" if Path(folder).is_absolute() else "; start this command in the folder where the run started"
+    raise UserError(f"the model's folder {folder} does not exist{where}")
+
+
+def find_target(
+    name: str, adapter: Path | None = None, trusted: bool = False, unused: Collection[str] = ()
+) -> ChosenModel:
+    """Find what the user named.
+
+    Args:
+        name: a config of this library or a file; the ``output_dir`` of a run, which stands for its adapter; a folder
+            with a model in Hugging Face's format; or a model's name on the hub.
+        adapter: PEFT folder that takes the place of the run's.
+        trusted: whether a run's config may name any component, see :func:`rocm_ext.config.check_from_folder`.
+        unused: keys of a run's config that the command does not need, beside those that only training needs.
+
+    Raises:
+        UserError: there is nothing of this name, it is another kind of folder, or its config could run code.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return _model(name, adapter)
+        if (folder / "adapter_config.json").is_file():
+            base = _read_adapter(folder).get("base_model_name_or_path") or "MODEL"
+            raise UserError(f"{folder} is an adapter; name its model, too: {base} --adapter {folder}")
+        if (folder / "config.yaml").is_file():
+            return _run(folder, adapter, trusted, unused)
+        raise UserError(
+            f"{folder} holds neither a model (config.json) nor a run (config.yaml); name one of these or a config"
+        )
+    if is_hub_name(name):
+        return _model(name, adapter)
+    try:
+        find(name)
+    except UserError as error:
+        raise UserError(f"{error}, and there is no such folder") from error
+    return ChosenModel(name, adapter)
+
+
+def _run(folder: Path, adapter: Path | None, trusted: bool, unused: Collection[str]) -> ChosenModel:
+    """Return the result of a run: its ``adapter``."""
+    if adapter is None and not (folder / "adapter" / "adapter_config.json").is_file():
+        saved = sorted(folder.glob("checkpoints/*/**/adapter_config.json"), key=lambda path: path.stat().st_mtime)
+        hint = f"--adapter {saved[-1].parent} is its newest checkpoint" if saved else "it has no checkpoint either"
+        raise UserError(f"the run in {folder} has no adapter yet; {hint}")
+    file = folder / "config.yaml"
+    content = {key: value for key, value in read(file).items() if key not in {*_OF_TRAINING, *unused}}
+    if not trusted:
+        check_from_folder(content, file)
+    return ChosenModel(str(file), adapter or folder / "adapter", content, run=True)
+
+
+def _model(name: str, adapter: Path | None) -> ChosenModel:
+    model: dict[str, Any] = {COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": name, "lora_rank": 1}
+    if adapter is not None:
+        found = _read_adapter(adapter)
+        model |= {ours: found[theirs] for theirs, ours in _ADAPTER.items() if found.get(theirs)}
+    optimizer = {COMPONENT: "torch.optim.AdamW"}  # the memory plan counts one
+    return ChosenModel(name, adapter, {"recipe": registry.RAFT, "model": model, "optimizer": optimizer})
+
+
+def _read_adapter(folder: Path) -> dict[str, Any]:
+    path = folder / "adapter_config.json"
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"no adapter in {folder}: {path.name} is missing") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    return found
+
+
+def sampling_config(cfg: DictConfig) -> DictConfig:
+    """Return a config of RAFT with the model, data keys and machine of ``cfg``, a config of any recipe.
+
+    Keys that ``cfg`` lacks have RAFT's defaults. It names no training prompts.
+    """
+    whole: Any = OmegaConf.to_container(cfg)
+    unset = {key: None if default == "???" else default for key, default in defaults(registry.RAFT).items()}
+    known = {key: whole.get(key, default) for key, default in unset.items()}
+    return OmegaConf.create(known | {"recipe": registry.RAFT, "prompts": None})
+
+
+def sample_here(cfg: DictConfig) -> None:
+    """Let ``cfg``, a config of RAFT, sample in this process and not on servers."""
+    if cfg.engine[COMPONENT] not in _LOCAL:
+        cfg.engine = {COMPONENT: _LOCAL[0]}

@@ -1,0 +1,87 @@
+"""The folder that a config's model comes from: whether it is there, and the blocks that follow from it."""
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.hub import how_to_download, is_hub_name
+from rocm_ext.base.importing import COMPONENT
+
+FROM_CHECKPOINT = "rocm_ext.model.from_checkpoint"
+_BLOCKS: dict[str, dict[str, Any]] = {
+    "checkpointer": {
+        COMPONENT: "rocm_ext.model.HFCheckpointer",
+        "checkpoint_dir": "${model.checkpoint_dir}",
+        "output_dir": "${output_dir}",
+        "model_type": "HF",
+    },
+    "tokenizer": {
+        COMPONENT: "rocm_ext.data.HFTokenizer",
+        "path": "${checkpointer.checkpoint_dir}/tokenizer.json",
+    },
+}
+
+
+def complete(merged: dict[str, Any], on_command_line: Mapping[str, str]) -> None:
+    """Fill in ``checkpointer`` and ``tokenizer`` of a config whose model is :data:`FROM_CHECKPOINT`.
+
+    A block that names another component stays as it is. Of any other block, the given keys stay.
+
+    Args:
+        merged: the config's content, which changes.
+        on_command_line: overrides by key.
+    """
+    model = merged.get("model")
+    named = model.get(COMPONENT) if isinstance(model, Mapping) else None
+    named = on_command_line.get("model", on_command_line.get(f"model.{COMPONENT}", named))
+    if named != FROM_CHECKPOINT:
+        return
+    for key, block in _BLOCKS.items():
+        given = merged.get(key)
+        given = {} if given in (None, "???") else given
+        if isinstance(given, Mapping) and given.get(COMPONENT, block[COMPONENT]) == block[COMPONENT]:
+            merged[key] = {**block, **given}
+
+
+def check_model_folder(cfg: DictConfig, config: Path) -> None:
+    """Refuse a config whose model is a folder that does not exist. A name on the hub is fine: the run downloads it.
+
+    Args:
+        cfg: the whole config.
+        config: its file, whose comments may have the command that downloads the model.
+
+    Raises:
+        UserError: with that command.
+    """
+    node = cfg.get("checkpointer")
+    if not isinstance(node, DictConfig) or not str(node.get(COMPONENT)).startswith(("rocm_ext.", "torchtune.")):
+        return
+    folder = node.get("checkpoint_dir")
+    if not (isinstance(folder, str) and folder) or os.path.exists(folder):
+        return
+    if is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder:
+        return
+    command = _command_in(config.read_text(), Path(folder))
+    how = f"first run {command}" if command else how_to_download(Path(folder))
+    raise UserError(f"the model's folder {folder} does not exist; {how}")
+
+
+def _command_in(text: str, folder: Path) -> str | None:
+    """The command in a config's comments that downloads or makes the model of ``folder``."""
+    for command in re.findall(r"^# *((?:tune download|rocm-ext pocket) .*\S)", text, re.MULTILINE):
+        name, *options = shlex.split(command)[2:]
+        if command.startswith("rocm-ext"):
+            if Path(name) == folder:
+                return command
+            continue
+        if "--output-dir" in options and Path(options[options.index("--output-dir") + 1]) == folder:
+            return command
+        if name.rpartition("/")[2] == folder.name:
+            return f"tune download {name} --output-dir {folder}"
+    return None

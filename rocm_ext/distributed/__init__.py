@@ -1,0 +1,1 @@
+"""The ranks of a run, on one machine or several."""

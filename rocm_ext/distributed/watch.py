@@ -1,0 +1,268 @@
+"""Ranks on several machines watch each other: torchrun sees only those of its own machine.
+
+Every rank keeps a connection to rank 0, which carries nothing while all is well. The system closes it when a process
+ends, and its keepalive probes find a machine or a link that is gone. The system answers the probes and not the process,
+so neither a long computation nor a long wait for another rank counts as a loss.
+
+A token that the ranks exchange before keeps strangers out, and a rank listens only where the others reach it. Messages
+are neither signed nor encrypted: see docs/several-machines.md.
+"""
+
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.process import tell_launcher
+
+_MEET = 60.0  # seconds in which all ranks connect
+_STRANGERS = 256  # connections that have not said the token; beyond, the oldest is closed
+_LONGEST = 1 << 16  # bytes of a message
+_GRACE = 1.0  # seconds for a rank to end by itself, with its own message; less than `guarded` waits before a traceback
+
+_watch: "Watch | None" = None
+
+
+class Watch:
+    """This rank's connections; a thread ends the process when another rank is lost.
+
+    Args:
+        rank: this process's rank.
+        peers: a connection to rank 0, or on rank 0 one to each other rank.
+        places: name of each rank's machine, and the machine's number.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket], places: list[tuple[str, int]]) -> None:
+        self._rank, self._peers, self._places = rank, peers, places
+        self._closing = self._told = False
+        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+
+    def tell(self, text: str) -> None:
+        """Tell the other ranks why this one ends."""
+        self._told = True
+        self._send({"rank": self._rank, "text": text})
+
+    def close(self) -> None:
+        """Stop watching; every rank has done its work."""
+        self._closing = True
+        self._send({})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        for peer in self._peers.values():
+            with suppress(OSError):
+                peer.settimeout(_GRACE)
+                peer.sendall(json.dumps(message).encode() + b"\n")
+
+    def _listen(self) -> None:
+        received = dict.fromkeys(self._peers, b"")
+        with selectors.DefaultSelector() as selector:
+            for rank, peer in self._peers.items():
+                selector.register(peer, selectors.EVENT_READ, rank)
+            while selector.get_map() and not self._closing:
+                for key, _ in selector.select():
+                    rank, (data, why) = key.data, _read(key.fileobj)  # type: ignore[arg-type]
+                    lines, _, rest = (received[rank] + data).rpartition(b"\n")
+                    received[rank] = rest[:_LONGEST]
+                    messages = [each for each in map(self._parsed, lines.split(b"\n")) if each is not None]
+                    if not data:
+                        messages.append({"rank": rank, "text": f"{why}; {_CURE}", "lost": True})
+                    if messages:
+                        selector.unregister(key.fileobj)
+                    if messages and messages[0]:  # an empty one says that all went well
+                        self._end(messages[0])  # where all ranks fail, rank 0 sends several
+
+    def _parsed(self, line: bytes) -> dict[str, Any] | None:
+        """A message of a rank; None for anything else."""
+        try:
+            message = json.loads(line)
+            rank, text = (message["rank"], message["text"]) if message else (0, "")
+        except (ValueError, RecursionError, LookupError, TypeError):
+            return None
+        known = type(rank) is int and 0 <= rank < len(self._places) and isinstance(text, str)
+        return message if known and isinstance(message, dict) else None
+
+    def _end(self, message: dict[str, Any]) -> None:
+        """End this process because another rank has failed, or is lost."""
+        lost, text = message["rank"], message["text"]
+        host, node = self._places[lost]
+        here = node == self._places[self._rank][1]
+        if not self._rank:
+            self._send(message)
+        time.sleep(_GRACE)
+        if self._closing:
+            return
+        if not self._told and not (here and "lost" in message):  # torchrun tells how processes on its machine ended
+            _print(f"error: {text}" if here else f"error: rank {lost} on {host}: {text}")
+        os._exit(1)  # the main thread may wait for the lost rank in C++ code
+
+
+_CURE = "resume_from_checkpoint=True continues the run, also on the machines that are left"
+
+
+def _read(peer: socket.socket) -> tuple[bytes, str]:
+    """What arrived; nothing where the connection is lost, and why that is."""
+    try:
+        return peer.recv(65536), "its process ended, see the messages there"
+    except ConnectionResetError:
+        return b"", "its process ended, see the messages there"
+    except OSError as error:
+        return b"", f"its machine does not answer ({error.strerror or error})"
+
+
+def _print(message: str) -> None:
+    if not tell_launcher(message):
+        print(message, file=sys.stderr, flush=True)
+
+
+def begin(rank: int, node: int, gather: Callable[[Any], list[Any]], timeout: float) -> None:
+    """Connect this rank; every rank calls this together.
+
+    Args:
+        rank: this process's rank.
+        node: number of its machine.
+        gather: returns every rank's value in rank order, on every rank.
+        timeout: seconds without an answer after which a machine counts as lost.
+
+    Raises:
+        UserError: rank 0 cannot be reached.
+    """
+    global _watch
+    problem, address = "", ""
+    try:
+        address = _reached() if rank else ""
+    except OSError as error:
+        problem = error.strerror or str(error)
+    shared = gather((socket.gethostname(), node, address))
+    places = [(host, number) for host, number, _ in shared]
+    servers = {} if rank else {seen: _server(seen) for seen in {seen for _, _, seen in shared if seen}}
+    ports = {seen: server.getsockname()[1] for seen, server in servers.items()}
+    ports, token = gather((ports, secrets.token_hex(16)))[0]
+    hello, peers = token.encode(), {}
+    try:
+        if not all(seen for _, _, seen in shared[1:]):
+            pass  # somebody has a problem already
+        elif not rank:
+            peers = _accept(list(servers.values()), hello, len(shared) - 1)
+        else:
+            peers = {0: _connect(address, ports[address], hello, rank)}
+    except OSError as error:
+        problem = error.strerror or str(error)
+    for peer in peers.values():
+        _keep_alive(peer, timeout)
+    failed = [(at, problem) for at, problem in enumerate(gather(problem)) if problem]
+    if failed:
+        at, problem = failed[-1]
+        port = f", port {ports[shared[at][2]]}" if shared[at][2] else ""
+        raise UserError(
+            f"rank {at} on {places[at][0]} cannot reach rank 0 on {places[0][0]}{port}: {problem}. The machines of a "
+            "run must reach each other on every TCP port; look at their firewalls"
+        )
+    _watch = Watch(rank, peers, places)
+
+
+def tell(text: str) -> bool:
+    """Tell the other ranks why this one ends; return whether there are connections to do so."""
+    if _watch is None:
+        return False
+    _watch.tell(text)
+    return True
+
+
+def close() -> None:
+    """Stop watching; every rank has done its work."""
+    global _watch
+    if _watch is not None:
+        _watch.close()
+    _watch = None
+
+
+def _reached() -> str:
+    """The address at which this process reaches rank 0's machine, where torchrun's store listens."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.create_connection(place, timeout=_MEET / 2) as probe:
+        return str(probe.getpeername()[0])
+
+
+def _server(address: str) -> socket.socket:
+    """Listen at an address of this machine; at all of them if it has not this one, as behind a NAT."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError):
+        return socket.create_server((address, 0), family=family)
+    return socket.create_server(("", 0), family=family)
+
+
+def _accept(servers: Sequence[socket.socket], hello: bytes, count: int) -> dict[int, socket.socket]:
+    """Wait for ``count`` ranks, each of which says ``hello`` and its number.
+
+    Raises:
+        TimeoutError: not all of them came within a minute.
+    """
+    found: dict[int, socket.socket] = {}
+    said: dict[socket.socket, bytes] = {}  # those that have not said all yet, the oldest first
+    length, end = len(hello) + 4, time.monotonic() + _MEET
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+
+        def drop(peer: socket.socket) -> bytes:
+            selector.unregister(peer)
+            return said.pop(peer)
+
+        for server in servers:
+            stack.enter_context(server).setblocking(False)
+            selector.register(server, selectors.EVENT_READ)
+        while len(found) < count and time.monotonic() < end:
+            for key, _ in selector.select(end - time.monotonic()):
+                peer: Any = key.fileobj
+                if peer in servers:
+                    if len(said) >= _STRANGERS:
+                        drop(oldest := next(iter(said)))
+                        oldest.close()
+                    with suppress(OSError):  # it has left again
+                        peer = peer.accept()[0]
+                        peer.setblocking(False)
+                        selector.register(peer, selectors.EVENT_READ)
+                        said[peer] = b""
+                elif peer in said:
+                    data = b""
+                    with suppress(OSError):
+                        data = peer.recv(length - len(said[peer]))
+                    said[peer] += data
+                    if data and len(said[peer]) < length:
+                        continue
+                    content = drop(peer)
+                    if hmac.compare_digest(content[:-4], hello):
+                        found[int.from_bytes(content[-4:], "big")] = peer
+                    else:  # not one of ours
+                        peer.close()
+        for peer in list(said):
+            drop(peer)
+            peer.close()
+    if len(found) < count:
+        raise TimeoutError("timed out")
+    return found
+
+
+def _connect(address: str, port: int, hello: bytes, rank: int) -> socket.socket:
+    peer = socket.create_connection((address, port), timeout=_MEET / 2)
+    peer.sendall(hello + rank.to_bytes(4, "big"))
+    return peer
+
+
+def _keep_alive(peer: socket.socket, timeout: float) -> None:
+    """Have the system find out within about ``timeout`` seconds that the other side is gone."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle, interval = max(1, round(timeout / 3)), max(1, round(timeout / 9))
+    options = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": 6}
+    options["TCP_USER_TIMEOUT"] = round(timeout * 1000)  # where data wait for an answer there are no probes
+    for name, value in options.items():
+        if hasattr(socket, name):  # not on every system
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

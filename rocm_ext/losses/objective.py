@@ -1,0 +1,267 @@
+"""The base class of objectives. An objective gives a step's loss as a value and a derivative per label.
+
+A usual loss builds logits of shape [tokens, vocabulary] for every token, including masked ones. It keeps them for the
+backward pass and adds their gradient, which takes 7.5 GB in fp32 at 152k words and 4,096 tokens. Here the gradient of
+each chunk is computed as soon as its logits exist, so memory holds the logits of one chunk at a time. The idea is from
+Liger Kernel's FusedLinearCrossEntropy (arXiv:2410.10989). This version is plain torch and works for any head: tied,
+with LoRA, with soft-capping.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.losses.tally import Tally
+
+Head = Callable[[Tensor], Tensor]
+Terms = tuple[Tensor, Tensor | None]
+
+# Labels per chunk: enough to fill the device's matrix units, with logits that are small compared to the model.
+_CHUNK = {"cuda": 1024, "cpu": 256}
+
+
+class Objective(ABC):
+    """A function of the labels' negative log-likelihoods (NLL).
+
+    A subclass defines :meth:`terms` and declares its needs in attributes of the class or the instance:
+
+    - ``columns``: names of the per-token columns (``old_logprobs``, ``advantages``, …) that the rows must have.
+    - ``whole_sequences``: :meth:`terms` gets all labels of a micro-batch at once instead of a chunk, so that it can
+      sum over sequences. A micro-batch always holds whole sequences, so these sums are complete. This costs a second
+      pass through the output layer: the first pass computes only the NLLs.
+    - ``temperature``: the logits are divided by it before anything else.
+    - ``better``: whether ``higher`` or ``lower`` values are better, by the name of a measurement.
+      ``early_stopping_metric`` may name these with ``val_`` before them.
+    - ``entropy_coef``: this times the entropy of each label's distribution, in nats, is subtracted from its value.
+
+    While a training step runs, ``tally`` takes what :meth:`terms` measures beside the loss; otherwise it is None. The
+    trainer writes these means and maxima to ``metrics.jsonl``.
+
+    Args:
+        normalize: divisor of a step's sum. ``tokens`` divides by the number of the step's labels. ``sequences``
+            averages the labels of each sequence, and then the sequences of the step. A number divides by this number
+            times the step's sequences (Dr. GRPO, arXiv:2503.20783). All counts cover the whole step, over all
+            micro-batches and ranks.
+        chunk_tokens: number of labels whose logits are in memory at once; None: 1,024 on a GPU, 256 on a CPU.
+
+    Raises:
+        UserError: an argument is out of range.
+    """
+
+    columns: tuple[str, ...] = ()
+    whole_sequences: bool = False
+    temperature: float = 1.0
+    entropy_coef: float = 0.0
+    better: Mapping[str, str] = {}
+    tally: Tally | None = None
+
+    def __init__(self, normalize: str | float = "tokens", chunk_tokens: int | None = None) -> None:
+        if chunk_tokens is not None and not (type(chunk_tokens) is int and chunk_tokens >= 1):
+            raise UserError(f"loss.chunk_tokens is {chunk_tokens!r}; expected a whole number of at least 1")
+        number = isinstance(normalize, int | float) and not isinstance(normalize, bool) and normalize > 0
+        if not number and normalize not in ("tokens", "sequences"):
+            raise UserError(f"loss.normalize is {normalize!r}; expected tokens, sequences or a number above 0")
+        self.normalize, self.chunk_tokens = normalize, chunk_tokens
+
+    @abstractmethod
+    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+        """Compute each label's contribution to the objective, and its derivative with respect to the label's NLL.
+
+        With ``whole_sequences`` a value may depend on all labels of the micro-batch. The derivative of label i is then
+        that of the *sum* of the values with respect to the NLL of label i. ``normalize: sequences`` weighs each
+        sequence, so there a value may depend only on labels of its own sequence.
+
+        The memory plan runs this method on fake tensors: shapes must not depend on values (no ``.item()``, no boolean
+        masks as an index).
+
+        Args:
+            nll: [n] fp32, NLL of each label under the current model.
+            columns: [n] fp32 each, by name: at least those that the attribute ``columns`` names, and whatever other
+                columns the rows have.
+            sequence: [n] int64, number of each label's sequence; each micro-batch numbers its sequences from 0 without
+                gaps.
+
+        Returns:
+            Value [n] and derivative [n], both fp32. None instead of a derivative means 1 everywhere.
+        """
+
+    def weights(self, sequence: Tensor) -> Tensor | None:
+        """Compute the weight of each label's value that ``normalize`` requires.
+
+        Args:
+            sequence: [n] int64, number of the sequence of each label in a micro-batch.
+
+        Returns:
+            Weights [n] fp32; None means 1 everywhere.
+        """
+        if self.normalize != "sequences":
+            return None
+        return 1.0 / sum_over_sequences(torch.ones_like(sequence, dtype=torch.float32), sequence)
+
+    def denominator(self, labels: float, sequences: float) -> float:
+        """Compute the divisor of the sum over a step.
+
+        Args:
+            labels: number of labels in the whole step.
+            sequences: number of sequences in the whole step that have a label.
+        """
+        if self.normalize == "tokens":
+            return labels
+        return sequences if self.normalize == "sequences" else float(self.normalize) * sequences
+
+    def chunk_for(self, device: torch.device) -> int:
+        """Return the number of labels whose logits exist at once on ``device``."""
+        return self.chunk_tokens or _CHUNK.get(device.type, 256)
+
+    def __call__(
+        self, head: Head, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor], sequence: Tensor
+    ) -> Tensor:
+        """Sum the objective over the labels of a micro-batch.
+
+        Args:
+            head: output layer; it maps [n, d] to logits [n, v].
+            hidden: [n, d], hidden states that predict ``targets``.
+            targets: [n], token ids, without masked ones.
+            columns, sequence: see :meth:`terms`.
+
+        Returns:
+            Scalar in fp32, differentiable with respect to ``hidden`` and the head's parameters. Divide the sum over
+            a step by :meth:`denominator`.
+        """
+        parameters = [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Module) else []
+        labels = _Labels(self, targets, columns, sequence)
+        return _Summed.apply(head, labels, torch.is_grad_enabled(), hidden, *parameters)
+
+
+class _Labels:
+    """The labels of a micro-batch, with their columns, sequences and weights."""
+
+    def __init__(self, objective: Objective, targets: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> None:
+        self.objective, self.targets, self.columns, self.sequence = objective, targets, columns, sequence
+        self._weights = objective.weights(sequence)
+        self._whole: Terms | None = None
+        # Weights of 1/length would push gradients of 16-bit logits below the smallest fp16. So weights are at least 1
+        # while gradients are 16 bits wide, and `scale` is multiplied in afterwards, together with the loss scale.
+        self.scale: Tensor | None = None
+        if self._weights is not None and len(self._weights):
+            self.scale = self._weights.min()
+            self._weights = self._weights / self.scale
+
+    def chunks(self) -> Iterator[slice]:
+        """Yield slices of labels; the logits of one slice exist at a time."""
+        size = self.objective.chunk_for(self.targets.device)
+        return (slice(start, start + size) for start in range(0, len(self.targets), size))
+
+    def logits(self, head: Head, hidden: Tensor) -> Tensor:
+        """Return the logits [n, v] of one chunk, divided by the temperature."""
+        logits, temperature = head(hidden), self.objective.temperature
+        return logits if temperature == 1 else logits / temperature
+
+    def look_ahead(self, head: Head, hidden: Tensor) -> None:
+        """Do the first pass for an objective with ``whole_sequences``: compute NLLs and terms of all labels."""
+        if not len(self.targets):
+            return
+        # the second pass draws the same dropout in the head
+        with torch.no_grad(), torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
+            nll = [
+                _nll(self.logits(head, hidden[rows]), self.targets[rows], gradient=False)[0] for rows in self.chunks()
+            ]
+        self._whole = self.objective.terms(torch.cat(nll), self.columns, self.sequence)
+
+    def terms(self, nll: Tensor, rows: slice) -> Terms:
+        """Return the weighted value and derivative of one chunk, without its entropy."""
+        if self._whole is None:
+            columns = {name: column[rows] for name, column in self.columns.items()}
+            value, derivative = self.objective.terms(nll, columns, self.sequence[rows])
+        else:
+            value, derivative = (None if part is None else part[rows] for part in self._whole)  # type: ignore[assignment]
+        weights = self.weights(rows)
+        if weights is None:
+            return value, derivative
+        return value * weights, weights if derivative is None else derivative * weights
+
+    def weights(self, rows: slice) -> Tensor | None:
+        """Return the weights of one chunk; None means 1 everywhere."""
+        return None if self._weights is None else self._weights[rows]
+
+    def add_negative_entropy(self, logits: Tensor, rows: slice, gradient: Tensor | None) -> Tensor:
+        """Return ``-entropy_coef`` times the weighted entropies of one chunk; add its derivative to ``gradient``.
+
+        This takes two more fp32 buffers of the logits' size.
+        """
+        log_probabilities = logits.log_softmax(dim=-1, dtype=torch.float32)
+        negative = (log_probabilities.exp() * log_probabilities).sum(dim=-1, keepdim=True)
+        scale = self.objective.entropy_coef * (1 if (weights := self.weights(rows)) is None else weights[:, None])
+        if gradient is not None:  # d sum(p log p) / d logits = p (log p - sum(p log p))
+            gradient += scale * log_probabilities.exp() * (log_probabilities - negative)
+        return (scale * negative).sum()
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head, labels, train, hidden, *parameters):  # type: ignore[override]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden) if train else None
+        grads = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+        if labels.objective.whole_sequences:
+            labels.look_ahead(head, hidden)
+        for rows in labels.chunks():
+            with torch.set_grad_enabled(train):
+                h = hidden[rows].detach().requires_grad_(train)
+                logits = labels.logits(head, h)
+            nll, grad_logits = _nll(logits.detach(), labels.targets[rows], gradient=train)
+            value, derivative = labels.terms(nll, rows)
+            total += value.sum()
+            if train and derivative is not None:
+                grad_logits *= derivative[:, None]
+            if labels.objective.entropy_coef:
+                total += labels.add_negative_entropy(logits.detach(), rows, grad_logits)
+            if not train:
+                continue
+            first, *rest = torch.autograd.grad(logits, (h, *parameters), grad_logits.to(logits.dtype))
+            grad_hidden[rows] = first
+            for sum_, grad in zip(grads, rest, strict=True):
+                sum_ += grad
+            del logits, grad_logits  # frees them before the next chunk's logits exist
+        ctx.scale = labels.scale
+        if train:
+            ctx.save_for_backward(grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))
+        return total if labels.scale is None else total * labels.scale
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[override]
+        grad_hidden, *grads = ctx.saved_tensors
+        grad_output = grad_output if ctx.scale is None else grad_output * ctx.scale
+        return None, None, None, grad_hidden * grad_output, *(g * grad_output for g in grads)
+
+
+def sum_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:
+    """Sum ``values`` over each sequence, and give every label the sum of its sequence.
+
+    Args:
+        values: [n], one value per label.
+        sequence: [n], see :meth:`Objective.terms`.
+
+    Returns:
+        [n], the sum of each label's sequence.
+    """
+    # n sums suffice, because there are at most as many sequences as labels
+    return torch.zeros_like(values).index_add_(0, sequence, values)[sequence]
+
+
+def _nll(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Any]:
+    """Return the NLL [n] of ``targets`` [n] under ``logits`` [n, v], and its gradient [n, v] or None, in fp32."""
+    if not gradient:
+        return F.cross_entropy(logits.float(), targets, reduction="none"), None
+    # this takes one fp32 buffer, also for 16-bit logits; logsumexp would need a second one while it runs
+    log_probabilities = logits.log_softmax(dim=-1, dtype=torch.float32)
+    nll = -log_probabilities.gather(-1, targets[:, None]).squeeze(-1)
+    # d nll / d logits = softmax - onehot; the logits stay intact, because a head such as tanh needs its output again
+    probabilities = log_probabilities.exp_()
+    probabilities.scatter_add_(-1, targets[:, None], probabilities.new_full((len(targets), 1), -1.0))
+    return nll, probabilities

@@ -1,0 +1,185 @@
+"""Losses of pairs: DPO and its kin, which raise the chosen answer's probability relative to the rejected one's."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.losses.objective import Objective, Terms
+from rocm_ext.losses.tally import Tally
+
+_HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
+_BETTER = {
+    **dict.fromkeys(("margin", "accuracy", "reward_chosen", "logprobs_chosen"), "higher"),
+    **dict.fromkeys(("reward_rejected", "logprobs_rejected"), "lower"),
+}
+# scores of both sides, beta, label smoothing, gamma -> value, derivatives with respect to both scores
+Loss = Callable[[Tensor, Tensor, float, float, float], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What sets a loss apart.
+
+    Attributes:
+        loss: the function.
+        reference: whether an answer's score is relative to the reference model.
+        normalized: whether the score is a mean over tokens, unless the user says otherwise.
+        smooth: whether the loss has label smoothing.
+        gamma: the default target margin; None: the loss has none.
+    """
+
+    loss: Loss
+    reference: bool = True
+    normalized: bool = False
+    smooth: bool = False
+    gamma: float | None = None
+
+
+def _logistic(
+    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    margin = beta * (chosen - rejected) - gamma
+    value = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+    slope = beta * (smoothing - torch.sigmoid(-margin))
+    return value, slope, -slope
+
+
+def _hinge(
+    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    value = F.relu(1 - beta * (chosen - rejected))
+    slope = torch.where(value > 0, -beta, 0.0)
+    return value, slope, -slope
+
+
+def _ipo(
+    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    distance = chosen - rejected - 1 / (2 * beta)
+    return distance.square(), 2 * distance, -2 * distance
+
+
+def _apo_zero(
+    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    up, down = torch.sigmoid(beta * chosen), torch.sigmoid(beta * rejected)
+    return 1 - up + down, -beta * up * (1 - up), beta * down * (1 - down)
+
+
+LOSSES = {
+    "sigmoid": _Kind(_logistic, smooth=True),  # DPO, arXiv:2305.18290
+    "ipo": _Kind(_ipo, normalized=True),  # arXiv:2310.12036
+    "hinge": _Kind(_hinge),  # SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657
+    "simpo": _Kind(_logistic, reference=False, normalized=True, smooth=True, gamma=0.5),  # arXiv:2405.14734
+    "apo_zero": _Kind(_apo_zero),  # arXiv:2408.06266
+}
+
+
+class Preference(Objective):
+    """The loss of pairs of answers to one prompt, of which one is chosen and one is rejected.
+
+    The two sequences of a pair follow each other, so sequences 2 i and 2 i + 1 of a micro-batch are pair i, and both
+    have labels. Columns, per label: ``side``, 1 for the chosen answer and -1 for the rejected one, and
+    ``reference_logprobs``, which ``simpo`` does not need. A step divides by its pairs.
+
+    The score of an answer is the sum of its log-probs, minus those of the reference. Its reward is ``beta`` times the
+    score. A step measures, as means over its pairs: ``reward_chosen`` and ``reward_rejected``, their difference
+    ``margin``, the share ``accuracy`` of pairs with a margin above 0, and ``logprobs_chosen`` and
+    ``logprobs_rejected``, the sums of the log-probs of an answer. With a reference it also measures ``kl``, the mean
+    of ``exp(d) (d - 1) + 1`` with ``d = current - reference`` over all labels. It estimates the KL divergence from the
+    reference per token, without bias for answers that the reference wrote.
+
+    Args:
+        loss: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo`` or ``apo_zero``.
+        beta: factor of the scores; in ``ipo`` the regularisation, tau.
+        label_smoothing: assumed share of pairs whose sides are swapped (conservative DPO); ``sigmoid`` and ``simpo``.
+        gamma: target margin of ``simpo``; None: 0.5.
+        rpo_alpha: factor of the chosen answer's mean NLL per token, which is added (RPO, arXiv:2404.19733).
+        length_normalized: whether a score is the mean over the answer's tokens instead of the sum; None: in ``ipo``
+            and ``simpo``.
+        chunk_tokens: see :class:`Objective`.
+
+    Raises:
+        UserError: an argument is out of range, or the loss does not have it.
+    """
+
+    whole_sequences = True
+
+    def __init__(
+        self,
+        loss: str = "sigmoid",
+        *,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        gamma: float | None = None,
+        rpo_alpha: float = 0.0,
+        length_normalized: bool | None = None,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        if loss not in LOSSES:
+            raise UserError(f"loss.loss is {loss!r}; expected one of {', '.join(LOSSES)}")
+        kind = LOSSES[loss]
+        _check("beta", beta, lambda x: x > 0, "a number above 0")
+        _check("rpo_alpha", rpo_alpha, lambda x: x >= 0, "a number of at least 0")
+        _check("label_smoothing", label_smoothing, lambda x: 0 <= x < 0.5, "a share from 0 to under 0.5")
+        if label_smoothing and not kind.smooth:
+            raise UserError(f"loss {loss} has no label_smoothing; sigmoid and simpo have it")
+        if gamma is not None:
+            _check("gamma", gamma, lambda x: x >= 0, "a number of at least 0, or null")
+            if kind.gamma is None:
+                raise UserError(f"loss {loss} has no gamma; simpo has it")
+        if length_normalized not in (None, True, False):
+            raise UserError(f"loss.length_normalized is {length_normalized!r}; expected True, False or null")
+        super().__init__(0.5, chunk_tokens)  # a pair is two sequences
+        self.kind, self.beta, self.label_smoothing, self.rpo_alpha = kind, beta, label_smoothing, rpo_alpha
+        self.gamma = (kind.gamma or 0.0) if gamma is None else gamma
+        self.length_normalized = kind.normalized if length_normalized is None else length_normalized
+        self.columns = ("side", *["reference_logprobs"] * kind.reference)
+        self.better = _BETTER | ({"kl": "lower"} if kind.reference else {})
+
+    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+        """Return the terms as :meth:`Objective.terms` does; the labels of a pair share its value equally."""
+        pair = sequence // 2
+        chosen = (columns["side"] > 0).float()
+        rejected = 1 - chosen
+        logprobs = -nll - columns["reference_logprobs"] if self.kind.reference else -nll
+        of_chosen, of_rejected = (_sum(side, pair).clamp(min=1) for side in (chosen, rejected))
+        per = (of_chosen, of_rejected) if self.length_normalized else (1.0, 1.0)
+        scores = _sum(logprobs * chosen, pair) / per[0], _sum(logprobs * rejected, pair) / per[1]
+        value, up, down = self.kind.loss(*scores, self.beta, self.label_smoothing, self.gamma)
+        if self.tally is not None:
+            sums = _sum(-nll * chosen, pair), _sum(-nll * rejected, pair)
+            self._measure(self.tally, scores, sums, _sum(chosen, pair) > 0)
+            if self.kind.reference:
+                distance = logprobs.clamp(max=_HIGHEST)
+                self.tally.mean("kl", distance.exp() * (distance - 1) + 1)
+        derivative = -(up / per[0])[pair] * chosen - (down / per[1])[pair] * rejected  # the NLL is minus the log-prob
+        if self.rpo_alpha:
+            value = value + self.rpo_alpha * _sum(nll * chosen, pair) / of_chosen
+            derivative = derivative + self.rpo_alpha * chosen / of_chosen[pair]
+        return (value / (of_chosen + of_rejected))[pair], derivative
+
+    def _measure(self, tally: Tally, scores: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], pairs: Tensor) -> None:
+        """Measure scores and sums of log-probs of both sides [n], where ``pairs`` [n] says that there is a pair."""
+        chosen, rejected = (self.beta * score for score in scores)
+        tally.mean("reward_chosen", chosen, pairs)
+        tally.mean("reward_rejected", rejected, pairs)
+        tally.mean("margin", chosen - rejected, pairs)
+        tally.mean("accuracy", chosen > rejected, pairs)
+        tally.mean("logprobs_chosen", sums[0], pairs)
+        tally.mean("logprobs_rejected", sums[1], pairs)
+
+
+def _sum(values: Tensor, pair: Tensor) -> Tensor:
+    """Sum values [n] over pairs; entry i is that of pair i. There are fewer pairs than labels, so n entries suffice."""
+    return torch.zeros_like(values).index_add_(0, pair, values)
+
+
+def _check(name: str, value: float, fits: Callable[[float], bool], expected: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    if not (number and fits(value)):
+        raise UserError(f"loss.{name} is {value!r}; expected {expected}")

@@ -1,0 +1,113 @@
+"""``bench.json``, the file that ``rocm-ext bench`` writes: its place, its content, and whether it fits this machine."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.log import log
+from rocm_ext.machine.choices import COMPILE
+from rocm_ext.machine.detect import Machine
+
+_FIGURES = {"bandwidth", "efficiency", "decode_efficiency", "link", "attention", "launch"}  # beside flops
+# The settings that `hardware: auto` takes over. Sizes, dtype and attention are left out: they depend on the config
+TAKEN_OVER: dict[str, Callable[[Any], bool]] = {
+    "num_workers": lambda value: type(value) is int,
+    "pin_memory": lambda value: type(value) is bool,
+    "compile": lambda value: type(value) is not int and value in COMPILE,
+}
+
+
+@dataclass(frozen=True)
+class BenchFile:
+    """The parts of the file that other programs use.
+
+    Attributes:
+        date: day of the measurement, as in 2026-01-31.
+        machine: the :func:`machine_key` of the machine that was measured.
+        figures: arguments of :class:`rocm_ext.plan.speeds.Figures`.
+        settings: the fastest values of the keys in :data:`TAKEN_OVER`.
+    """
+
+    date: str
+    machine: Mapping[str, Any]
+    figures: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "BenchFile":
+        """Read the file.
+
+        Raises:
+            UserError: where it is not a complete file of ``rocm-ext bench``.
+        """
+        try:
+            content = json.loads(path.read_text())
+            figures = check_figures(content["figures"])
+            settings = {key: content["settings"][key] for key in TAKEN_OVER if key in content["settings"]}
+            if wrong := [key for key, value in settings.items() if not TAKEN_OVER[key](value)]:
+                raise ValueError(f"{wrong[0]} is {settings[wrong[0]]!r}")
+            return cls(str(content["date"]), dict(content["machine"]), figures, settings)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"cannot read {path} as a file of `rocm-ext bench` ({one_line(error)}); measure again: rocm-ext bench"
+            ) from error
+
+
+def check_figures(content: Any) -> dict[str, Any]:
+    """Check the figures of a measurement, and return them as arguments of :class:`rocm_ext.plan.speeds.Figures`.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: they are damaged.
+    """
+    flops = {dtype: float(value) for dtype, value in content["flops"].items()}
+    others = {key: float(value) for key, value in content.items() if key != "flops"}
+    if unknown := others.keys() - _FIGURES:
+        raise ValueError(f"unknown figure {sorted(unknown)[0]}")
+    if not all(0 < value < math.inf for value in (*flops.values(), others["bandwidth"], *others.values())):
+        raise ValueError("a speed is not a number above 0")
+    return {"flops": flops, **others}
+
+
+def bench_path() -> Path | None:
+    """The path of the file: $ROCM_EXT_BENCH, or ``bench.json`` in the cache folder; None for a user without a home."""
+    if named := os.environ.get("ROCM_EXT_BENCH"):
+        return Path(named)
+    cache = cache_folder()
+    return cache / "bench.json" if cache else None
+
+
+def cache_folder() -> Path | None:
+    """The user's folder for files of this library; None for a user without a home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return cache / "torchtune-rocm" if cache.is_absolute() else None
+
+
+def machine_key(machine: Machine) -> dict[str, Any]:
+    """What identifies a machine: a measurement is valid where all of this is equal."""
+    return {
+        "backend": machine.backend,
+        "arch": machine.arch,
+        "name": machine.name,
+        "torch": machine.torch,
+        "cores": os.cpu_count() if machine.backend == "cpu" else None,
+    }
+
+
+def of_this_machine(machine: Machine) -> BenchFile | None:
+    """The file at :func:`bench_path` if it was measured on ``machine``, else None. Warns of a damaged file."""
+    path = bench_path()
+    try:
+        if path is None or not path.is_file():
+            return None
+        found = BenchFile.read(path)
+    except PermissionError:  # of the folder
+        return None
+    except UserError as error:
+        log.warning("%s", error)
+        return None
+    return found if found.machine == machine_key(machine) else None

@@ -1,0 +1,203 @@
+"""The memory budget: how many bytes a process may take on its device, and opening the device with that cap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine.detect import Machine, host_memory, parse_version, shared_memory
+from rocm_ext.machine.profile import Profile
+
+if TYPE_CHECKING:  # `rocm-ext doctor` computes budgets where torch does not import
+    import torch
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Sizes of the host's memory in bytes.
+
+    Attributes:
+        total: what the kernel has.
+        available: what is free, or can be freed.
+        gtt: what an integrated GPU may map; None: unknown.
+        carve_out: what the BIOS keeps for an integrated GPU; None: unknown.
+    """
+
+    total: int
+    available: int
+    gtt: int | None = None
+    carve_out: int | None = None
+
+
+def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), taken: int = 0) -> tuple[int, str]:
+    """The bytes that one process may take on its device now.
+
+    Args:
+        profile: the machine's profile; it says which memory counts and how much the host keeps.
+        machine: this one.
+        root: where ``proc`` and ``sys`` are.
+        taken: bytes of it that the process has taken already.
+
+    Returns:
+        The bytes, with ``taken``, and the reason.
+
+    Raises:
+        UserError: where unified memory leaves nothing after the host's share.
+    """
+    total, available = (host_memory(root, key) for key in ("MemTotal", "MemAvailable"))
+    return budget_from(profile, machine, HostMemory(total, available, *shared_memory(root)), taken)
+
+
+def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
+    """Whether an integrated GPU allocates in its carve-out. amdgpu prefers GTT only where GTT is larger
+    (apu_prefer_gtt; ROCm#6050).
+
+    Args:
+        gtt: bytes of host memory that the GPU may map; None: unknown.
+        vram: bytes of its carve-out; None: unknown.
+    """
+    return gtt is not None and vram is not None and vram >= gtt
+
+
+def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int = 0) -> tuple[int, str]:
+    """:func:`memory_budget`, of sizes that the caller has read.
+
+    Args:
+        profile: the machine's profile.
+        machine: machine whose total_memory counts.
+        host: its memory.
+        taken: bytes of the device's memory that the process has taken already.
+
+    Returns:
+        The bytes, with ``taken``, and the reason.
+
+    Raises:
+        UserError: where unified memory leaves nothing after the host's share.
+    """
+    kind = profile.memory["of"]
+    if kind == "host":
+        return host.available, f"{_gib(host.available)} of host memory are available"
+    if kind == "device":
+        fraction = profile.memory["fraction"]
+        total = machine.total_memory
+        return int(total * fraction), f"{fraction:.0%} of the GPU's {_gib(total)}"
+
+    if uses_carve_out(host.gtt, host.carve_out):  # takes no host memory
+        return int(0.95 * machine.total_memory), f"95% of the carve-out's {_gib(machine.total_memory)}"
+    mappable = {"total_memory": machine.total_memory, **({} if host.gtt is None else {"GTT": host.gtt})}
+    limits = [_share_of(profile, size, name) for name, size in mappable.items()]
+    limits.append(_beside_host(profile, host.total, "MemTotal"))
+    # MemAvailable leaves out what the desktop uses. Half of the host's share stays free for its growth and for this
+    # process's own memory on the host
+    free, room = host.available + taken, _host_share(profile, host.total) // 2
+    if free <= room:
+        raise UserError(f"unified memory: MemAvailable is {_gib(free)}, the host keeps {_gib(room)}. Free host memory")
+    limits.append((free - room, f"MemAvailable {_gib(free)} less {_gib(room)}"))
+    return _least(limits)
+
+
+def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
+    """The budget on another machine, from its data sheet.
+
+    Args:
+        profile: that machine's profile.
+        memory: bytes on its device.
+
+    Returns:
+        The bytes and the reason.
+    """
+    if profile.memory["of"] == "device":
+        fraction = profile.memory["fraction"]
+        return int(memory * fraction), f"{fraction:.0%} of {_gib(memory)}"
+    if profile.memory["of"] == "host":
+        return memory, f"all of {_gib(memory)}"
+    return _least([_share_of(profile, memory, "the memory"), _beside_host(profile, memory, "the memory")])
+
+
+def _share_of(profile: Profile, size: int, name: str) -> tuple[int, str]:
+    fraction = profile.memory["fraction"]
+    return int(fraction * size), f"{fraction:.0%} of {name} {_gib(size)}"
+
+
+def _beside_host(profile: Profile, total: int, name: str) -> tuple[int, str]:
+    share = _host_share(profile, total)
+    return total - share, f"{name} {_gib(total)} less {_gib(share)} for the host"
+
+
+def _host_share(profile: Profile, total: int) -> int:
+    """Bytes of unified memory that the host keeps, its desktop included."""
+    return int(min(profile.memory["host_gib"] * GIB, profile.memory["host_fraction"] * total))
+
+
+def _least(limits: list[tuple[int, str]]) -> tuple[int, str]:
+    return min(limits)[0], f"the least of {', '.join(why for _, why in limits)}"
+
+
+def memory_parameters(kernel: str, gib: int, ttm: str = "ttm") -> str:
+    """The kernel parameters that let an integrated GPU map all of the memory; the default is half
+    (ROCm#5444, ROCm#6004). amdgpu.gttsize is deprecated since Linux 6.16.
+
+    Args:
+        kernel: ``uname -r``; empty: unknown.
+        gib: GiB of unified memory.
+        ttm: the kernel module, see :func:`rocm_ext.machine.detect.ttm_module`.
+    """
+    limit = f"{ttm}.pages_limit={gib * 2**18}"  # pages of 4 KiB
+    if not before_6_16(kernel):
+        return limit
+    return f"amd_iommu=off amdgpu.gttsize={gib * 1024} {limit}"  # MiB
+
+
+def before_6_16(kernel: str) -> bool:
+    """Whether this kernel needs amd_iommu=off and amdgpu.gttsize. An unknown kernel counts as newer."""
+    return () < parse_version(kernel) < (6, 16)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def open_device(
+    profile: Profile,
+    machine: Machine,
+    local_rank: int = 0,
+    memory_fraction: float | None = None,
+    device: str | None = None,
+) -> torch.device:
+    """Make this rank's device current and cap its memory.
+
+    Args:
+        profile: the machine's profile.
+        machine: this one.
+        local_rank: the GPU's number.
+        memory_fraction: the cap, as a share of the device's memory, above 0 and at most 1. None caps unified memory at
+            :func:`memory_budget`, because overcommitting it tends to hang the driver, and leaves discrete memory
+            uncapped: there torch raises an error of its own.
+        device: "cpu" or "cuda"; None: the profile's.
+
+    Raises:
+        UserError: for a device that is not here and for a fraction that cannot be applied.
+    """
+    import torch
+
+    kind = device or profile.settings.get("device", "cpu")
+    if kind == "cpu":
+        if memory_fraction is not None:
+            raise UserError("memory_fraction caps a GPU's memory; on the CPU leave it null")
+        return torch.device("cpu")
+    if kind != "cuda" or local_rank >= machine.gpu_count:
+        raise UserError(
+            f'device={kind} for local rank {local_rank}: found {machine}. "cuda" is any GPU; "cpu" runs everywhere'
+        )
+    torch.cuda.set_device(local_rank)
+    if memory_fraction is None and machine.unified:
+        # torch 2.10 and later multiply the fraction with total_memory; earlier ones, with what the driver reports
+        total = machine.total_memory if parse_version(machine.torch) >= (2, 10) else torch.cuda.mem_get_info()[1]
+        memory_fraction = min(1.0, memory_budget(profile, machine)[0] / total)
+    if memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(float(memory_fraction), local_rank)
+    return torch.device("cuda", local_rank)

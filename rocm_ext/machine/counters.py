@@ -1,0 +1,209 @@
+"""Counters of the GPUs and of the host: load, memory, power, temperature, clocks.
+
+AMD's come from the kernel's files (sysfs and hwmon), because amd-smi reads nothing on gfx1151 (ROCm#6035); NVIDIA's
+from NVML, where the package nvidia-ml-py is installed; the host's from psutil. This needs no root, no torch and no HIP.
+A reading leaves out unreadable and impossible values: a kernel may answer EBUSY, EPERM, EOPNOTSUPP, ENODATA or EIO, a
+GPU that is powered off reports 65535 W or 511 °C, and files come and go with the driver.
+"""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rocm_ext.base.errors import one_line
+from rocm_ext.machine.sysfs import cards, listing, read_number, read_text
+
+HARDWARE_LOG = "hardware.jsonl"  # in a run's folder; a line is what Counters.read() gives
+
+_NO_PYNVML = (
+    "an NVIDIA driver is here, but the package that reads its counters is missing: pip install nvidia-ml-py "
+    "(or torchtune-rocm[nvidia])"
+)
+_NVIDIA = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libnvidia-ml.so.1")  # the second on WSL2
+_ID_FILES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
+_MEMORY = ("vram_used", "vram_total", "gtt_used", "gtt_total")
+_MOST = {  # larger values are impossible
+    **dict.fromkeys(_MEMORY, 2**50),
+    "busy": 100,  # percent
+    "power": 10_000,  # W
+    **dict.fromkeys(["temperature", "memory_temperature"], 250),  # °C
+    **dict.fromkeys(["clock", "memory_clock"], 10_000),  # MHz
+    "fan": 60_000,  # revolutions per minute
+}
+
+
+class Counters:
+    """The counters of this machine. A reading is a line of ``hardware.jsonl``, without the values it could not read::
+
+        {"time": Unix seconds,
+         "gpus": [{"id": PCI address, "name": str, "busy": percent,
+                   "vram_used", "vram_total", "gtt_used", "gtt_total": bytes, "power": W,
+                   "temperature": °C of the hottest spot, "memory_temperature": °C,
+                   "clock", "memory_clock": MHz, "fan": revolutions per minute}],
+         "host": {"cpu": percent of all cores, "memory_used", "memory_total", "swap_used": bytes,
+                  "process_memory": resident bytes}}
+
+    GPUs are in the order of their PCI addresses. On unified memory ``gtt_used`` may leave out HIP's allocations
+    (ROCm#5444); the host's ``memory_used`` counts them.
+
+    Use it in the thread that made it: psutil counts processor time per thread.
+
+    Args:
+        root: where ``sys`` is. Any other root than ``/`` is a copy, which holds AMD's GPUs only.
+        process: also read this process's memory.
+
+    Attributes:
+        notes: messages for the user, to print once.
+    """
+
+    def __init__(self, root: Path = Path("/"), process: bool = False) -> None:
+        self.root, self.notes = root, list[str]()
+        self._known: dict[tuple[str, ...], str] = {}  # names by PCI device and revision
+        self._live = root == Path("/")  # a copy is of another machine
+        self._nvidia = self._open_nvml() if self._live and _has_nvidia() else []
+        self._process = _attempt(psutil.Process) if process else None
+        _attempt(psutil.cpu_percent)  # each call returns the share since the previous one
+        self._cpu_asked = time.monotonic()
+
+    def read(self) -> dict[str, Any]:
+        """The counters as they are now."""
+        gpus = [gpu for card in cards(self.root) if (gpu := self._amd(card))]
+        gpus += [{"id": id, "name": name, **_plausible(read())} for id, name, read in self._nvidia]
+        gpus.sort(key=lambda gpu: gpu["id"].zfill(16))
+        return {"time": round(time.time(), 3), "gpus": gpus, "host": self._host()}
+
+    # ---- AMD
+
+    def _amd(self, card: Path) -> dict[str, Any] | None:
+        device = card / "device"
+        if read_text(device / "vendor") != "0x1002":  # another vendor's, or a partition of a listed GPU
+            return None
+        slot = re.search(r"^PCI_SLOT_NAME=([0-9a-f:.]+)$", read_text(device / "uevent"), re.MULTILINE)
+        name = "".join(filter(str.isprintable, self._name(device)))
+        return {"id": slot[1] if slot else card.name, "name": name, **_plausible(_read_amd(device))}
+
+    def _name(self, device: Path) -> str:
+        if product := read_text(device / "product_name"):  # Instinct only
+            return product
+        numbers = tuple(read_text(device / file).removeprefix("0x").upper() for file in ("device", "revision"))
+        if numbers not in self._known:
+            line = re.compile(rf"^{re.escape(numbers[0])},\s*{re.escape(numbers[1])},\s*(.+)$", re.MULTILINE | re.I)
+            found = next(filter(None, (line.search(read_text(self.root / path)) for path in _ID_FILES)), None)
+            self._known[numbers] = found[1].strip() if found else f"AMD GPU {numbers[0]}".strip()
+        return self._known[numbers]
+
+    # ---- NVIDIA
+
+    def _open_nvml(self) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
+        """PCI address, name and reader of each NVIDIA GPU."""
+        found = []
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                if gpu := _attempt(partial(_nvidia_gpu, pynvml, index)):
+                    found.append(gpu)
+                else:
+                    self.notes.append(f"NVIDIA GPU {index} does not answer")
+        except ImportError:
+            self.notes.append(_NO_PYNVML)
+        except Exception as error:  # NVMLError, or an error of ctypes where the library has another version
+            self.notes.append(f"the counters of the NVIDIA GPUs cannot be read: {one_line(error)}")
+        return found
+
+    # ---- host
+
+    def _host(self) -> dict[str, Any]:
+        if not self._live:
+            return {}
+        values: dict[str, Any] = {}
+        now = time.monotonic()
+        if now - self._cpu_asked >= 0.05:  # processor time is counted in hundredths of a second
+            values["cpu"] = _attempt(psutil.cpu_percent)
+            self._cpu_asked = now
+        if memory := _attempt(psutil.virtual_memory):
+            values |= {"memory_used": memory.total - memory.available, "memory_total": memory.total}
+        if swap := _attempt(psutil.swap_memory):
+            values["swap_used"] = swap.used
+        if self._process and (memory := _attempt(self._process.memory_info)):
+            values["process_memory"] = memory.rss
+        return {key: value for key, value in values.items() if value is not None}
+
+
+def _read_amd(device: Path) -> dict[str, float | None]:
+    """Files and units: docs.kernel.org/gpu/amdgpu/thermal.html and driver-misc.html."""
+    values: dict[str, float | None] = {key: read_number(device / f"mem_info_{key}") for key in _MEMORY}
+    if read_text(device / "power/runtime_status") == "suspended":  # older kernels wake it up: rocm-systems#8024
+        return values
+    values["busy"] = read_number(device / "gpu_busy_percent")
+    if not (monitors := listing(device / "hwmon")):
+        return values
+    hwmon = device / "hwmon" / monitors[0]
+    power = (_scaled(hwmon / f"power1_{kind}", 1e6) for kind in ("average", "input"))  # most GPUs have only one of them
+    values["power"] = next((watts for watts in power if watts is not None), None)
+    celsius = {
+        read_text(hwmon / f"temp{n}_label") or usual: _scaled(hwmon / f"temp{n}_input", 1e3)
+        for n, usual in ((1, "edge"), (2, "junction"), (3, "mem"))
+    }
+    # the junction decides about throttling; an APU has the edge only, MI300 no edge
+    values["temperature"] = celsius.get("edge") if celsius.get("junction") is None else celsius["junction"]
+    values["memory_temperature"] = celsius.get("mem")
+    values["clock"], values["memory_clock"] = (_scaled(hwmon / f"freq{n}_input", 1e6) for n in (1, 2))
+    values["fan"] = read_number(hwmon / "fan1_input")
+    return values
+
+
+def _scaled(path: Path, unit: float) -> float | None:
+    number = read_number(path)
+    return None if number is None else number / unit
+
+
+def _has_nvidia() -> bool:
+    return any(map(os.path.exists, _NVIDIA)) or (os.name == "nt" and shutil.which("nvidia-smi") is not None)
+
+
+def _nvidia_gpu(nvml: Any, index: int) -> tuple[str, str, Callable[[], dict[str, Any]]]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def read() -> dict[str, Any]:
+        memory = _attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        milliwatts = _attempt(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        return {
+            "busy": _attempt(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            "vram_used": memory and memory.used,
+            "vram_total": memory and memory.total,
+            "power": None if milliwatts is None else milliwatts / 1000,
+            "temperature": _attempt(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            "clock": _attempt(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            "memory_clock": _attempt(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+        }
+
+    address = _string(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()  # 00000000:0F:00.0, with four zeros too many
+    return address[-12:], _string(nvml.nvmlDeviceGetName(handle)), read
+
+
+def _string(text: str | bytes) -> str:
+    """``text`` as str: some releases of pynvml return bytes."""
+    return text.decode(errors="replace") if isinstance(text, bytes) else text
+
+
+def _attempt(read: Callable[[], Any]) -> Any:
+    """What ``read`` returns, or None: a counter that fails, for whatever reason, must not stop a run."""
+    try:
+        return read()
+    except Exception:
+        return None
+
+
+def _plausible(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` without unreadable and impossible ones."""
+    numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+    return {key: round(number, 3) for key, number in numbers.items() if 0 <= number <= _MOST[key]}

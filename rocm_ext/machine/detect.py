@@ -1,0 +1,260 @@
+"""Which machine this is: GPU, memory, kernel and torch build.
+
+Only :func:`ask_torch` imports torch: `rocm-ext doctor` judges machines where torch does not import.
+"""
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rocm_ext.machine.sysfs import cards, listing, read_number, read_text, to_number
+
+_UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"}  # is_integrated is missing on some wheels
+STRIX_HALO = "0x1586"  # PCI device number
+VISIBLE_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class TorchGpu:
+    """A GPU as torch's device properties show it."""
+
+    name: str
+    total_memory: int  # bytes
+    arch: str = ""  # gcnArchName: "gfx942:sramecc+:xnack-"; empty on NVIDIA and on some ROCm wheels
+    major: int = 0  # compute capability; NVIDIA only
+    minor: int = 0
+    integrated: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The architecture's name: gfx942, sm_90."""
+        return self.arch.split(":")[0] or f"sm_{self.major}{self.minor}"
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What the installed torch reports of itself and of the GPUs that it can use."""
+
+    version: str
+    hip: str | None = None  # torch.version.hip
+    cuda: str | None = None  # torch.version.cuda
+    gpus: tuple[TorchGpu, ...] = ()
+    kernels: tuple[str, ...] = ()  # torch.cuda.get_arch_list()
+
+    @property
+    def build(self) -> str:
+        """rocm, cuda or cpu."""
+        return "rocm" if self.hip else "cuda" if self.cuda else "cpu"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What :func:`detect` finds. ``arch`` and ``name`` are None where torch can use no GPU."""
+
+    backend: str  # what torch can compute on: "rocm" | "cuda" | "cpu"
+    system: str  # platform.system(): "Linux" | "Windows" | ...
+    torch: str  # torch.__version__
+    torch_build: str  # "rocm" | "cuda" | "cpu"
+    total_memory: int  # bytes, of the first GPU or of the host
+    bf16: bool  # computed natively, not emulated
+    arch: str | None = None  # "gfx1151", "sm_90"
+    name: str | None = None
+    gpu_count: int = 0  # the first one and the equal ones that follow: ranks can use these together
+    unified: bool = False  # host and device share one memory
+    kernel: str = ""  # Linux: "6.18.4-arch1-1"
+    wsl: bool = False
+    rocm: str | None = None  # "7.2"; not torch.version.hip, whose numbering differs
+    native_archs: tuple[str, ...] = ()  # architectures torch has kernels for; empty: unknown
+    amd_archs: tuple[str, ...] = ()  # AMD GPUs the kernel lists, largest first, usable or not
+    hidden_by: str | None = None  # the environment variable that hides all GPUs
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether torch has kernels for the GPU; True where that is unknown."""
+        return not self.native_archs or self.arch is None or self.arch in self.native_archs
+
+    def __str__(self) -> str:
+        versions = f"torch {self.torch}"
+        if self.backend == "cpu":
+            return f"{self.system} without a GPU that torch can use, {versions}"
+        return f"{self.gpu_count} x {self.name} ({self.arch}), {self.system}, {versions}"
+
+
+def detect(root: Path = Path("/")) -> Machine:
+    """The machine that this runs on, from torch's device properties, sysfs and procfs.
+
+    Starts HIP or CUDA where there is a GPU.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    return describe(ask_torch(), platform.system(), os.environ, host_memory(root, "MemTotal"), root)
+
+
+def ask_torch() -> Torch:
+    """What torch reports. Starts HIP or CUDA where there is a GPU."""
+    import torch
+
+    gpus: tuple[TorchGpu, ...] = ()
+    kernels: tuple[str, ...] = ()
+    if (torch.version.hip or torch.version.cuda) and torch.cuda.is_available():
+        gpus = tuple(_torch_gpu(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count()))
+        kernels = tuple(torch.cuda.get_arch_list())
+    return Torch(str(torch.__version__), torch.version.hip, torch.version.cuda, gpus, kernels)
+
+
+def _torch_gpu(properties: Any) -> TorchGpu:
+    return TorchGpu(
+        properties.name,
+        properties.total_memory,
+        arch=getattr(properties, "gcnArchName", ""),
+        major=getattr(properties, "major", 0),
+        minor=getattr(properties, "minor", 0),
+        integrated=bool(getattr(properties, "is_integrated", False)),
+    )
+
+
+def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: int, root: Path) -> Machine:
+    """The machine, from what torch and the system's files say.
+
+    Args:
+        torch: what torch reports.
+        system: platform.system().
+        environ: the environment in which torch reported.
+        host_total: bytes of host memory.
+        root: where ``proc`` and ``sys`` are, the machine's or recorded ones.
+    """
+    build = torch.build
+    kernel = kernel_release(root) if system == "Linux" else ""
+    amd_archs = tuple(dict.fromkeys(amd_gpus(root)))
+    host: dict[str, Any] = {
+        "system": system,
+        "kernel": kernel,
+        "wsl": "microsoft" in kernel.lower(),
+        "torch": torch.version,
+        "torch_build": build,
+        "rocm": _rocm_version(torch.version, root) if build == "rocm" else None,
+        "amd_archs": amd_archs,
+    }
+    if not torch.gpus:
+        hidden = next((name for name in VISIBLE_VARIABLES if environ.get(name) in ("", "-1")), None)
+        return Machine("cpu", total_memory=host_total, bf16=_cpu_bf16(root), hidden_by=hidden, **host)
+
+    gpu = torch.gpus[0]
+    if build == "rocm":
+        arch = gpu.arch.split(":")[0]
+        overridden = "HSA_OVERRIDE_GFX_VERSION" in environ  # renames the GPU for HIP, not in sysfs
+        if amd_archs and (not arch or (overridden and arch not in amd_archs)):
+            arch = amd_archs[0]
+        bf16 = _amd_bf16(arch)
+    else:
+        arch, bf16 = gpu.kind, gpu.major >= 8
+    return Machine(
+        build,
+        total_memory=gpu.total_memory,
+        bf16=bf16,
+        arch=arch or None,
+        name=gpu.name,
+        gpu_count=len(list(takewhile(lambda other: other.kind == gpu.kind, torch.gpus))),
+        unified=gpu.integrated or is_unified(arch),
+        native_archs=torch.kernels if build == "rocm" else (),
+        **host,
+    )
+
+
+def kernel_release(root: Path) -> str:
+    """``uname -r``; empty where the file is missing or damaged."""
+    text = read_text(root / "proc/sys/kernel/osrelease")
+    return text if re.fullmatch(r"[!-~]{1,64}", text) else ""
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: ``6.18.4-arch1-1`` -> (6, 18, 4); () where it begins with none."""
+    match = re.match(r"[0-9]{1,9}(\.[0-9]{1,9})*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def is_unified(arch: str | None) -> bool:
+    """Whether an AMD GPU of this architecture shares the host's memory."""
+    return arch in _UNIFIED
+
+
+def gfx_name(target_version: int) -> str:
+    """LLVM's name for the kernel's decimal ``gfx_target_version``: gfx1151 for 110501, gfx90a for 90010."""
+    major, minor, stepping = target_version // 10000, target_version // 100 % 100, target_version % 100
+    return f"gfx{major}{minor:x}{stepping:x}"
+
+
+def amd_gpus(root: Path) -> list[str]:
+    """The architecture of each AMD GPU that the kernel can compute on, largest first."""
+    found = []
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    for name in listing(nodes):
+        node = dict(
+            line.split(maxsplit=1)
+            for line in read_text(nodes / name / "properties").splitlines()
+            if len(line.split()) > 1
+        )
+        version = to_number(node.get("gfx_target_version", ""))
+        if version:  # 0 is a CPU
+            found.append((-(to_number(node.get("simd_count", "")) or 0), gfx_name(version)))
+    return [arch for _, arch in sorted(found)]
+
+
+def shared_memory(root: Path) -> tuple[int | None, int | None]:
+    """Bytes of host memory that the integrated GPU may map (GTT), and of its carve-out (VRAM).
+
+    Linux only, and not in WSL."""
+    found = [card / "device" for card in cards(root)]
+    found = [card for card in found if read_text(card / "device") == STRIX_HALO] or found
+    gtt, vram = ([read_number(card / f"mem_info_{kind}_total") for card in found] for kind in ("gtt", "vram"))
+    return max(filter(None, gtt), default=None), max(filter(None, vram), default=None)
+
+
+def installed_gib(host_total: int, carve_out: int | None) -> int:
+    """GiB of unified memory in the machine: host memory and carve-out, rounded up to 16 for what the kernel keeps."""
+    return -(-(host_total + (carve_out or 0)) // 2**34) * 16
+
+
+def ttm_module(root: Path) -> str:
+    """The kernel module that maps host memory: ttm, or amdttm with AMD's DKMS driver."""
+    return "amdttm" if listing(root / "sys/module/amdttm") else "ttm"
+
+
+def _amd_bf16(arch: str) -> bool:
+    # CDNA (gfx908) brought matrix cores, RDNA3 brought WMMA; torch.cuda.is_bf16_supported() is always True on
+    # ROCm (pytorch#80410)
+    match = re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", arch)
+    if not match:
+        return False
+    major, minor, stepping = int(match[1]), int(match[2], 16), int(match[3], 16)
+    return major >= 11 or (major == 9 and (minor > 0 or stepping in (0x8, 0xA)))
+
+
+def _cpu_bf16(root: Path) -> bool:
+    # x86 lists avx512_bf16 or amx_bf16, Arm bf16; torch's own test also accepts emulation
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(read_text(root / "proc/cpuinfo").split()))
+
+
+def _rocm_version(torch_version: str, root: Path) -> str | None:
+    match = re.search(r"\+rocm(\d+\.\d+)", torch_version)
+    if match:
+        return match[1]
+    match = re.match(r"\d+\.\d+", read_text(root / "opt/rocm/.info/version"))  # source builds, AMD's images
+    return match[0] if match else None
+
+
+def host_memory(root: Path, key: str) -> int:
+    """Bytes of ``key`` ("MemTotal" or "MemAvailable") in /proc/meminfo; psutil's where that file is missing."""
+    match = re.search(rf"^{key}:\s+(\d{{1,15}}) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
+    if match:
+        return int(match[1]) * 1024
+    memory = psutil.virtual_memory()
+    return memory.available if key == "MemAvailable" else memory.total

@@ -1,0 +1,127 @@
+"""Memory, as the kernel, HIP and torch each see it."""
+
+from collections.abc import Iterator
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine.budget import HostMemory, budget_from
+from rocm_ext.machine.doctor.facts import ENOUGH, Facts
+from rocm_ext.machine.doctor.findings import Finding, gib, unrecorded
+
+SMALL_CARVE_OUT = 4 * 2**30  # the smallest setting of some machines
+
+
+def host_memory(facts: Facts) -> Iterator[Finding]:
+    """The host's memory, and whether a cgroup allows less."""
+    name, total, available = "host memory", facts.host_total, facts.available
+    if total is None:
+        yield unrecorded(name)
+        return
+    found = gib(total) + ("" if available is None else f", {gib(available)} available")
+    limit = facts.said.memory_limit
+    if limit is not None and limit < total:
+        yield Finding(name, "warning", f"{found}, {gib(limit)} for this container or session",
+                      "a cgroup kills processes that take more, and the memory budget ignores its limit",
+                      "raise the limit: docker run --memory, or MemoryMax= in systemd")  # fmt: skip
+    else:
+        yield Finding(name, "ok", found)
+
+
+def kernel_view(facts: Facts) -> Iterator[Finding]:
+    """VRAM and GTT. On unified memory, training uses GTT."""
+    name, cards = "GPU memory, kernel", facts.cards
+    if not facts.amd_linux:
+        return
+    sizes = [{"VRAM": card.vram, "GTT": card.gtt} for card in cards]
+    told = [", ".join(f"{label} {gib(size)}" for label, size in both.items() if size is not None) for both in sizes]
+    if not any(told):
+        yield unrecorded(name)
+    else:
+        yield Finding(name, "ok", _counted(told), facts.too_little if facts.unified else "")
+
+
+def torch_view(facts: Facts) -> Iterator[Finding]:
+    """The GPUs' memory, as torch and HIP report it."""
+    name, total = "GPU memory, torch", facts.installed_gib
+    if facts.said.torch is None and facts.fit.backend != "cpu":
+        yield unrecorded(name)
+    if facts.said.torch is None or not facts.said.torch.gpus:
+        return
+    found = _counted([gib(gpu.total_memory) for gpu in facts.said.torch.gpus])
+    if hip := facts.said.hip_memory:
+        found += f"; HIP: {gib(hip.total)}, {gib(hip.available)} free" if facts.amd else f"; {gib(hip.available)} free"
+    seen = facts.said.torch.gpus[0].total_memory
+    little = facts.unified and total is not None and seen < ENOUGH * total * 2**30 and facts.linux
+    why = f"of {total} GiB torch sees {gib(seen)}" if little else ""
+    if little and not (facts.too_little or facts.in_carve_out):  # otherwise the check of the cause warns
+        yield Finding(name, "warning", found, why, facts.boot(facts.memory_parameters))
+    else:
+        yield Finding(name, "ok", found, why)
+
+
+def _counted(texts: list[str]) -> str:
+    """``8 x 191.7 GiB`` for eight equal GPUs."""
+    counts = {text: texts.count(text) for text in texts if text}
+    return "; ".join(f"{count} x {text}" if count > 1 else text for text, count in counts.items())
+
+
+def carve_out(facts: Facts) -> Iterator[Finding]:
+    """Unified memory that the BIOS reserves for the GPU: a small carve-out is best."""
+    name, size = "carve-out", facts.carve_out
+    if not facts.amd_linux or not facts.unified:
+        return
+    smaller = "BIOS: UMA frame buffer (dedicated graphics memory) 512 MB, or the smallest"
+    if size is None:
+        yield unrecorded(name)
+    elif size > SMALL_CARVE_OUT:
+        found = f"the BIOS reserves {gib(size)} for the GPU"
+        why = "the GPU maps host memory, which is larger, so neither it nor the host uses the carve-out"
+        if facts.in_carve_out:  # pages_limit alone would move the GPU to the little memory that the host has left
+            why = "the GPU uses this memory only, and the host cannot use it"
+            smaller += f"; only then boot with {facts.memory_parameters}"
+        yield Finding(name, "warning", found, why, smaller)
+    else:
+        yield Finding(name, "ok", f"{gib(size)}; small is right on unified memory")
+
+
+def budget(facts: Facts) -> Iterator[Finding]:
+    """What a run may take, computed as the recipes do."""
+    name, profile = "memory budget", facts.profile
+    if profile is None:
+        return
+    here = facts.machine.backend == profile.match.get("backend")
+    if (
+        facts.available is None
+        or facts.host_total is None
+        or (facts.said.torch is None and profile.memory["of"] != "host")
+    ):
+        yield unrecorded(name)
+    elif here:
+        try:
+            host = HostMemory(facts.host_total, facts.available, facts.gtt, facts.carve_out)
+            size, why = budget_from(profile, facts.machine, host)
+        except UserError as error:
+            what, _, fix = str(error).partition(". ")
+            yield Finding(name, "error", "nothing is left for training", what, fix)
+        else:
+            yield Finding(name, "ok", f"{gib(size)} for training: {why}")
+
+
+def swap(facts: Facts) -> Iterator[Finding]:
+    """Whether much swap is in use."""
+    name, memory = "swap", facts.files.memory
+    if not facts.linux:
+        return
+    total, free = memory.get("SwapTotal"), memory.get("SwapFree")
+    if total is None or free is None:
+        yield unrecorded(name)
+        return
+    used = total - free
+    if used > max(2**30, 0.05 * memory.get("MemTotal", 0)):
+        yield Finding(name, "warning", f"{gib(used)} of {gib(total)} in use",
+                      "memory ran short; training may have to wait for pages from disk",
+                      "end other programs, then sudo swapoff -a && sudo swapon -a")  # fmt: skip
+    else:
+        yield Finding(name, "ok", f"{gib(used)} of {gib(total)} in use" if total else "none")
+
+
+CHECKS = (host_memory, kernel_view, torch_view, carve_out, budget, swap)

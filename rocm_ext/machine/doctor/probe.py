@@ -1,0 +1,92 @@
+"""Asks torch, in a process of its own: torch may not import, and a broken driver may crash or hang it.
+
+Prints each fact at once, as a line with ``MARK`` and a JSON object; the keys are those of
+:class:`rocm_ext.machine.doctor.recorded.Recorded`.
+"""
+
+import json
+import os
+import platform
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.machine.detect import Machine, ask_torch, describe, host_memory
+from rocm_ext.machine.doctor.findings import Finding
+from rocm_ext.machine.doctor.recorded import MARK
+from rocm_ext.machine.environment import ensure_environment
+from rocm_ext.machine.profile import Profile, choose_profile, intended_machine, load_profile
+
+ROOT = Path("/")
+
+
+def main() -> None:
+    """Print what torch says of itself, its memory and its arithmetic."""
+    try:
+        known = ask_torch()
+    except Exception as error:  # ImportError, OSError from a library, RuntimeError from a driver
+        _tell(torch_error=one_line(error))
+        return
+    machine = describe(known, platform.system(), os.environ, host_memory(ROOT, "MemTotal"), ROOT)
+    profile = _enter_environment(machine)
+    _tell(torch=asdict(known))
+    import torch
+
+    _tell(threads=torch.get_num_threads(), blas=_blas(machine))
+    if machine.backend != "cpu":
+        free, total = torch.cuda.mem_get_info()
+        _tell(hip_memory={"available": free, "total": total})
+    if profile:
+        _tell(canaries=[asdict(canary) for canary in _canaries(machine, profile)])
+
+
+def _tell(**parts: Any) -> None:
+    print(MARK + json.dumps(parts), flush=True)
+
+
+def _enter_environment(machine: Machine) -> Profile | None:
+    """Put the environment of the machine's profile in place, as a recipe does; return the profile."""
+    try:
+        profile = load_profile(choose_profile(machine)[0])
+        if machine.backend != "cpu":  # the CPU profile's variables serve other programs
+            ensure_environment(profile, machine)
+    except UserError:  # hardware_profile says so; the canaries are worth running anyway
+        return intended_machine(machine)[1] if machine.backend != "cpu" else None
+    return profile
+
+
+def _canaries(machine: Machine, profile: Profile) -> list[Finding]:
+    """All canaries of the first GPU, and those that fail on the others."""
+    import torch
+
+    from rocm_ext.machine import numerics
+
+    cuda = profile.settings.get("device") == "cuda"
+    dtype, _ = numerics.pick_dtype(str(profile.settings.get("dtype", "auto")), machine)
+    found = []
+    for i in range(machine.gpu_count if cuda else 1):
+        here = torch.device("cuda", i) if cuda else torch.device("cpu")
+        for check in numerics.canaries(machine, here, dtype):
+            name = f"{check.name}, GPU {i}" if i else check.name
+            if check.ok and i == 0:
+                found.append(Finding(name, "ok", check.found))
+            elif not check.ok:
+                found.append(Finding(name, "error" if check.fatal else "warning", check.found, fix=check.fix))
+    return found
+
+
+def _blas(machine: Machine) -> str:
+    import torch
+
+    if machine.backend == "cpu":
+        found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+        return found[1] if found else "unknown"
+    chosen = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
+    names = {"cublas": "hipBLAS", "cublaslt": "hipBLASLt", "ck": "Composable Kernel"}
+    return names.get(chosen, chosen) if machine.backend == "rocm" else chosen
+
+
+if __name__ == "__main__":
+    main()

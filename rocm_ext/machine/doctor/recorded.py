@@ -1,0 +1,133 @@
+"""``rocm-ext.json``: the facts that no file of the system holds. Every part may be missing."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine.detect import Torch
+from rocm_ext.machine.doctor.findings import Finding
+from rocm_ext.machine.parse import parse
+
+NAME = "rocm-ext.json"
+MARK = "rocm-ext: "  # begins each line of the probe; libraries print lines of their own
+
+
+@dataclass(frozen=True)
+class User:
+    """The user who trains. Only groups that matter here are kept."""
+
+    name: str = "user"
+    groups: tuple[str, ...] | None = None  # of this session; /etc/group may list more
+    root: bool = False
+
+
+@dataclass(frozen=True)
+class DeviceNode:
+    """Who may open a file in /dev."""
+
+    mode: str  # "0660"
+    owner: str
+    group: str
+    access: bool | None = None  # whether the user can read and write it, where an ACL decides
+
+    @property
+    def _bits(self) -> int:
+        return int(self.mode, 8) if re.fullmatch("[0-7]{1,4}", self.mode) else 0
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether every user can read and write it."""
+        return self._bits & 6 == 6
+
+    def allows(self, user: User | None) -> bool | None:
+        """Whether owner, group and mode let the user read and write it; None where the user's groups are unknown."""
+        if self.open_to_all:
+            return True
+        if user is None:
+            return None
+        if user.root or (self.owner == user.name and self._bits >> 6 & 6 == 6):
+            return True
+        if user.groups is None:
+            return None
+        return self.group in user.groups and self._bits >> 3 & 6 == 6
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Sizes of a memory."""
+
+    total: int  # bytes
+    available: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process on the GPU."""
+
+    pid: int
+    name: str = ""
+    memory: int | None = None  # bytes on the GPU
+
+
+@dataclass(frozen=True)
+class SandboxState:
+    """Whether bubblewrap works."""
+
+    works: bool
+    found: str = ""  # why it does not, or its version, origin, and what it lacks
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What :func:`rocm_ext.machine.doctor.this_machine.live_facts` gathers and :func:`read_recorded` reads back."""
+
+    system: str | None = None  # platform.system(): "Linux", "Windows", "Darwin"
+    release: str = ""  # of the system, where it is not Linux
+    cpu: str = ""  # its name, where there is no /proc/cpuinfo
+    container: bool = False
+    rootless: bool = False  # the container is one of rootless podman
+    environment: dict[str, str] | None = None  # only the variables that matter here
+    user: User | None = None
+    device_nodes: dict[str, DeviceNode] | None = None  # "/dev/kfd", …
+    packages: dict[str, str | None] | None = None  # torchtune, torchao: version; null: not installed
+    commands: tuple[str, ...] | None = None  # installed programs, of those that verifiers call
+    sandbox: SandboxState | None = None
+    disk_free: dict[str, int] | None = None  # bytes: "current folder", "Hugging Face cache"
+    cpus: int | None = None  # hardware threads that this process may run on
+    cpu_quota: float | None = None  # CPUs that its cgroups allow
+    memory_limit: int | None = None  # bytes that its cgroups allow
+    host_memory: Memory | None = None  # where there is no /proc/meminfo
+    processes: tuple[Process, ...] | None = None  # on NVIDIA GPUs; AMD's are in sysfs
+    torch: Torch | None = None
+    torch_error: str = ""  # why torch does not import
+    threads: int | None = None  # torch.get_num_threads()
+    hip_memory: Memory | None = None  # torch.cuda.mem_get_info(), of the first GPU
+    blas: str = ""  # the library that multiplies matrices
+    canaries: tuple[Finding, ...] | None = None
+
+
+def read_recorded(root: Path) -> Recorded:
+    """Read ``rocm-ext.json`` in the folder ``root``.
+
+    Returns:
+        Its content; an empty :class:`Recorded` where there is no such file.
+
+    Raises:
+        UserError: for a damaged file and for unknown content.
+    """
+    path = root / NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Recorded()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}; record it again with rocm-ext doctor --save") from error
+    try:
+        return parse(Recorded, json.loads(text), str(path))
+    except UserError as error:
+        raise UserError(f"{error}; record it again with rocm-ext doctor --save") from error
+    except (ValueError, RecursionError) as error:
+        message = f"{path} is not JSON ({' '.join(str(error).split())}); record it again with rocm-ext doctor --save"
+        raise UserError(message) from error

@@ -1,0 +1,127 @@
+"""Records a machine for others to judge, without private data.
+
+It writes the files in ``_kept`` only, without serial numbers, unrelated kernel parameters, and other users and groups.
+It calls the user "user".
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path, PurePath
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine.doctor.facts import Facts
+from rocm_ext.machine.doctor.recorded import NAME, Recorded
+from rocm_ext.machine.doctor.system import UDEV_FOLDERS
+from rocm_ext.machine.sysfs import listing, read_text
+
+_PARAMETERS = (
+    r"(amdgpu|ttm|amdttm|nvidia)[._].*|(amd_)?iommu=.*|numa_balancing=.*|nomodeset|mem=.*|modprobe.blacklist=.*"
+)
+
+
+def save(facts: Facts, root: Path, folder: Path) -> None:
+    """Write what the checks read into ``folder``, for ``rocm-ext doctor --root``.
+
+    Args:
+        facts: facts about the machine.
+        root: where its files are.
+        folder: new or empty.
+
+    Raises:
+        UserError: where ``folder`` is not empty or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"--save {folder} is not empty; name a new folder")
+        said = _without_name(facts.said)
+        for path, text in _files(facts, root):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text + "\n", encoding="utf-8")
+        (folder / NAME).write_text(json.dumps(_told(said), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--save {folder}: {error.strerror or error}") from error
+
+
+def _without_name(said: Recorded) -> Recorded:
+    if not said.user:
+        return said
+    nodes = {path: replace(node, owner="user" if node.owner == said.user.name != "root" else node.owner)
+             for path, node in (said.device_nodes or {}).items()}  # fmt: skip
+    user = replace(said.user, name="root" if said.user.name == "root" else "user")
+    return replace(said, user=user, device_nodes=None if said.device_nodes is None else nodes)
+
+
+def _told(said: Recorded) -> dict[str, object]:
+    empty = asdict(Recorded())
+    return {key: value for key, value in asdict(said).items() if value != empty[key]}
+
+
+def _files(facts: Facts, root: Path) -> Iterator[tuple[PurePath, str]]:
+    if facts.machine.system != "Linux":
+        return
+    for pattern, keep in _kept(facts).items():
+        for path in _glob(root, PurePath(), pattern.split("/")):
+            kept = keep(read_text(root / path))
+            if kept or path.name == "50-udev-default.rules":  # shows that udev is here, even where it has no rule
+                yield path, kept
+
+
+def _glob(root: Path, folder: PurePath, parts: list[str]) -> Iterator[PurePath]:
+    """The paths below ``root`` whose parts match these patterns."""
+    if not parts:
+        yield folder
+        return
+    pattern = parts[0].replace("*", ".*")
+    for name in listing(root / folder) if "*" in parts[0] else parts[:1]:
+        if name == parts[0] or re.fullmatch(pattern, name):
+            yield from _glob(root, folder / name, parts[1:])
+
+
+def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
+    """The files that the checks read, and the function that keeps the needed part of each."""
+    user = facts.said.user.name if facts.said.user else None
+    member = "root" if user == "root" else "user"
+    wanted = {"render", "video", *(node.group for node in facts.gpu_nodes.values())}
+
+    def group(text: str) -> str:
+        lines = [line.split(":") for line in text.splitlines()]
+        kept = [line for line in lines if len(line) == 4 and line[0] in wanted]
+        return "\n".join(f"{name}:x:{number}:{member * (user in names.split(','))}" for name, _, number, names in kept)
+
+    return {
+        "proc/cmdline": _known_parameters,
+        "proc/cpuinfo": _lines(r"(processor|model name|physical id|core id|flags|Features)\s*:.*"),
+        "proc/meminfo": _lines(r"(MemTotal|MemFree|MemAvailable|SwapTotal|SwapFree):.*"),
+        "proc/driver/nvidia/version": _lines("NVRM version.*"),
+        "proc/sys/kernel/numa_balancing": str,
+        "proc/sys/kernel/osrelease": str,
+        **{f"sys/bus/pci/devices/{gpu}/{file}": str for gpu in facts.files.displays for file in ("class", "vendor")},
+        "sys/class/drm/card*/device/vendor": str,
+        "sys/class/drm/card*/device/device": str,
+        "sys/class/drm/card*/device/vbios_version": str,
+        "sys/class/drm/card*/device/mem_info_gtt_total": str,
+        "sys/class/drm/card*/device/mem_info_vram_total": str,
+        "sys/class/drm/card*/device/fw_version/mes_fw_version": str,
+        "sys/class/kfd/kfd/topology/nodes/*/properties": _lines(r"(?!unique_id|hive_id).*"),
+        "sys/class/kfd/kfd/proc/*/vram_*": str,
+        **{f"proc/{process.pid}/comm": str for process in facts.files.processes},
+        "sys/module/*ttm/parameters/pages_limit": str,
+        "etc/os-release": str,
+        "usr/lib/os-release": str,
+        "etc/group": group,
+        **{f"{folder}/*.rules": _lines(r'[^#]*"kfd".*') for folder in UDEV_FOLDERS},
+        "opt/rocm/.info/version": str,
+    }
+
+
+def _known_parameters(text: str) -> str:
+    words = text.replace('"', "").split()
+    return " ".join(word for word in words if re.fullmatch(_PARAMETERS, word)) or (text and "quiet")
+
+
+def _lines(pattern: str) -> Callable[[str], str]:
+    """A function that keeps the matching lines."""
+    return lambda text: "\n".join(line for line in text.splitlines() if re.fullmatch(pattern, line))

@@ -1,0 +1,197 @@
+"""What the system's files say, of this machine or of a recorded one."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rocm_ext.machine.detect import amd_gpus, kernel_release, ttm_module
+from rocm_ext.machine.doctor.recorded import Process
+from rocm_ext.machine.sysfs import cards, listing, read_number, read_text, to_number
+
+AMD, NVIDIA = "0x1002", "0x10de"  # PCI vendors
+UDEV_FOLDERS = ("usr/lib/udev/rules.d", "lib/udev/rules.d", "run/udev/rules.d", "etc/udev/rules.d")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU's folder in /sys/class/drm. None and "" where the kernel does not say."""
+
+    vendor: str
+    device: str  # PCI device: "0x1586"
+    vram: int | None  # bytes
+    gtt: int | None  # bytes of host memory that it may map
+    mes: int | None  # version of the firmware that schedules the GPU's work
+    vbios: str
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether AMD made it; where the vendor is missing, amdgpu's files show it."""
+        return self.vendor == AMD or (not self.vendor and (self.gtt, self.vram, self.mes) != (None, None, None))
+
+
+@dataclass(frozen=True)
+class System:
+    """The content of Linux's files; empty on other systems."""
+
+    kernel: str
+    distribution: dict[str, str]  # /etc/os-release
+    parameters: dict[str, str] | None  # of the kernel's command line
+    memory: dict[str, int]  # /proc/meminfo, bytes
+    cpu: str
+    cores: int | None  # physical
+    cpu_flags: frozenset[str]  # empty: unknown
+    amd_gpus: tuple[str, ...]  # architectures that KFD lists, one per GPU
+    cards: tuple[Card, ...]
+    displays: dict[str, str]  # PCI address and vendor of all GPUs, also of those without a driver
+    accelerators: int  # AMD GPUs without a display: Instinct
+    ttm: str  # the module that maps host memory: amdttm with AMD's DKMS driver
+    pages_limit: int | None  # of that module, in effect; pages of 4 KiB
+    numa_balancing: int | None
+    processes: tuple[Process, ...]  # on AMD GPUs
+    groups: dict[str, tuple[str, ...]] | None  # /etc/group: members
+    kfd_rule: dict[str, str] | None  # GROUP and MODE that udev gives /dev/kfd; None: no udev rules were found
+    nvidia: str  # the driver's version
+    unreadable: tuple[str, ...] = field(default=())  # files with unexpected content
+
+
+def read_system(root: Path) -> System:
+    """Parse the files below ``root``. It skips missing files and lists damaged ones in ``unreadable``."""
+    reader = _Reader(root)
+    processors = reader.text("proc/cpuinfo")
+    cpu, cores = _cpu(processors)
+    command_line = reader.text("proc/cmdline")
+    ttm = ttm_module(root)
+    return System(
+        kernel=reader.kernel(),
+        distribution=_assignments(reader.text("etc/os-release") or reader.text("usr/lib/os-release")),
+        parameters=_parameters(command_line) if command_line else None,
+        memory=reader.meminfo(),
+        cpu=cpu,
+        cores=cores,
+        cpu_flags=_flags(processors),
+        amd_gpus=tuple(amd_gpus(root)),
+        cards=tuple(reader.card(card.relative_to(root) / "device") for card in cards(root)),
+        displays=reader.displays("0x(03|12)"),  # MI300X: processing accelerator
+        accelerators=list(reader.displays("0x12").values()).count(AMD),
+        ttm=ttm,
+        pages_limit=reader.number(f"sys/module/{ttm}/parameters/pages_limit"),
+        numa_balancing=reader.number("proc/sys/kernel/numa_balancing"),
+        processes=tuple(reader.processes()),
+        groups=_groups(reader.text("etc/group")),
+        kfd_rule=_kfd_rule(root),
+        nvidia=_nvidia(reader.text("proc/driver/nvidia/version")),
+        unreadable=tuple(reader.unreadable),
+    )
+
+
+class _Reader:
+    def __init__(self, root: Path) -> None:
+        self.root, self.unreadable = root, list[str]()
+
+    def text(self, path: str | Path) -> str:
+        return read_text(self.root / path)
+
+    def number(self, path: str | Path) -> int | None:
+        number = read_number(self.root / path)
+        if number is None and self.text(path):
+            self.unreadable.append(str(path))
+        return number
+
+    def kernel(self) -> str:
+        kernel = kernel_release(self.root)
+        if not kernel and self.text("proc/sys/kernel/osrelease"):
+            self.unreadable.append("proc/sys/kernel/osrelease")
+        return kernel
+
+    def meminfo(self) -> dict[str, int]:
+        text = self.text("proc/meminfo")
+        found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB$", text, re.MULTILINE)
+        memory = {key: int(number) * 1024 for key, number in found}
+        if text and "MemTotal" not in memory:
+            self.unreadable.append("proc/meminfo")
+        return memory
+
+    def card(self, device: Path) -> Card:
+        return Card(
+            self.text(device / "vendor"),
+            self.text(device / "device"),
+            self.number(device / "mem_info_vram_total"),
+            self.number(device / "mem_info_gtt_total"),
+            self.number(device / "fw_version/mes_fw_version"),
+            self.text(device / "vbios_version"),
+        )
+
+    def displays(self, classes: str) -> dict[str, str]:
+        folder = Path("sys/bus/pci/devices")
+        gpus = [name for name in listing(self.root / folder) if re.match(classes, self.text(folder / name / "class"))]
+        return {name: self.text(folder / name / "vendor") for name in gpus}
+
+    def processes(self) -> list[Process]:
+        folder = Path("sys/class/kfd/kfd/proc")
+        found = []
+        for pid in filter(str.isdecimal, listing(self.root / folder)):
+            sizes = [
+                self.number(folder / pid / name)
+                for name in listing(self.root / folder / pid)
+                if name.startswith("vram_")
+            ]
+            memory = sum(size for size in sizes if size is not None)
+            if (number := to_number(pid)) is not None:
+                found.append(Process(number, self.text(f"proc/{pid}/comm"), memory))
+        return found
+
+
+def _assignments(text: str) -> dict[str, str]:
+    return {key: value.strip("\"'") for key, value in re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)}
+
+
+def _parameters(text: str) -> dict[str, str]:
+    # the kernel treats - and _ in names alike
+    pairs = (word.partition("=") for word in text.replace('"', "").split())  # the kernel allows quotes
+    return {name.replace("-", "_"): value for name, _, value in pairs}
+
+
+def _cpu(text: str) -> tuple[str, int | None]:
+    """The CPU's name and its number of physical cores."""
+    cores, threads, package, name = set(), 0, "", ""
+    for line in text.splitlines():
+        key, _, value = (part.strip() for part in line.partition(":"))
+        if key == "processor":
+            threads += 1
+        elif key == "model name":
+            name = value
+        elif key == "physical id":
+            package = value
+        elif key == "core id":
+            cores.add((package, value))
+    return name, len(cores) or threads or None
+
+
+def _flags(text: str) -> frozenset[str]:
+    """The features of the first x86 processor."""
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def _groups(text: str) -> dict[str, tuple[str, ...]] | None:
+    lines = [line.split(":") for line in text.splitlines()]
+    groups = {line[0]: tuple(filter(None, line[3].split(","))) for line in lines if len(line) == 4}
+    return groups or None
+
+
+def _kfd_rule(root: Path) -> dict[str, str] | None:
+    """Rules apply in the order of their files' names. A file in /etc replaces one of the same name in /usr."""
+    files = {name: root / folder / name for folder in UDEV_FOLDERS for name in listing(root / folder)}
+    if not files:
+        return None
+    rule: dict[str, str] = {}
+    for name in sorted(files):
+        for line in read_text(files[name]).replace("\\\n", " ").splitlines():
+            if re.search(r'^[^#]*(SUBSYSTEM|KERNEL)\s*==\s*"kfd"', line):
+                rule.update(re.findall(r'\b(GROUP|MODE)\s*:?=\s*"([^"]*)"', line))
+    return rule
+
+
+def _nvidia(text: str) -> str:
+    match = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(\.\d+)?)\s", text + " ")
+    return match[1] if match else ""

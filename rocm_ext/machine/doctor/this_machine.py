@@ -1,0 +1,229 @@
+"""The facts of the machine that this runs on. It changes nothing and needs no root."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rocm_ext.base import pins
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine.cgroups import cgroups, cpu_quota
+from rocm_ext.machine.detect import VISIBLE_VARIABLES
+from rocm_ext.machine.doctor.check_tools import COMPILERS
+from rocm_ext.machine.doctor.check_torch import DEBUGGING
+from rocm_ext.machine.doctor.facts import Facts, combine
+from rocm_ext.machine.doctor.findings import Finding
+from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, Memory, Process, Recorded, SandboxState, User
+from rocm_ext.machine.doctor.system import read_system
+from rocm_ext.machine.environment import ALLOCATOR_VARIABLES
+from rocm_ext.machine.parse import parse
+from rocm_ext.machine.profile import load_profile, profile_names
+from rocm_ext.machine.sysfs import listing, read_number, read_text
+
+ROOT = Path("/")
+PROBE = ("-m", "rocm_ext.machine.doctor.probe")
+PATIENCE = 180  # seconds for the probe; the first import of torch from a cold disk takes most of a minute
+_GROUPS = ("render", "video")
+
+
+def live_facts() -> Facts:
+    """The facts of this machine."""
+    # read the files first: later, the probe is among the processes on the GPU
+    files, linux = read_system(ROOT), platform.system() == "Linux"
+    nodes = _device_nodes() if linux else {}
+    user = _user([node.group for node in nodes.values()]) if linux else None
+    sandbox = _sandbox() if linux else None
+    said = Recorded(
+        system=platform.system(),
+        release="" if linux else platform.version(),
+        cpu="" if linux else _cpu_name(),
+        container=any((ROOT / path).exists() for path in (".dockerenv", "run/.containerenv")),
+        rootless="rootless=1" in read_text(ROOT / "run/.containerenv").split(),
+        environment={name: os.environ[name] for name in _variables() if name in os.environ},
+        user=user,
+        device_nodes={path: _with_access(path, node, user) for path, node in nodes.items()} if linux else None,
+        packages=pins.installed(),
+        commands=(*(["bwrap"] if sandbox else []), *filter(shutil.which, COMPILERS)),
+        sandbox=sandbox,
+        disk_free=_disk_free(),
+        cpus=len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
+        cpu_quota=_cpu_quota(),
+        memory_limit=_memory_limit(),
+        host_memory=None if files.memory else _host_memory(),
+        processes=_nvidia_processes() if files.nvidia or not linux else None,
+    )
+    return combine(replace(said, **_ask_torch()), files, ROOT)
+
+
+def _variables() -> list[str]:
+    """The environment variables that matter; the others are never read."""
+    profiles = [name for profile in profile_names() for name in load_profile(profile).environment]
+    others = ["HSA_ENABLE_INTERRUPT", "TORCH_BLAS_PREFER_HIPBLASLT", "PYTORCH_TUNABLEOP_ENABLED", "OMP_NUM_THREADS",
+              "OMP_WAIT_POLICY", "GPU_MAX_HW_QUEUES"]  # fmt: skip
+    return sorted({*profiles, *others, *ALLOCATOR_VARIABLES, *VISIBLE_VARIABLES, *DEBUGGING})
+
+
+# ------------------------------------------------------------------------------------------------------ access
+def _device_nodes() -> dict[str, DeviceNode]:
+    import grp
+    import pwd
+
+    def name(find: Any, number: int) -> str:
+        try:
+            return find(number)[0]
+        except KeyError:  # a group of the host that the container does not know
+            return str(number)
+
+    nodes = {}
+    render = [f"/dev/dri/{name}" for name in listing(Path("/dev/dri")) if name.startswith("renderD")]
+    for path in ("/dev/kfd", *render, "/dev/dxg"):
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        owner, group = name(pwd.getpwuid, status.st_uid), name(grp.getgrgid, status.st_gid)
+        nodes[path] = DeviceNode(f"{status.st_mode & 0o777:04o}", owner, group)
+    return nodes
+
+
+def _with_access(path: str, node: DeviceNode, user: User | None) -> DeviceNode:
+    """Note whether the user has access where mode and groups say otherwise."""
+    access = os.access(path, os.R_OK | os.W_OK)
+    return node if node.allows(user) == access else replace(node, access=access)
+
+
+def _user(of_devices: list[str]) -> User:
+    import grp
+    import pwd
+
+    wanted = {*_GROUPS, *of_devices}
+    names = set()
+    for number in (*os.getgroups(), os.getegid()):
+        try:
+            names.add(grp.getgrgid(number).gr_name)
+        except KeyError:
+            names.add(str(number))
+    try:
+        name = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        name = "user"
+    return User(name, tuple(sorted(names & wanted)), os.geteuid() == 0)
+
+
+# ------------------------------------------------------------------------------------------------------- tools
+def _sandbox() -> SandboxState | None:
+    from rocm_ext.verifiers.sandbox import Sandbox, bubblewrap, seccomp
+
+    try:
+        _, version = bubblewrap.bwrap()
+    except UserError:
+        return None
+    try:
+        Sandbox("bubblewrap").check()
+    except (UserError, OSError) as error:
+        return SandboxState(False, str(error))
+    return SandboxState(True, " ".join(filter(None, (version, seccomp.missing()))))
+
+
+def _disk_free() -> dict[str, int]:
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    places = {"current folder": Path.cwd(), "Hugging Face cache": Path(os.environ.get("HF_HUB_CACHE") or home)}
+    free = {}
+    for name, path in places.items():
+        path = path.expanduser().absolute()
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        free[name] = shutil.disk_usage(path).free
+    return free
+
+
+def _cpu_quota() -> float | None:
+    quota = cpu_quota(ROOT)
+    return None if quota is None else quota.cpus
+
+
+def _memory_limit() -> int | None:
+    files = {"": "memory.max", "memory": "memory.limit_in_bytes"}
+    limits = [read_number(folder / files[name]) for name, folder in cgroups(ROOT) if name in files]
+    # version 1 writes "no limit" as a huge number
+    return min((limit for limit in limits if limit is not None and limit < 2**60), default=None)
+
+
+# ---------------------------------------------------------------------------------------- what is other systems
+def _host_memory() -> Memory:
+    memory = psutil.virtual_memory()
+    return Memory(memory.total, memory.available)
+
+
+def _cpu_name() -> str:
+    if sys.platform != "win32":
+        return platform.processor()
+    import winreg
+
+    try:
+        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
+            return str(winreg.QueryValueEx(key, "ProcessorNameString")[0])
+    except OSError:
+        return platform.processor()
+
+
+def _nvidia_processes() -> tuple[Process, ...] | None:
+    """None where the package nvidia-ml-py or the driver is missing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        running = [process for handle in handles for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+    except Exception:  # NVMLError, or what ctypes makes of a library of another version
+        return None
+    memory = {process.pid: 0 for process in running}
+    for process in running:
+        memory[process.pid] += process.usedGpuMemory or 0
+    return tuple(Process(pid, read_text(ROOT / f"proc/{pid}/comm"), size) for pid, size in sorted(memory.items()))
+
+
+# ------------------------------------------------------------------------------------------------------- torch
+def _ask_torch() -> dict[str, Any]:
+    """Run the probe; return what it said before it ended, crashed or hung."""
+    with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+", errors="replace") as complaints:
+        probe = subprocess.Popen([sys.executable, *PROBE], stdin=subprocess.DEVNULL,
+                                 stdout=told, stderr=complaints)  # fmt: skip
+        try:
+            status: int | None = probe.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            probe.kill()  # without waiting: a process that hangs in the driver does not die
+            status = None
+        told.seek(0)
+        complaints.seek(0)
+        parts = _parts(told.read())
+        last = next((line for line in reversed(complaints.read().splitlines()) if line.strip()), "")
+    if status != 0 and not parts.keys() & {"canaries", "torch_error"}:
+        found = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
+        last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", last)
+        canary = Finding("canaries", "error", found, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
+        parts["torch_error" if "torch" not in parts else "canaries"] = (
+            f"{found}: {last}" if "torch" not in parts else (canary,)
+        )
+    return parts
+
+
+def _parts(text: str) -> dict[str, Any]:
+    """What the probe's lines say. Libraries may print lines of their own."""
+    parts: dict[str, Any] = {}
+    for line in text.splitlines():
+        if line.startswith(MARK):
+            try:
+                parts |= json.loads(line.removeprefix(MARK))
+            except ValueError:  # cut off by a crash
+                continue
+    return {name: getattr(parse(Recorded, {name: value}, "probe"), name) for name, value in parts.items()}

@@ -1,0 +1,225 @@
+"""Environment variables: those that a profile sets, and those of the user that do harm."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.registry import DECIDED
+from rocm_ext.machine.detect import Machine, parse_version
+from rocm_ext.machine.profile import Profile, Variable
+
+# One setting under three names: HIP builds of torch read each of them
+ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+_CONDITIONS = {  # of Variable.when
+    "always": lambda profile, machine, environ: True,
+    # a chip that borrows the profile would run kernels of another architecture
+    "arch_missing": lambda profile, machine, environ: not machine.has_kernels and profile.is_for(machine.arch),
+    "several_ranks": lambda profile, machine, environ: int(environ.get("WORLD_SIZE", 1)) > 1,
+}
+
+
+def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The variables that ``profile`` adds to ``environ``. It keeps what the user has set.
+
+    Returns:
+        {name: (value, reason)}.
+
+    Raises:
+        UserError: where the allocator's variables contradict each other.
+    """
+    check_environment(profile, machine, environ)
+    return {
+        name: (variable.value, variable.reason)
+        for name, variable in _missing(profile, environ).items()
+        if _CONDITIONS[variable.when](profile, machine, environ)
+    }
+
+
+def _missing(profile: Profile, environ: Mapping[str, str]) -> dict[str, Variable]:
+    """The profile's variables that the user has not set."""
+    taken = set(environ)
+    if taken & set(ALLOCATOR_VARIABLES):  # the user configures the allocator, under whichever name
+        taken.update(ALLOCATOR_VARIABLES)
+    return {name: variable for name, variable in profile.environment.items() if name not in taken}
+
+
+def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[str]:
+    """Warnings about variables in ``environ`` that are useless or harmful on an AMD machine.
+
+    Raises:
+        UserError: where the allocator's variables contradict each other.
+    """
+    found = environment_conflicts(profile, machine, environ)
+    if fatal := next((conflict for conflict in found if conflict.fatal), None):
+        raise UserError(str(fatal))
+    return [str(conflict) for conflict in found]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Environment variables that are useless or harmful on this machine."""
+
+    variables: tuple[str, ...]  # to unset
+    found: str
+    why: str
+    fatal: bool = False  # training would fail or compute wrong results
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.why}. Fix: unset {' '.join(self.variables)}"
+
+
+def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[Conflict]:
+    """The variables in ``environ`` that contradict each other, do harm or do nothing on an AMD machine."""
+    if machine.torch_build != "rocm" and profile.match.get("backend") != "rocm":
+        return []
+    found = _allocator_conflicts(machine, environ)
+    override = environ.get("HSA_OVERRIDE_GFX_VERSION")
+    if override and machine.native_archs and machine.has_kernels:
+        found.append(
+            Conflict(
+                ("HSA_OVERRIDE_GFX_VERSION",),
+                f"HSA_OVERRIDE_GFX_VERSION={override}",
+                f"useless, and harmful at worst: torch has kernels for {machine.arch}",
+            )
+        )
+    if environ.get("ROCR_VISIBLE_DEVICES") and environ.get("HIP_VISIBLE_DEVICES"):
+        wanted, other = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+        if machine.system == "Windows":
+            wanted, other = other, wanted
+        found.append(
+            Conflict(
+                (other,),
+                "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set",
+                f"HIP numbers the GPUs that ROCR leaves. Set {wanted} only",
+            )
+        )
+    return found
+
+
+def _allocator_conflicts(machine: Machine, environ: Mapping[str, str]) -> list[Conflict]:
+    allocator = {name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)}
+    found = []
+    if len(set(allocator.values())) > 1:
+        what = ", ".join(f"{name}={value}" for name, value in allocator.items())
+        why = "they configure the same allocator and differ. Keep one"
+        found.append(Conflict(tuple(allocator)[1:], what, why, fatal=True))
+    for name, value in allocator.items():
+        if not re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
+            continue
+        if "max_split_size_mb" in value:
+            found.append(
+                Conflict(
+                    (name,),
+                    f"{name}={value}",
+                    "expandable_segments together with max_split_size_mb zeroes live buffers on ROCm (ROCm#6603)",
+                    fatal=True,
+                )
+            )
+        elif parse_version(machine.torch) < (2, 11):
+            found.append(
+                Conflict((name,), f"{name}={value}", "expandable_segments has no effect on ROCm before torch 2.11")
+            )
+    return found
+
+
+def ensure_environment(profile: Profile, machine: Machine) -> list[str]:
+    """Put the profile's environment in place; call this first in a program.
+
+    HIP and torch have read their variables by now. Where one has to be added, this replaces the process by the same
+    command, once; under torchrun the process id stays.
+
+    Returns:
+        What was set and why, and warnings, for the caller to log.
+
+    Raises:
+        UserError: where the allocator's variables contradict each other.
+    """
+    return apply_environment(profile, machine, restart=True)
+
+
+def preset(profile: Profile) -> list[str]:
+    """Set the variables that ``profile`` sets on every machine. Call it before ``detect``,
+    which starts HIP, and if possible before torch is imported.
+
+    Returns:
+        A line about variables that were set after torch had been imported: some are read at that time.
+    """
+    added = {name: each.value for name, each in _missing(profile, os.environ).items() if each.when == "always"}
+    put(added)
+    if not added or "torch" not in sys.modules:
+        return []
+    exports = " ".join(f"{name}={value}" for name, value in added.items())
+    return [f"torch was imported before these variables were set; `tune run` sets them in time, or: export {exports}"]
+
+
+def put(added: Mapping[str, str]) -> None:
+    """Set variables, and record that this library has set them."""
+    if added:
+        os.environ.update(added)
+        os.environ[DECIDED] = ",".join(sorted(_ours() | set(added)))
+
+
+def _ours() -> set[str]:
+    return {name for name in os.environ.get(DECIDED, "").split(",") if name}
+
+
+def apply_environment(profile: Profile, machine: Machine, restart: bool = False) -> list[str]:
+    """Put the profile's environment in place without a restart, for notebooks and other programs that must go on.
+
+    Where HIP has already started (:func:`rocm_ext.machine.detect.detect` starts it), the last line holds the export
+    to run before Python. Processes started from here on inherit the variables in any case.
+
+    Args:
+        profile: the machine's profile.
+        machine: this one.
+        restart: replace the process where a variable was added.
+
+    Returns:
+        What was set and why, and warnings.
+
+    Raises:
+        UserError: where the allocator's variables contradict each other.
+    """
+    before = _ours()
+    added = environment_for(profile, machine, os.environ)
+    put({name: value for name, (value, _) in added.items()})
+    ours = before | set(added)
+    if restart and added.keys() - before and _can_repeat():
+        replace_process(this_command())
+    lines = check_environment(profile, machine, os.environ)
+    lines += [
+        f"{name}={os.environ[name]} ({variable.reason})"
+        for name, variable in profile.environment.items()
+        if name in ours & set(os.environ)
+    ]
+    if added and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        exports = " ".join(f"{name}={value}" for name, (value, _) in added.items())
+        lines.append(f"HIP has already started without these; before starting Python: export {exports}")
+    return lines
+
+
+def _can_repeat() -> bool:
+    # an interactive session cannot run again, nor can a script from stdin, which has been read already
+    return sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
+
+
+def this_command() -> list[str]:
+    """What this process was started with."""
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def replace_process(command: list[str]) -> None:
+    """Run ``command`` instead of this program, in the same process where the system can do that."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "nt":  # Windows' exec starts a second process, and the shell does not wait for it
+        process = subprocess.Popen(command)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the program decides when it ends
+        sys.exit(process.wait())
+    os.execve(sys.executable, command, os.environ)

@@ -1,0 +1,274 @@
+"""Chooses the dtype to compute in, and tests that the device computes correctly in it."""
+
+import difflib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine.detect import Machine
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# relative error: well above rounding (2^-9, 2^-12, and fp32 computed as TF32), well below wrong results
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3}
+
+
+def pick_dtype(requested: str, machine: Machine) -> tuple[torch.dtype, str]:
+    """Choose the dtype of weights and activations.
+
+    Args:
+        requested: bf16, fp16, fp32, or auto for the best that ``machine`` computes natively.
+        machine: machine that computes.
+
+    Returns:
+        The dtype and the reason.
+
+    Raises:
+        UserError: for other names, and for bf16 on a GPU that only emulates it.
+    """
+    where = machine.arch or "this CPU"
+    if requested == "auto":
+        if machine.bf16:
+            return torch.bfloat16, f"{where} computes bf16 natively"
+        return torch.float32, f"{where} has no native bf16; fp16 needs loss scaling, so it is never automatic"
+    if requested not in DTYPES:
+        near = difflib.get_close_matches(str(requested), [*DTYPES, "auto"], n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"dtype={requested} is unknown; use bf16, fp16, fp32 or auto{hint}")
+    if requested == "bf16" and not machine.bf16:
+        if machine.backend != "cpu":
+            raise UserError(
+                f"dtype=bf16: {where} has no bf16 arithmetic, and emulation is slow. "
+                "Use dtype=fp32, or dtype=fp16, which trains with loss scaling"
+            )
+        return torch.bfloat16, "as requested; this CPU emulates bf16, slowly"
+    if requested == "fp16":
+        return torch.float16, "as requested; trains with loss scaling, as gradients under 6e-8 vanish in fp16"
+    return DTYPES[requested], "as requested"
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one canary."""
+
+    name: str
+    ok: bool
+    found: str
+    fix: str
+    fatal: bool = True  # False: results are right but slow
+
+
+def canaries(
+    machine: Machine, device: torch.device, dtype: torch.dtype, head_dim: int = 128, num_heads: int = 2
+) -> list[Check]:
+    """Run small computations whose results are known.
+
+    They are: a copy, a conversion, a matmul, attention forward and backward, buffers that live while the allocator
+    frees others, and on a GPU whether attention has a fused kernel. Several ROCm releases computed wrong results
+    silently (ROCm#6603 is one). On a GPU the canaries take 0.4 GiB for a moment. They do not change torch's random
+    state.
+
+    Args:
+        machine: machine that computes.
+        device: device of ``machine``.
+        dtype: dtype to compute in.
+        head_dim, num_heads: shape of the model's attention.
+
+    Returns:
+        A check for each. An error on the device is a failed check, not an exception.
+    """
+    rng = torch.Generator().manual_seed(0)
+    other_torch = "use another torch or ROCm release; on AMD, unset PYTORCH_HIP_ALLOC_CONF and try again"
+    checks = [
+        _check("copy", "try HSA_ENABLE_SDMA=0; " + other_torch, partial(_copy, device, rng)),
+        _check(f"{_short(dtype)} round trip", other_torch, partial(_round_trip, device, dtype, rng)),
+        _check(
+            f"{_short(dtype)} matmul",
+            "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch,
+            partial(_matmul, device, dtype, rng),
+        ),
+        _check(
+            f"{_short(dtype)} attention, head_dim {head_dim}",
+            other_torch,
+            partial(_attention, device, dtype, head_dim, num_heads, rng),
+        ),
+        _check(
+            "allocator",
+            "unset PYTORCH_HIP_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF",
+            partial(_allocator, device),
+        ),
+    ]
+    if device.type == "cuda":
+        fix = "install torch 2.12 or newer"
+        if machine.backend == "rocm":
+            fix += ", or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 before Python starts"
+        # GPUs without bf16 (gfx906 and older) have no fused kernels
+        expected = machine.bf16 and dtype != torch.float32
+        probe = partial(_fused, device, dtype, head_dim, num_heads, expected)
+        checks.append(_check("fused attention", fix, probe, fatal=False))
+    return checks
+
+
+def require(checks: list[Check]) -> list[str]:
+    """Stop where a fatal check failed.
+
+    Returns:
+        A line for each other check that failed.
+
+    Raises:
+        UserError: naming every fatal failure, what was found and what to try.
+    """
+    failed = [check for check in checks if not check.ok]
+    lines = {check: f"{check.name}: {check.found} (fix: {check.fix})" for check in failed}
+    if fatal := [lines[check] for check in failed if check.fatal]:
+        raise UserError(
+            "this device computes wrong results. " + "; ".join(fatal) + ". To train regardless: startup_checks=False"
+        )
+    return [lines[check] for check in failed]
+
+
+@contextmanager
+def dtype_leaks(model: nn.Module, dtype: torch.dtype) -> Iterator[list[str]]:
+    """Context that finds modules computing in another dtype than ``dtype``, such as fp32, which is slow.
+
+    Yields:
+        A list. Forward passes add "name: dtype", once, for each module that returns floating-point tensors of
+        another dtype.
+    """
+    leaks: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            for tensor in _tensors(output):
+                line = f"{name}: {_short(tensor.dtype)}"
+                if tensor.is_floating_point() and tensor.dtype != dtype and line not in leaks:
+                    leaks.append(line)
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name or "model")) for name, module in model.named_modules()]
+    try:
+        yield leaks
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _tensors(item)
+    elif isinstance(output, dict):
+        yield from _tensors(list(output.values()))
+
+
+# ------------------------------------------------------------------------ canaries: each returns (ok, found)
+def _check(name: str, fix: str, probe: Callable[[], tuple[bool, str]], fatal: bool = True) -> Check:
+    try:
+        ok, found = probe()
+    except (RuntimeError, NotImplementedError) as error:  # such as "HIP error: invalid device function"
+        return Check(name, False, str(error).strip().split("\n")[0], fix)
+    return Check(name, ok, found, fix, fatal)
+
+
+def _copy(device: torch.device, rng: torch.Generator) -> tuple[bool, str]:
+    # 4 MiB: small copies do not go through the copy engines
+    sent = torch.randint(-(2**31), 2**31 - 1, (2**20,), dtype=torch.int32, generator=rng)
+    wrong = int((sent.to(device).clone().cpu() != sent).sum())
+    return wrong == 0, f"{wrong} of {sent.numel()} words changed on the way to {device} and back"
+
+
+def _round_trip(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> tuple[bool, str]:
+    x = torch.randn(2**14, generator=rng)
+    expected = x.to(dtype).float()  # the host rounds to nearest even, as every GPU here does
+    found = x.to(device).to(dtype).float().cpu()
+    zeros, wrong = int(((found == 0) & (expected != 0)).sum()), int((found != expected).sum())
+    return wrong == 0, f"{wrong} of {x.numel()} values differ from the host's, {zeros} became zero"
+
+
+def _matmul(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> tuple[bool, str]:
+    a, b = (torch.randn(256, 256, generator=rng).to(dtype) for _ in range(2))
+    return _close((a.to(device) @ b.to(device)).cpu(), a.float() @ b.float(), dtype)
+
+
+def _attention(
+    device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, rng: torch.Generator
+) -> tuple[bool, str]:
+    shape = (4, 1, num_heads, 128, head_dim)  # q, k, v and the gradient; batch, heads, sequence, head_dim
+    qkvg = torch.randn(shape, generator=rng).to(dtype)
+
+    def attend(qkvg: Tensor) -> Tensor:
+        q, k, v, grad = qkvg.unbind(0)
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
+        return torch.stack([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+
+    with torch.enable_grad():
+        found = attend(qkvg.to(device)).cpu()
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = attend(qkvg.float())
+    return _close(found, expected, dtype)
+
+
+def _allocator(device: torch.device) -> tuple[bool, str]:
+    """Whether buffers keep their content while the allocator frees, unmaps and reuses memory around them.
+
+    Where this fails, weights turn to zeros during a run (ROCm#6603). In that report the device was full; returning
+    free memory to the driver also makes the allocator unmap, and is quick.
+    """
+    unit = 2**18 if device.type == "cuda" else 2**13  # int32: 1 MiB, 32 KiB
+    live: list[Tensor] = []
+    for _ in range(3):
+        passing = []
+        for size in (
+            1,
+            24,
+            64,
+        ):  # the allocator's small blocks, its large blocks, segments of their own
+            live.append(torch.full((size * unit,), len(live) + 1, dtype=torch.int32, device=device))
+            passing.append(torch.full((size * unit // 2,), -1, dtype=torch.int32, device=device))
+        del passing
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    wrong = sum(int((buffer != i).sum()) for i, buffer in enumerate(live, start=1))
+    zeros = sum(int((buffer == 0).sum()) for buffer in live)
+    live.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    total = 3 * (1 + 24 + 64) * unit
+    return wrong == 0, f"{wrong} of {total} words in live buffers changed, {zeros} became zero"
+
+
+def _fused(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, expected: bool) -> tuple[bool, str]:
+    q = torch.zeros(1, num_heads, 128, head_dim, device=device, dtype=dtype)
+    usable = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        with sdpa_kernel(backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns once for each reason that a backend cannot run
+            try:
+                scaled_dot_product_attention(q, q, q, is_causal=True)
+            except RuntimeError:  # "No available kernel"
+                continue
+        usable.append(backend.name.split("_")[0].lower())
+    found = f"attention kernels: {', '.join(usable)}" if usable else "attention runs on the slow math path"
+    return bool(usable) or not expected, found
+
+
+def _close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[bool, str]:
+    if bad := int((~found.isfinite()).sum()):
+        return False, f"{bad} of {found.numel()} values are NaN or infinite"
+    error = float((found.float() - expected).norm() / expected.norm())
+    return error <= _TOLERANCE[dtype], f"relative error {error:.1e}, {_TOLERANCE[dtype]:.0e} allowed"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))

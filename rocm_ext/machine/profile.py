@@ -1,0 +1,347 @@
+"""Hardware profiles: what each machine needs, one YAML file each in ``recipe_configs/hardware``."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from omegaconf import OmegaConf
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.machine.detect import Machine, is_unified, parse_version
+from rocm_ext.machine.parse import parse
+
+_NOT_RECIPE_KEYS = {"quantize_base"}  # keys that a profile may lock although no recipe has them
+_MEMORY_KEYS = {"host": (), "device": ("fraction",), "unified": ("fraction", "host_gib", "host_fraction")}
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A setting that the user can change only with ``hardware_overrides``."""
+
+    value: Any
+    reason: str
+    also: tuple[Any, ...] = ()  # other values that work
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable that the machine needs."""
+
+    value: str
+    reason: str
+    when: Literal["always", "arch_missing", "several_ranks"] = "always"  # see rocm_ext.machine.environment
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The data sheet of one GPU as sold.
+
+    Attributes:
+        arch: the architecture, as :class:`rocm_ext.machine.detect.Machine` names it.
+        memory: GiB.
+        bandwidth: memory bandwidth, GB/s.
+        fp32: TFLOPS of dense matrix products; so are fp16 and bf16.
+        fp16: None: not computed natively.
+        bf16: None: not computed natively.
+        link: GB/s that it receives from the other GPUs of a machine; None: not known.
+        also: further names, such as torch's.
+        reached: shares that differ from the profile's.
+    """
+
+    arch: str
+    memory: float
+    bandwidth: float
+    fp32: float
+    fp16: float | None = None
+    bf16: float | None = None
+    link: float | None = None
+    also: tuple[str, ...] = ()
+    reached: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One file of ``recipe_configs/hardware``.
+
+    Attributes:
+        name: the file's, without ``.yaml``.
+        title: the machines, in words.
+        memory: ``of`` says which memory a run uses (host, device or unified); the other keys, how much of it.
+        match: the machines that ``hardware: auto`` gives this profile: backend, arch (a list) and system.
+        settings: recipe keys and their values, the locked ones included.
+        locked: the settings that other values would break.
+        environment: variables to set before torch starts.
+        floor: versions of torch, rocm and kernel that the machine needs: min, below, also and fix.
+        chips: data sheets by the GPU's name; the first of an architecture stands for it.
+        reached: shares of a data sheet that :mod:`rocm_ext.plan.speeds` assumes: compute, bandwidth and attention (of
+            compute); and launch, the microseconds that the host needs to start a kernel.
+        bench_config: the config whose model ``rocm-ext bench`` trains.
+        install: the command that installs torch for this machine.
+    """
+
+    name: str
+    title: str
+    memory: dict[str, Any]
+    match: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    locked: dict[str, Lock] = field(default_factory=dict)
+    environment: dict[str, Variable] = field(default_factory=dict)
+    floor: dict[str, dict[str, Any]] = field(default_factory=dict)
+    chips: dict[str, Chip] = field(default_factory=dict)
+    reached: dict[str, float] = field(default_factory=dict)
+    bench_config: str = ""
+    install: str = ""
+
+    @classmethod
+    def from_dict(cls, name: str, content: Any) -> Profile:
+        """Check the content of a profile's file.
+
+        Raises:
+            UserError: for unknown and missing keys and for values of the wrong type.
+        """
+        where = f"hardware profile {name}"
+        profile = parse(cls, {"name": name, **content} if isinstance(content, Mapping) else content, where)
+        if (of := profile.memory.get("of")) not in tuple(_MEMORY_KEYS):
+            raise UserError(f"{where}.memory.of is {of!r}, expected {' or '.join(_MEMORY_KEYS)}")
+        for key in _MEMORY_KEYS[of]:
+            parse(float, profile.memory.get(key), f"{where}.memory.{key}")
+        locked = {key: lock.value for key, lock in profile.locked.items() if key not in _NOT_RECIPE_KEYS}
+        return replace(profile, settings={**profile.settings, **locked})
+
+    def is_for(self, arch: str | None) -> bool:
+        """Whether the profile is for this architecture; a profile that names none is for all."""
+        return arch in self.match.get("arch", (arch,))
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether this is the profile that ``hardware: auto`` gives ``machine``."""
+        return (
+            self.match.get("backend", machine.backend) == machine.backend
+            and self.is_for(machine.arch)
+            and self.match.get("system", machine.system) == machine.system
+        )
+
+
+@cache
+def _folder() -> Path:
+    try:
+        return Path(str(files("rocm_ext.recipe_configs.hardware")))
+    except ModuleNotFoundError:  # a checkout that is not installed
+        return Path(__file__).parents[2] / "recipe_configs" / "hardware"
+
+
+def profile_names() -> list[str]:
+    """The names of the profiles that this library brings, sorted."""
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
+
+
+def load_profile(name: str) -> Profile:
+    """Read a profile.
+
+    Args:
+        name: name of a profile in ``recipe_configs/hardware``, or the path of a file that ends in ``.yaml``.
+
+    Raises:
+        UserError: for an unknown name and for a file that is not a profile.
+    """
+    path = Path(name) if name.endswith(".yaml") else _folder() / f"{name}.yaml"
+    if not path.is_file():
+        near = difflib.get_close_matches(name, profile_names(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"hardware={name} is unknown; there are auto, {', '.join(profile_names())}{hint}")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except yaml.YAMLError as error:
+        raise UserError(f"hardware profile {path} is not YAML: {one_line(error)}") from error
+    return Profile.from_dict(path.stem, content)
+
+
+def choose_profile(machine: Machine) -> tuple[str, str]:
+    """Choose the profile for ``hardware: auto``.
+
+    Returns:
+        The profile's name and the reason.
+
+    Raises:
+        UserError: for an AMD GPU that has no profile or that torch cannot use.
+    """
+    problem = _unusable_gpu(machine)
+    if problem and not machine.hidden_by:
+        raise UserError(f"{problem}. To run without the GPU: hardware=cpu")
+    if (own := _own_profile(machine)) is None:
+        near = nearest_profile(machine)
+        what = f"Name the nearest, as in hardware={near}, or" if near != "cpu" else "To run without the GPU:"
+        raise UserError(f"found {machine}, for which there is no hardware profile. {what} hardware=cpu")
+    if machine.backend != "cpu":
+        return own.name, f"found {machine}"
+    if machine.hidden_by:
+        return own.name, f"{machine.hidden_by} hides all GPUs"
+    if machine.amd_archs:  # such as a small integrated GPU beside the CPU
+        return own.name, f"{', '.join(machine.amd_archs)} has no hardware profile, and torch cannot use it"
+    return own.name, "no GPU found"
+
+
+def _own_profile(machine: Machine) -> Profile | None:
+    return next((profile for profile in map(load_profile, profile_names()) if profile.fits(machine)), None)
+
+
+def has_profile(machine: Machine, arch: str) -> bool:
+    """Whether ``machine`` would have a profile if it trained on its GPU ``arch``."""
+    return _own_profile(replace(machine, arch=arch)) is not None
+
+
+def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
+    """The machine as it will be once torch can use its AMD GPU.
+
+    Returns:
+        That machine and its profile; None where the GPU that torch uses has no profile.
+    """
+    if machine.backend == "cpu":
+        for arch in machine.amd_archs:
+            usable = replace(machine, backend="rocm", arch=arch, unified=is_unified(arch))
+            if profile := _own_profile(usable):
+                return usable, profile
+    return machine, _own_profile(machine)
+
+
+def nearest_profile(machine: Machine) -> str:
+    """The name of the profile to try on an AMD GPU that has none of its own."""
+    if machine.unified and (machine.arch or "").startswith("gfx10"):  # two compute units and no bf16
+        return "cpu"
+    if machine.unified:
+        return "strix_halo_windows" if machine.system == "Windows" else "strix_halo"
+    if re.match(r"gfx125\d", machine.arch or ""):  # CDNA5: Instinct, in spite of its number
+        return "mi300x"
+    if re.match(r"gfx1\d", machine.arch or ""):
+        return "radeon"
+    return "mi200" if machine.bf16 else "mi50"
+
+
+def _unusable_gpu(machine: Machine) -> str | None:
+    """Why torch computes on the CPU although an AMD GPU with a profile is here: the commonest install errors."""
+    usable, profile = intended_machine(machine)
+    if profile is None or usable.backend == machine.backend:
+        return None
+    if machine.torch_build != "rocm":
+        kind = {"cuda": "CUDA", "cpu": "CPU"}[machine.torch_build]
+        return (
+            f"found an AMD GPU ({usable.arch}), but torch {machine.torch} is a {kind} build; "
+            f"install it with: {reinstall_command(profile, machine)}"
+        )
+    if machine.hidden_by:
+        return f"{machine.hidden_by} hides the AMD GPU ({usable.arch})"
+    return (
+        f"found an AMD GPU ({usable.arch}), but torch {machine.torch} sees none: this user must be able to read "
+        "and write /dev/kfd and /dev/dri/renderD* (groups render and video)"
+    )
+
+
+def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> list[str]:
+    """Check that ``profile`` describes this machine and that ``world_size`` local ranks fit on it.
+
+    Returns:
+        Warnings: a borrowed profile, missing kernels, and each version outside the profile's limits.
+
+    Raises:
+        UserError: where the profile's GPU is not here, where there are more ranks than GPUs, and for several ranks on
+            Windows.
+    """
+    if world_size > 1 and machine.system == "Windows":
+        raise UserError(
+            f"found {world_size} processes, but on Windows training runs in one process only: "
+            "ROCm's builds there have no torch.distributed. Use WSL2 for several GPUs"
+        )
+    backend = profile.match.get("backend", machine.backend)
+    if backend == "cpu":
+        return []
+    if machine.backend != backend:
+        found = _unusable_gpu(machine) or f"found {machine}"
+        raise UserError(f"hardware={profile.name} is for {profile.title}; {found}. To run anyway: hardware=cpu")
+    if world_size > machine.gpu_count:
+        raise UserError(
+            f"{world_size} processes need {world_size} GPUs; found {machine}. Use --nproc_per_node {machine.gpu_count}"
+        )
+    warnings = []
+    if not profile.fits(machine):
+        if own := _own_profile(machine):
+            raise UserError(
+                f"hardware={profile.name} is for {profile.title}; found {machine}. "
+                f"Use hardware=auto or hardware={own.name}; to run without the GPU: hardware=cpu"
+            )
+        warnings.append(f"{machine.arch} has no hardware profile of its own: running with {profile.name}'s")
+    if not machine.has_kernels:
+        hint = f"; install it with: {reinstall_command(profile, machine)}" if profile.install else ""
+        warnings.append(f"torch {machine.torch} has no kernels for {machine.arch}{hint}")
+    return warnings + [f"{found}: {fix}" for found, fix in below_floor(profile, machine).values()]
+
+
+def reinstall_command(profile: Profile, machine: Machine) -> str:
+    """The command that replaces torch. It uninstalls first: pip keeps an installed torch of any build."""
+    then = ";" if machine.system == "Windows" else " &&"
+    return f"pip uninstall -y torch{then} {profile.install}"
+
+
+def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]]:
+    """The versions outside the profile's limits.
+
+    Returns:
+        {"torch", "rocm" or "kernel": (what was found, what to do)}.
+    """
+    # Microsoft builds WSL's kernel, and the GPU's driver runs on Windows
+    found = {"torch": machine.torch, "rocm": machine.rocm, "kernel": "" if machine.wsl else machine.kernel}
+    outside = {}
+    for what, limits in profile.floor.items():
+        have = found[what] or ""
+        if not parse_version(have):
+            continue
+        patched = any(_is_newer_build(have, other) for other in limits.get("also", ()))
+        if "min" in limits and parse_version(have) < parse_version(limits["min"]) and not patched:
+            outside[what] = (f"{what} {have} is older than {limits['min']}", limits["fix"])
+        if "below" in limits and parse_version(have) >= parse_version(limits["below"]):
+            outside[what] = (f"{what} {have} is not below {limits['below']}", limits["fix"])
+    return outside
+
+
+def _is_newer_build(kernel: str, other: str) -> bool:
+    """Whether a distribution's kernel (6.14.0-1018-oem) has the flavour of ``other`` (oem) and is at least as new."""
+    builds = [re.fullmatch(r"([0-9.]{1,30})-([0-9]{1,9})-([a-z]+)", name) for name in (kernel, other)]
+    have, least = ((parse_version(match[1]), int(match[2]), match[3]) if match else ((), 0, "") for match in builds)
+    return bool(have[2]) and have[2] == least[2] and have >= least
+
+
+def check_locked(profile: Profile, settings: Mapping[str, Any], overrides: list[str]) -> list[str]:
+    """Check ``settings`` against the profile's locks.
+
+    Args:
+        profile: the machine's profile.
+        settings: recipe keys and their values.
+        overrides: the keys of ``hardware_overrides``: the user insists on these.
+
+    Returns:
+        A line for each override.
+
+    Raises:
+        UserError: naming every locked key that has another value and is not in ``overrides``.
+    """
+    refused: list[str] = []
+    lines: list[str] = []
+    for key, lock in profile.locked.items():
+        if key not in settings or settings[key] in (lock.value, *lock.also):
+            continue
+        wanted = " or ".join(str(value) for value in (lock.value, *lock.also))
+        line = f"{key}={settings[key]} on {profile.name}, which wants {wanted}: {lock.reason}"
+        (lines if key in overrides else refused).append(line)
+    if refused:
+        keys = [line.split("=")[0] for line in refused]
+        raise UserError(f"{'; '.join(refused)}. To insist: hardware_overrides: [{', '.join(keys)}]")
+    lines += [
+        f"hardware_overrides: {profile.name} does not lock {key}" for key in overrides if key not in profile.locked
+    ]
+    return lines

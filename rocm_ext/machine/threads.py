@@ -1,0 +1,85 @@
+"""How many threads torch computes with on a CPU: as many as have a core beside other programs, chosen once.
+
+A parallel loop ends with its last thread. A thread without a core makes all others wait, and beside busy programs two
+threads on two cores compute a sixth of what one thread computes (docs/hardware.md has the measurements). The number
+does not change during a run, because the sums of another number of threads differ in their last bits.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from rocm_ext.machine.cgroups import CpuQuota, cpu_quota
+
+USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # torchrun sets the first for several ranks of a machine
+LOOKS, SECONDS = 5, 0.04  # the median of these looks decides, so that a program that ends meanwhile costs no thread
+_TORCHS = torch.get_num_threads()  # before a run chooses
+
+
+class Clocks(NamedTuple):
+    """A reading, in seconds."""
+
+    now: float
+    idle: float  # of the CPUs that this process may use
+    own: float  # processor time of this process
+    group: float | None  # processor time of the control group with a quota
+
+    @classmethod
+    def read(cls, quota: CpuQuota | None) -> "Clocks":
+        """Read the clocks; without per-process affinity all CPUs count."""
+        cpus = psutil.cpu_times(percpu=True)
+        if hasattr(os, "sched_getaffinity"):
+            allowed = os.sched_getaffinity(0)
+            cpus = [times for number, times in enumerate(cpus) if number in allowed] or cpus
+        idle = sum(times.idle + getattr(times, "iowait", 0.0) for times in cpus)
+        return cls(time.monotonic(), idle, time.process_time(), quota.used() if quota else None)
+
+
+def cores() -> float:
+    """Cores that this process may use, by its affinity and the quota of its control group."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return own if quota is None else min(own, quota.cpus)
+
+
+def free_cores() -> float:
+    """Cores that other programs leave to this one at present; it takes a fifth of a second."""
+    quota, found = cpu_quota(), []
+    before = Clocks.read(quota)
+    for _ in range(LOOKS):
+        time.sleep(SECONDS)
+        now = Clocks.read(quota)
+        own, seconds = now.own - before.own, now.now - before.now
+        free = (now.idle - before.idle + own) / seconds
+        if quota is not None and now.group is not None and before.group is not None:
+            free = min(free, quota.cpus - (now.group - before.group - own) / seconds)
+        found.append(free)
+        before = now
+    return max(0.0, statistics.median(found))
+
+
+def choose_threads(environ: Mapping[str, str], deterministic: bool = False) -> tuple[int, str]:
+    """Choose the threads of a new run on a CPU.
+
+    Args:
+        environ: the user's environment, whose number is kept.
+        deterministic: whether runs must compute alike whatever else runs.
+
+    Returns:
+        The number, and the reason for it.
+    """
+    for name in USERS:
+        if environ.get(name):
+            return _TORCHS, f"{name} is set"
+    most = max(1, min(_TORCHS, int(cores())))  # torch knows no quota
+    if deterministic or most == 1:
+        return most, "one for each core that this process may use"
+    free = free_cores()
+    # half a core of others' work costs more than the last thread gains
+    return max(1, min(most, math.floor(free + 0.5))), f"other programs leave {free:.1f} cores"

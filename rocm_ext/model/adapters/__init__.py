@@ -1,0 +1,1 @@
+"""LoRA adapters as files: PEFT's format, and merging."""

@@ -1,0 +1,241 @@
+"""Write merged models in Hugging Face's format.
+
+Merging goes from one folder to another, one weight file at a time. The whole base model is never in memory.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import json_object, replace_folder
+from rocm_ext.base.hub import files_of
+from rocm_ext.base.log import log
+from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
+from rocm_ext.model.adapters import peft_experts
+from rocm_ext.model.adapters.peft_config import PeftConfig
+from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, PREFIX, merged_weight, updates_by_weight
+from rocm_ext.model.checkpointer import read_tensors, weight_files
+from rocm_ext.model.foreign import ForeignDecoder, ForeignWeights
+from rocm_ext.model.lora import ExpertLora, adapters, merged_experts
+
+# What a merged model takes along from the folder of its base model
+BESIDE_WEIGHTS = (
+    "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "*.model", "*.tiktoken", "tekken.json", "*.jinja", "chat_template.json",
+    "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py",
+)  # fmt: skip
+MERGED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], dict[str, Tensor]]:
+    """Return a base model's folder, the names of its weight files, and its tensors, memory-mapped.
+
+    Args:
+        cfg_checkpointer: the config's ``checkpointer``, which names the folder and files.
+    """
+    checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
+    base, files = Path(checkpointer["checkpoint_dir"]), checkpointer.get("checkpoint_files")
+    if isinstance(files, dict):
+        files = FormattedCheckpointFiles.from_dict(files).build_checkpoint_filenames()
+    files = files or weight_files(base)
+    return base, files, {name: weight for file in files for name, weight in read_tensors(base / file)}
+
+
+def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Module) -> None:
+    """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
+
+    It merges one weight at a time, in fp32, and rounds it by :func:`_round_by_chance`. It holds at most one file of the
+    base model in memory, with the rest of a weight that two files hold. ``out`` appears only once it is complete. For a
+    base model in Meta's format it logs a warning and writes nothing.
+
+    Args:
+        cfg_checkpointer: the config's ``checkpointer``, which names the base model's folder and files.
+        adapter: PEFT folder.
+        out: folder to write.
+        decoder: the model that the adapter belongs to.
+
+    Raises:
+        UserError: the adapter changes a weight that the base model does not have, or a file of the base model is a link
+            out of its folder.
+    """
+    base = Path(cfg_checkpointer.checkpoint_dir)
+    if not (base / "config.json").is_file():
+        log.warning("skipping %s: %s is not a Hugging Face folder (it has no config.json)", out, base)
+        return
+    base, files, state = base_tensors(cfg_checkpointer)
+    merged = MergedWeights(decoder, state, adapter)
+    merged.check(base)
+    beside = _beside_weights(base)
+    with replace_folder(out) as folder:
+        index: dict[str, str] = {}
+        size = 0
+        for file in files:
+            tensors = {name: merged.of(name).contiguous() for name, _ in read_tensors(base / file)}
+            size += sum(tensor.nbytes for tensor in tensors.values())
+            # the name under which transformers looks for a single file
+            target = str(Path(file).with_suffix(".safetensors")) if len(files) > 1 else "model.safetensors"
+            index.update(dict.fromkeys(tensors, target))
+            save_file(tensors, folder / target, metadata={"format": "pt"})
+        if len(set(index.values())) > 1:
+            content = {"metadata": {"total_size": size}, "weight_map": index}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+        for name, path in beside.items():
+            shutil.copy2(path, folder / name)
+        if (adapter / TEMPLATE).is_file():  # the run had a chat template of its own
+            shutil.copy2(adapter / TEMPLATE, folder / TEMPLATE)
+            (folder / OF_PROCESSORS).unlink(missing_ok=True)  # transformers' processors prefer it
+
+
+def _beside_weights(base: Path) -> dict[str, Path]:
+    """The files of config, tokenizer and licence; the Python code only of a model that has its own."""
+    own_code = "auto_map" in (json_object((base / "config.json").read_bytes()) or {})
+    found = files_of(base, BESIDE_WEIGHTS)
+    return {name: path for name, path in found.items() if own_code or path.suffix != ".py"}
+
+
+class MergedWeights:
+    """A base model's tensors with an adapter, by the names of its files.
+
+    Args:
+        decoder: the model that the adapter belongs to.
+        state: the base model's tensors.
+        adapter: PEFT folder.
+    """
+
+    def __init__(self, decoder: nn.Module, state: Mapping[str, Tensor], adapter: Path) -> None:
+        self._state, self._adapter = state, adapter
+        config = PeftConfig.read(adapter)
+        self._scale = config.scale
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(adapter / ADAPTER_WEIGHTS).items()}
+        experts, used = peft_experts.from_peft(tensors, decoder, config.version)
+        self._linear = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
+        self._experts = {
+            name: (experts[f"{ours}.lora_a.weight"], experts[f"{ours}.lora_b.weight"], layer.transposed)
+            for name, layer in peft_experts.expert_loras(decoder).items()
+            for ours in [name + ExpertLora.SUFFIX]
+        }
+        self._converted = decoder.converted(state) if isinstance(decoder, ForeignDecoder) else None
+        self._ready: dict[str, Tensor] = {}  # pieces of merged weights that wait for their place in a file
+        self._groups = {} if self._converted is None else _groups(self._converted, self._changed())
+
+    def _changed(self) -> list[str]:
+        return [*self._linear, *self._experts]
+
+    def check(self, base: Path) -> None:
+        """Check that the base model has every weight that the adapter changes.
+
+        Args:
+            base: the base model's folder, for the message.
+
+        Raises:
+            UserError: it lacks one.
+        """
+        known = self._state if self._converted is None else self._converted
+        if unknown := [name for name in self._changed() if name not in known]:
+            raise UserError(f"adapter {self._adapter} has weights for {unknown[0]}, but {base} does not")
+
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of a native model: in ``dtype`` where the adapter changes it, else as it is stored.
+
+        16 bits are rounded as in a merged model, so fp32 alone is exact.
+        """
+        weight = self._state[name]
+        return self._with_update(name, weight, dtype) if name in self._linear else weight
+
+    def _with_update(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        exact = merged_weight(weight.float(), self._linear[name], self._scale)
+        return _round_by_chance(exact, dtype, crc32(name.encode()))
+
+    def of(self, name: str) -> Tensor:
+        """Return the tensor ``name`` of a file, in memory of its own; each tensor once."""
+        if self._converted is None:
+            return self._merged(name, self._state[name])
+        if name not in self._groups:
+            return self._state[name].clone()
+        if name not in self._ready:
+            whole = {each: self._merged(each, self._converted[each]) for each in self._groups[name]}
+            self._ready |= self._converted.taken_apart(whole)
+        return self._ready.pop(name).clone()
+
+    def _merged(self, name: str, weight: Tensor) -> Tensor:
+        if name in self._experts:
+            a, b, transposed = self._experts[name]
+
+            def rounded(exact: Tensor, expert: int) -> Tensor:
+                return _round_by_chance(exact, weight.dtype, crc32(f"{name}.{expert}".encode()))
+
+            return merged_experts(weight, a, b, self._scale, transposed, rounded)
+        return self._with_update(name, weight, weight.dtype) if name in self._linear else weight.clone()
+
+
+def _round_by_chance(exact: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """Round to 16 bits, up or down with the chance that keeps the mean: stochastic rounding (arXiv:1502.02551).
+
+    The base weights lie on the 16-bit grid, so the nearest value of a small change is the base weight itself, and
+    rounding to it would lose small changes everywhere.
+
+    Args:
+        exact: values in fp32.
+        dtype: bf16 or fp16; other dtypes are cast to.
+        seed: the same seed gives the same result.
+
+    Returns:
+        ``exact`` in ``dtype``; values that ``dtype`` has stay as they are.
+    """
+    dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that fp32 has in addition
+    if dropped is None:
+        return exact.to(dtype)
+    chance = np.random.default_rng(seed).integers(0, 1 << dropped, tuple(exact.shape), np.uint16)
+    bits = exact.contiguous().view(torch.int32) + torch.from_numpy(chance.astype(np.int32))
+    return (bits & -(1 << dropped)).view(torch.float32).to(dtype)
+
+
+def _groups(converted: ForeignWeights, changed: Iterable[str]) -> dict[str, list[str]]:
+    """Map each tensor of a file whose weights change to the weights that are made of it."""
+    found: dict[str, list[str]] = {}
+    for name in changed:
+        if name in converted:
+            weights, tensors = converted.group(name)
+            found |= dict.fromkeys(tensors, weights)
+    return found
+
+
+def check_mergeable(decoder: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Check that a merged model can be written with the names and shapes of the base model's files.
+
+    Args:
+        decoder: model with adapters.
+        state: the base model's tensors; only their shapes are used.
+
+    Raises:
+        UserError: transformers cannot undo the conversion of a weight that has an adapter.
+    """
+    if not isinstance(decoder, ForeignDecoder):
+        return
+    converted = decoder.converted(state)
+    shapes = converted.on_meta()
+    changed = [
+        name.removesuffix(ExpertLora.SUFFIX) for name, layer in adapters(decoder) if isinstance(layer, ExpertLora)
+    ]
+    changed += [f"{name}.weight" for name, layer in adapters(decoder) if not isinstance(layer, ExpertLora)]
+    checked: set[str] = set()
+    for name in changed:
+        if name in checked or name not in shapes:  # what is missing is said when the weights are loaded
+            continue
+        weights, _ = converted.group(name)
+        checked.update(weights)
+        try:
+            converted.taken_apart({each: shapes[each] for each in weights})
+        except UserError as error:
+            raise UserError(f"save_adapter_weights_only=False: {error}; set save_adapter_weights_only=True") from error

@@ -1,0 +1,144 @@
+"""Adapters of fused experts in PEFT's format: names, layouts and ``target_parameters``.
+
+PEFT wraps a module once for each of its adapted parameters, in the order in which the module has them. The first
+wrapper is the innermost, and its name has ``base_layer`` once for each one around it.
+
+PEFT changed the layout in version 0.19.1 for weights [experts, out, in]. Before, it took them for [experts, in, out],
+so that its A has the rows' size and its B the columns'. Both describe the same update, and each can be written as the
+other.
+"""
+
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from torch import Tensor, nn
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.lora import ExpertLora, adapters, expert_factors, plain
+
+NEW_LAYOUT = "0.19.1"  # the first version of PEFT with today's layout
+
+
+def layout_version() -> str:
+    """Return the version of PEFT whose layout adapters are written in: the installed one, or the first with today's."""
+    try:
+        return version("peft")
+    except PackageNotFoundError:
+        return NEW_LAYOUT
+
+
+def is_old(peft_version: str) -> bool:
+    """Return whether a version of PEFT has the old layout."""
+    numbers = [int(part) if part.isdigit() else 0 for part in peft_version.split("+")[0].split("@")[0].split(".")[:3]]
+    return numbers < [int(part) for part in NEW_LAYOUT.split(".")]
+
+
+def expert_loras(decoder: nn.Module) -> dict[str, ExpertLora]:
+    """Return the LoRA of each adapted weight of experts by the weight's name, such as ``…experts.gate_up_proj``."""
+    return {
+        name.removesuffix(ExpertLora.SUFFIX): layer
+        for name, layer in adapters(decoder)
+        if isinstance(layer, ExpertLora)
+    }
+
+
+def modules(decoder: nn.Module) -> set[str]:
+    """Return the names of PEFT's modules that hold the experts' adapters."""
+    return {theirs for theirs, _ in _names(decoder).values()}
+
+
+def target_parameters(decoder: nn.Module) -> list[str]:
+    """Name the adapted weights of experts to PEFT: by the ends of their names, unless other weights have these, too."""
+    adapted = expert_loras(decoder)
+    ends = {".".join(name.split(".")[-2:]) for name in adapted}
+    others = matching(decoder, ends) - adapted.keys()
+    modules = {end.partition(".")[0] for end in ends}
+    if isinstance(decoder, ForeignDecoder):
+        others |= {name for name in decoder.left_out if name.rpartition(".")[2] in modules}
+    return sorted(adapted if others else ends)
+
+
+def matching(decoder: nn.Module, targets: Iterable[str]) -> set[str]:
+    """Return the names of the decoder's parameters that PEFT's ``target_parameters`` matches."""
+    ends = [str(target) for target in targets]
+    return {name for name in _parameters(decoder) if any(name == end or name.endswith(f".{end}") for end in ends)}
+
+
+def to_peft(state: Mapping[str, Tensor], decoder: nn.Module) -> dict[str, Tensor]:
+    """Convert the experts' part of an adapter to PEFT's names and the layout of :func:`layout_version`.
+
+    Args:
+        state: weights by this library's names.
+        decoder: model with the adapter.
+
+    Returns:
+        Weights by the names of PEFT's modules, without its prefix.
+    """
+    old = is_old(layout_version())
+    result: dict[str, Tensor] = {}
+    for ours, (theirs, layer) in _names(decoder).items():
+        a, b = state[f"{ours}.lora_a.weight"], state[f"{ours}.lora_b.weight"]
+        if old and not layer.transposed:
+            a, b = _swapped(a, b, layer.experts)
+        result |= {f"{theirs}.lora_A.weight": a, f"{theirs}.lora_B.weight": b}
+    return result
+
+
+def from_peft(state: Mapping[str, Tensor], decoder: nn.Module, peft_version: str) -> tuple[dict[str, Tensor], set[str]]:
+    """Convert the experts' part of an adapter from PEFT's names and layout.
+
+    Args:
+        state: weights by the names of PEFT's modules, without its prefix.
+        decoder: model that takes the adapter.
+        peft_version: that wrote the adapter. It decides where an expert has as many inputs as outputs, because then
+            both layouts have the same shapes.
+
+    Returns:
+        Weights by this library's names, and the names in ``state`` that they come from.
+
+    Raises:
+        UserError: a weight is missing, or its shape is of another model.
+    """
+    result: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for ours, (theirs, layer) in _names(decoder).items():
+        names = f"{theirs}.lora_A.weight", f"{theirs}.lora_B.weight"
+        if missing := [name for name in names if name not in state]:
+            raise UserError(f"missing {missing[0]}")
+        a, b = (state[name] for name in names)
+        used.update(names)
+        inner = layer.experts * layer.rank
+        square = layer.in_dim == layer.out_dim
+        fits = a.shape == (inner, layer.in_dim) and b.shape == (layer.out_dim, inner)
+        swapped = a.shape == (inner, layer.out_dim) and b.shape == (layer.in_dim, inner)
+        if swapped and not layer.transposed and (not square or is_old(peft_version)):
+            a, b = _swapped(a, b, layer.experts)
+        elif not fits:
+            raise UserError(f"{names[0]} is {list(a.shape)}, the model's {[inner, layer.in_dim]}")
+        result |= {f"{ours}.lora_a.weight": a, f"{ours}.lora_b.weight": b}
+    return result, used
+
+
+def _names(decoder: nn.Module) -> dict[str, tuple[str, ExpertLora]]:
+    """Map each LoRA's name to the name of PEFT's module."""
+    by_module: dict[str, list[str]] = {}
+    found = expert_loras(decoder)
+    for name in _parameters(decoder):  # in the module's order
+        if name in found:
+            by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    return {
+        f"{name}{ExpertLora.SUFFIX}": (module + ".base_layer" * (len(names) - 1 - i), found[name])
+        for module, names in by_module.items()
+        for i, name in enumerate(names)
+    }
+
+
+def _parameters(decoder: nn.Module) -> list[str]:
+    return [plain(name) for name, _ in decoder.named_parameters() if ".lora_" not in name]
+
+
+def _swapped(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Write B A of each expert as (A' B')ᵀ, with A' from B and B' from A."""
+    by_expert, columns = expert_factors(a, b, experts)  # [experts, r, in], [experts, out, r]
+    return columns.transpose(1, 2).reshape(-1, b.shape[0]), by_expert.permute(2, 1, 0).reshape(a.shape[1], -1)

@@ -1,0 +1,340 @@
+"""Read and write adapters in PEFT's format, and add one to a weight."""
+
+import json
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.hub import hub_name
+from rocm_ext.model import names
+from rocm_ext.model.adapters import peft_experts
+from rocm_ext.model.adapters.peft_config import ADAPTER_CONFIG, PeftConfig
+from rocm_ext.model.checkpointer import HF
+from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapter_parameters, adapters, rank_and_alpha
+from rocm_ext.model.native import NativeDecoder
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+REPO_ID = "original_repo_id.json"  # name on the hub, by `tune download`
+_PARTS = {
+    ".lora_a.weight": ".lora_A.weight",
+    ".lora_b.weight": ".lora_B.weight",
+    ".magnitude": ".lora_magnitude_vector",
+}
+_NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
+
+
+def check_checkpointer(cfg: DictConfig, decoder: TransformerDecoder) -> None:
+    """Refuse a model family without PEFT export, and weights of another row order or folder than the model's.
+
+    Args:
+        cfg: config of a recipe.
+        decoder: the model.
+
+    Raises:
+        UserError: the family has no PEFT format, or the checkpointer is not the model's; the message names it.
+    """
+    model_type = cfg.checkpointer.model_type
+    if (model_type == HF) != isinstance(decoder, NativeDecoder | ForeignDecoder):
+        raise UserError(
+            f"checkpointer.model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
+            "rocm_ext.model.from_checkpoint, torchtune's checkpointers those of torchtune's builders. "
+            "With from_checkpoint, leave checkpointer and tokenizer out"
+        )
+    # models of the same shape can differ in RoPE and norms
+    read, built = cfg.checkpointer.get("checkpoint_dir"), cfg.model.get("checkpoint_dir")
+    if model_type == HF and Path(read).resolve() != Path(built).resolve():
+        raise UserError(
+            f"checkpointer.checkpoint_dir is {read}, but model.checkpoint_dir is {built}; set model.checkpoint_dir "
+            "alone, or both to one folder"
+        )
+    if model_type in _NO_PEFT:
+        raise UserError(f"checkpointer.model_type {model_type} has no PEFT adapter format in torchtune")
+
+
+def adapter_state(decoder: TransformerDecoder) -> dict[str, Tensor]:
+    """Copies of the adapter's weights on the CPU, under torchtune's names."""
+    return {name: p.detach().cpu().clone() for name, p in adapter_parameters(decoder).items()}
+
+
+def fingerprint(state: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of tensors by name, in hex."""
+    digest = sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode() + tensor.float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, base_model: str) -> None:
+    """Write ``decoder``'s adapter as a PEFT folder, which ``PeftModel.from_pretrained(base, folder)`` loads.
+
+    Args:
+        folder: existing folder that receives the two files.
+        decoder: model with adapters.
+        model_type: torchtune's ModelType name; it decides the row order of q and k.
+        base_model: hub name or folder from which PEFT loads the base model.
+    """
+    peft = to_peft(adapter_state(decoder), decoder, model_type)
+    save_file({name: t.contiguous() for name, t in peft.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    layer = next(layer for _, layer in adapters(decoder))
+    rank, alpha = rank_and_alpha(layer)
+    adapted = {name[len(PREFIX) :].rsplit(".lora_", 1)[0] for name in peft} - peft_experts.modules(decoder)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": getattr(layer.dropout, "p", 0.0),
+        "target_modules": _targets(adapted, decoder),
+        "use_dora": isinstance(layer, Dora),
+        "use_rslora": layer.rslora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    if parameters := peft_experts.target_parameters(decoder):
+        config |= {"target_parameters": parameters, "peft_version": peft_experts.layout_version()}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _targets(adapted: set[str], decoder: nn.Module) -> list[str]:
+    """Name the layers to PEFT: by the ends of their names, unless other parts have these, too."""
+    ends = {name.rpartition(".")[2] for name in adapted}
+    if isinstance(decoder, ForeignDecoder):
+        others = ({name for name, _ in decoder.named_modules()} - adapted) | decoder.left_out
+        if any(name.rpartition(".")[2] in ends for name in others):
+            return sorted(adapted)
+    return sorted(ends)
+
+
+def config_folder(source: Path) -> Path | None:
+    """Return the folder with an adapter's ``adapter_config.json``: a PEFT folder, or that of torchtune's file.
+
+    Returns:
+        The folder; None for a file of torchtune's that has no such neighbour, so that its alpha is unknown.
+    """
+    if not source.is_file():
+        return source
+    return source.parent if (source.parent / ADAPTER_CONFIG).is_file() else None
+
+
+def is_rslora(source: Path) -> bool:
+    """Return whether an adapter says ``use_rslora``.
+
+    Raises:
+        UserError: there is no such adapter, or this library does not compute it.
+    """
+    folder = config_folder(source)
+    return folder is not None and PeftConfig.read(folder).rslora
+
+
+def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
+    """Read adapter weights from a PEFT folder or from torchtune's ``adapter_model.pt``.
+
+    Args:
+        source: the folder or the file.
+        decoder: model that will take the adapter; it gives rank, alpha and head shapes.
+        model_type: torchtune's ModelType name; it decides the row order of q and k.
+
+    Returns:
+        Weights under torchtune's names.
+
+    Raises:
+        UserError: the adapter is missing or damaged, has weights that are not finite or of layers that no model of this
+            family has, or computes another function than ``decoder`` would.
+    """
+    if source.is_file() and model_type == HF:
+        raise UserError(
+            f"adapter {source} is a file of torchtune's, whose row order this model does not have; start from a folder "
+            f"in PEFT's format ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS})"
+        )
+    version = ""
+    if (folder := config_folder(source)) is not None:
+        config = PeftConfig.read(folder)
+        config.check(folder, decoder)
+        version = config.version
+    try:
+        if source.is_file():
+            state = torch.load(source, map_location="cpu", weights_only=True)
+        else:
+            state = load_file(source / ADAPTER_WEIGHTS)
+    except FileNotFoundError as error:
+        raise UserError(f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}") from error
+    except (SafetensorError, UnpicklingError, ValueError, RuntimeError, OSError) as error:
+        cause = str(error).split("\n")[0]
+        raise UserError(f"cannot read the adapter in {source}: {cause}") from error
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
+    if bad := next((name for name, tensor in state.items() if not tensor.float().isfinite().all()), None):
+        raise UserError(f"adapter {source} is damaged: {bad} has values that are not finite")
+    try:
+        return state if source.is_file() else from_peft(state, decoder, model_type, version)
+    except UserError as error:
+        raise UserError(f"adapter {source} does not fit model: {error}") from error
+
+
+def to_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
+    """Convert adapter weights from torchtune's names and row order to PEFT's."""
+    to_hf, _ = _converters(decoder, model_type)
+    experts = peft_experts.to_peft(state, decoder)
+    result = {PREFIX + name: tensor for name, tensor in experts.items()}
+    for name, tensor in state.items():
+        if ExpertLora.SUFFIX + "." in name:
+            continue
+        ours, theirs = _split_part(name, _PARTS)
+        hf = to_hf(_weight_name(name, ours), tensor, ours != ".lora_a.weight")
+        result[PREFIX + hf[0].removesuffix(".weight") + theirs] = hf[1]
+    return result
+
+
+def from_peft(
+    state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str, peft_version: str
+) -> dict[str, Tensor]:
+    """Convert adapter weights from PEFT's names and row order to torchtune's.
+
+    Args:
+        state: weights by PEFT's names.
+        decoder: model that takes them.
+        model_type: torchtune's ModelType name.
+        peft_version: that wrote the adapter, which decides the layout of experts' weights.
+    """
+    _, from_hf = _converters(decoder, model_type)
+    bare = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    result, used = peft_experts.from_peft(bare, decoder, peft_version)
+    for name, tensor in bare.items():
+        if name in used:
+            continue
+        theirs, ours = _split_part(name, {v: k for k, v in _PARTS.items()})
+        hf = _weight_name(name, theirs)
+        tune = from_hf(hf, tensor, theirs != ".lora_A.weight")
+        result[tune[0].removesuffix(".weight") + ours] = tune[1]
+    return result
+
+
+def _split_part(name: str, parts: Mapping[str, str]) -> tuple[str, str]:
+    for part, other in parts.items():
+        if name.endswith(part):
+            return part, other
+    raise UserError(f"adapter weight {name} is neither LoRA nor DoRA")
+
+
+def _weight_name(name: str, part: str) -> str:
+    return name.removesuffix(part) + ".weight"
+
+
+Convert = Callable[[str, Tensor, bool], tuple[str, Tensor]]
+
+
+def _converters(decoder: TransformerDecoder, model_type: str) -> tuple[Convert, Convert]:
+    """Return torchtune's converters to and from Hugging Face's names, each wrapped to convert one tensor.
+
+    Most families store the rows of q and k as rotary pairs in torchtune and as halves in Hugging Face's
+    format, so the converters reorder these rows. Qwen2 uses halves in both. torchtune's own PEFT export
+    reorders Qwen2's adapters too, which is wrong; these converters do not. Native decoders use halves, too.
+    """
+    if isinstance(decoder, ForeignDecoder):
+        return _same_name, _same_name
+    if model_type == HF:
+        return (lambda *a: _renamed(names.to_hf, *a)), (lambda *a: _renamed(names.from_hf, *a))
+    from torchtune.models import convert_weights
+    from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
+    from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+
+    to_hf, from_hf = {
+        "QWEN2": (qwen2_tune_to_hf, qwen2_hf_to_tune),
+        "GEMMA2": (gemma2_tune_to_hf, gemma2_hf_to_tune),
+    }.get(model_type, (convert_weights.tune_to_hf, convert_weights.hf_to_tune))
+    attention: Any = decoder.layers[0].attn
+    heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
+
+    def convert(function, name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+        # The converters reorder output rows. lora_b and m have output rows; lora_a does not.
+        if not has_rows:
+            ((new, _),) = function({name: _dummy(name, heads)}, dim=1, **heads).items()
+            return new, tensor
+        columns = tensor.reshape(tensor.shape[0], -1)
+        ((new, value),) = function({name: columns}, dim=columns.shape[1], **heads).items()
+        return new, value.reshape(tensor.shape)
+
+    def checked(function, name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+        try:
+            return convert(function, name, tensor, has_rows)
+        except Exception as error:  # torchtune raises a bare Exception for unknown names
+            raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
+
+    return (lambda *a: checked(to_hf, *a)), (lambda *a: checked(from_hf, *a))
+
+
+def _renamed(rename: Callable[[str], str], name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+    try:
+        return rename(name), tensor
+    except KeyError as error:
+        raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
+
+
+def _same_name(name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+    return name, tensor
+
+
+def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
+    rows = heads["num_kv_heads"] if "k_proj" in name else heads["num_heads"]
+    return torch.empty(rows * heads["head_dim"], 1)
+
+
+def base_model_name(folder: Path) -> str:
+    """Name of the base model for PEFT: its hub name if ``folder`` tells it, else the path.
+
+    `tune download` stores the name, and the hub's cache has it in its folders' names.
+    """
+    if name := hub_name(folder):
+        return name
+    try:
+        return json.loads((folder / REPO_ID).read_text())["repo_id"]
+    except (OSError, ValueError, KeyError):
+        return str(folder.resolve())
+
+
+def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Group a PEFT adapter's weights by the base weight they change, then by part."""
+    updates: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in adapter.items():
+        part, _ = _split_part(name, {v: k for k, v in _PARTS.items()})
+        updates.setdefault(_weight_name(name, part).removeprefix(PREFIX), {})[part] = tensor
+    return updates
+
+
+def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) -> Tensor:
+    """Merge one weight: W + s B A, and for DoRA rescale each row to length m.
+
+    Args:
+        weight: W, [out, in].
+        update: A [r, in], B [out, r] and, for DoRA, m [out], under PEFT's suffixes.
+        scale: s, alpha / r or, in rsLoRA, alpha / sqrt(r).
+
+    Returns:
+        [out, in], in W's dtype, computed in fp32.
+    """
+    full = weight.float() + scale * (update[".lora_B.weight"].float() @ update[".lora_A.weight"].float())
+    if (magnitude := update.get(".lora_magnitude_vector")) is not None:
+        full *= (magnitude.float() / torch.linalg.vector_norm(full, dim=1))[:, None]
+    return full.to(weight.dtype)
+
+
+def merged_layer(layer: Lora | Dora, weight: Tensor) -> Tensor:
+    """Return ``weight``, the layer's W as an ordinary tensor, with the layer's present update merged into it."""
+    update = {".lora_A.weight": layer.lora_a.weight.detach(), ".lora_B.weight": layer.lora_b.weight.detach()}
+    if isinstance(layer, Dora):
+        update[".lora_magnitude_vector"] = layer.magnitude.detach()
+    return merged_weight(weight, update, layer.scale)

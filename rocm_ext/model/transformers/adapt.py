@@ -1,0 +1,172 @@
+"""LoRA on a transformers model's linear layers and fused experts, by PEFT's names."""
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.model.lora import ExpertLora
+
+ALL, ALL_EXPERTS = "all-linear", "all-experts"
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+_READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)")
+
+
+def put_in(
+    model: nn.Module, layers: str, output: str, targets: Iterable[str] | str | None, adapted: Callable[..., nn.Module]
+) -> list[str]:
+    """Replace linear layers by adapted ones with the same parameters.
+
+    Args:
+        model: transformers' model.
+        layers: name of its list of layers.
+        output: name of its output layer.
+        targets: names or ends of names, as PEFT matches them; None or ``all-linear``: every linear layer of the
+            decoder's layers but routers; empty: none.
+        adapted: builds a layer from ``in_dim``, ``out_dim`` and ``use_bias``.
+
+    Returns:
+        The names of the adapted layers.
+
+    Raises:
+        UserError: a target matches no layer, or one that cannot be adapted or stored in 4 bits.
+    """
+    found = dict(_linears(model))
+    if targets is None or targets == ALL:
+        names = [name for name in found if name.startswith(f"{layers}.") and not _left_out(model, name)]
+    else:
+        names = _matches(model, found, [targets] if isinstance(targets, str) else [str(each) for each in targets])
+    for name in names:
+        linear = found[name]
+        try:
+            layer = adapted(linear.in_features, linear.out_features, use_bias=linear.bias is not None)
+        except (AssertionError, NotImplementedError) as error:
+            shape = f"[{linear.out_features}, {linear.in_features}]"
+            raise UserError(
+                f"quantize_base: {name} {shape} cannot be stored in 4 bits ({one_line(error)}); leave it out of "
+                "target_modules, or set quantize_base: False"
+            ) from error
+        layer.weight, layer.bias = linear.weight, linear.bias
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, layer)
+    if not names and (targets is None or targets == ALL):
+        raise UserError(f"no linear layer of {type(model).__name__} can be adapted")
+    return names
+
+
+def put_in_experts(model: nn.Module, targets: Iterable[str] | str, rank: int, alpha: float) -> list[str]:
+    """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.transformers.experts` multiplies.
+
+    Args:
+        model: transformers' model.
+        targets: names or ends of names of parameters, as in PEFT's ``target_parameters``; ``all-experts``: all such
+            weights.
+        rank, alpha: LoRA's r and alpha.
+
+    Returns:
+        The names of the adapted parameters.
+
+    Raises:
+        UserError: a target matches no parameter, or one that is no fused weight of experts.
+    """
+    found = fused_experts(model)
+    names = list(found) if targets == ALL_EXPERTS else _matching_parameters(model, list(found), targets)
+    if not names:
+        raise UserError(f"target_parameters is {targets}, but {type(model).__name__} has no fused experts to adapt")
+    for name in names:
+        module, key = found[name]
+        lora = ExpertLora(module.get_parameter(key).shape, bool(module.is_transposed), rank, alpha)
+        module.add_module(f"{key}{ExpertLora.SUFFIX}", lora)
+    return names
+
+
+def fused_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return each weight of fused experts that LoRA can adapt by its name: its module and its name there."""
+    return {
+        f"{name}.{key}": (module, key)
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed")  # transformers' mark of experts whose forward pass can be replaced
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }
+
+
+def _matching_parameters(model: nn.Module, found: list[str], targets: Iterable[str] | str) -> list[str]:
+    targets = [targets] if isinstance(targets, str) else [str(each) for each in targets]
+    if not targets:
+        raise UserError(f"target_parameters is empty; expected null, {ALL_EXPERTS} or names of experts' weights")
+    every = [name for name, _ in model.named_parameters()]
+    for target in targets:
+        matching = ends_with(every, target)
+        if not matching:
+            known = sorted({".".join(name.split(".")[-2:]) for name in found})
+            hint = nearest(target, known) or (f"; fused experts are {', '.join(known)}" if known else "")
+            raise UserError(f"target_parameters has {target!r}, which is no parameter{hint}")
+        if other := next((name for name in matching if name not in found), None):
+            module = type(model.get_submodule(other.rpartition(".")[0])).__name__
+            raise UserError(
+                f"target_parameters has {target!r}, but {other} of {module} is no fused weight of experts that LoRA "
+                "can adapt; target_modules adapts linear layers"
+            )
+    return [name for name in found if any(ends_with([name], target) for target in targets)]
+
+
+def ends_with(names: Iterable[str], target: str) -> list[str]:
+    """Return the ``names`` that are ``target`` or end with it, as PEFT matches targets."""
+    return [name for name in names if name == target or name.endswith(f".{target}")]
+
+
+def frozen_kinds(model: nn.Module, adapted: Iterable[str]) -> Counter[str]:
+    """Count the weight matrices without LoRA by the ends of their names.
+
+    Args:
+        model: transformers' model.
+        adapted: names of its adapted layers and parameters.
+    """
+    known = set(adapted)
+    matrices = [name for name, p in model.named_parameters() if p.ndim > 1 and not name.endswith("bias")]
+    frozen = [name.removesuffix(".weight") for name in matrices if ".lora_" not in name]
+    return Counter(".".join(name.split(".")[-2:]) for name in frozen if name not in known)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    return ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
+
+
+def _left_out(model: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    kind: Any = type(model.get_submodule(owner))
+    return leaf in _ROUTERS or "router" in kind.__name__.lower() or leaf in _read_past(kind)
+
+
+@cache
+def _read_past(kind: type) -> frozenset[str]:
+    """Return the parts whose weights the code of a module reads itself, as fused kernels need; LoRA has no effect."""
+    try:
+        return frozenset(_READ.findall(inspect.getsource(kind)))
+    except (OSError, TypeError):  # a class without a file
+        return frozenset()
+
+
+def _matches(model: nn.Module, found: dict[str, nn.Linear], targets: list[str]) -> list[str]:
+    every = [name for name, _ in model.named_modules()]
+    names: set[str] = set()
+    for target in targets:
+        matching = ends_with(found, target)
+        for name in matching:
+            owner, _, leaf = name.rpartition(".")
+            kind: Any = type(model.get_submodule(owner))
+            if leaf in _read_past(kind):
+                raise UserError(f"target_modules has {target!r}, but the model reads the weight of {name} past LoRA")
+        if not matching:
+            known = sorted({name.rpartition(".")[2] for name in found})
+            if ends_with(every, target):
+                raise UserError(f"target_modules has {target!r}, which is no linear layer of its own weights")
+            raise UserError(f"target_modules has {target!r}, which is no layer{nearest(target, known)}")
+        names.update(matching)
+    return [name for name in found if name in names]

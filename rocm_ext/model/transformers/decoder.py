@@ -1,0 +1,460 @@
+"""A model of transformers, behind what the trainer, the plan and the files ask of a decoder."""
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torchtune.modules.peft import DoRALinear, LoRALinear
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.log import log
+from rocm_ext.data.batches import MicroBatch
+from rocm_ext.model.attention import Lengths
+from rocm_ext.model.families import CONFIG, own_code, refuse_code
+from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.transformers.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
+from rocm_ext.model.transformers.attention import PACKED, packed, scale_each_sequence
+from rocm_ext.model.transformers.experts import SORTED
+from rocm_ext.model.transformers.multimodal import check_causal, is_multimodal, take_text
+from rocm_ext.model.transformers.weights import Converted, WeightNames, keep_precision, persistent_buffers
+
+# model_types whose packed rows tests hold against transformers' own. All others get padded rows.
+PACKS = frozenset(
+    """
+    apertus arcee cohere cohere2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text glm glm4
+    glm4_moe gpt_oss granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe llama
+    minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe
+    qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
+    """.split()  # noqa: SIM905
+)
+
+
+class TransformersDecoder(ForeignDecoder):
+    """A causal language model of transformers. Parameters have transformers' names.
+
+    Args:
+        model: transformers' model; parameters are on the meta device.
+        architecture: content of ``config.json``, which decides the model's function.
+
+    Attributes:
+        packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
+        shares: whether packed sequences may share their beginnings. LongRoPE's frequencies depend on what follows.
+        layers: the decoder's layers.
+        text_part: what it keeps of a multimodal model; None: ``model`` is a text model.
+        output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
+        max_seq_len, num_heads, head_dim: as in torchtune's decoders.
+
+    Raises:
+        UserError: the model is built in a way that this class does not know.
+    """
+
+    def __init__(self, model: Any, architecture: str) -> None:
+        super().__init__()
+        self.architecture = architecture
+        config = model.config.get_text_config()
+        check_causal(model)
+        self._names = WeightNames(model)
+        self.text_part = take_text(model)
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        if own := [name for name, _ in model.named_parameters(recurse=False)]:
+            raise UserError(f"{type(model).__name__} has weights outside its layers: {', '.join(own)}")
+        head = _name_of(model, model.get_output_embeddings())
+        lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+        self.layers_name = next((n for n in lists if len(model.get_submodule(n)) == config.num_hidden_layers), "")  # type: ignore
+        top, nested, _ = self.layers_name.partition(".")
+        self._body = self.text_part.body if self.text_part else top
+        if not nested or not head or model.get_input_embeddings() is None:
+            raise UserError(f"{type(model).__name__} is not built as other decoders of transformers are")
+        self.tied: tuple[str, str] | None = None
+        embeddings = model.get_input_embeddings()
+        if model.get_output_embeddings().weight is embeddings.weight:
+            self.tied = (f"{head}.weight", f"{_name_of(model, embeddings)}.weight")
+            setattr(model, head, _Tied(embeddings, model.get_output_embeddings().bias))
+            setattr(self, head, getattr(model, head))
+        self._check_shared(type(model).__name__)
+        causal = {part.is_causal for part in self.layers.modules() if hasattr(part, "is_causal")}
+        if False in causal or (not causal and getattr(config, "is_decoder", True) is False):
+            raise UserError(
+                f"{type(model).__name__} attends to later tokens, too; only causal language models are supported"
+            )
+        self.output_name = head
+        self.max_seq_len = _number(config, "max_position_embeddings") or 2**31
+        self.num_heads = _number(config, "num_attention_heads") or 8
+        self.head_dim = _number(config, "head_dim") or config.hidden_size // self.num_heads
+        self.packs = config._attn_implementation == PACKED
+        self.shares = self.packs and not any(getattr(part, "rope_type", None) == "longrope" for part in model.modules())
+        # kept out of torch's list of parts: its parameters are this module's
+        object.__setattr__(self, "model_", model)
+        object.__setattr__(self, "output", _Head(model, top))
+        _try_head(model, self.output, config.hidden_size)
+
+    def _check_shared(self, name: str) -> None:
+        """Refuse weights that several layers share: loading and sharding put each parameter in one place.
+
+        Raises:
+            UserError: naming two places of one weight.
+        """
+        places: dict[nn.Parameter, str] = {}
+        for place, parameter in self.named_parameters(remove_duplicate=False):
+            if (first := places.setdefault(parameter, place)) != place:
+                raise UserError(f"{name} has one weight in two places, {first} and {place}, which is not supported")
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.get_submodule(self.layers_name)  # type: ignore[return-value]
+
+    @property
+    def tok_embeddings(self) -> nn.Embedding:
+        return self.get_submodule(self._body).get_input_embeddings()  # type: ignore[operator]
+
+    @property
+    def body(self) -> nn.Module:
+        """The model without its output layer."""
+        return self.get_submodule(self._body)
+
+    def _run(self, tokens: Tensor, **others: Any) -> Tensor:
+        """Run the model without its output layer: [b, s] -> [b, s, d]."""
+        return self.body(input_ids=tokens, use_cache=False, **others).last_hidden_state
+
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """Run the model up to its output layer.
+
+        Returns:
+            [b, s, d], the output layer's input.
+        """
+        if batch.lengths is None:
+            return self._run(batch.tokens)
+        with packed(Lengths(batch.lengths, batch.shared), self.kernel):
+            # with a mask, transformers does not look for sequences itself
+            return self._run(batch.tokens, position_ids=batch.positions, attention_mask=torch.ones_like(batch.tokens))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Compute the logits of whole rows: [b, s] -> [b, s, v]."""
+        if not self.packs:
+            return torch.stack([self.output(row) for row in self._run(tokens)])
+        rows = []
+        for row in tokens:
+            positions = torch.arange(len(row), device=row.device)[None]
+            nothing = row.new_zeros(0)
+            batch = MicroBatch(row[None], positions, (len(row),), nothing, nothing, nothing, 0, len(row))
+            rows.append(self.output(self.hidden_states(batch)[0]))
+        return torch.stack(rows)
+
+    def converted(self, state: Mapping[str, Tensor]) -> Converted:
+        """Return a checkpoint's tensors by this model's names."""
+        if (text := self.text_part) is not None:
+            state = {name: state[name] for name in state if not text.lacks(self._names.of(name)[0])}
+        return Converted(self.model_, self._names, state, self.tied)
+
+    def buffers_to_load(self) -> dict[str, Tensor]:
+        """Return the buffers that a checkpoint holds, by name."""
+        return persistent_buffers(self)
+
+    @cached_property
+    def needs(self) -> Any:
+        """What the model keeps of a sequence that it decodes, see :class:`rocm_ext.model.transformers.sampling.Needs`.
+
+        Raises:
+            UserError: the model cannot be sampled from in this process.
+        """
+        from rocm_ext.model.transformers.sampling import needs_of  # it builds decoders
+
+        return needs_of(self)
+
+    def check_sampling(self) -> int:
+        """Check that the model can be sampled from in this process.
+
+        Returns:
+            The positions of the longest prompt with its answer.
+
+        Raises:
+            UserError: it cannot; the message names the reason.
+        """
+        return self.needs.positions
+
+    def copied_bytes(self, merge: bool | None) -> int:
+        """Upper bound on the bytes that :meth:`sampler` adds to the model's."""
+        from rocm_ext.model.transformers.sampling import copied_bytes
+
+        return copied_bytes(self, merge)
+
+    def sampler(self, merge: bool | None, rounded: Callable[[int], int], together: bool) -> Any:
+        """Return a copy for sampling, see :class:`rocm_ext.model.transformers.sampling.Sampler`."""
+        from rocm_ext.model.transformers.sampling import Sampler
+
+        return Sampler(self, merge, rounded, together)
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Names of the whole model's modules that this decoder leaves out."""
+        return self.text_part.modules if self.text_part else frozenset()
+
+
+class _Head(nn.Module):
+    """The output layer with all that the model's code does to logits: its own forward over given hidden states."""
+
+    def __init__(self, model: Any, body: str) -> None:
+        super().__init__()
+        causal = copy.copy(model)
+        causal._modules = {**model._modules, body: _Given(model.get_submodule(body))}
+        self.causal = causal
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[n, d] -> [n, v]."""
+        return self.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+def _try_head(model: Any, head: nn.Module, width: int) -> None:
+    """Refuse a model whose code asks more of its body than hidden states.
+
+    Raises:
+        UserError: its output layer does not compute logits from hidden states alone.
+    """
+    try:
+        logits = head(torch.empty(2, width, device="meta", dtype=model.get_input_embeddings().weight.dtype))
+    except Exception as error:
+        raise UserError(
+            f"{type(model).__name__} does not compute logits from hidden states as others do: {one_line(error)}"
+        ) from error
+    if logits.ndim != 2 or len(logits) != 2:
+        raise UserError(f"{type(model).__name__} computes logits of shape {list(logits.shape)} for 2 hidden states")
+
+
+class _Given(nn.Module):
+    """A model's body whose last hidden states are its input."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self._body = (body,)  # a tuple keeps it out of torch's list of parts
+
+    def __getattr__(self, name: str) -> Any:  # some models keep factors of the logits in their body
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = None if name.startswith("_") else getattr(self._body[0], name, None)
+            if not isinstance(value, int | float):
+                raise
+            return value
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """What a model's code reads of its body's output: the last hidden states, and None for all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Tied(nn.Module):
+    """The embeddings as output layer; they stay one parameter, which FSDP2 and the loading replace in one place."""
+
+    def __init__(self, embeddings: nn.Module, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self._embeddings = (embeddings,)  # a tuple keeps it out of torch's list of parts
+        self.bias = bias
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embeddings[0].weight  # type: ignore[return-value]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+
+def _number(config: Any, key: str) -> int:
+    try:
+        value = getattr(config, key, None)
+    except Exception:  # layers differ in it
+        return 0
+    return value if isinstance(value, int) else 0
+
+
+def _name_of(model: nn.Module, wanted: nn.Module | None) -> str:
+    return next((name for name, module in model.named_modules() if module is wanted), "")
+
+
+def build(
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: Iterable[str] | str | None,
+    parameters: Iterable[str] | str | None,
+    use_dora: bool,
+    quantize_base: bool,
+    trust_remote_code: bool,
+) -> TransformersDecoder:
+    """Build transformers' model of a folder with LoRA; arguments as of :func:`rocm_ext.model.from_checkpoint`.
+
+    Args:
+        folder: the folder.
+        config: content of its ``config.json``.
+
+    Raises:
+        UserError: transformers does not know the model, or ``targets`` names a layer that it does not have.
+    """
+    trusted = _needs_code(config, trust_remote_code)
+    try:
+        theirs = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+        _check_known(theirs, folder)
+        packs = theirs.get_text_config().model_type in PACKS and not trusted
+        model = _on_meta(theirs, PACKED if packs else None, trusted)
+    except UserError:
+        raise
+    except Exception as error:  # a config's values may raise anything in the model's code
+        version = transformers.__version__
+        file = folder / CONFIG
+        raise UserError(f"{file}: transformers {version} cannot build this model: {one_line(error)}") from error
+    _check_class(model, folder, config)
+    decoder = TransformersDecoder(model.train(), json.dumps(config, sort_keys=True))
+    _check_targets(targets, parameters, use_dora, dropout)
+    kind = partial(DoRALinear if use_dora else LoRALinear, rank=rank, alpha=alpha, dropout=dropout)
+    names = put_in(model, decoder.layers_name, decoder.output_name, targets, partial(kind, quantize_base=quantize_base))
+    if parameters is not None:
+        names += put_in_experts(model, parameters, rank, alpha)
+    for name in names:  # an adapted output layer
+        if "." not in name:
+            setattr(decoder, name, getattr(model, name))
+            decoder.output.causal._modules[name] = getattr(model, name)  # type: ignore[union-attr]
+    _say(decoder, type(model).__name__, names)
+    return decoder
+
+
+def _check_known(config: Any, folder: Path) -> None:
+    """Check that transformers, or code of the folder, has a language model for ``config``.
+
+    Raises:
+        UserError: it has none, for instance for a vision tower.
+    """
+    known = MODEL_FOR_MULTIMODAL_LM_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known and not getattr(config, "auto_map", None):
+        raise UserError(
+            f"{folder / CONFIG}: transformers {transformers.__version__} has no language model for model_type "
+            f"{config.model_type!r}"
+        )
+
+
+def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
+    """Return whether code of the folder has to run. A class that transformers has itself needs none.
+
+    Raises:
+        UserError: it has to, but is not trusted.
+    """
+    named, own = (config.get("architectures") or [""])[0], own_code(config)
+    if own is None or own == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):
+        return False
+    if not trust_remote_code:
+        refuse_code(str(named))
+    return True
+
+
+def _check_class(model: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    """Check that transformers built the class that ``config.json`` names.
+
+    Raises:
+        UserError: it is another, for instance because the named one classifies sequences.
+    """
+    named, built = (config.get("architectures") or [""])[0], type(model).__name__
+    if named and str(named).lower() != built.lower():
+        raise UserError(
+            f"{folder / CONFIG}: it names {named}, but transformers builds {built} for model_type "
+            f"{config.get('model_type')!r}; only causal language models are supported"
+        )
+
+
+def _on_meta(config: Any, attention: str | None, trust_remote_code: bool) -> Any:
+    dtype = torch.get_default_dtype()
+    chosen = {"attn_implementation": attention} if attention else {}
+    with torch.device("cpu"), _meta_parameters():
+        kind = AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
+        model = kind.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code, experts_implementation=SORTED, **chosen
+        )
+    keep_precision(model, dtype)
+    if attention:
+        scale_each_sequence(model)
+    return model
+
+
+def empty_model(like: TransformersDecoder, attention: str) -> Any:
+    """Build the model behind ``like`` once more, with another attention and without weights and adapters."""
+    model: Any = like.model_
+    dtype = like.tok_embeddings.weight.dtype
+    with torch.device("cpu"), _meta_parameters():
+        return type(model)._from_config(
+            copy.deepcopy(model.config), dtype=dtype, attn_implementation=attention, experts_implementation=SORTED
+        )
+
+
+@contextmanager
+def _meta_parameters() -> Iterator[None]:
+    """Put new parameters on the meta device. Buffers get their values, which no checkpoint holds."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _check_targets(targets: Any, parameters: Any, use_dora: bool, dropout: float) -> None:
+    """Refuse what PEFT does not compute, either.
+
+    Raises:
+        UserError: nothing is adapted, or experts are with DoRA or dropout.
+    """
+    if parameters is None:
+        if targets is not None and not list(targets):
+            raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
+    elif use_dora:
+        raise UserError("target_parameters works with LoRA, not with DoRA, as in PEFT; set use_dora=False")
+    elif dropout:
+        raise UserError("target_parameters works without dropout alone, as in PEFT; set lora_dropout=0.0")
+
+
+def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
+    log.info("%s: transformers' code, %s rows", name, "packed" if decoder.packs else "padded")
+    if (text := decoder.text_part) is not None:
+        log.info("%s trains on text alone: %s are neither loaded nor changed", name, ", ".join(text.parts))
+    frozen = frozen_kinds(decoder, adapted)
+    experts = fused_experts(decoder)
+    hint = f"; target_parameters={ALL_EXPERTS} adapts fused experts" if experts and not experts.keys() & adapted else ""
+    kinds = Counter(each.rpartition(".")[2] for each in adapted)
+    log.info("LoRA on %s; none on %s%s", _counted(kinds), _counted(frozen), hint)
+
+
+def _counted(kinds: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

@@ -1,0 +1,224 @@
+"""Weights of a checkpoint by the names and in the shapes of transformers' modules, as transformers converts them."""
+
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.model.checkpointer import check_stored
+from rocm_ext.model.foreign import ForeignWeights
+
+_OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json has what they come from
+
+
+class WeightNames:
+    """Where transformers puts each tensor of a checkpoint.
+
+    Args:
+        model: transformers' model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._known = model.state_dict()
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        ignored = [_OF_TABLES, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))
+
+    def ignored(self, name: str) -> bool:
+        """Whether transformers leaves out the tensor ``name``."""
+        return name not in self._known and bool(self._ignored.search(name))
+
+    def is_float(self, name: str) -> bool:
+        """Whether the module's tensor ``name`` has numbers with a fraction; so does one that it does not have."""
+        return name not in self._known or self._known[name].is_floating_point()
+
+    def of(self, name: str) -> tuple[str, str | None]:
+        """Return the module's name of the tensor ``name``, and the pattern of its converter, if it has one."""
+        prefix = self._model.base_model_prefix
+        new, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
+        if new not in self._known and name in self._known:
+            return rename_source_key(name, [], [], prefix, self._known)
+        return new, pattern
+
+    def before_conversion(self, name: str) -> str:
+        """Return the name of the tensor ``name`` after transformers' renamings, by which converters know it."""
+        return self.bare(apply_renamings(name, self._renamings))
+
+    def bare(self, name: str) -> str:
+        """Return a name without the prefix that a base model's checkpoint lacks."""
+        return name.removeprefix(f"{self._model.base_model_prefix}.")
+
+    def converter(self, pattern: str) -> WeightConverter:
+        """Return a copy of the converter with the source ``pattern``."""
+        return deepcopy(next(entry for entry in self._converters if pattern in entry.source_patterns))
+
+
+class Converted(ForeignWeights):
+    """A checkpoint's tensors by transformers' names; those made of several are put together at each access.
+
+    Args:
+        model: transformers' model, without weights.
+        names: where it has each of them.
+        state: tensors by the checkpoint's names.
+        tied: name of the output layer's weight if the embeddings serve as it; a copy in ``state`` is left out.
+
+    Raises:
+        UserError: two tensors have one place, or a tied weight is stored with other values.
+    """
+
+    def __init__(
+        self, model: Any, names: WeightNames, state: Mapping[str, Tensor], tied: tuple[str, str] | None
+    ) -> None:
+        self._model, self._names, self._state = model, names, state
+        self._sources: dict[str, list[tuple[str | None, str]]] = {}  # first target -> patterns and tensors
+        self._first: dict[str, str] = {}  # any target -> first target
+        for name in sorted(state, key=dot_natural_key):
+            if self._names.ignored(name):
+                continue
+            new, pattern = self._names.of(name)
+            if self._names.is_float(new):
+                check_stored(name, state[name])
+            sources = self._sources.setdefault(new, [])
+            sources.append((pattern, name))
+            if pattern is None and len(sources) > 1:
+                raise UserError(f"the checkpoint has {sources[0][1]} and {name}, which are one weight of this model")
+            for target in self._targets(new, pattern):
+                self._first[target] = new
+        if tied is not None and tied[0] in self._first:
+            output, embeddings = tied
+            if embeddings in self._first and not torch.equal(self[output], self[embeddings]):
+                raise UserError(
+                    "config.json says that the output layer is the embeddings (tie_word_embeddings), but their weights "
+                    "differ; set tie_word_embeddings to false in config.json if both are used"
+                )
+            del self._first[output]
+
+    def _targets(self, new: str, pattern: str | None) -> list[str]:
+        if pattern is None:
+            return [new]
+        first, *others = self._names.converter(pattern).target_patterns
+        return [new, *(new.replace(first, other) for other in others)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        first = self._first[name]
+        pattern, source = self._sources[first][0]
+        if pattern is None:
+            return self._state[source]
+        converter = self._names.converter(pattern)
+        for pattern, source in self._sources[first]:
+            converter.add_tensor(first, source, str(pattern), self._state[source])  # type: ignore[arg-type]
+        try:
+            made = converter.convert(first, model=self._model, config=self._model.config)
+        except Exception as error:  # operations raise what the tensors' shapes lead to
+            raise UserError(f"checkpointer: {name} cannot be made of {source} and others: {one_line(error)}") from error
+        if name not in made:
+            raise UserError(f"checkpointer: transformers makes {', '.join(made)} of {source}, but not {name}")
+        value = made[name]
+        return value[0] if isinstance(value, list) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._first)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def group(self, name: str) -> tuple[list[str], list[str]]:
+        """Return the weights that are made of the same tensors as ``name``, and the checkpoint's names of these."""
+        first = self._first[name]
+        pattern, _ = self._sources[first][0]
+        return self._targets(first, pattern), [source for _, source in self._sources[first]]
+
+    def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the checkpoint's tensors that make up a group's ``weights``.
+
+        Raises:
+            UserError: transformers' conversion cannot be undone.
+        """
+        name = next(iter(weights))
+        first = self._first[name]
+        pattern, source = self._sources[first][0]
+        if pattern is None:
+            return {source: weights[name]}
+        expected = {self._names.before_conversion(source): source for _, source in self._sources[first]}
+        try:
+            back = self._names.converter(pattern).reverse_transform()
+            for target, weight in weights.items():
+                key, matched = back.rename_source_key(target)
+                back.add_tensor(key, target, str(matched), weight)  # type: ignore[arg-type]
+            made = back.convert(key, model=self._model, config=self._model.config)  # type: ignore[attr-defined]
+        except Exception as error:  # operations raise what the tensors' shapes lead to, or have no reverse
+            raise UserError(f"{name} cannot be taken apart into {source} and others: {one_line(error)}") from error
+        found = {self._names.bare(key): value[0] if isinstance(value, list) else value for key, value in made.items()}
+        if found.keys() != expected.keys():
+            raise UserError(f"{name} is made of {source} and others, but transformers takes it apart into {min(made)}")
+        pieces = {expected[key]: value.to(self._state[expected[key]].dtype) for key, value in found.items()}
+        if other := next((key for key, value in pieces.items() if value.shape != self._state[key].shape), None):
+            raise UserError(f"transformers makes {other} {list(pieces[other].shape)} of {name}, not the checkpoint's")
+        return pieces
+
+    def on_meta(self) -> dict[str, Tensor]:
+        """Return all tensors without their values, at no cost of memory."""
+        whole, state = {}, self._state
+        self._state = _Meta(state)
+        try:
+            whole = dict(self)
+        finally:
+            self._state = state
+        return whole
+
+
+class _Meta(Mapping[str, Tensor]):
+    """A checkpoint's tensors without their values."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.empty_like(self._state[name], device="meta")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint holds, by their names in ``model``, such as a router's correction."""
+    return {
+        f"{prefix}.{name}": buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def keep_precision(model: Any, dtype: torch.dtype) -> None:
+    """Give the weights that transformers always keeps in fp32 this dtype, such as routers' corrections.
+
+    Args:
+        model: transformers' model, without weights.
+        dtype: of the other weights.
+    """
+    if not (kept := model._get_dtype_plan(dtype)):
+        return
+    pattern, _, _ = build_glob_alternation(list(kept))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if pattern.search(name):
+            tensor.data = tensor.data.float()

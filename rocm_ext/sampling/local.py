@@ -1,0 +1,350 @@
+"""Sampling in this process: continuous batching over slots of a key-value cache.
+
+The session prefills each prompt once and copies its cache into the slot of each of its samples. Every step
+decodes one token in all running slots. When an answer ends, the last running sample moves into its slot and
+waiting samples fill the free slots at the end. A step thus computes only running samples.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from torchtune.modules import TransformerDecoder
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
+from rocm_ext.data.render import to_text
+from rocm_ext.machine.trace import DECODING, PREFILL, Trace
+from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.sampling.batch import RunningSample, SlotBatch
+from rocm_ext.sampling.decoder import Cache, Decoder, check_family, copied_bytes, merged
+from rocm_ext.sampling.engine import Completion, Request, Sampling
+from rocm_ext.sampling.matrix import MIN_ROWS
+from rocm_ext.sampling.slots import PREFILL_TOKENS, SHARE, SlotMemory, most_slots, slot_memory, slots_beside, span_for
+
+
+class LocalEngine:
+    """Samples from the model under training, in this process.
+
+    Args:
+        slots: samples decoded at once; None: as many as memory allows, up to the number beyond which more
+            gain nothing.
+        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU.
+        merge: add the adapter to the weights; None: only to fp32 weights, see
+            :func:`rocm_ext.sampling.decoder.merged`.
+        decoder: torchtune decoder, with or without adapters.
+        tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
+        free_memory: returns the free bytes on the device.
+        trace: records steps of sampling, see ``profile_steps``.
+
+    Raises:
+        UserError: ``slots`` is out of range, or transformers computes the model.
+    """
+
+    exact_tokens = has_logprobs = refreshes = True
+
+    def __init__(
+        self,
+        slots: int | None = None,
+        graphs: bool | None = None,
+        merge: bool | None = None,
+        *,
+        decoder: TransformerDecoder,
+        tokenizer: Any,
+        free_memory: Callable[[], int],
+        trace: Trace | None = None,
+    ) -> None:
+        if slots is not None and not (type(slots) is int and slots >= MIN_ROWS):
+            raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least {MIN_ROWS}, or null")
+        self._check_kind(decoder)
+        self._slots, self._graphs, self._merge = slots, graphs, merge
+        self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
+        self._trace = trace
+
+    @property
+    def max_seq_len(self) -> int:
+        """Positions of the longest prompt with its answer."""
+        return self._decoder.max_seq_len
+
+    def check(self) -> None:
+        """Check that the model's family is supported and the tokenizer has stop tokens.
+
+        Raises:
+            UserError: something is unsupported or missing; the message names it.
+        """
+        self._check_family()
+        if not getattr(self._tokenizer, "stop_tokens", None):
+            raise UserError(
+                f"tokenizer {type(self._tokenizer).__name__} has no stop_tokens, so no answer would end; "
+                "use a chat model's tokenizer"
+            )
+
+    @contextmanager
+    def session(self, adapter: Path | None = None) -> Iterator["LocalSession"]:
+        """Open a session on the decoder's present weights.
+
+        Args:
+            adapter: ignored; the decoder already contains the adapter. Other engines load this folder.
+
+        Raises:
+            UserError: the family is not supported, or the copy of the weights does not fit into memory.
+        """
+        self._check_family()
+        free, needed = self._free_memory(), self.layout_bytes()
+        if needed > free:
+            raise UserError(
+                f"sampling needs up to {needed / 2**30:.1f} GiB for its own layout of the weights, but "
+                f"{free / 2**30:.1f} GiB are free; sample on a server (rocm_ext.sampling.OpenAIEngine) or use a "
+                "smaller model"
+            )
+        with self._copied() as decoder:
+            session = LocalSession(decoder, self._tokenizer, self._free_memory, self._slots, self._graphs, self._trace)
+            try:
+                yield session
+            finally:
+                session.release()
+
+    def _check_kind(self, decoder: Any) -> None:
+        if isinstance(decoder, ForeignDecoder):
+            raise UserError(
+                "engine LocalEngine samples from native decoders only, and transformers computes this model; use "
+                "rocm_ext.sampling.TransformersEngine"
+            )
+
+    def _check_family(self) -> None:
+        check_family(self._decoder)
+
+    def layout_bytes(self) -> int:
+        """Upper bound on the bytes of the layout of weights that a session makes."""
+        return copied_bytes(self._decoder)
+
+    def _copied(self) -> AbstractContextManager[Any]:
+        return merged(self._decoder, self._merge)
+
+
+@dataclass
+class _Prompt:
+    """A prompt with waiting requests; ``cache`` is None until the prompt is prefilled."""
+
+    tokens: tuple[int, ...]
+    waiting: deque[Request]
+    cache: Cache | None = None
+
+
+class LocalSession:
+    """A session of :class:`LocalEngine`; it runs one ``generate`` at a time.
+
+    It may stay open while the model is trained: call :meth:`refresh` after the adapter has changed. The key-value cache
+    and the graphs stay for the next ``generate``, which uses them if they are large enough.
+
+    Args:
+        decoder: the model's layout for sampling.
+        tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
+        free_memory: returns the free bytes on the device.
+        slots, graphs, trace: see :class:`LocalEngine`.
+
+    Attributes:
+        reserve: returns the bytes that training will allocate while this session stays open; 0 unless it is replaced.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Any,
+        free_memory: Callable[[], int],
+        slots: int | None = None,
+        graphs: bool | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
+        self._slots, self._trace = slots, trace or Trace()
+        self._graphs = decoder.device.type == "cuda" if graphs is None else graphs
+        self._stop_tokens = frozenset(tokenizer.stop_tokens)
+        self._totals = dict.fromkeys(("tokens", "slot_steps", "bytes", "seconds"), 0.0)
+        self._batch: SlotBatch | None = None  # between two calls of generate
+        self.reserve: Callable[[], int] = int
+
+    def refresh(self) -> None:
+        """Copy the adapter's present values, so that the session samples like one that opens now; counts restart.
+
+        With sharded weights every rank calls this.
+        """
+        self._decoder.refresh()
+        self._totals = dict.fromkeys(self._totals, 0.0)
+
+    def release(self) -> None:
+        """Free the key-value cache and the graphs; the next ``generate`` makes new ones."""
+        self._batch = None
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield a completion of each request as soon as it is finished.
+
+        Raises:
+            UserError: a prompt with its answer may exceed the model's context, or memory holds fewer slots than a
+                step needs.
+        """
+        for _, completions in self._steps(requests, sampling, MIN_ROWS):
+            yield from completions
+
+    def stream(self, request: Request, sampling: Sampling) -> Iterator[list[int] | Completion]:
+        """Yield the tokens of one answer so far after each step, and at last its completion.
+
+        The answer is that of :meth:`generate`, except for rounding on GPUs, where a step here has one row.
+
+        Raises:
+            UserError: as :meth:`generate`.
+        """
+        least = MIN_ROWS if self._decoder.device.type == "cpu" else 1  # see MIN_ROWS; a row's cache may be gigabytes
+        for running, completions in self._steps([request], sampling, least):
+            yield from ([running[0].tokens] if running else completions)
+
+    def _steps(
+        self, requests: Sequence[Request], sampling: Sampling, least: int
+    ) -> Iterator[tuple[list[RunningSample], list[Completion]]]:
+        """Yield after each step the unfinished answers and those that it finished; ``least`` is as in _take_batch."""
+        if not requests:
+            return
+        longest = max(len(request.tokens) for request in requests) + sampling.max_new_tokens
+        if longest > self._decoder.max_seq_len:
+            raise UserError(
+                f"the longest prompt and max_new_tokens {sampling.max_new_tokens} are {longest} tokens; the model "
+                f"takes at most {self._decoder.max_seq_len}. Lower max_new_tokens or drop long prompts"
+            )
+        batch = self._take_batch(requests, span_for(self._decoder.device, longest), sampling, least)
+        prompts = deque(
+            _Prompt(tokens, deque(same)) for tokens, same in groupby(requests, key=lambda request: request.tokens)
+        )
+        while prompts or batch.running:
+            began = time.perf_counter()
+            self._admit(batch, prompts)
+            with self._trace.part(DECODING):
+                read, rows = batch.step()
+            ended = [(slot, c) for slot in range(rows) if (c := self._completion(batch.running[slot], sampling))]
+            batch.release([slot for slot, _ in ended])
+            self._count(rows, batch.slots, read, time.perf_counter() - began)
+            yield batch.running, [completion for _, completion in ended]
+        self._batch = batch  # not after an error or an early end, which leave samples in its slots
+
+    def _count(self, rows: int, slots: int, read: int, seconds: float) -> None:
+        for name, amount in (("tokens", rows), ("slot_steps", slots), ("bytes", read), ("seconds", seconds)):
+            self._totals[name] += amount
+
+    def _admit(self, batch: "SlotBatch", prompts: deque[_Prompt]) -> None:
+        """Fill free slots with waiting samples; prefill short prompts together."""
+        while prompts and batch.free:
+            prompt = prompts[0]
+            if prompt.cache is None:
+                taken: list[_Prompt] = []
+                tokens = 0
+                for other in prompts:
+                    if taken and tokens + len(other.tokens) > PREFILL_TOKENS:
+                        break
+                    taken.append(other)
+                    tokens += len(other.tokens)
+                    if sum(len(p.waiting) for p in taken) >= batch.free:
+                        break
+                # The first step decodes the last token, which gives the logits of the first new one.
+                with self._trace.part(PREFILL):
+                    caches = self._decoder.prefill([p.tokens[:-1] for p in taken])
+                for other, cache in zip(taken, caches, strict=True):
+                    other.cache = cache
+            count = min(batch.free, len(prompt.waiting))
+            batch.admit([prompt.waiting.popleft() for _ in range(count)], prompt.cache)  # type: ignore[arg-type]
+            if not prompt.waiting:
+                prompts.popleft()
+
+    def _completion(self, running: RunningSample, sampling: Sampling) -> Completion | None:
+        """Return the finished answer of a slot, or None while it is unfinished."""
+        tokens, text = running.tokens, None
+        if tokens[-1] in self._stop_tokens:
+            text, reason = to_text(self._tokenizer, tokens[:-1]), "stop"
+        elif sampling.stop_strings and self._holds_stop_string(tokens, sampling):
+            text, reason = to_text(self._tokenizer, tokens), "stop"
+        elif len(tokens) == sampling.max_new_tokens:
+            text, reason = to_text(self._tokenizer, tokens), "length"
+        if text is None:
+            return None
+        ends = [at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0]
+        return Completion(running.request, tokens, running.logprobs, text[: min(ends, default=len(text))], reason)
+
+    def _holds_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
+        # A token has at least one byte. A stop string that ends in the newest token therefore begins in this window.
+        window = max(len(text.encode()) for text in sampling.stop_strings) + 4
+        tail = to_text(self._tokenizer, tokens[-window:])
+        return any(text in tail for text in sampling.stop_strings)
+
+    def _take_batch(self, requests: Sequence[Request], length: int, sampling: Sampling, least: int) -> SlotBatch:
+        """Return the kept batch if it serves these requests, else a new one; the session then keeps none.
+
+        Args:
+            requests: the requests to answer.
+            length: positions of a slot.
+            sampling: how to draw.
+            least: minimum number of slots; if it is below MIN_ROWS, there are no more.
+        """
+        kept, self._batch = self._batch, None
+        most = least if least < MIN_ROWS else self._most_slots(len(requests))
+        if kept is not None:
+            longest = max(length, kept.length)
+            slots, _, _ = self._fit(most, requests, longest, sampling, held=kept.nbytes)
+            # a difference of less than a tenth is not worth a new cache and new graphs
+            if kept.length >= length and (slots == most or slots >= 0.9 * kept.slots) and slots <= 1.1 * kept.slots:
+                kept.begin(sampling)
+                return kept
+            if slots == most:
+                length = longest  # serves the requests of the kept one, too
+            del kept  # frees its memory
+        slots, free, memory = self._fit(most, requests, length, sampling)
+        if slots < least:
+            raise UserError(
+                f"{free / 2**30:.1f} GiB are free for sampling; {least} answers of {length} tokens need "
+                f"{memory.bytes(least) / 2**30:.1f} GiB. Lower max_new_tokens"
+            )
+        if slots < most:
+            log.info("sampling %d answers at once, the most that fit into %.1f GiB", slots, free / 2**30)
+        return SlotBatch(self._decoder, slots, length, sampling, self._graphs)
+
+    def _most_slots(self, samples: int) -> int:
+        if self._slots is not None:
+            return max(MIN_ROWS, min(self._slots, samples))
+        return most_slots(samples, self._decoder.device, self._decoder.splits_rows)
+
+    def _fit(
+        self, most: int, requests: Sequence[Request], length: int, sampling: Sampling, held: int = 0
+    ) -> tuple[int, int, SlotMemory]:
+        """Return the number of slots that fit into memory, up to ``most``, the free bytes, and the bytes of a slot.
+
+        Args:
+            most: more slots gain nothing.
+            requests: the requests to answer.
+            length: positions of a slot.
+            sampling: how to draw.
+            held: bytes that a batch holds which the new slots would replace.
+        """
+        prompts = {request.tokens for request in requests}
+        memory = slot_memory(self._decoder, list(map(len, prompts)), length, sampling, self._graphs)
+        if self._slots is not None:
+            return most, 0, memory
+        free = int(SHARE * (self._free_memory() + held))
+        return slots_beside(memory, most, free, self.reserve()), free, memory
+
+    def stats(self) -> dict[str, float]:
+        """Return counts since the session began or was refreshed.
+
+        Returns:
+            ``tokens`` sampled, ``tokens_per_second``, ``occupancy`` (share of slots with a running sample) and
+            ``gb_per_second`` (weights and cache read).
+        """
+        total = self._totals
+        seconds = total["seconds"] or 1.0
+        return {
+            "tokens": int(total["tokens"]),
+            "tokens_per_second": total["tokens"] / seconds,
+            "occupancy": total["tokens"] / (total["slot_steps"] or 1),
+            "gb_per_second": total["bytes"] / seconds / 1e9,
+        }

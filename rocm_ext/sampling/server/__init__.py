@@ -1,0 +1,1 @@
+"""Sampling on servers that speak OpenAI's protocol."""

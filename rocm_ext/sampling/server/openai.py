@@ -1,0 +1,370 @@
+"""Completions from servers that speak OpenAI's protocol: vLLM, SGLang, llama.cpp, ``transformers serve``.
+
+The server decides what it samples. It must use the same weights as the run. Its numerics and batching make
+samples differ from run to run, even with the same seeds. A resumed run keeps the samples it has recorded.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.log import log
+from rocm_ext.base.openai_http import (
+    CHECK_TIMEOUT,
+    Refused,
+    Transient,
+    authorization,
+    checked_urls,
+    exchange,
+    httpx,
+    in_words,
+    json_object,
+    new_client,
+    seconds_of,
+)
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.sampling.engine import Request, Sampling
+from rocm_ext.sampling.server import served_adapters as adapters
+from rocm_ext.sampling.server.logprobs import PROBES, check_logprobs
+from rocm_ext.sampling.server.session import OpenAISession, Terms
+from rocm_ext.sampling.server.wire import DIALECTS, ENDPOINTS, EndpointFormat, Server, top_logprob
+
+
+class OpenAIEngine:
+    """Samples from servers that serve the run's base model; several servers share the load.
+
+    Every answer is one HTTP request. A request contains all sampling settings, also neutral ones: vLLM fills
+    gaps from the model's generation_config.json, and llama.cpp's defaults truncate the distribution. A server
+    that refuses fields beyond OpenAI's own gets fewer; see :meth:`check`.
+
+    A request that fails goes to another server. The failing server is asked again after pauses that double from
+    half a second to 30 s. Lost connections, time-outs and the answers 408, 429 and 5xx are failures, and so is 404:
+    a restarted server has lost its adapter and gets it again. A server that fails for as long as ``patience`` is
+    given up for the rest of the session.
+
+    On several ranks, the main rank checks the servers, loads adapters and unloads them; every rank samples.
+
+    Args:
+        tokenizer: the run's torchtune model tokenizer.
+        urls: the servers' addresses, ``http://host:8000`` or ``http://host:8000/v1``.
+        model: the servers' name of the model; None: the only one they list.
+        endpoint: ``completions`` sends the token ids of the prompt, so the run's chat template applies
+            exactly. ``chat`` sends messages, to which the server applies its own template.
+        api_key_env: name of the environment variable with the API key, if the servers need one.
+        concurrency: simultaneous requests of each rank per url.
+        timeout: seconds for a whole answer before a request counts as failed.
+        patience: time for which a server may fail before it is given up: seconds, or text such as ``10 min``.
+        lora_name: servers serve adapters as ``<lora_name>-<hash of the adapter>``.
+        dynamic_lora: the servers load adapters at run time, as vLLM does. The engine posts the adapter's name
+            and path to ``/v1/load_lora_adapter``.
+        decoder: the run's model, whose vocabulary token ids must be of; None: they are not checked.
+        ranks: the run's processes; None: this one.
+        stopped: returns whether the user asked to stop; None: never.
+
+    Attributes:
+        exact_tokens: whether all token ids so far came from the server. These servers send them: vLLM from
+            0.10.2, SGLang from July 2026, and llama.cpp, except for answers with characters of several
+            tokens and answers cut at a stop string. Other ids are re-encoded from the text. The value is known
+            after :meth:`check` and may become False later.
+        has_logprobs: whether all log-probabilities so far came from the server. Those of vLLM and llama.cpp
+            belong to temperature 1, and SGLang's to the sampling temperature, unless their options say otherwise;
+            :meth:`check_logprobs` finds out.
+
+    Raises:
+        UserError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        urls: Sequence[str],
+        model: str | None = None,
+        endpoint: str = "completions",
+        api_key_env: str | None = None,
+        concurrency: int = 64,
+        timeout: float = 600.0,
+        patience: float | str = "10 min",
+        lora_name: str = "raft",
+        dynamic_lora: bool = True,
+        decoder: Any = None,
+        ranks: Ranks | None = None,
+        stopped: Callable[[], bool] | None = None,
+    ) -> None:
+        if endpoint not in ENDPOINTS:
+            raise UserError(f"endpoint {endpoint!r} is unknown{nearest(endpoint, ENDPOINTS)}")
+        if type(concurrency) is not int or concurrency < 1:
+            raise UserError(f"concurrency is {concurrency!r}; expected a whole number of at least 1")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+            raise UserError(f"timeout is {timeout!r}; expected seconds above 0")
+        if not isinstance(lora_name, str) or not re.fullmatch(r"[\w.-]+", lora_name):
+            raise UserError(f"lora_name is {lora_name!r}; expected letters, digits, dots, - and _")
+        known = {} if decoder is None else {"vocabulary": decoder.tok_embeddings.num_embeddings}
+        self.tokenizer, self.model, self.wire = tokenizer, model, EndpointFormat(tokenizer, endpoint, **known)
+        self.terms = Terms(
+            self.wire,
+            ENDPOINTS[endpoint],
+            authorization(api_key_env),
+            concurrency,
+            float(timeout),
+            seconds_of(patience, "patience"),
+            stopped or (lambda: False),
+        )
+        self.lora_name, self.dynamic_lora = lora_name, dynamic_lora
+        self._servers = [Server(url) for url in checked_urls(urls)]
+        self._ranks = ranks or Ranks(torch.device("cpu"))
+        self._unreachable: set[str] = set()  # urls that the log names, until they answer again
+
+    @property
+    def exact_tokens(self) -> bool:
+        """See the class."""
+        return self.wire.exact_tokens
+
+    @property
+    def has_logprobs(self) -> bool:
+        """See the class."""
+        return self.wire.has_logprobs
+
+    def check(self) -> None:
+        """Check that every server is reachable, serves the model and answers a request for one token.
+
+        The requests find out which fields a server accepts and whether its answers contain token ids and
+        log-probabilities. They set ``exact_tokens`` and ``has_logprobs``.
+
+        Raises:
+            UserError: a check fails; the message has the url and the server's own message.
+        """
+        self._servers, self.wire.exact_tokens, self.wire.has_logprobs = self._ranks.on_main(self._checked)
+
+    def check_logprobs(self, sampling: Sampling) -> None:
+        """Check that every server returns the log-probs that ``sampling`` asks for.
+
+        Raises:
+            UserError: a server returns those of another distribution, or does not show which it returns.
+        """
+        if any(not server.dialect for server in self._servers):
+            self.check()
+        self._ranks.on_main(lambda: self._check_logprobs(sampling))
+
+    def check_adapter(self, adapter: Path) -> None:
+        """Check that every server can load ``adapter`` and answer with it.
+
+        Args:
+            adapter: PEFT folder.
+
+        Raises:
+            UserError: a server cannot; the message has the url and the server's own message.
+        """
+        if any(not server.dialect for server in self._servers):
+            self.check()
+        self._ranks.on_main(lambda: self._try_adapter(self._read(adapter)))
+
+    @contextmanager
+    def session(self, adapter: Path | None) -> Iterator[OpenAISession]:
+        """Open a session; all servers load the adapter and unload it at the end.
+
+        It waits until the requests of this engine's other sessions are answered.
+
+        On several ranks all must open it. It ends once all ranks have left it. An error on one rank ends it with an
+        error on all.
+
+        Args:
+            adapter: PEFT folder; None: the base model.
+
+        Raises:
+            UserError: the servers refuse the adapter, or another rank failed.
+        """
+        if any(not server.dialect for server in self._servers):
+            self.check()
+        loaded, servers = None, self._servers
+        if adapter is not None:
+            self.terms.drain()
+            self._ranks.gather(None)  # the main rank loads once the requests of all ranks are answered
+            loaded, servers = self._ranks.on_main(lambda: self._load(self._read(adapter)))
+        try:
+            yield OpenAISession(self.terms, servers, loaded)
+        except GeneratorExit:
+            self._leave(loaded, servers, "")
+            raise
+        except Exception as error:
+            self._leave(loaded, servers, one_line(error))
+            raise
+        except BaseException:  # a second Ctrl-C waits for no rank
+            self._unload(loaded, servers)
+            raise
+        self._leave(loaded, servers, "")
+
+    # ---- ranks
+
+    def _leave(self, adapter: adapters.Adapter | None, servers: Sequence[Server], failed: str) -> None:
+        """Wait for the other ranks, then unload the adapter."""
+        if failed and self._ranks.world > 1:
+            log.warning("rank %d: %s; waiting for the other ranks' answers", self._ranks.rank, failed)
+        failures = self._ranks.gather(failed)
+        self._unload(adapter, servers)
+        if not failed and any(failures):
+            rank = next(rank for rank, why in enumerate(failures) if why)
+            raise UserError(f"rank {rank}: {failures[rank]}")
+
+    # ---- what a server offers
+
+    def _checked(self) -> tuple[list[Server], bool, bool]:
+        """Return the servers with their models and dialects, and whether they send token ids and log-probs."""
+        self.wire.exact_tokens = self.wire.has_logprobs = True
+        servers = [self._probe(server) for server in self._servers]
+        if len(names := {server.model for server in servers}) > 1:
+            raise UserError(f"the urls serve different models: {', '.join(sorted(names))}; set model to one of them")
+        return servers, self.wire.exact_tokens, self.wire.has_logprobs
+
+    def _exchange(self, method: str, url: str, seconds: float, json: Any = None) -> Any:
+        async def run() -> Any:
+            # A server may close the connection after refusing a request, so every request gets a new one.
+            async with new_client(self.terms.headers) as client:
+                return await exchange(client, method, url, seconds, json)
+
+        return asyncio.run(run())
+
+    def _probe(self, server: Server) -> Server:
+        """Return the server with its model and dialect."""
+        listed = self._listed(server)
+        if self.model is None and len(listed) != 1:
+            raise UserError(f"{server.url} serves {', '.join(listed) or 'no model'}; set model to the name of one")
+        model = self.model or listed[0]
+        for dialect in DIALECTS:
+            found = Server(server.url, model, dialect)
+            try:
+                self._first_request(found, model)
+            except Refused as error:
+                if error.status not in (400, 422) or dialect == DIALECTS[-1]:
+                    raise UserError(f"{error}{self._hint(found, listed)}") from error
+            else:
+                return found
+        raise AssertionError("the last dialect answers or raises")
+
+    def _listed(self, server: Server) -> list[str]:
+        """Return the base models that a server lists; [] if listing fails and the config names a model.
+
+        A model may be served without being listed: ``transformers serve`` lists its cache.
+        """
+        try:
+            answer = json_object(server.url, self._exchange("GET", server.url + "/v1/models", CHECK_TIMEOUT))
+        except httpx.RequestError as error:
+            raise UserError(f"{server.url} cannot be reached: {in_words(error)}; is the server running?") from error
+        except (UserError, Transient) as error:
+            if getattr(error, "status", 0) in (401, 403):
+                raise
+            if self.model is not None:
+                return []
+            raise UserError(f"{server.url} does not list its models: {in_words(error)}; set model") from error
+        cards = answer.get("data")
+        cards = cards if isinstance(cards, list) else []
+        # vLLM also lists adapters, perhaps those of a killed run; adapters name their parent.
+        return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card and not card.get("parent")]
+
+    def _check_logprobs(self, sampling: Sampling) -> None:
+        for server in self._servers:
+
+            def top(probe: Sampling, server: Server = server) -> float | None:
+                return top_logprob(self._first_request(server, server.model, probe))
+
+            check_logprobs(server.url, top, sampling)
+
+    def _first_request(self, server: Server, model: str, sampling: Sampling = PROBES[0]) -> dict[str, Any]:
+        """Ask ``model`` for one token, and return the answer."""
+        tokens = tuple(self.tokenizer.encode("1", add_bos=True, add_eos=False))
+        request = Request("check", 0, 0, tokens, ({"role": "user", "content": "1"},))
+        body = self.wire.body(server, model, request, sampling)
+        try:
+            response = self._exchange("POST", server.url + self.terms.path, self.terms.timeout, body)
+            answer = json_object(server.url, response)
+            self.wire.completion(server.url, answer, request, sampling)
+        except (httpx.RequestError, Transient) as error:
+            raise UserError(f"{server.url} does not answer the first request: {in_words(error)}") from error
+        return answer
+
+    def _hint(self, server: Server, listed: list[str]) -> str:
+        if listed and server.model not in listed:
+            return f"; it serves {', '.join(listed)}, not {server.model}"
+        if self.wire.endpoint == "completions":
+            return "; if the server does not accept token ids, set endpoint: chat"
+        return ""
+
+    # ---- adapters
+
+    def _read(self, adapter: Path) -> adapters.Adapter:
+        if not self.dynamic_lora:
+            raise UserError(f"dynamic_lora is false, so no server can load {adapter}. {adapters.LORA_HINT}")
+        return adapters.Adapter.read(self.lora_name, adapter)
+
+    def _on_each(
+        self, servers: Sequence[Server], action: Callable[[Any, Server], Awaitable[None]]
+    ) -> list[BaseException | None]:
+        """Run ``action(client, server)`` on all servers at once and return the error of each."""
+
+        async def run() -> list[BaseException | None]:
+            async with new_client(self.terms.headers) as client:
+                return await asyncio.gather(*(action(client, server) for server in servers), return_exceptions=True)
+
+        return asyncio.run(run())
+
+    def _try_adapter(self, adapter: adapters.Adapter) -> None:
+        """Load ``adapter`` on every server, ask for one token, and unload it."""
+        errors = self._on_each(self._servers, lambda client, server: adapters.load_anew(client, server, adapter))
+        loaded = [server for server, error in zip(self._servers, errors, strict=True) if error is None]
+        try:
+            for server, error in zip(self._servers, errors, strict=True):
+                if isinstance(error, httpx.RequestError | Transient):
+                    raise UserError(f"{server.url}: {in_words(error)}. {adapters.LORA_HINT}") from error
+                if error is not None:
+                    raise error
+            for server in self._servers:
+                self._first_request(server, adapter.name)
+        finally:
+            self._unload(adapter, loaded)
+
+    def _load(self, adapter: adapters.Adapter) -> tuple[adapters.Adapter, list[Server]]:
+        """Load ``adapter`` on all servers.
+
+        Returns:
+            The adapter, and the servers without those that refuse it. A server that fails stays: it gets the adapter
+            once it works again.
+        """
+        errors = self._on_each(self._servers, lambda client, server: adapters.load_anew(client, server, adapter))
+        usable = []
+        for server, error in zip(self._servers, errors, strict=True):
+            if isinstance(error, httpx.RequestError | Transient):
+                self._tell_unreachable(server, error)
+            elif isinstance(error, UserError):
+                log.warning("%s; continuing without it", error)
+                continue
+            elif error is not None:
+                raise error
+            else:
+                self._unreachable.discard(server.url)
+            usable.append(server)
+        if not usable:
+            raise UserError("; ".join(map(str, errors)))
+        return adapter, usable
+
+    def _unload(self, adapter: adapters.Adapter | None, servers: Sequence[Server]) -> None:
+        if adapter is not None and self._ranks.is_main:
+            errors = self._on_each(servers, lambda client, server: adapters.unload(client, server, adapter))
+            for server, error in zip(servers, errors, strict=True):
+                if isinstance(error, httpx.RequestError):
+                    self._tell_unreachable(server, error)
+                elif error is not None:
+                    raise error
+
+    def _tell_unreachable(self, server: Server, error: Exception) -> None:
+        """Log that a server fails to load or unload an adapter, once until it does: a run has many sessions."""
+        if server.url not in self._unreachable:
+            self._unreachable.add(server.url)
+            log.warning(
+                "%s fails to load or unload an adapter: %s; it gets it once it works again", server.url, in_words(error)
+            )

@@ -1,0 +1,359 @@
+"""Requests of one session: many at once, to several servers, some of which fail now and then."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import duration, log
+from rocm_ext.base.openai_http import (
+    Refused,
+    Transient,
+    exchange,
+    httpx,
+    in_words,
+    json_object,
+    message_of,
+    new_client,
+    pause_after,
+)
+from rocm_ext.sampling.engine import Completion, Request, Sampling
+from rocm_ext.sampling.server.served_adapters import Adapter, load
+from rocm_ext.sampling.server.wire import EndpointFormat, Server
+
+_POLL = 0.2  # seconds between looks at whether the user asked to stop
+_TELL = 30.0  # seconds between lines about a server that fails
+_CHECK_PATIENCE = 5.0  # seconds for which a server may fail while others wait to sample
+
+
+class NoServer(UserError):
+    """Every server has failed; ``reasons`` says how."""
+
+    def __init__(self, reasons: str) -> None:
+        super().__init__(
+            f"no server is left: {reasons}. All answers so far are saved; once a server is well again, continue with "
+            "resume_from_checkpoint=True"
+        )
+        self.reasons = reasons
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a session asks its servers.
+
+    Attributes:
+        wire: converts requests and answers.
+        path: of the endpoint.
+        headers: of every request.
+        concurrency: simultaneous requests per server.
+        timeout: seconds without an answer before a request counts as failed.
+        patience: seconds for which a server may fail.
+        stopped: returns whether the user asked to stop.
+        answering: the threads with open requests.
+    """
+
+    wire: EndpointFormat
+    path: str
+    headers: Mapping[str, str]
+    concurrency: int
+    timeout: float
+    patience: float
+    stopped: Callable[[], bool]
+    answering: set[threading.Thread] = field(default_factory=set)
+
+    def drain(self) -> None:
+        """Wait until no session of this process has open requests, or the user asks to stop.
+
+        vLLM 0.24.0 and older may finish running requests with an adapter that is loaded meanwhile (its issue 47724).
+        """
+        for thread in tuple(self.answering):
+            while thread.is_alive() and not self.stopped():
+                thread.join(_POLL)
+
+
+class OpenAISession:
+    """Servers with a loaded model; ``OpenAIEngine.session`` makes one.
+
+    Args:
+        terms: how to ask the servers.
+        servers: the servers.
+        adapter: the adapter to sample with; None: the base model.
+    """
+
+    def __init__(self, terms: Terms, servers: Sequence[Server], adapter: Adapter | None) -> None:
+        self._terms, self._servers, self._adapter = terms, servers, adapter
+        self._tokens = self._retried = 0
+        self._seconds, self._mark = 0.0, 0.0
+
+    @property
+    def exact_tokens(self) -> bool:
+        """See ``OpenAIEngine``."""
+        return self._terms.wire.exact_tokens
+
+    @property
+    def has_logprobs(self) -> bool:
+        """See ``OpenAIEngine``."""
+        return self._terms.wire.has_logprobs
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield a completion of each request as soon as it arrives. Closing the iterator cancels open requests.
+
+        The iterator ends early once the user asks to stop.
+
+        Raises:
+            UserError: a server refuses a request, or every server has failed. Completions that arrived earlier have
+                been yielded.
+        """
+        results: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
+        loop = asyncio.new_event_loop()
+        batch = _Batch(self._terms, self._servers, self._adapter, sampling, results.put, self._count_retry)
+        task = loop.create_task(batch.run(requests))
+
+        def work() -> None:
+            try:
+                loop.run_until_complete(task)
+                end = None
+            except BaseException as error:  # for the caller's thread to raise
+                end = error
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+            results.put(end)
+
+        # The loop runs in its own thread, so servers stay busy while the caller works on a completion.
+        thread = threading.Thread(target=work, name="openai-engine", daemon=True)
+        self._mark = time.monotonic()
+        self._terms.answering.add(thread)
+        thread.start()
+        try:
+            while not self._terms.stopped():
+                try:
+                    item = results.get(timeout=_POLL)
+                except queue.Empty:
+                    continue
+                if item is None:
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                self._count(item)
+                yield item
+        finally:
+            with suppress(RuntimeError):  # the loop is closed: no request is open
+                loop.call_soon_threadsafe(task.cancel)
+            thread.join()
+            self._terms.answering.discard(thread)
+
+    def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> dict[str, list[Completion]]:
+        """Ask every server the same requests; :meth:`stats` does not count them.
+
+        One of several servers that fails gets little time to recover, because the others wait.
+
+        Returns:
+            The completions of each server that answers, by url, in the order of ``requests``. There are fewer if the
+            user asks to stop.
+        """
+        found, terms = {}, self._terms
+        if len(self._servers) > 1:
+            terms = replace(terms, patience=min(terms.patience, _CHECK_PATIENCE))
+        for server in self._servers:
+            alone = OpenAISession(terms, [server], self._adapter)
+            try:
+                answers = {id(c.request): c for c in alone.generate(requests, sampling)}
+            except NoServer as error:
+                log.warning("nothing checks the adapter in this phase of %s", error.reasons)
+                continue
+            found[server.url] = [answers[id(request)] for request in requests if id(request) in answers]
+        return found
+
+    def stats(self) -> dict[str, float]:
+        """Return ``tokens``, ``tokens_per_second`` while generating, and ``retried`` requests."""
+        speed = self._tokens / self._seconds if self._seconds else 0.0
+        return {"tokens": self._tokens, "tokens_per_second": speed, "retried": self._retried}
+
+    def _count(self, completion: Completion) -> None:
+        now = time.monotonic()
+        self._tokens += len(completion.tokens)
+        self._seconds, self._mark = self._seconds + now - self._mark, now
+
+    def _count_retry(self) -> None:
+        self._retried += 1
+
+
+@dataclass
+class _State:
+    """What the workers of one server share.
+
+    Attributes:
+        answered: number of answers so far.
+        restored: how often the adapter was loaded again.
+        restoring: held while a worker loads the adapter again.
+        told: time of the last line about the server's failure; None: it does not fail.
+        gone: why the server was given up; empty: it was not.
+    """
+
+    answered: int = 0
+    restored: int = 0
+    restoring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    told: float | None = None
+    gone: str = ""
+
+
+class _Batch:
+    """The open requests of one ``generate``. Every server has workers, which take requests from one queue.
+
+    A request that fails returns to the queue, so that another server can answer it while the worker waits.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        servers: Sequence[Server],
+        adapter: Adapter | None,
+        sampling: Sampling,
+        put: Callable[[Completion], None],
+        count_retry: Callable[[], None],
+    ) -> None:
+        self._terms, self._servers, self._adapter, self._sampling = terms, servers, adapter, sampling
+        self._put, self._count_retry = put, count_retry
+        self._states = {server.url: _State() for server in servers}
+
+    async def run(self, requests: Sequence[Request]) -> None:
+        """Answer all ``requests``; the first error of a worker cancels the rest."""
+        terms = self._terms
+        self._queue: asyncio.Queue[Request] = asyncio.Queue()
+        for request in requests:
+            self._queue.put_nowait(request)
+        async with new_client(terms.headers) as client:
+            done = asyncio.ensure_future(self._queue.join())
+            workers = [
+                asyncio.ensure_future(_RequestLoop(self, client, server).run())
+                for _ in range(min(terms.concurrency, len(requests)))
+                for server in self._servers
+            ]
+            pending = {done, *workers}
+            try:
+                while not done.done():
+                    finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    for task in finished:
+                        task.result()
+            finally:
+                for task in (done, *workers):
+                    task.cancel()
+                await asyncio.gather(done, *workers, return_exceptions=True)
+
+    def give_up(self, server: Server, why: str) -> None:
+        """Ask a server no more.
+
+        Raises:
+            NoServer: it was the last one.
+        """
+        state = self._states[server.url]
+        if state.gone:
+            return
+        state.gone = why
+        if all(each.gone for each in self._states.values()):
+            reasons = "; ".join(f"{url}: {each.gone}" for url, each in self._states.items())
+            raise NoServer(reasons)
+        log.warning("giving up %s, the other servers take its requests: %s", server.url, why)
+
+
+class _RequestLoop:
+    """One of a server's simultaneous requests."""
+
+    def __init__(self, batch: _Batch, client: Any, server: Server) -> None:
+        self._batch, self._client, self._server = batch, client, server
+        self._terms, self._state = batch._terms, batch._states[server.url]
+        self._model = batch._adapter.name if batch._adapter else server.model
+        self._failures, self._waited, self._answered = 0, 0.0, 0
+
+    async def run(self) -> None:
+        """Answer requests until the server is given up."""
+        waiting = self._batch._queue
+        while not self._state.gone:
+            request = await waiting.get()
+            try:
+                if not self._state.gone and (completion := await self._try(request)):
+                    self._batch._put(completion)
+                else:
+                    waiting.put_nowait(request)
+            finally:
+                waiting.task_done()
+            if self._failures:
+                await asyncio.sleep(self._pause)
+
+    async def _try(self, request: Request) -> Completion | None:
+        """Ask once.
+
+        Returns:
+            The answer; None if the server failed.
+
+        Raises:
+            UserError: the server refuses the request, or it was the last one and is given up.
+        """
+        began, state = time.monotonic(), self._state
+        try:
+            completion = await self._ask(request)
+        except (httpx.RequestError, Transient) as error:
+            self._failed(error, time.monotonic() - began, request)
+            return None
+        except UserError as error:
+            if isinstance(error, Refused) and error.status not in (401, 403):
+                raise  # any server would refuse this request
+            self._batch.give_up(self._server, str(error))
+            return None
+        if state.told is not None:
+            log.info("%s answers again", self._server.url)
+            state.told = None
+        state.answered += 1
+        self._failures, self._waited = 0, 0.0
+        return completion
+
+    async def _ask(self, request: Request) -> Completion:
+        terms, server, restored = self._terms, self._server, self._state.restored
+        body = terms.wire.body(server, self._model, request, self._batch._sampling)
+        response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
+        if response.status_code == 404:  # the server was restarted
+            await self._restore(restored, message_of(response))
+            response = await exchange(self._client, "POST", server.url + terms.path, terms.timeout, body)
+            if response.status_code == 404:
+                raise Transient(f"HTTP 404: {message_of(response)}")
+        return terms.wire.completion(server.url, json_object(server.url, response), request, self._batch._sampling)
+
+    async def _restore(self, restored: int, said: str) -> None:
+        """Load the adapter again, unless another worker has done so since ``restored``."""
+        adapter, state = self._batch._adapter, self._state
+        if adapter is None:
+            raise Transient(f"HTTP 404: {said}")
+        async with state.restoring:
+            if state.restored != restored:
+                return
+            try:
+                await load(self._client, self._server, adapter)
+            except UserError as error:
+                raise Transient(f"HTTP 404: {said}; {error}") from error
+            state.restored += 1
+            log.warning("%s had lost the adapter %s and has loaded it again", self._server.url, adapter.folder)
+
+    def _failed(self, error: Exception, seconds: float, request: Request) -> None:
+        """Set the pause before the next attempt, or give the server up."""
+        self._batch._count_retry()
+        state, patience = self._state, self._terms.patience
+        if state.answered != self._answered:  # the server has answered another worker meanwhile
+            self._failures, self._waited, self._answered = 0, 0.0, state.answered
+        self._waited += seconds if self._failures else 0.0
+        if self._waited >= patience:
+            # Name the request: it may be the cause, and the same seed would fail in the same way again.
+            where = f"prompt {request.prompt_id}, sample {request.sample}"
+            self._batch.give_up(self._server, f"{in_words(error)}, for {duration(self._waited)} ({where})")
+            return
+        self._pause = min(pause_after(error, self._failures), patience - self._waited)
+        if state.told is None or time.monotonic() - state.told >= _TELL:
+            state.told = time.monotonic()
+            since = f"{duration(self._waited)} of {duration(patience)}"
+            log.info("waiting for %s, %s so far: %s", self._server.url, since, in_words(error))
+        self._failures += 1
+        self._waited += self._pause

@@ -1,0 +1,271 @@
+"""Requests to servers that speak OpenAI's protocol, and the parsing of their answers.
+
+vLLM, SGLang, llama.cpp and ``transformers serve`` extend the protocol in different ways and accept different
+parts of it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import log
+from rocm_ext.base.openai_http import Transient, start_of
+from rocm_ext.data.render import render_conversation
+from rocm_ext.sampling.engine import Completion, Request, Sampling
+
+ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
+_LEAST, _HIGHEST = -9999.0, 0.1  # log-probs; rounding may put a sure token a little above 0
+_LETTERS = 1000  # of a token, more than any vocabulary has
+_SPLIT = 4  # ids for a sampled one, where the text is encoded again: bytes that are no text become several
+SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
+
+
+@dataclass
+class Server:
+    """A server and what :meth:`OpenAIEngine.check` found out about it.
+
+    Attributes:
+        url: without ``/v1``.
+        model: the server's name of the model.
+        dialect: one of :data:`DIALECTS`; empty before the check.
+    """
+
+    url: str
+    model: str = ""
+    dialect: str = ""
+
+
+class EndpointFormat:
+    """Converts requests to an endpoint's JSON, and its answers to completions.
+
+    Args:
+        tokenizer: the run's torchtune model tokenizer.
+        endpoint: ``completions`` or ``chat``.
+        vocabulary: number of the model's token ids.
+
+    Attributes:
+        exact_tokens, has_logprobs: see :class:`rocm_ext.sampling.server.openai.OpenAIEngine`.
+    """
+
+    def __init__(self, tokenizer: Any, endpoint: str, vocabulary: int = 2**31) -> None:
+        self.tokenizer, self.endpoint, self._vocabulary = tokenizer, endpoint, vocabulary
+        self.exact_tokens = self.has_logprobs = False
+        self._end_of_turn = _end_of_turn(tokenizer)
+        self._told: set[str] = set()
+
+    def body(self, server: Server, model: str, request: Request, sampling: Sampling) -> dict[str, Any]:
+        """Return the JSON that asks ``server`` for one answer.
+
+        Raises:
+            UserError: the endpoint needs messages and the request has none, or the server does not support a
+                sampling setting.
+        """
+        stops = list(self.tokenizer.stop_tokens)
+        body = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
+        if self.endpoint == "chat":
+            if not request.messages:
+                raise UserError(f"prompt {request.prompt_id} has no messages; endpoint: chat needs them")
+            body |= {"messages": list(map(_sent, request.messages)), "logprobs": True, "top_logprobs": 1}
+            if request.tools:  # "none": the answer is the text that the model writes, with calls as it writes them
+                body |= {"tools": [dict(tool) for tool in request.tools], "tool_choice": "none"}
+            args = getattr(self.tokenizer, "template_args", {})
+            body |= {"chat_template_kwargs": dict(args)} if args and server.dialect == "extended" else {}
+        else:
+            body |= {"prompt": list(request.tokens), "logprobs": 1}
+        return body | _sampling_fields(server, sampling, stops)
+
+    def completion(self, url: str, answer: dict[str, Any], request: Request, sampling: Sampling) -> Completion:
+        """Parse ``answer`` into a :class:`Completion`.
+
+        What training could not compute with is refused here, before it is recorded.
+
+        Raises:
+            UserError: ``answer`` is not a valid answer to the request.
+            Transient: the server aborted the request.
+        """
+        choice, text, reason = _choice(url, answer, self.endpoint)
+        most = sampling.max_new_tokens + 1  # some count the stop token apart
+        if len(text) > _LETTERS * most:
+            raise _nonsense(url, f"{len(text)} characters to a request for {sampling.max_new_tokens} tokens", answer)
+        prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
+        if isinstance(prompt, list) and prompt != list(request.tokens):
+            self._tell_once(f"{url} renders prompts differently from the run: its chat template differs")
+        text, cut = _until(text, sampling.stop_strings)
+        reason = "stop" if cut else reason
+        by_token = reason == "stop" and not cut and not isinstance(choice.get("stop_reason"), str)
+        tokens, logprobs = _token_ids(choice, answer.get("usage")), _logprobs(choice)
+        if tokens is not None and (wrong := [token for token in tokens if not self._is_id(token)]):
+            known = f"an id from 0 to {self._vocabulary - 1}"
+            raise _nonsense(url, f"the token id {_short(wrong[0])}, not {known}", answer)
+        if logprobs is not None and (wrong := [value for value in logprobs if _number(value) is None]):
+            raise _nonsense(url, f"the log-prob {_short(wrong[0])}, not a number up to 0", answer)
+        if tokens is None:
+            self.exact_tokens, most = False, _SPLIT * most
+            self._tell_once(f"{url} sends no token ids; re-encoding the text, which may give other ids")
+            tokens = self.tokenizer.encode(text, add_bos=False, add_eos=False) + [self._end_of_turn] * by_token
+            logprobs = None
+        if len(tokens) > most:
+            raise _nonsense(url, f"{len(tokens)} tokens to a request for {sampling.max_new_tokens}", answer)
+        if logprobs is None or len(logprobs) != len(tokens):
+            self.has_logprobs = False
+            self._tell_once(f"{url} sends no log-probabilities of the sampled tokens")
+            logprobs = []
+        numbers = [number for value in logprobs if (number := _number(value)) is not None]
+        return Completion(request, list(tokens), numbers, text, reason)
+
+    def _is_id(self, token: Any) -> bool:
+        return type(token) is int and 0 <= token < self._vocabulary
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log.warning("%s", text)
+
+
+# ---- what is sent
+
+
+def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in OpenAI's form, where the arguments of a tool call are JSON text."""
+    if "tool_calls" not in message:
+        return dict(message)
+    calls = []
+    for number, call in enumerate(message["tool_calls"]):
+        function = call.get("function", call)
+        text = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        calls.append({"id": f"call_{number}", "type": "function", **call, "function": text})
+    return {**message, "tool_calls": calls}
+
+
+def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> dict[str, Any]:
+    """Return the sampling settings in the server's dialect.
+
+    - extended: vLLM, SGLang and llama.cpp know these fields or ignore them.
+    - transformers: ``transformers serve`` refuses unknown fields but accepts a generation config.
+    - plain: OpenAI's own fields.
+
+    Raises:
+        UserError: the server does not support a setting.
+    """
+    fields: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
+    fields["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+    if sampling.stop_strings:
+        fields["stop"] = list(sampling.stop_strings)
+    min_p = 0.0 if sampling.min_p is None else sampling.min_p
+    if server.dialect == "extended":
+        fields |= {"top_k": sampling.top_k or -1, "min_p": min_p, "repetition_penalty": 1.0}
+        return fields | {"stop_token_ids": stops, "return_token_ids": True}
+    if server.dialect == "transformers":
+        config = {"do_sample": sampling.temperature > 0, "top_k": sampling.top_k or 0, "min_p": min_p}
+        return fields | {"generation_config": json.dumps({**config, "repetition_penalty": 1.0, "eos_token_id": stops})}
+    if asked := [name for name in ("top_k", "min_p") if getattr(sampling, name) is not None]:
+        raise UserError(f"{server.url} does not support {' or '.join(asked)}; set them to null")
+    return fields
+
+
+def _end_of_turn(tokenizer: Any) -> int:
+    """Return the token that ends the assistant's turn in training."""
+    tokens, _ = render_conversation(
+        tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    )
+    return next((token for token in reversed(tokens) if token in tokenizer.stop_tokens), tokenizer.stop_tokens[0])
+
+
+# ---- what comes back
+
+
+def _choice(url: str, answer: dict[str, Any], endpoint: str) -> tuple[dict[str, Any], str, str]:
+    """Return the only choice of an answer, its text and its finish reason."""
+    choices = answer.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict):
+        raise _nonsense(url, "no choices", answer)
+    source: Any = choice.get("message") if endpoint == "chat" else choice
+    if not isinstance(source, dict):
+        raise _nonsense(url, "no message", answer)
+    if source.get("reasoning_content") or source.get("reasoning"):
+        raise UserError(f"{url} splits the reasoning from the answer; start the server without a reasoning parser")
+    text = source.get("content" if endpoint == "chat" else "text")
+    if not isinstance(text, str):
+        raise _nonsense(url, "no text", answer)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can contain half a surrogate pair
+        raise _nonsense(url, "text that is not valid Unicode", answer) from None
+    reason = choice.get("finish_reason")
+    if reason == "abort":  # vLLM while it shuts down
+        raise Transient("the server aborted the request")
+    if reason not in ("stop", "length"):
+        raise _nonsense(url, f"the finish_reason {reason!r}, not stop or length", answer)
+    return choice, text, reason
+
+
+def _token_ids(choice: dict[str, Any], usage: Any) -> Sequence[Any] | None:
+    """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probabilities; None: neither."""
+    ids = choice.get("token_ids")
+    if ids is None:
+        ids = [entry.get("id") for entry in _entries(choice)]
+        # llama.cpp omits tokens that end within a character, and those of a stop string.
+        if not isinstance(usage, dict) or usage.get("completion_tokens") != len(ids) or None in ids:
+            return None
+    return ids or None if isinstance(ids, list) else [[ids]]  # no id
+
+
+def _logprobs(choice: dict[str, Any]) -> Sequence[Any] | None:
+    """Return one log-probability per token. llama.cpp uses the chat's form for both endpoints."""
+    logprobs = choice.get("logprobs")
+    values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    if values is None:
+        values = [entry.get("logprob") for entry in _entries(choice)]
+    values = values if isinstance(values, list) else [[values]]  # no log-prob
+    return None if not values or None in values else values
+
+
+def _number(value: Any) -> float | None:
+    """Return a log-prob as a float; None if it is not one.
+
+    For the probability 0 vLLM sends -9999, llama.cpp the least number of 32 bits, others -Infinity: all become -9999.
+    """
+    if type(value) not in (int, float) or not value <= _HIGHEST:  # NaN is not, either
+        return None
+    return float(max(value, _LEAST))
+
+
+def top_logprob(answer: dict[str, Any]) -> float | None:
+    """Return the log-prob of the most probable first token of an answer; None: the answer has none."""
+    choice = answer["choices"][0]
+    logprobs = choice.get("logprobs")
+    tops = logprobs.get("top_logprobs") if isinstance(logprobs, dict) else None
+    if isinstance(tops, list) and tops and isinstance(tops[0], dict):
+        values = list(tops[0].values())
+    else:
+        tops = [top for entry in _entries(choice)[:1] for top in _dicts(entry.get("top_logprobs"))]
+        values = [top.get("logprob") for top in tops]
+    return max((found for value in values if (found := _number(value)) is not None), default=None)
+
+
+def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    logprobs = choice.get("logprobs")
+    return _dicts(logprobs.get("content")) if isinstance(logprobs, dict) else []
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    """Return ``value`` if it is a list of objects, else []."""
+    return value if isinstance(value, list) and all(isinstance(each, dict) for each in value) else []
+
+
+def _until(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
+    """Return ``text`` up to the first stop string, and whether it has one. transformers keeps the stop string."""
+    ends = [end for stop in stop_strings if (end := text.find(stop)) >= 0]
+    return (text[: min(ends)], True) if ends else (text, False)
+
+
+def _short(value: Any) -> str:
+    return start_of(json.dumps(value), 30)
+
+
+def _nonsense(url: str, what: str, answer: dict[str, Any]) -> UserError:
+    return UserError(f"{url} answers with {what}: {start_of(json.dumps(answer))}")

@@ -1,0 +1,220 @@
+"""Components that every recipe builds from its config."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tokenizers import Tokenizer
+from torch import nn
+from torchtune.training.metric_logging import TensorBoardLogger, WandBLogger
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.log import log
+from rocm_ext.config import references
+from rocm_ext.data.encoder import HFTokenizer
+from rocm_ext.train.runtime import Runtime
+
+_TRIED_STEPS = 10_000  # of a schedule, before the weights are read; they take a second
+# Texts whose tokens tell vocabularies and merges apart. A tokenizer of the same family encodes them equally.
+_TEXTS = (
+    "How many clips did Natalia sell altogether in April and May?",
+    "def add(a, b):\n    return a + b  # 12345 * 67.89",
+    "The answer is 72. Übermorgen, naïve café; 你好世界!",
+)
+
+
+# ---- tokenizer
+
+
+def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
+    """Compare a tokenizer with the ``tokenizer.json`` beside the weights, if there is one.
+
+    A tokenizer of the user's own without torchtune's ``encode`` is not compared.
+
+    Raises:
+        UserError: they encode text in different ways, or a special token has another id.
+    """
+    path = Path(cfg.checkpointer.checkpoint_dir) / "tokenizer.json"
+    if isinstance(getattr(tokenizer, "base", tokenizer), HFTokenizer) and path == Path(cfg.tokenizer.path):
+        return
+    if not (path.is_file() and hasattr(tokenizer, "encode")):
+        return
+    try:
+        theirs = Tokenizer.from_file(str(path))
+        pairs = [
+            (tokenizer.encode(text, add_bos=False, add_eos=False), theirs.encode(text, add_special_tokens=False).ids)
+            for text in _TEXTS
+        ]
+    except Exception as error:  # tokenizers raises a bare Exception, and a user's tokenizer anything
+        log.warning("the tokenizer could not be compared with %s: %s", path, one_line(error))
+        return
+    cure = "set tokenizer.path and its other files to those of checkpointer.checkpoint_dir"
+    for text, (found, expected) in zip(_TEXTS, pairs, strict=True):
+        if list(found) != expected:
+            raise UserError(
+                f"tokenizer: it encodes {text!r} as {len(found)} tokens {str(list(found[:4]))[:-1]}, …], but {path} "
+                f"of the base model as {len(expected)} tokens {str(expected[:4])[:-1]}, …]; {cure}"
+            )
+    special = getattr(tokenizer, "special_tokens", None)
+    for token, number in special.items() if isinstance(special, Mapping) else ():
+        if "reserved_special_token" in token:  # torchtune numbers Llama's in its own way, and uses none of them
+            continue
+        if theirs.token_to_id(token) not in (None, number):
+            raise UserError(
+                f"tokenizer: the id of {token} is {number}, but in {path} of the base model it is "
+                f"{theirs.token_to_id(token)}; {cure}"
+            )
+
+
+# ---- metric logger
+
+
+def setup_metric_logger(cfg: DictConfig, runtime: Runtime) -> Any:
+    """Build the config's metric logger.
+
+    Returns:
+        The logger; None on ranks other than the main one, and if the config names no logger.
+
+    Raises:
+        UserError: the logger cannot be built.
+    """
+    if cfg.metric_logger is None or not runtime.ranks.is_main:
+        return None
+    logger = config.instantiate(cfg.metric_logger, key="metric_logger")
+    if not all(callable(getattr(logger, method, None)) for method in ("log_dict", "close")):
+        raise UserError(
+            f"metric_logger {cfg.metric_logger[config.COMPONENT]} makes a {type(logger).__name__}; expected a logger "
+            "with the methods log_dict and close, such as those of torchtune.training.metric_logging"
+        )
+    return logger
+
+
+def log_config(logger: Any, cfg: DictConfig) -> None:
+    """Give a run's config to its metric logger, if there is one; a failure is a warning.
+
+    torchtune's loggers save it as ``output_dir/torchtune_config.yaml``. Weights & Biases, Comet and MLflow also show
+    it; TensorBoard gets it as a text.
+    """
+    if isinstance(logger, WandBLogger):
+        logger.config_allow_val_change = True  # a resumed run differs at least in resume_from_checkpoint
+    try:
+        if hasattr(logger, "log_config"):
+            with references.kept():  # some resolve it
+                logger.log_config(cfg)
+        if isinstance(logger, TensorBoardLogger) and logger._writer is not None:  # torchtune only saves a file
+            text = OmegaConf.to_yaml(cfg)
+            logger._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+    except Exception as error:  # a service may raise anything, and the run does not need it
+        log.warning("metric_logger: it did not take the config: %s", one_line(error))
+
+
+# ---- optimiser and schedule
+
+
+def setup_optimizer(node: DictConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Build the optimiser that ``node`` names over ``parameters``."""
+    return config.instantiate(node, list(parameters), key="optimizer")
+
+
+def setup_scheduler(node: DictConfig | None, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """Build the learning-rate schedule that ``node`` names for a run of ``steps`` optimiser steps; None without one."""
+    if node is None:
+        return None
+    length = {"num_training_steps": steps}  # torchtune's schedules need it, torch's do not accept it
+    wanted = length if config.takes(node, "num_training_steps", key="lr_scheduler") else {}
+    return config.instantiate(node, optimizer, key="lr_scheduler", **wanted)
+
+
+def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:
+    """Check the learning rates that an optimiser begins with.
+
+    Raises:
+        UserError: one is missing, negative or not finite, or all are 0.
+    """
+    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+    if not all(map(_is_rate, rates)) or not any(map(float, rates)):
+        found = ", ".join(str(float(r)) if isinstance(r, torch.Tensor) else repr(r) for r in rates)
+        raise UserError(f"optimizer.lr is {found}; expected a number above 0")
+
+
+def _is_rate(value: Any) -> bool:
+    number = isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0
+
+
+def try_out(cfg: DictConfig, parameters: Sequence[nn.Parameter], steps: int) -> None:
+    """Do one step of the config's optimiser, and all steps of its schedule, on copies of ``parameters``.
+
+    Args:
+        cfg: config with ``optimizer`` and ``lr_scheduler``.
+        parameters: some of those that the run trains; they do not change.
+        steps: optimiser steps of the run.
+
+    Raises:
+        UserError: optimiser or schedule cannot be built, does not work with a plain training step, or gives a learning
+            rate that is negative or not finite.
+    """
+    copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    optimizer = setup_optimizer(cfg.optimizer, copies)
+    check_learning_rate(optimizer)
+    for copy in copies:
+        copy.grad = torch.zeros_like(copy)
+    with torch.random.fork_rng([copies[0].device] if copies[0].is_cuda else []):  # some optimisers round at random
+        try:
+            optimizer.step()
+        except Exception as error:  # whatever the component raises
+            raise UserError(
+                f"optimizer: {cfg.optimizer[config.COMPONENT]}: {one_line(error)}; an optimiser gets dense gradients "
+                "and no closure here: choose another, such as torch.optim.AdamW"
+            ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch counts the optimiser's steps, and this one has done a single step
+        _try_schedule(cfg, optimizer, steps)
+
+
+def _try_schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    scheduler = setup_scheduler(cfg.lr_scheduler, optimizer, steps)
+    if scheduler is None:
+        return
+    name = cfg.lr_scheduler[config.COMPONENT]
+    for step in range(min(steps, _TRIED_STEPS)):
+        if not all(_is_rate(group["lr"]) for group in optimizer.param_groups):
+            rate = float(optimizer.param_groups[0]["lr"])
+            raise UserError(f"lr_scheduler: {name}: the learning rate of step {step + 1} is {rate}")
+        try:
+            scheduler.step()
+        except Exception as error:
+            raise UserError(
+                f"lr_scheduler: {name}: step {step + 1} of {steps}: {one_line(error)}; a schedule gets neither a "
+                "metric nor other arguments here, and must be as long as the run"
+            ) from error
+
+
+def nothing_changed(steps: int, length: str) -> str:
+    """What to say of a training of ``steps`` optimiser steps that left the adapter as it was.
+
+    Args:
+        steps: optimiser steps.
+        length: what the warm-up may be as long as, such as ``the run``.
+    """
+    return (
+        f"{steps} optimiser steps changed nothing, bit for bit. Either the warm-up is as long as {length}, or the loss "
+        "scale of fp16 never settles: remove lr_scheduler, train on more rows, or set another dtype"
+    )
+
+
+def warn_of_warmup(node: DictConfig | None, steps: int) -> None:
+    """Warn if a schedule's warm-up takes the whole run, so that the learning rate never reaches ``optimizer.lr``."""
+    warmup = node.get("num_warmup_steps") if node is not None else None
+    if isinstance(warmup, int) and warmup >= steps:
+        log.warning(
+            "lr_scheduler.num_warmup_steps is %d and the run has %d steps, so the learning rate never reaches "
+            "optimizer.lr; lower num_warmup_steps",
+            warmup,
+            steps,
+        )

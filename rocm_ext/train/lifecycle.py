@@ -1,0 +1,89 @@
+"""Run a recipe from set-up to clean-up, as `tune run` does."""
+
+import shlex
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from omegaconf import DictConfig
+
+from rocm_ext.base.log import duration, log
+from rocm_ext.distributed.ranks import Ranks, local_rank, machine_index, several_machines
+from rocm_ext.machine import trace
+from rocm_ext.machine.counter_log import log_of, recording
+from rocm_ext.train.interrupt import Interrupted
+from rocm_ext.train.lock import hold
+from rocm_ext.train.runtime import Runtime
+
+
+class RunnableRecipe(Protocol):
+    """A recipe that :func:`run` can run.
+
+    Attributes:
+        cfg: config of the run.
+        runtime: machine, device, dtype and ranks; :meth:`check` sets it.
+    """
+
+    cfg: DictConfig
+    runtime: Runtime
+
+    def check(self) -> None:
+        """Do all set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early."""
+
+    def setup(self) -> None:
+        """Prepare the run: :meth:`check`, then the weights and what needs them."""
+
+    def train(self) -> None:
+        """Do all of the work, then write the outputs."""
+
+    def cleanup(self) -> None:
+        """Close files and leave the process group."""
+
+
+def run(recipe: RunnableRecipe) -> None:
+    """Set ``recipe`` up, train while recording the hardware's counters, and clean up.
+
+    The run holds its output folder meanwhile. With ``validate_only`` it checks ``recipe`` and does no more.
+
+    Raises:
+        UserError: another run uses the folder, or the recipe fails.
+        SystemExit: Ctrl-C, SIGTERM or SIGHUP stopped the run, and all finished work is saved; the code is 128 + the
+            signal's number.
+    """
+    with hold(Path(recipe.cfg.output_dir)):
+        _run(recipe)
+
+
+def _run(recipe: RunnableRecipe) -> None:
+    began, cfg = time.monotonic(), recipe.cfg
+    if cfg.validate_only:
+        recipe.check()
+        recipe.cleanup()
+        log.info("valid: all checks that need no weights have passed")
+        return
+    recipe.setup()
+    runtime, out = recipe.runtime, Path(cfg.output_dir)
+    profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
+    try:
+        with _recording(cfg, runtime.ranks), profile:
+            recipe.train()
+    except Interrupted as stop:
+        log.info("stopped %s, all saved; continue with resume_from_checkpoint=True", stop.where)
+        recipe.cleanup()
+        raise SystemExit(128 + stop.signum) from None
+    recipe.cleanup()
+    log.info("done in %s", duration(time.monotonic() - began))
+    if (out / "adapter").is_dir():
+        name = shlex.quote(str(out))
+        log.info("try it: rocm-ext chat %s; take it elsewhere: rocm-ext export %s --gguf FILE", name, name)
+
+
+def _recording(cfg: DictConfig, ranks: Ranks) -> AbstractContextManager[None]:
+    """Context in which one rank of each machine records the machine's counters."""
+    first = ranks.is_main
+    if several_machines():
+        first = local_rank() == 0
+        ranks.barrier()  # a fresh run has removed earlier files by now
+    seconds = cfg.hardware_log_seconds if first else None
+    return recording(Path(cfg.output_dir), seconds, name=log_of(0 if ranks.is_main else machine_index()))

@@ -1,0 +1,401 @@
+"""The base of all trainers: optimiser, schedule, step, checkpoints and outputs."""
+
+import contextlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.files import replace_folder, replace_text
+from rocm_ext.base.log import log
+from rocm_ext.config import references
+from rocm_ext.data.batches import Update
+from rocm_ext.losses import Tally
+from rocm_ext.machine import numerics
+from rocm_ext.machine.trace import TRAINING
+from rocm_ext.model.adapters.merge import merge
+from rocm_ext.model.attention import has_dropout
+from rocm_ext.train import builders
+from rocm_ext.train.checkpoint import FREE_KEYS, check_same_run, rng_state, set_rng_state
+from rocm_ext.train.interrupt import Interrupt
+from rocm_ext.train.learner import Learner
+from rocm_ext.train.metrics import peak_memory
+from rocm_ext.train.output_dir import OutputDir
+from rocm_ext.train.resume import advance, check_updates, load_for_new_length
+
+# in a run's identity: the cut of a step decides which masks dropout draws
+_DROPOUT_CUT = "tokens_per_micro_batch, which dropout depends on"
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Measurements of one optimiser step, over all ranks.
+
+    Attributes:
+        loss: the normalised objective; for cross-entropy the mean NLL of the step's labels.
+        grad_norm: gradient norm of the adapters before clipping.
+        lr: learning rate of the step.
+        tokens: number of computed tokens without padding.
+        padding: padding's share of all computed tokens.
+        interrupted: whether a rank received a signal to stop.
+        measurements: what the objective measures beside the loss, by name.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    padding: float
+    interrupted: bool
+    measurements: dict[str, float] = field(default_factory=dict)
+
+
+class Training:
+    """Optimiser steps on a learner's adapter in an output folder, fresh or resumed.
+
+    A subclass's constructor calls :meth:`begin` as soon as it knows the number of updates, its own part of the
+    checkpoint's identity, and whatever its :meth:`setup_optimizer` and :meth:`setup_scheduler` need.
+
+    Args:
+        learner: the model, after its :meth:`Learner.setup`.
+        cfg: config of the SFT recipe or of a recipe that extends it.
+        folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder found.
+        metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
+        interrupt: receives the user's signals to stop.
+        steps_before: steps of this learner's earlier runs; the metric logger counts on from there.
+
+    Attributes:
+        step: steps done. Metrics and checkpoints count them.
+        total_steps: optimiser updates of the whole run, which the schedule covers.
+        best: step, adapter and score or loss of the best evaluation so far; None before the first.
+        free_keys: keys of the config that may differ when a run resumes.
+    """
+
+    free_keys: frozenset[str] = FREE_KEYS
+
+    def __init__(
+        self,
+        learner: Learner,
+        cfg: DictConfig,
+        folder: OutputDir,
+        *,
+        metric_logger: Any = None,
+        interrupt: Interrupt | None = None,
+        steps_before: int = 0,
+    ) -> None:
+        self.learner, self.runtime, self.ranks = learner, learner.runtime, learner.runtime.ranks
+        self.cfg, self.folder = cfg, folder
+        self.metric_logger, self.steps_before = metric_logger, steps_before
+        self.interrupt = interrupt or Interrupt()
+        self.step, self.total_steps = 0, 0
+        self.best: dict[str, Any] | None = None
+        self._updated = False  # whether this process has done an update
+
+    def begin(self, total_steps: int) -> None:
+        """Build optimiser and schedule, continue the folder's checkpoint, and claim the folder.
+
+        Args:
+            total_steps: optimiser updates of the whole run.
+
+        Raises:
+            UserError: a component cannot be built, or the checkpoint belongs to another run.
+        """
+        self.total_steps = total_steps
+        self.optimizer = self.setup_optimizer()
+        builders.check_learning_rate(self.optimizer)
+        self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
+        self.scheduler = self.setup_scheduler()
+        self._identity = self.identity()
+        resumed = self._resume()
+        self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
+        yaml = OmegaConf.to_yaml(self.cfg)
+        self.metrics = self.folder.take(yaml, self.step if resumed else None) if self.ranks.is_main else None
+
+    @classmethod
+    def try_out(cls, cfg: DictConfig, learner: Learner, total_steps: int) -> None:
+        """Try out what the config names for training, before the weights are read.
+
+        A subclass's own optimiser or schedule is not tried, because it may need the whole trainer.
+
+        Args:
+            cfg: config of the SFT recipe or of a recipe that extends it.
+            learner: the model, before its :meth:`Learner.setup`.
+            total_steps: optimiser updates of the whole run, or an estimate.
+
+        Raises:
+            UserError: optimiser or schedule cannot be built, or does not work.
+        """
+        if (cls.setup_optimizer, cls.setup_scheduler) != (Training.setup_optimizer, Training.setup_scheduler):
+            return
+        layer = next(iter(learner.adapter)).partition(".lora_")[0]
+        some = [p for name, p in learner.adapter.items() if name.startswith(f"{layer}.")]
+        builders.try_out(cfg, some, total_steps)
+
+    def setup_optimizer(self) -> torch.optim.Optimizer:
+        """Build the config's optimiser over the parameters in ``learner.adapter``."""
+        return builders.setup_optimizer(self.cfg.optimizer, list(self.learner.adapter.values()))
+
+    def setup_scheduler(self) -> Any:
+        """Build the config's learning-rate schedule over ``self.total_steps`` for ``self.optimizer``.
+
+        Returns:
+            A scheduler, which the run steps once per optimiser step; None without ``lr_scheduler``.
+        """
+        builders.warn_of_warmup(self.cfg.lr_scheduler, self.total_steps)
+        return builders.setup_scheduler(self.cfg.lr_scheduler, self.optimizer, self.total_steps)
+
+    # ---- what a subclass may change
+
+    @property
+    def updates(self) -> int:
+        """Optimiser updates that the steps done take in the schedule."""
+        return self.step
+
+    def position(self) -> dict[str, int]:
+        """Return what each line of ``metrics.jsonl`` begins with."""
+        return {"step": self.step}
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run must share with the one it resumes, beside the config."""
+        return {
+            "base model": self.learner.base_fingerprint,
+            "dtype": str(self.runtime.dtype),
+            "seed": self.cfg.seed,
+            _DROPOUT_CUT: self.learner.tokens_per_micro_batch if has_dropout(self.learner.decoder) else None,
+        }
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the state of this class; it may have tensors and plain values."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over from a checkpoint's ``state`` what :meth:`extra_state` put there; ``step`` is set by then."""
+
+    def check_length(self, path: Path, state: dict[str, Any]) -> bool:
+        """Check that this run's length continues the steps of a checkpoint.
+
+        Args:
+            path: the checkpoint, for messages.
+            state: its state.
+
+        Returns:
+            Whether the run has as many updates as when it began; otherwise the schedule is moved to its place.
+
+        Raises:
+            UserError: it does not.
+        """
+        return check_updates(path, self.updates, self.total_steps, state["total_steps"])
+
+    # ---- resuming
+
+    def _resume(self) -> bool:
+        """Continue from the folder's checkpoint; return whether it found one."""
+        if self.folder.resumed is None:
+            if self.cfg.resume_from_checkpoint:
+                log.info("no checkpoint in %s: starting from the beginning", self.folder.checkpoints.folder)
+            return False
+        path, state = self.folder.resumed
+        same_ranks = len(state["rng"]) == self.ranks.world
+        identity = {what: is_ for what, is_ in self._identity.items() if same_ranks or what != _DROPOUT_CUT}
+        check_same_run(path, state, self.cfg, identity, self.free_keys)
+        self.step, self.best = state["step"], state["best"]
+        self.load_extra_state(state)
+        same_length = self.check_length(path, state)
+        self.learner.load_adapter(state["adapter"], str(path))
+        if same_length:
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+        else:
+            load_for_new_length(self.optimizer, self.scheduler, state["optimizer"], self.updates)
+        self.scaler.load_state_dict(state["scaler"])
+        if same_ranks:
+            set_rng_state(state["rng"][self.ranks.rank], self.runtime.device)
+        else:
+            log.warning("the run had %d ranks and now has %d, so dropout differs", len(state["rng"]), self.ranks.world)
+        log.info("resumed from %s", path)
+        self.folder.resumed = None  # frees its tensors
+        return True
+
+    # ---- a step
+
+    def train_step(self, update: Update) -> StepStats:
+        """Do an update.
+
+        Args:
+            update: this rank's micro-batches, and counts over all ranks.
+
+        Returns:
+            The step's measurements over all ranks.
+
+        Raises:
+            UserError: the loss or the gradient norm is not finite, or a layer cannot be compiled; the step changes no
+                weight then.
+        """
+        with self.runtime.trace.part(TRAINING):
+            return self._train_step(update)
+
+    def _train_step(self, update: Update) -> StepStats:
+        learner, device = self.learner, self.runtime.device
+        parameters = list(learner.adapter.values())
+        # The counts cover all micro-batches and ranks, so the loss is exact and not a mean of means.
+        denominator = learner.objective.denominator(update.labels, update.sequences)
+        summed = torch.zeros((), dtype=torch.float32, device=device)
+        with self._first_step_checks(), self._compiling(), self.measuring() as tally:
+            for batch in update.batches:
+                with learner.offloading:
+                    value = learner.model(batch.to(device))
+                self.scaler.scale(value / denominator).backward()
+                summed += value.detach()
+        self.ranks.sum_gradients(parameters)
+        self.scaler.unscale_(self.optimizer)
+        limit = self.cfg.clip_grad_norm
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else float(limit))
+        # the only wait for the device; each rank has the same norm
+        loss_sum, norm = torch.stack([summed, grad_norm.to(summed)]).tolist()
+        total, real, computed, interrupted, measured = self.ranks.sum(
+            [
+                loss_sum,
+                sum(batch.real_tokens for batch in update.batches),
+                sum(batch.tokens.numel() for batch in update.batches),
+                float(self.interrupt.signum is not None),
+                len(tally),
+            ]
+        )
+        loss = total / denominator
+        self._check_finite(loss, norm, update.rows)
+        measurements = tally.result(self.ranks) if measured else {}
+        lr = float(self.optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimisers
+        if not (math.isfinite(lr) and lr >= 0):
+            raise UserError(f"step {self.step + 1}: the learning rate is {lr}; look at optimizer.lr and lr_scheduler")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._updated = True
+        return StepStats(loss, norm, lr, int(real), 1 - real / computed, bool(interrupted), measurements)
+
+    def skip_updates(self, count: int) -> None:
+        """Advance the schedule by ``count`` updates that do not happen, for a step with nothing to train on."""
+        if self.scheduler is not None:
+            advance(self.scheduler, count)
+
+    @contextlib.contextmanager
+    def measuring(self):
+        """Context in which the objective measures; it gives the tally."""
+        self.learner.objective.tally = tally = Tally()
+        try:
+            yield tally
+        finally:
+            self.learner.objective.tally = None
+
+    @contextlib.contextmanager
+    def _first_step_checks(self):
+        if self.step or self._updated or self.runtime.dtype == torch.float32:
+            yield
+            return
+        # checks only the decoder, because the objective computes in fp32 on purpose
+        with numerics.dtype_leaks(self.learner.decoder, self.runtime.dtype) as leaks:
+            yield
+        if leaks:
+            log.warning("modules whose output is not %s: %s", self.runtime.dtype, ", ".join(leaks[:5]))
+
+    @contextlib.contextmanager
+    def _compiling(self):
+        try:
+            yield
+        except RuntimeError as error:
+            if not (self.cfg.compile and isinstance(error, torch._dynamo.exc.TorchDynamoException)):
+                raise
+            why = one_line(error)[:300]
+            raise UserError(f"compile: torch cannot compile the model's layers ({why}); set compile: False") from error
+
+    def _check_finite(self, loss: float, grad_norm: float, rows: Sequence[int]) -> None:
+        scaled = self.scaler.is_enabled()  # fp16 gradients overflow now and then, and the scaler skips such a step
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or (scaled and self.scaler.get_scale() >= 1)):
+            return
+        last = self.folder.checkpoints.steps()
+        cure = "Lower the learning rate, set clip_grad_norm, or look at these rows"
+        if not (self.step or self._updated):
+            cure = "No step came before, so the learning rate is not the cause: look at these rows, or set dtype=fp32"
+        raise UserError(
+            f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; no weight changed. Rows of this step: "
+            f"{', '.join(map(str, rows[:32]))}{' …' if len(rows) > 32 else ''}. {cure}. "
+            + (f"The last good checkpoint is {last[-1]}" if last else "There is no checkpoint yet")
+        )
+
+    # ---- the outputs
+
+    def write_metrics(self, to_logger: bool, **values: Any) -> None:
+        """Append a line to ``metrics.jsonl``, and give it to the metric logger if ``to_logger`` is set."""
+        if self.metrics is not None:
+            self.metrics.write(**self.position(), **values)
+        if self.metric_logger is not None and to_logger:
+            self.metric_logger.log_dict(values, step=self.steps_before + self.step)
+
+    def _check_adapter(self) -> None:
+        """Refuse to save an adapter that the last step has spoilt; no loss has seen it yet."""
+        bad = [name for name, p in self.learner.adapter.items() if not p.isfinite().all()]
+        if bad:
+            raise UserError(
+                f"step {self.step}: {bad[0]} has values that are not finite, so nothing was saved; "
+                "lower the learning rate"
+            )
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint: everything that a resumed run needs, and the adapter in PEFT's format."""
+        self._check_adapter()
+        rng = self.ranks.gather(rng_state(self.runtime.device))
+        if self.ranks.is_main:
+            state = {
+                "step": self.step,
+                "adapter": self.learner.adapter_state(),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                "scaler": self.scaler.state_dict(),
+                "rng": rng,
+                "best": self.best,
+                "total_steps": self.total_steps,
+                "config": OmegaConf.to_container(self.cfg),
+                "environment": references.digests(self.cfg),
+                "identity": self._identity,
+                **self.extra_state(),
+            }
+            self.folder.checkpoints.save(self.step, state, self.learner.write_adapter)
+        self.ranks.barrier()
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether ``adapter/`` gets the best adapter; otherwise the last one."""
+        return self.best is not None
+
+    def write_outputs(self) -> None:
+        """Write ``adapter/``, ``summary.json`` and, if the config asks for it, ``merged/``."""
+        cfg, out = self.cfg, self.folder.path
+        if self.best is not None and self.takes_best:
+            self.learner.load_adapter(self.best["adapter"], "best")
+        if self.ranks.is_main:
+            with replace_folder(out / "adapter") as folder:
+                self.learner.write_adapter(folder)
+            log.info("adapter: %s", out / "adapter")
+            if not cfg.save_adapter_weights_only:
+                merge(cfg.checkpointer, out / "adapter", out / "merged", self.learner.decoder)
+            replace_text(out / "summary.json", json.dumps(self.summary(), indent=2) + "\n")
+        self.ranks.barrier()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of ``summary.json``; only the main rank calls it."""
+        return {
+            "peak_memory": peak_memory(self.runtime.device),
+            "planned_memory": self.learner.planned_peak,
+            "machine": str(self.runtime.machine),
+            "dtype": str(self.runtime.dtype).removeprefix("torch."),
+            "ranks": self.ranks.world,
+        }
