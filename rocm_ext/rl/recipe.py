@@ -157,7 +157,8 @@ class RLRecipe:
     def rollout(self, job: Job, open_session: OpenSession, kind: type[Rollout] = Rollout) -> Rollout:
         """Begin to sample and verify, inside :meth:`verification`; see :meth:`rocm_ext.rl.rollout.Rollout.begin`."""
         assert self.workers is not None, "rollouts happen inside verification()"
-        return kind.begin(job, self.workers, open_session)
+        with self.interrupt:
+            return kind.begin(job, self.workers, open_session)
 
     def cleanup(self) -> None:
         """Close files and leave the process group."""
