@@ -6,12 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from rocm_ext.verifiers import PythonTests, Verdict
+from rocm_ext.verifiers import Pool, PythonTests, Verdict
 
 ROWS = Path(__file__).parent / "code_rows"
 PARTS = 2  # of the rows, for as many workers
@@ -75,21 +75,18 @@ def test_most_rows_are_judged():
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_attack_is_right(part: int):
-    verifier = PythonTests(timeout=4, memory_mb=2048)
-
-    def escaped(row: dict) -> str | None:
-        """The verdict of an attack if it is none of WRONG and TIMEOUT: no answer escapes its verdict."""
-        fields = {name: value for name, value in row.items() if name not in ("id", "code")}
-        try:
-            verifier.check_row(fields)
-        except ValueError:
-            return None
-        result = verifier(f"```python\n{row['code']}```", fields)
-        fails = result.verdict in (Verdict.WRONG, Verdict.TIMEOUT) and not result.reward
-        return None if fails else f"{row['id']}: {result}"
-
-    with ThreadPoolExecutor(6) as threads:
-        assert [found for found in threads.map(escaped, ATTACKS[part::PARTS]) if found] == []
+    """The verdict of an attack is WRONG or TIMEOUT, or its row is refused: no answer escapes its verdict."""
+    config = {"_component_": "rocm_ext.verifiers.PythonTests", "timeout": 4, "memory_mb": 2048}
+    verifier, judged = PythonTests(), []
+    with Pool(config, workers=3, timeout=60) as pool:
+        for row in ATTACKS[part::PARTS]:
+            fields = {name: value for name, value in row.items() if name not in ("id", "code")}
+            with suppress(ValueError):
+                verifier.check_row(fields)
+                judged.append((row["id"], pool.submit(f"```python\n{row['code']}```", fields)))
+        results = [(name, future.result()) for name, future in judged]
+    failed = (Verdict.WRONG, Verdict.TIMEOUT)
+    assert [found for found in results if found[1].verdict not in failed or found[1].reward] == []
 
 
 METHOD = "class TestF:\n    def test_a(self): {}\n    def verify(self): assert f(1) == 2"
