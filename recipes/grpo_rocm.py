@@ -58,7 +58,7 @@ class GRPO(RLRecipe):
         UserError: a value in ``cfg`` is out of range.
     """
 
-    own_adapters = True
+    samples_new_adapters = True
     logs_long_rollouts_only = True
     sessions_stay_open = True
 
@@ -185,7 +185,7 @@ class GRPO(RLRecipe):
         if self.cfg.max_staleness and number < self.cfg.steps:
             prompts = self.choose(number + 1, self.cfg.prompts_per_step)
             self.prefetched = self.rollout_of(self.job(number + 1, 0, prompts), BackgroundRollout)
-        updates = trainer.train_on(*self.rows(selected))
+        updates = trainer.train_on(*self.rows(selected)) if selected.advantages else trainer.train_on_nothing()
         lag = {"policy_lag": selected.policy_lag(number)}
         trainer.finish_step(selected.measurements() | updates | lag | {"seconds": time.perf_counter() - began})
         self.warn_if_sampler_drifts()
@@ -313,8 +313,6 @@ class GRPO(RLRecipe):
             update = sum(map(len, rows.tokens)) / (cfg.minibatches * self.ranks.world)
             most = min(learner.tokens_per_micro_batch, update) / _ROWS_PER_MICRO_BATCH
             rows, groups = rows.join_groups(groups, most)
-        if not samples:
-            return rows, groups
         if "old_logprobs" in columns and cfg.old_logprobs != "sampler":
             rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature))
         if "reference_logprobs" in columns:

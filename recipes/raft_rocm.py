@@ -76,7 +76,7 @@ class RAFT(RLRecipe):
         return self._begun["identity"]["seed"] if self._begun else None
 
     @property
-    def own_adapters(self) -> bool:
+    def samples_new_adapters(self) -> bool:
         """Whether the run samples answers to train on with adapters that it has written."""
         return self.cfg.cycles > 1
 

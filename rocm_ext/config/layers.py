@@ -118,7 +118,9 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
     recipe = registry.find(recipe) if isinstance(recipe, str) else recipe
     for each in reversed(registry.chain(recipe)):
         content = read(each.defaults)
-        for name in content.pop("include", []):
+        if not isinstance(include := content.pop("include", []), list):
+            raise UserError(f"{each.defaults}: include is {include!r}; expected a list of names, such as [common]")
+        for name in include:
             merged |= read(each.defaults.with_name(f"{name}.yaml"))
         content.pop("extends", None)
         merged |= content

@@ -49,7 +49,7 @@ class Engines:
         self._kept: dict[int, Any] | None = None  # open sessions by the engine's id, inside keep_open
         self._stack = ExitStack()
         self._opening = 0.0  # seconds
-        self._warned: set[str] = set()
+        self._logged: set[str] = set()
 
     @property
     def max_seq_len(self) -> float:
@@ -123,7 +123,7 @@ class Engines:
         if short:
             for session in self._kept.values():
                 session.release()
-            self._warn_once(
+            self._log_once(
                 "training and the key-value cache do not fit into memory together, so the cache is freed after each "
                 "phase of sampling; each phase allocates it and captures its graphs again"
             )
@@ -131,14 +131,14 @@ class Engines:
         if any(self._ranks.gather(short and self._free() < needed)):
             self._stack.close()
             self._kept.clear()
-            self._warn_once(
+            self._log_once(
                 "training and the sampler's layout of the weights do not fit into memory together, so each phase of "
                 f"sampling makes the layout again, which takes {self._opening:.1f} s"
             )
 
-    def _warn_once(self, what: str) -> None:
-        if what[:30] not in self._warned and self._ranks.is_main:
-            self._warned.add(what[:30])
+    def _log_once(self, what: str) -> None:
+        if what[:30] not in self._logged and self._ranks.is_main:
+            self._logged.add(what[:30])
             log.info("%s", what)
 
 
@@ -152,7 +152,7 @@ def open_engines(
     stopped: Callable[[], bool],
     sampling: Sampling,
     logprobs_for: Sequence[str],
-    own_adapters: bool,
+    samples_new_adapters: bool,
 ) -> Engines:
     """Build and check the config's engine, and find out whether it can do all that the run needs.
 
@@ -165,7 +165,7 @@ def open_engines(
         stopped: returns whether the user asked to stop.
         sampling: how the run samples; it says of which temperature log-probs are.
         logprobs_for: settings that need the token ids and log-probs of sampling.
-        own_adapters: whether the run samples answers to train on with adapters that it has written.
+        samples_new_adapters: whether the run samples answers to train on with adapters that it has written.
 
     Raises:
         UserError: the engine cannot run or cannot load adapters, or lacks the token ids and log-probs that the config
@@ -198,11 +198,11 @@ def open_engines(
     if not hasattr(engine, "check_adapter"):
         return Engines(engine, engine, *room)
     try:
-        _check_adapters(cfg, learner, engine, own_adapters)
+        _check_adapters(cfg, learner, engine, samples_new_adapters)
     except UserError as error:
         kind = TransformersEngine if isinstance(learner.decoder, ForeignDecoder) else LocalEngine
         first, training = cfg.checkpointer.get("adapter_checkpoint"), cfg.prompts is not None
-        if training and (first or own_adapters):
+        if training and (first or samples_new_adapters):
             without = "set max_staleness=0 and " if cfg.get("max_staleness") else ""
             if "cycles" in cfg:
                 without = "start without an adapter_checkpoint and with cycles=1, or " if first else "set cycles=1, or "
@@ -220,11 +220,11 @@ def open_engines(
     return Engines(engine, engine, *room)
 
 
-def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, own_adapters: bool) -> None:
+def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_adapters: bool) -> None:
     """Check that the engine can load the adapters that the run will need."""
     if first := cfg.checkpointer.get("adapter_checkpoint"):
         engine.check_adapter(Path(first))
-    if cfg.prompts is None or not (own_adapters or cfg.eval_prompts):
+    if cfg.prompts is None or not (samples_new_adapters or cfg.eval_prompts):
         return  # the run writes no adapter that it samples with
     # in the run's folder, because the server must see this path
     folder = Path(cfg.output_dir) / ".adapter-check"

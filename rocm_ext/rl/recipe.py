@@ -67,7 +67,7 @@ class RLRecipe:
         return None
 
     @property
-    def own_adapters(self) -> bool:
+    def samples_new_adapters(self) -> bool:
         """Whether the run samples answers to train on with adapters that it has written."""
         return False
 
@@ -109,7 +109,7 @@ class RLRecipe:
         self.prompts.check_model(self.learner.decoder)
         self.check_training()
         self.engines = open_engines(
-            cfg, self.learner, self.stopped, self.sampling, self.logprobs_for(), self.own_adapters
+            cfg, self.learner, self.stopped, self.sampling, self.logprobs_for(), self.samples_new_adapters
         )
         self.prompts.check_length(self.engines.max_seq_len)
         self.learner.plan(self.expected_work(), self.engines.layout_bytes if self.sessions_stay_open else 0)

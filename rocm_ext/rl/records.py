@@ -72,7 +72,7 @@ class Sample:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a journal without an incomplete last one; [] if the file is missing.
+    """Read the records in a file without an incomplete last one; [] if the file is missing.
 
     Raises:
         UserError: a line is damaged; the message names it.
@@ -131,6 +131,7 @@ class Records:
         self._files = [_File(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts")]
         self.asked: dict[str, list[tuple[int, float | None]]] = {}
         self._read(step, evaluated)
+        ranks.barrier()  # the main rank may rewrite the files next
 
     def _read(self, step: int, evaluated: int) -> None:
         samples, verdicts = self._files
@@ -306,9 +307,10 @@ class _File:
         """
         with disk_errors(self._own):
             self._handle = self._handle or self._own.open("ab", buffering=0)  # a kill damages at most one line
-            content = "".join(lines).encode()
-            if self._handle.write(content) != len(content):  # on a full disk it may write a part
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            for line in lines:
+                content = line.encode()
+                if self._handle.write(content) != len(content):  # on a full disk it may write a part
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def collect(self, scope: Scope, new: list[dict[str, Any]], records: dict[SampleKey, dict[str, Any]]) -> None:
         if self._ranks.world == 1:
@@ -321,8 +323,8 @@ class _File:
             self.write(_line(scope, record) for part in parts[1:] for record in part)
         self._ranks.barrier()
         self._uncollected.discard(scope)
+        self.close()
         if not self._ranks.is_main:  # a kill before this leaves lines twice, which count once
-            self.close()
             if self._uncollected:  # the next step's, sampled beside training
                 rewrite_lines(self._own, lambda line: _scope(line) != scope)
             else:

@@ -87,7 +87,7 @@ class Workers:
         ranks: all processes of the run; each samples its share of the prompts.
         interrupt: the user's signals to stop, checked after each sample.
         max_error_share: share of a rollout's samples with the verdict ERROR above which the run stops.
-        brief: whether only long rollouts log their progress.
+        logs_long_rollouts_only: whether short ones log no progress.
         halted: whether sampling must end early; what is sampled stays in the records.
     """
 
@@ -95,7 +95,7 @@ class Workers:
     ranks: Ranks
     interrupt: Interrupt
     max_error_share: float
-    brief: bool = False
+    logs_long_rollouts_only: bool = False
     halted: bool = False
 
 
@@ -179,7 +179,7 @@ class Rollout:
             self.workers.ranks.is_main,
             self.job.name,
             lambda: pace.seconds_left(int(stats["tokens"]), clock() - clock.earlier),
-            self.workers.brief,
+            self.workers.logs_long_rollouts_only,
         )
         with contextlib.closing(progress):
             for completion in self._completions(session):

@@ -10,9 +10,9 @@ from rocm_ext.rl.advantages import EQUAL
 Lines = Sequence[Mapping[str, Any]]
 
 ENTROPY_STEPS, LENGTH_STEPS = 3, 10  # newest steps whose mean counts: one step alone is noisy
-_FACTOR = 5.0  # of the median of all earlier steps
-_LEAST = 0.02  # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
-_STEPS = 3  # earlier steps that a median needs
+_MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
+_MISMATCH_LEAST = 0.02  # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
+_MISMATCH_STEPS = 3  # earlier steps that a median needs
 
 
 def stop_reason(
@@ -118,7 +118,7 @@ def mismatch_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
 
 def _is_high(values: Sequence[float]) -> bool:
     earlier = values[:-1]
-    return len(earlier) >= _STEPS and values[-1] > max(_LEAST, _FACTOR * median(earlier))
+    return len(earlier) >= _MISMATCH_STEPS and values[-1] > max(_MISMATCH_LEAST, _MISMATCH_FACTOR * median(earlier))
 
 
 def _steps(lines: Lines) -> list[Mapping[str, Any]]:

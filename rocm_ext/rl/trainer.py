@@ -28,6 +28,7 @@ GRPO_FREE_KEYS = FREE_KEYS | frozenset(
     engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
     """.split()  # noqa: SIM905
 )
+NO_UPDATES = {"updates": 0, "train_seconds": 0.0}
 _WORST = ("_max",)  # ends of measurements whose maximum over updates counts, not their mean
 
 
@@ -35,7 +36,7 @@ class PolicyTrainer(Training):
     """Updates the adapter on the rows of each step; optimiser and schedule run through the whole run.
 
     Args:
-        learner: the model, after its :meth:`Learner.setup`.
+        learner: the model, set up.
         cfg: config of ``grpo_rocm`` or of a recipe that extends it.
         folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder found.
         inputs: hashes of what a run must share with the one it resumes, such as its prompts.
@@ -79,6 +80,7 @@ class PolicyTrainer(Training):
             for name in ("samples", "verdicts"):
                 for file in (out / f"{name}.jsonl", *out.glob(f"{name}.rank*.jsonl")):
                     file.unlink(missing_ok=True)
+        (out / "samples.jsonl").touch()  # tells monitor that this is a run of GRPO
         # an evaluation after the last checkpoint is done again, from its records
         self.metrics = Metrics(path, lambda line: "eval" not in line or line["step"] <= self.evaluated)
 
@@ -105,7 +107,7 @@ class PolicyTrainer(Training):
         """Do the updates of a step.
 
         Args:
-            rows: rows to train on; where there are none, the schedule alone advances.
+            rows: rows to train on.
             groups: the group of each row. Minibatches get whole groups.
 
         Returns:
@@ -126,7 +128,7 @@ class PolicyTrainer(Training):
         seconds = time.perf_counter() - began
         self.skip_updates(self._updates_per_step - len(done))
         if not done:
-            return {"updates": 0, "train_seconds": 0.0}
+            return NO_UPDATES
         tokens, computed = sum(s.tokens for s in done), sum(s.tokens / (1 - s.padding) for s in done)
         return {
             "loss": fmean(s.loss for s in done),
@@ -139,6 +141,11 @@ class PolicyTrainer(Training):
             "updates": len(done),
             **_combined([s.measurements for s in done]),
         }
+
+    def train_on_nothing(self) -> dict[str, Any]:
+        """Advance the schedule by a step without rows, and return what :meth:`train_on` returns."""
+        self.skip_updates(self._updates_per_step)
+        return NO_UPDATES
 
     def _minibatches(self, rows: Rows, groups: Sequence[str]) -> list[list[int]]:
         """Return the rows of each update: each pass deals the groups out to minibatches anew."""

@@ -102,7 +102,7 @@ class Learner:
 
     @property
     def layout(self) -> Layout:
-        """How rows become micro-batches of this rank; set up by :meth:`setup`."""
+        """How rows become micro-batches of this rank, once :meth:`plan` has chosen their size."""
         runtime = self.runtime
         return Layout(
             runtime.ranks.rank,

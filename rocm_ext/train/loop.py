@@ -63,7 +63,7 @@ class Training:
     checkpoint's identity, and whatever its :meth:`setup_optimizer` and :meth:`setup_scheduler` need.
 
     Args:
-        learner: the model, after its :meth:`Learner.setup`.
+        learner: the model, set up.
         cfg: config of the SFT recipe or of a recipe that extends it.
         folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder found.
         metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
@@ -95,7 +95,7 @@ class Training:
         self.interrupt = interrupt or Interrupt()
         self.step, self.total_steps = 0, 0
         self.best: dict[str, Any] | None = None
-        self._updated = False  # whether this process has done an update
+        self._updated = False  # whether the run has done an update
 
     def begin(self, total_steps: int) -> None:
         """Build optimiser and schedule, continue the folder's checkpoint, and claim the folder.
@@ -205,6 +205,7 @@ class Training:
         identity = {what: is_ for what, is_ in self._identity.items() if same_ranks or what != _DROPOUT_CUT}
         check_same_run(path, state, self.cfg, identity, self.free_keys)
         self.step, self.best = state["step"], state["best"]
+        self._updated = self.step > 0
         self.load_extra_state(state)
         same_length = self.check_length(path, state)
         self.learner.load_adapter(state["adapter"], str(path))
@@ -298,7 +299,7 @@ class Training:
 
     @contextlib.contextmanager
     def _first_step_checks(self):
-        if self.step or self._updated or self.runtime.dtype == torch.float32:
+        if self._updated or self.runtime.dtype == torch.float32:
             yield
             return
         # checks only the decoder, because the objective computes in fp32 on purpose
@@ -323,7 +324,7 @@ class Training:
             return
         last = self.folder.checkpoints.steps()
         cure = "Lower the learning rate, set clip_grad_norm, or look at these rows"
-        if not (self.step or self._updated):
+        if not self._updated:
             cure = "No step came before, so the learning rate is not the cause: look at these rows, or set dtype=fp32"
         raise UserError(
             f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; no weight changed. Rows of this step: "

@@ -40,7 +40,7 @@ _RAFT: dict[str, Kind] = {
     "prompts_per_cycle": whole(1) | NULL,
     "retry_unsolved_after": whole(1) | NULL,
     "skip_solved": SWITCH,
-    "keep": one_of("correct", "rewarded") | NULL,
+    "keep": one_of("correct", "rewarded"),
     "reward_threshold": number(lambda x: 0 < x <= 1, "a number above 0, at most 1"),
     "max_per_prompt": whole(1) | NULL,
     "best_fraction": SHARE,
