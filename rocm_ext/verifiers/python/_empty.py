@@ -13,8 +13,12 @@ def guarded(array):
     class Empty(numpy.ndarray):
         def __array_ufunc__(self, ufunc, method, *inputs, **options):
             same_emptiness(*inputs)
-            found = getattr(ufunc, method)(*map(numpy.asarray, inputs), **options)
+            options["out"] = tuple(map(plain, options["out"])) if options.get("out") else None
+            found = getattr(ufunc, method)(*map(plain, inputs), **options)
             return found.view(Empty) if isinstance(found, numpy.ndarray) and not found.size else found
+
+    def plain(value):
+        return value.view(numpy.ndarray) if isinstance(value, Empty) else value
 
     return array.view(Empty)
 
@@ -29,6 +33,8 @@ def same_emptiness(*values):
 def guard():
     """Have the comparisons fail, as far as the libraries are loaded."""
     if numpy := sys.modules.get("numpy"):
+        for name in ("array", "asarray", "concatenate", "stack", "vstack", "hstack"):  # these drop the guard
+            setattr(numpy, name, keeping(getattr(numpy, name)))
         for name in ("allclose", "isclose", "array_equiv"):
             setattr(numpy, name, guarding(getattr(numpy, name)))
         for name in ("allclose", "equal", "almost_equal", "array_equal", "array_almost_equal", "approx_equal"):
@@ -47,3 +53,13 @@ def guarding(compare):
         return compare(found, expected, *args, **keywords)
 
     return checked
+
+
+def keeping(make):
+    """A function that makes arrays, whose empty ones are guarded."""
+
+    def made(*args, **keywords):
+        found = make(*args, **keywords)
+        return found if found.size else guarded(found)
+
+    return made

@@ -60,8 +60,10 @@ class CodeClass(type):
         JUDGE.refuse(f"a class of the tests inherits from the code's {bases[-1].__name__}")
 
     def __call__(cls, *args, **keywords):
+        JUDGE.fresh = None
         value = JUDGE.request("call", cls, *args, **keywords)
-        if cls.__open__ and isinstance(value, Handle):
+        fresh = isinstance(value, Handle) and (value.__number__ in JUDGE.made or value.__number__ == JUDGE.fresh)
+        if cls.__open__ and fresh:  # an object that stood for data before stays that
             set_slot(value, "__built__", True)
             JUDGE.made.setdefault(value.__number__, set()).add(repr((args, keywords)))
         return value
@@ -351,7 +353,7 @@ class Judge(Wire):
         if tag != "h":
             raise Malformed(f"tag {tag!r}")
         if at not in self.handles:
-            self.handles[at] = made_handle(self.kind(*parts[1:]), at)
+            self.handles[at], self.fresh = made_handle(self.kind(*parts[1:]), at), at
         if self.level > 1 and "__call__" in vars(type(self.handles[at])):
             self.refuse("the code gives a container with what can be called")
         set_slot(self.handles[at], "__built__", False)  # what comes back may stand in the place of data
@@ -455,7 +457,7 @@ class Judge(Wire):
         for place, now in reply["changed"]:
             rewrite(both[number(place)], self.decode(now))
         for name, now in reply["globals"]:
-            if name in self.live and not isinstance(value := self.decode(now), Handle):
+            if name in self.live and not callable(value := self.decode(now)) and not isinstance(value, Handle):
                 self.namespace[name] = value
         if "x" in reply:
             return None, self.raised(op, self.decode(reply["x"]))

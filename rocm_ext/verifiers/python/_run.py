@@ -129,6 +129,9 @@ def run(task, judge, namespace, report):
         return {"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"}
     found = judge.names(sorted({*tests.wanted, *task["shared"]}))
     missing = tests.required - set(found) or (tests.own if tests.own.isdisjoint(found) else ())
+    missing = missing or {
+        name for name in set(task["shared"]) - tests.required - tests.own if not isinstance(found.get(name), type)
+    }
     if missing:
         return {"kind": "failed", "detail": f"the code defines no {' or '.join(sorted(missing))}"}
     score, judge.live = TestCounts(judge, task["tests"], task["all"]), tests.live
@@ -137,7 +140,15 @@ def run(task, judge, namespace, report):
     for source in task["trusted"]:
         tree = ast.parse(source)
         tree.body = [s for s in tree.body if getattr(s, "name", "") not in task["shared"]]  # they live with the code
-        exec(compile(tree, "setup", "exec", dont_inherit=True), namespace)
+        try:
+            exec(compile(tree, "setup", "exec", dont_inherit=True), namespace)
+        except Exception as error:
+            if not task["shared"]:
+                raise
+            return {
+                "kind": "failed",
+                "detail": f"the set-up, with the code's objects: {type(error).__name__}: {said(error)}",
+            }
     for name in tests.required | (tests.own if calls else set()):
         namespace.pop(name, None)  # the set-up may define it, such as a bare signature or what it imports
     given = set(namespace) - set(task["shared"])
@@ -190,7 +201,7 @@ def take(tests, namespace, score):
                 continue
         work, text = partial(execute, statement, flags, namespace), tests.text(statement)
         if statement in tests.units:
-            loops = isinstance(statement, (ast.For, ast.While)) and WATCH in ast.unparse(statement)
+            loops = isinstance(statement, (ast.For, ast.While, ast.With, ast.If)) and WATCH in ast.unparse(statement)
             score.unit(work, text, loops)
         elif score.stopped:
             score.total += getattr(statement, "name", "") in tests.simple  # what was not reached earns nothing

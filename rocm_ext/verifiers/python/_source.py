@@ -136,6 +136,12 @@ class Tests:
         """Put each assert into ``with __watch__:``; the first lines of the functions that check by assert alone."""
         lines = set()
         for node in self.of(*FUNCTIONS):
+            returns = is_test(node.name) and node.name not in self.called
+            for block in [b for inner in list(_walk(node, False)) for b in _blocks_of(inner)] if returns else ():
+                for place, statement in enumerate(block):
+                    if isinstance(statement, ast.Return) and isinstance(statement.value, (ast.Compare, ast.BoolOp)):
+                        block[place] = ast.copy_location(ast.Assert(statement.value), statement)
+                        block.insert(place + 1, ast.copy_location(ast.Return(), statement))
             held = [n for n in _walk(node, False) if isinstance(n, ast.Try) or _checks(n, self.checking)]
             if held and all(isinstance(n, ast.Assert) for n in held):
                 lines.add(min(n.lineno for n in (node, *node.decorator_list)))

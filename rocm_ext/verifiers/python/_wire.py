@@ -139,7 +139,7 @@ class Channel:
             raise Closed
         try:
             message = self.loads(data)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, MemoryError) as error:
             raise Malformed(str(error)) from None
         if type(message) is not dict:
             raise Malformed("no object")
