@@ -90,8 +90,9 @@ def test_honest_code_is_right_and_wrong_code_is_not(apart: PythonTests, name: st
     is_right_and_its_mutant_is_not(apart, *HONEST[name])
 
 
+# in one process the tests have copies of the code's names
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("name", sorted(HONEST.keys() - {"a global that the code rebinds"}))
 def test_one_process_says_the_same(together: PythonTests, name: str):
     is_right_and_its_mutant_is_not(together, *HONEST[name])
 
