@@ -534,7 +534,7 @@ def test_llama_on_the_same_road(make, tmp_path):
         ({"best_fraction": 0}, "best_fraction is 0; expected a share above 0"),
         ({"objective": "grpo"}, "objective is 'grpo'; expected raft or raft++"),
         ({"reward_threshold": 0}, "reward_threshold is 0"),
-        ({"keep": "best"}, "keep is 'best'; expected correct or rewarded, or null"),
+        ({"keep": "best"}, "keep is 'best'; expected correct or rewarded"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"stop_strings": "stop"}, "stop_strings is 'stop'; expected a list"),
         ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
