@@ -16,6 +16,8 @@ PRINTED = 1 << 20  # characters between two messages; the rest is dropped
 WRAPPERS = {"method", "partial", "_lru_cache_wrapper", "singledispatch_wrapper", "builtin_function_or_method"}
 DATA = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 OPERATORS = "lt le gt ge eq neg pos invert contains getitem setitem delitem index".split()  # noqa: SIM905
+MAY_ADD = {"__lt__", "__le__", "__gt__", "__ge__", "__annotations__"}  # to a class of the set-up, beside methods
+FUNCTION = type(lambda: None)
 BUILTINS = """abs bool complex delattr dir divmod float format hash int iter len next repr reversed round setattr
 str""".split()  # noqa: SIM905
 
@@ -30,6 +32,7 @@ class Program(Wire):
         self.depth = 0  # operations under way, one in the other
         self.turn = RLock()  # of the code's threads: one exchange at a time
         self.loop = None
+        self.set_up = []  # its classes, each with what it had before the code
         self.watched = {}  # the plain globals that the tests read, as they last crossed
         self.module = sys.modules["solution"] = type(sys)("solution")
         self.namespace = self.module.__dict__
@@ -198,6 +201,8 @@ class Program(Wire):
             reply = {"x": self.encode(error)}
         finally:
             self.depth -= 1
+        if name := self.changed_class():
+            return {"unjudged": f"the code changes {name}, a class of the set-up"}
         changed = [[place, now] for place, old in before.items() if (now := self.as_data(both[place])) != old]
         if any(now is ... for _, now in changed):
             return {"unjudged": "the code leaves what may not cross in a container of the tests"}
@@ -251,8 +256,26 @@ class Program(Wire):
         """Run the trusted set-up and the model's code."""
         self.stdout, self.stderr = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
         exec(compile(task["setup"], "setup", "exec", dont_inherit=True), self.namespace)
+        here = self.namespace.get("__name__")
+        shared = {key: value for key, value in self.namespace.items()
+                  if isinstance(value, type) and value.__module__ == here}  # fmt: skip
+        self.set_up = [(value, dict(vars(value))) for value in shared.values()]
         exec(compile(task["code"], "solution", "exec", dont_inherit=True), self.namespace)
+        self.namespace |= shared  # an answer may repeat them
         self.printed()
+
+    def changed_class(self):
+        """The name of a class of the set-up that the code has changed; "" if none.
+
+        The tests build what they expect of these classes. So the code may add methods, and those that order objects.
+        """
+        for kind, before in self.set_up:
+            now = vars(kind)
+            added = [name for name in now if name not in before and name not in MAY_ADD]
+            if (any(name.startswith("__") or type(now[name]) is not FUNCTION for name in added)
+                    or any(now.get(name) is not value for name, value in before.items())):  # fmt: skip
+                return kind.__name__
+        return ""
 
 
 def state(value):

@@ -66,7 +66,8 @@ class PythonTests(Verifier):
 
     These asserts trust the code: one that compares with a value that the code's own classes or helper functions
     compute; one that computes the expected value from an argument after the call, which may have changed it; and one
-    that asks an object that it made by calling a class of the code, or of the set-up, which the code can change.
+    that asks an object that it made by calling a class of the code. A class of the set-up stays as it is: code that
+    changes it cannot be judged, but for methods and an order that it adds.
 
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
