@@ -310,8 +310,8 @@ class GRPO(RLRecipe):
             rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
         if learner.shares:
             # rows well below a micro-batch, and several for each rank: large ones would fill neither
-            update = sum(map(len, rows.tokens)) / (cfg.minibatches * self.ranks.world)
-            most = min(learner.tokens_per_micro_batch, update) / _ROWS_PER_MICRO_BATCH
+            of_rank = sum(map(len, rows.tokens)) / (cfg.minibatches * self.ranks.world)  # tokens of an update
+            most = min(learner.tokens_per_micro_batch, of_rank) / _ROWS_PER_MICRO_BATCH
             rows, groups = rows.join_groups(groups, most)
         if "old_logprobs" in columns and cfg.old_logprobs != "sampler":
             rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature))

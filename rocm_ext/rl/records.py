@@ -200,10 +200,10 @@ class Records:
             file.close()
 
 
-def phase_records(folder: Path, ranks: Ranks, step: int, phase: str) -> "tuple[PhaseRecords, PhaseRecords]":
+def phase_records(folder: Path, ranks: Ranks, step: int, phase: str) -> tuple["PhaseRecords", "PhaseRecords"]:
     """Open ``samples.jsonl`` and ``verdicts.jsonl`` of a phase that has a folder of its own; see :meth:`Records.phase`.
 
-    A phase that was killed goes on with the records that are there.
+    A killed phase continues from its records.
     """
     return Records(folder, ranks, -1, -1).phase(step, phase)
 

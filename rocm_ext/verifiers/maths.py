@@ -148,7 +148,7 @@ def _vote(completion: str, known: Sequence[str], tolerance: float) -> Result:
         return wrong("the answer is too long to vote")
     if number(answer) is None and (parsed := _parse(answer)):
         with contextlib.suppress(TypeError, ValueError, AttributeError):
-            parsed[0].evalf(15)  # an answer that takes too long is none that others are compared with
+            parsed[0].evalf(15)  # fails here if computing the answer takes too long
     return correct(next((other for other in known if _equal(other, answer, tolerance)), answer))
 
 
