@@ -1,6 +1,5 @@
 """HTTP with servers that speak OpenAI's protocol: addresses, keys, failures."""
 
-import asyncio
 import json
 import math
 import os
@@ -24,6 +23,8 @@ except ImportError:
         raise UserError(
             "an OpenAI-compatible server needs an HTTP client, httpx2 or httpx: pip install 'torchtune-rocm[openai]'"
         ) from error
+
+import anyio  # both stand on it
 
 CHECK_TIMEOUT = 10.0  # seconds, to connect and for requests without computation
 MAX_BODY = 64 << 20  # bytes; an answer of 32,000 tokens with log-probs has about 10 MB
@@ -132,8 +133,10 @@ async def exchange(client: Any, method: str, url: str, seconds: float, json: Any
         UserError: the body is larger than :data:`MAX_BODY`.
     """
     try:
-        return await asyncio.wait_for(_received(client, method, url, json), seconds)
-    except (TimeoutError, asyncio.TimeoutError):  # one class from Python 3.11 on
+        # before Python 3.12, asyncio.wait_for loses a cancellation that arrives with the answer
+        with anyio.fail_after(seconds):
+            return await _received(client, method, url, json)
+    except TimeoutError:
         raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from None
 
 
