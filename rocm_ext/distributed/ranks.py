@@ -137,17 +137,17 @@ class Ranks:
         for module in (*blocks, root):
             fully_shard(module, mesh=self.mesh, ignored_params=replicated)
 
-    def shard_like(self, full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def shard_like(self, full: torch.Tensor, like: torch.Tensor, copy: bool = True) -> torch.Tensor:
         """Lay ``full`` out as ``like``: this rank's shard, or a copy on the device, in ``like``'s dtype.
 
-        Every rank passes the whole tensor, so the ranks do not communicate.
+        Every rank passes the whole tensor, so the ranks do not communicate. Without ``copy`` it may be ``full`` itself.
         """
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         if isinstance(like, DTensor):
             full = full.to(self.device, like.dtype)
             return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-        return full.to(self.device, like.dtype, copy=True)
+        return full.to(self.device, like.dtype, copy=copy)
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum each value over the ranks; counts below 2**53 are exact."""

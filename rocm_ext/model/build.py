@@ -17,6 +17,7 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import Objective
 from rocm_ext.machine.profile import Profile, check_locked
 from rocm_ext.model.attention import Lengths
+from rocm_ext.model.checkpointer import StoredWeights, on_meta, sample
 from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, plain
 from rocm_ext.model.native import NativeDecoder
@@ -152,16 +153,14 @@ class Weights:
             architecture: what else decides the model's function and is not in the run's config.
         """
         digest = hashlib.sha256(architecture.encode())
-        for name, tensor in sorted(self.state.items()):
-            flat = tensor.reshape(-1)
-            sample = flat[:: max(1, len(flat) // 64)][:64].float()
+        for name, tensor in sorted(on_meta(self.state).items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(sample.cpu().numpy().tobytes())
+            digest.update(sample(self.state, name).float().cpu().numpy().tobytes())
         return digest.hexdigest()
 
 
 def read_weights(cfg_checkpointer) -> Weights:
-    """Read the base weights, memory-mapped where the format allows.
+    """Open the base weights; those of our own checkpointer are read at each access.
 
     Raises:
         UserError: files are missing, damaged or of another architecture.
@@ -185,16 +184,17 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
             message names the first three.
     """
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
-    state = shapes = weights.state
+    state, shapes = weights.state, on_meta(weights.state)
     buffers: dict[str, Tensor] = {}
     if isinstance(decoder, ForeignDecoder):
         converted = decoder.converted(state)
         state, shapes, buffers = converted, converted.on_meta(), decoder.buffers_to_load()
+    owned = isinstance(state, StoredWeights)  # each access allocates; others may be maps or parts of a larger tensor
     of_one_folder = isinstance(decoder, NativeDecoder | ForeignDecoder)
     _check_fit({**frozen, **buffers}, shapes, _DOWNLOAD_AGAIN if of_one_folder else _OTHER_BUILDER)
     for name, buffer in buffers.items():
         buffer.copy_(state[plain(name)])
-    sums: dict[str, Tensor] = {}
+    extremes: dict[str, Tensor] = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
     for name, parameter in frozen.items():
         full = state[plain(name)]
@@ -203,11 +203,13 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
 
             placed = to_nf4(full.to(ranks.device, torch.bfloat16).to(parameter.dtype))
         else:
-            placed = ranks.shard_like(full, parameter)
-            sums[plain(name)] = _shard_of(placed).sum(dtype=torch.float32)
+            placed = ranks.shard_like(full, parameter, copy=not owned)
+            if (shard := _shard_of(placed)).numel():
+                lowest, highest = shard.aminmax()  # unlike a sum, without a copy in fp32
+                extremes[plain(name)] = lowest.float() + highest.float()
         owner, _, leaf = name.rpartition(".")
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(placed, requires_grad=False))
-    _check_finite(sums, state)
+    _check_finite(extremes, state)
     for _, layer in adapters(decoder):
         if isinstance(layer, Dora):
             layer.initialize_dora_magnitude()
@@ -221,11 +223,11 @@ def _shard_of(placed: Tensor) -> Tensor:
     return placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
 
 
-def _check_finite(sums: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    # a sum is the cheapest way to see one NaN or infinity, and sums of one device come over in one transfer
-    if not sums or torch.stack(list(sums.values())).isfinite().all():
+def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    # one NaN or infinity shows in the extremes, and those of one device come over in one transfer
+    if not extremes or torch.stack(list(extremes.values())).isfinite().all():
         return
-    bad = [name for name, total in sums.items() if not total.isfinite()]
+    bad = [name for name, value in extremes.items() if not value.isfinite()]
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     damaged = not all(state[name].isfinite().all() for name in bad)
     raise UserError(

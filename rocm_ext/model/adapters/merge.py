@@ -25,7 +25,7 @@ from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.adapters.peft_config import PeftConfig
 from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, PREFIX, merged_weight, updates_by_weight
-from rocm_ext.model.checkpointer import read_tensors, weight_files
+from rocm_ext.model.checkpointer import StoredWeights, weight_files
 from rocm_ext.model.foreign import ForeignDecoder, ForeignWeights
 from rocm_ext.model.lora import ExpertLora, adapters, merged_experts
 
@@ -38,8 +38,8 @@ BESIDE_WEIGHTS = (
 MERGED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
-def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], dict[str, Tensor]]:
-    """Return a base model's folder, the names of its weight files, and its tensors, memory-mapped.
+def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], StoredWeights]:
+    """Return a base model's folder, the names of its weight files, and its tensors.
 
     Args:
         cfg_checkpointer: the config's ``checkpointer``, which names the folder and files.
@@ -49,7 +49,7 @@ def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], dict[st
     if isinstance(files, dict):
         files = FormattedCheckpointFiles.from_dict(files).build_checkpoint_filenames()
     files = files or weight_files(base)
-    return base, files, {name: weight for file in files for name, weight in read_tensors(base / file)}
+    return base, files, StoredWeights(base, files)
 
 
 def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Module) -> None:
@@ -81,7 +81,7 @@ def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Mo
         index: dict[str, str] = {}
         size = 0
         for file in files:
-            tensors = {name: merged.of(name).contiguous() for name, _ in read_tensors(base / file)}
+            tensors = {name: merged.of(name).contiguous() for name in state.of_file(file)}
             size += sum(tensor.nbytes for tensor in tensors.values())
             # the name under which transformers looks for a single file
             target = str(Path(file).with_suffix(".safetensors")) if len(files) > 1 else "model.safetensors"

@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
 )
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.model.checkpointer import check_stored
+from rocm_ext.model.checkpointer import check_stored, on_meta
 from rocm_ext.model.foreign import ForeignWeights
 
 _OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json has what they come from
@@ -85,7 +85,7 @@ class Converted(ForeignWeights):
     def __init__(
         self, model: Any, names: WeightNames, state: Mapping[str, Tensor], tied: tuple[str, str] | None
     ) -> None:
-        self._model, self._names, self._state = model, names, state
+        self._model, self._names, self._state, self._shapes = model, names, state, on_meta(state)
         self._sources: dict[str, list[tuple[str | None, str]]] = {}  # first target -> patterns and tensors
         self._first: dict[str, str] = {}  # any target -> first target
         for name in sorted(state, key=dot_natural_key):
@@ -93,7 +93,7 @@ class Converted(ForeignWeights):
                 continue
             new, pattern = self._names.of(name)
             if self._names.is_float(new):
-                check_stored(name, state[name])
+                check_stored(name, self._shapes[name])
             sources = self._sources.setdefault(new, [])
             sources.append((pattern, name))
             if pattern is None and len(sources) > 1:
@@ -167,36 +167,18 @@ class Converted(ForeignWeights):
         found = {self._names.bare(key): value[0] if isinstance(value, list) else value for key, value in made.items()}
         if found.keys() != expected.keys():
             raise UserError(f"{name} is made of {source} and others, but transformers takes it apart into {min(made)}")
-        pieces = {expected[key]: value.to(self._state[expected[key]].dtype) for key, value in found.items()}
-        if other := next((key for key, value in pieces.items() if value.shape != self._state[key].shape), None):
+        pieces = {expected[key]: value.to(self._shapes[expected[key]].dtype) for key, value in found.items()}
+        if other := next((key for key, value in pieces.items() if value.shape != self._shapes[key].shape), None):
             raise UserError(f"transformers makes {other} {list(pieces[other].shape)} of {name}, not the checkpoint's")
         return pieces
 
     def on_meta(self) -> dict[str, Tensor]:
         """Return all tensors without their values, at no cost of memory."""
-        whole, state = {}, self._state
-        self._state = _Meta(state)
+        state, self._state = self._state, self._shapes
         try:
-            whole = dict(self)
+            return dict(self)
         finally:
             self._state = state
-        return whole
-
-
-class _Meta(Mapping[str, Tensor]):
-    """A checkpoint's tensors without their values."""
-
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self._state = state
-
-    def __getitem__(self, name: str) -> Tensor:
-        return torch.empty_like(self._state[name], device="meta")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
