@@ -59,7 +59,7 @@ def test_a_growing_run_reads_as_one_that_is_read_anew(tmp_path, kind):
                 growing[path] = content[:end] + content[end:].replace(b": 0.", b": 0.1")
             with path.open("r+b") as file:
                 file.write(growing[path][:end])
-        assert render([RunFolder(run, tails)]) == render([RunFolder(run)])
+        assert render(content([RunFolder(run, tails)])) == render(content([RunFolder(run)]))
     assert not RunFolder(run, tails).problems
 
 

@@ -49,13 +49,7 @@ def add(commands) -> None:
     )
     web = parser.add_argument_group("in a browser").add_argument
     web("--web", action="store_true", help="serve the page of `rocm-ext report` and the counters; it follows the runs")
-    web("--port", type=_port, metavar="N", help="listen at this port (default: 8642, or a free one)")
-    web(
-        "--host",
-        metavar="ADDRESS",
-        help="listen at this address of this machine, 0.0.0.0 for all; the page's address then has a random token "
-        "(default: 127.0.0.1, without one)",
-    )
+    web("--port", type=_port, metavar="N", help="listen at this port of 127.0.0.1 (default: 8642, or a free one)")
     parser.set_defaults(run=run)
 
 
@@ -89,8 +83,8 @@ def _check(args: argparse.Namespace) -> None:
     """
     if args.web and args.json:
         raise UserError("--web and --json do not go together; choose one", code=2)
-    if not args.web and (args.host is not None or args.port is not None):
-        raise UserError("--host and --port are for --web; add it", code=2)
+    if not args.web and args.port is not None:
+        raise UserError("--port is for --web; add it", code=2)
     if not args.web and args.out and len(args.out) > 1:
         raise UserError(f"--run takes one folder, not {len(args.out)}; add --web to follow several", code=2)
 
@@ -130,14 +124,12 @@ def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | N
 @contextlib.contextmanager
 def _browser(args: argparse.Namespace, notes: Sequence[str]) -> Iterator[_Show]:
     """Serve a page and its readings in threads."""
-    from rocm_ext.report.live import LivePage
-    from rocm_ext.report.server import PageServer
+    from rocm_ext.report.live import LivePage, PageServer
 
     page = LivePage(args.out or (), args.interval, notes)
-    with _ended_by_sigterm(), PageServer(page, args.host, args.port) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        print(f"{server.url}  (Ctrl-C ends)", flush=True)
+    with _ended_by_sigterm(), PageServer(page, args.port) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print(f"http://127.0.0.1:{server.server_port}/  (Ctrl-C ends)", flush=True)
         try:
             yield lambda reading, run: page.take(reading)
         finally:
