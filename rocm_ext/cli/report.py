@@ -10,8 +10,8 @@ def add(commands) -> None:
     """Add the parser of ``report``."""
     parser = commands.add_parser(
         "report",
-        description="Write one HTML file of one run, or of several in the same charts. The page needs no network and "
-        "no script. Runs may be of any recipe and need not be finished.",
+        description="Write one HTML file of one run, or of several in the same charts. The page needs no network. Runs "
+        "may be of any recipe and need not be finished.",
     )
     parser.add_argument("dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help="output_dir of a run")
     parser.add_argument(

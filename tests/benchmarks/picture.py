@@ -6,7 +6,7 @@ from pathlib import Path
 from rocm_ext.report.charts import Line
 
 _INK = "#1c2024"
-_COLOURS = {"#0068a8": "#5cb3f0", "#c24e00": "#f0914a", "#00855f": "#2fc596", "#a8447e": "#e391c2", "#3f4750": "#c9d0d6"}
+_COLOURS = {"#0068a8": "#5cb3f0", "#c24e00": "#f0914a", "#00855f": "#2fc596", "#a8447e": "#e391c2"}
 _DARK = _COLOURS | {_INK: "#e8eaed", "#e3e6e9": "#30363c"}  # light colour -> dark one
 
 
