@@ -424,9 +424,9 @@ def open_page(browser, pages) -> Iterator[Any]:
 
 
 def draw_all(page: Any) -> None:
-    """Draw the charts that are out of sight, too, as a browser does before it prints."""
+    """Draw the charts that are out of sight, too, as a browser does when it prints."""
     page.wait_for_function("window.Plotly")
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.evaluate("['beforeprint', 'afterprint'].forEach(each => dispatchEvent(new Event(each)))")
 
 
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
@@ -466,7 +466,7 @@ def test_a_pointer_reads_values_and_zooms(open_page):
     at = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
     page.mouse.move(*at)
     page.wait_for_selector("figure[data-key=Loss] .hoverlayer text")
-    assert "loss" in page.inner_text("figure[data-key=Loss] .hoverlayer")
+    assert "loss" in page.text_content("figure[data-key=Loss] .hoverlayer")
     ends = "document.querySelector('figure[data-key=Loss] .plot').layout.xaxis.range.map(Number)"
     low, high = page.evaluate(ends)
     page.mouse.down()

@@ -184,7 +184,7 @@ def bar_chart(
         colours: name -> name of its colour.
         x_title: title of the x axis.
     """
-    total = sum(parts.values())
+    total = np.sum(list(parts.values()), axis=0)
     share = unit.startswith("%")
     data, words = [], []
     for name, sizes in parts.items():

@@ -1,4 +1,4 @@
-"""Charts of ``hardware.jsonl``."""
+"""Charts of ``hardware.jsonl``, and a reading as a table."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -85,3 +85,31 @@ def _reader(ids: Sequence[str], keys: Sequence[str], gpu: bool) -> Callable[[Map
         return sum(sums) / len(sums) if sums else math.nan
 
     return read
+
+
+def table(reading: Mapping[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
+    """The columns with values, rows of each GPU and of the host, and notes that name the GPUs."""
+
+    def row(name: str, counters: Mapping[str, Any], load: str, pool: str) -> list[str]:
+        cells = [f"{counters[load]:.0f} %" if load in counters else "", used(counters, pool), used(counters, "gtt")]
+        return [
+            name,
+            *cells,
+            *(f"{counters[k]:.0f}" if k in counters else "" for k in ("power", "temperature", "clock")),
+        ]
+
+    rows = [row(f"GPU {i}", gpu, "busy", "vram") for i, gpu in enumerate(reading["gpus"])]
+    rows = [each for each in [*rows, row("Host", reading["host"], "cpu", "memory")] if any(each[1:])]
+    columns = ["", "load", "memory, GiB", "GTT, GiB", "W", "°C", "MHz"]
+    kept = [i for i in range(len(columns)) if any(each[i] for each in rows)]
+    names: dict[str, list[str]] = {}
+    for i, gpu in enumerate(reading["gpus"]):
+        names.setdefault(str(gpu.get("name", gpu.get("id", "unknown"))), []).append(str(i))
+    notes = [f"GPU {', '.join(numbers)}: {name}" for name, numbers in names.items()]
+    return [columns[i] for i in kept], [[each[i] for i in kept] for each in rows], notes
+
+
+def used(counters: Mapping[str, Any], pool: str) -> str:
+    """``12.3 of 64.0``, in GiB; empty if it is unknown."""
+    sizes = [counters.get(f"{pool}_{what}") for what in ("used", "total")]
+    return " of ".join(f"{size / 2**30:.{int(size < 100 * 2**30)}f}" for size in sizes if size is not None)

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -39,7 +39,6 @@ _MINUTES = 15  # of the machine's counters that are shown
 _SHARE, _LONGEST = 0.1, 20.0  # most of a core's time that drawing takes; most seconds without drawing
 _QUIET, _LEAST = 120.0, 30.0  # least seconds without a new line after which a run counts as silent, see _patience
 _RECORDED = 600.0  # seconds after its last reading of counters in which a run still records them
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class LivePage:
         for reading in readings:
             history.take(reading)
         recorded = len(history) < 2 or any(run.hardware for run in self._runs)
-        columns, rows, names = _table(readings[-1]) if readings else ([], [], [])
+        columns, rows, names = hardware.table(readings[-1]) if readings else ([], [], [])
         charts = [] if recorded else hardware.charts([_History(history)], from_now=True)
         states = [_state(run) for run in self._runs]
         self._live = _Live(self._interval, self._waiting, states, columns, rows, [*self._notes, *names], charts)
@@ -173,32 +172,6 @@ def _patience(run: RunFolder) -> float:
         return max(_LEAST, 6 * float(np.median(gaps)))
     seconds = run.steps["seconds"][-20:]
     return max(_QUIET, 10 * float(np.nanmedian(seconds))) if np.isfinite(seconds).any() else _QUIET
-
-
-def _table(reading: Mapping[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
-    """The columns with values, rows of each GPU and of the host, and notes that name the GPUs."""
-
-    def row(name: str, counters: Mapping[str, Any], load: str, pool: str) -> list[str]:
-        cells = [f"{counters[load]:.0f} %" if load in counters else "", used(counters, pool), used(counters, "gtt")]
-        return [
-            name,
-            *cells,
-            *(f"{counters[k]:.0f}" if k in counters else "" for k in ("power", "temperature", "clock")),
-        ]
-
-    def used(counters: Mapping[str, Any], pool: str) -> str:
-        sizes = [counters.get(f"{pool}_{what}") for what in ("used", "total")]
-        return " of ".join(f"{size / _GIB:.{int(size < 100 * _GIB)}f}" for size in sizes if size is not None)
-
-    rows = [row(f"GPU {i}", gpu, "busy", "vram") for i, gpu in enumerate(reading["gpus"])]
-    rows = [each for each in [*rows, row("Host", reading["host"], "cpu", "memory")] if any(each[1:])]
-    columns = ["", "load", "memory, GiB", "GTT, GiB", "W", "°C", "MHz"]
-    kept = [i for i in range(len(columns)) if any(each[i] for each in rows)]
-    names: dict[str, list[str]] = {}
-    for i, gpu in enumerate(reading["gpus"]):
-        names.setdefault(str(gpu.get("name", gpu.get("id", "unknown"))), []).append(str(i))
-    notes = [f"GPU {', '.join(numbers)}: {name}" for name, numbers in names.items()]
-    return [columns[i] for i in kept], [[each[i] for i in kept] for each in rows], notes
 
 
 # ---- the server

@@ -10,7 +10,7 @@
     xaxis: { ...axis, showgrid: false, nticks: 8, title: { standoff: 6, font: { size: 11 } } },
     yaxis: { ...axis, nticks: 6 }, legend: { orientation: "h", x: 0, y: 1.08, yanchor: "bottom", font: { size: 11 } },
     dragmode: touch ? false : "zoom",  // on a phone, a finger scrolls the page
-    uirevision: "kept", bargap: 0.15,
+    bargap: 0.15,
   };
   const options = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
   if (touch) options.displayModeBar = false;
@@ -26,7 +26,7 @@
     const plot = figure.querySelector(".plot"), source = figure.querySelector("script").textContent;
     const coloured = text => JSON.parse(text.replace(/var\((--\w+)\)/g, (_, name) => root.getPropertyValue(name).trim()));
     const { data, layout } = coloured(source);
-    Plotly.react(plot, data, { ...layout, template: { layout: coloured(JSON.stringify(common)) } }, options);
+    Plotly.react(plot, data, { ...layout, uirevision: "kept", template: { layout: coloured(JSON.stringify(common)) } }, options);
     figure.dataset.drawn = true;
   }
   const seen = new IntersectionObserver(entries => {  // a chart is drawn when it comes near
@@ -36,7 +36,10 @@
   const watch = () => document.querySelectorAll("figure").forEach(figure => seen.observe(figure));
   const redraw = all => document.querySelectorAll(all).forEach(draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw("figure[data-drawn]"));
-  addEventListener("beforeprint", () => redraw("figure"));
+  for (const event of ["beforeprint", "afterprint"]) addEventListener(event, () => {
+    document.documentElement.classList.toggle("paper", event === "beforeprint");  // light colours
+    redraw("figure");
+  });
   watch();
   if (!every) return;
 

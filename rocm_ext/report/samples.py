@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -144,7 +144,7 @@ def _kinds(verdicts: Verdicts, rows: Mapping[str, np.ndarray], cut: set[str]) ->
     }
 
 
-def _answers(run: RunFolder, step: int, rows: Sequence[int], positions: Mapping[int, int]) -> list[Answer]:
+def _answers(run: RunFolder, step: int, rows: np.ndarray, positions: Mapping[int, int]) -> list[Answer]:
     """The answers of a group whose texts are kept, by index; of many, those with the highest and the lowest rewards."""
     verdicts = run.answers.verdicts
     samples = {int(row): int(verdicts.sample[row]) for row in rows if int(verdicts.sample[row]) in positions}

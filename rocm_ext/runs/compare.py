@@ -14,6 +14,7 @@ import numpy as np
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import hub_name
 from rocm_ext.base.registry import DPO, GRPO, RAFT
+from rocm_ext.runs.cycles import PHASES
 from rocm_ext.runs.folder import RunFolder, running_time
 from rocm_ext.runs.held_out import HeldOut, held_out
 from rocm_ext.runs.intervals import (
@@ -42,11 +43,11 @@ _LEARNING = {  # columns whose means over the last half of the common steps are 
         *("mismatch_mean", "mismatch_kl", "clipped_low", "clipped_high"),
     ),
 }
-_TIMES = {  # of a GRPO step
-    "seconds per step": "seconds",
-    "seconds of sampling": "sample_seconds",
-    "seconds of waiting on verdicts": "wait_seconds",
-    "seconds of training": "train_seconds",
+_TIMES = {  # of a step of GRPO or a cycle of RAFT
+    "sample_seconds": "sampling",
+    "wait_seconds": "waiting on verdicts",
+    "train_seconds": "training",
+    "eval_seconds": "evaluating",
 }
 
 
@@ -106,9 +107,8 @@ class Comparison:
     Attributes:
         a, b: the runs.
         settings: those that differ, by name: A's value, B's.
-        speed: speed of B, as a multiple of A's. SFT and DPO: ratio of median tokens/s after warm-up; GRPO: of sampled
-            tokens per second of a step; RAFT: ratio of the times that cycles took for the same work, with the slowest
-            and the fastest cycle as its interval; RAFT against GRPO: of sampled tokens per second in total.
+        speed: speed of B, as a multiple of A's. SFT and DPO: ratio of median tokens/s after warm-up; GRPO and RAFT: of
+            sampled tokens per second of a step or cycle; RAFT against GRPO: of the whole runs'.
         memory: peak bytes of A and B; NaN if unknown.
         rates: other measures of speed and size by name.
         learning: other measures of what was learned by name.
@@ -174,7 +174,7 @@ def compare(a: RunFolder, b: RunFolder) -> Comparison:
         common = a.settings().keys() & b.settings().keys()
         settings = {key: values for key, values in settings.items() if key in common}
     steps = _Common(a.steps, b.steps)
-    speed, rates = _rollout_speed(a, b, steps) if rollouts else _training_speed(a, b, steps)
+    speed, rates = _rollout_speed(a, b) if rollouts else _training_speed(a, b, steps)
     found = Comparison(
         a,
         b,
@@ -281,61 +281,39 @@ def _training_speed(a: RunFolder, b: RunFolder, steps: _Common) -> tuple[Interva
     return _speed(fast), rates
 
 
-def _rollout_speed(a: RunFolder, b: RunFolder, steps: _Common) -> tuple[Interval, dict[str, Pair]]:
-    if a.family == b.family == RAFT:
-        return _cycle_speed(a, b)
-    if a.family == b.family:
-        first = min(_WARM_UP, len(steps.steps) // 4)
-        tokens, seconds = ([each[first:] for each in steps[key]] for key in ("sampled_tokens", "seconds"))
-        fast = [tokens[i] / seconds[i] for i in (0, 1)]
-        rates = {"steps": (float(len(a.steps)), float(len(b.steps))), "sampled tokens/s, median": _medians(fast)}
-        for name, key in _TIMES.items():
-            rates[f"{name}, median"] = _medians([each[first:] for each in steps[key]])
-        return _speed(fast), rates
-    totals = [_totals(run) for run in (a, b)]
-    per_second = [tokens / seconds if tokens > 0 and seconds > 0 else math.nan for tokens, seconds in totals]
-    rates = {
-        "seconds of sampling and training": (totals[0][1], totals[1][1]),
-        "sampled tokens/s": (per_second[0], per_second[1]),
-    }
-    return Interval(per_second[1] / per_second[0]), rates
+def _rollout_speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
+    """Sampled tokens per second of sampling and training: fewer answers are less work, not more speed."""
+    rounds = [_rounds(run) for run in (a, b)]
+    unit = "step" if a.family == GRPO else "cycle"
+    if a.family != b.family:
+        tokens, seconds = ([float(np.nansum(each[key])) for each in rounds] for key in ("sampled_tokens", "seconds"))
+        x, y = (tokens[i] / seconds[i] if seconds[i] > 0 else math.nan for i in (0, 1))
+        rates = {"seconds of sampling and training": (seconds[0], seconds[1]), "sampled tokens/s": (x, y)}
+        return Interval(y / x if x > 0 else math.nan), rates
+    common = _Common(*rounds)
+    first = min(_WARM_UP, len(common.steps) // 4)
+    every = {key: [each[first:] for each in common[key]] for key in ("sampled_tokens", "seconds", *_TIMES)}
+    fast = [tokens / seconds for tokens, seconds in zip(every["sampled_tokens"], every["seconds"], strict=True)]
+    rates = {f"{unit}s": (float(len(rounds[0])), float(len(rounds[1]))), "sampled tokens/s, median": _medians(fast)}
+    rates[f"seconds per {unit}, median"] = _medians(every["seconds"])
+    for key, name in _TIMES.items():
+        if any(np.isfinite(values).any() for values in every[key]):
+            rates[f"seconds of {name}, median"] = _medians(every[key])
+    return _speed(fast), rates
 
 
-def _totals(run: RunFolder) -> Pair:
-    """Tokens that a run sampled to train on, and the seconds that it sampled and trained."""
+def _rounds(run: RunFolder) -> Columns:
+    """Tokens that each step of GRPO or each complete cycle of RAFT sampled, and its seconds."""
     if run.family == GRPO:
-        return float(np.nansum(run.steps["sampled_tokens"])), float(np.nansum(run.steps["seconds"]))
-    cycles = [cycle for cycle in run.cycles if cycle.number and cycle.state == "complete"]
-    tokens = [number(cycle.phases.get("sample", {}).get("tokens")) for cycle in cycles]
-    seconds = [cycle.seconds.get(phase, 0.0) for cycle in cycles for phase in ("sample", "train")]
-    return float(np.nansum(tokens)), sum(seconds)
-
-
-def _cycle_speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
-    """The time of the cycles that both runs completed, for as many tokens: fewer answers are less work, not speed."""
-    evaluations = a.is_evaluation and b.is_evaluation
-    done: list[dict[int, Any]] = [
-        {c.number: c for c in run.cycles if c.state == "complete" and (c.number or evaluations)} for run in (a, b)
-    ]
-    rates: dict[str, Pair] = {"cycles": (float(len(done[0])), float(len(done[1])))}
-    spent: list[Pair] = []  # of each cycle: A's seconds, and B's for as many tokens as A's
-    both = sorted(done[0].keys() & done[1].keys())
-    for phase in ("eval",) if evaluations else ("sample", "train"):
-        pairs = [[cycles[k] for cycles in done] for k in both]
-        seconds = np.array([[cycle.seconds.get(phase, math.nan) for cycle in pair] for pair in pairs])
-        tokens = np.array([[number(c.phases.get(phase, {}).get("tokens")) for c in pair] for pair in pairs])
-        if not both:
-            continue
-        rates[f"seconds to {phase}, {len(both)} cycles"] = tuple(np.nansum(seconds, axis=0).tolist())
-        rates[f"{phase} tokens/s"] = tuple((np.nansum(tokens, axis=0) / np.nansum(seconds, axis=0)).tolist())
-        same_work = np.stack([seconds[:, 0], seconds[:, 1] * tokens[:, 0] / tokens[:, 1]], axis=1)
-        spent = same_work if not len(spent) else spent + same_work
-    known = np.array([pair for pair in spent if np.isfinite(pair).all() and min(pair) > 0]).reshape(-1, 2)
-    if not len(known):
-        return Interval(math.nan), rates
-    ratios = known[:, 0] / known[:, 1]
-    ends = (float(ratios.min()), float(ratios.max())) if len(ratios) > 2 else (-math.inf, math.inf)
-    return Interval(float(known[:, 0].sum() / known[:, 1].sum()), *ends), rates
+        return run.steps
+    lines = []
+    for cycle in run.cycles:
+        if cycle.state == "complete" and (cycle.number or run.is_evaluation):
+            phases = ("eval",) if run.is_evaluation else ("sample", "train")
+            seconds = {f"{phase}_seconds": cycle.seconds.get(phase) for phase in PHASES}
+            line = {"step": cycle.number, "sampled_tokens": cycle.phases.get(phases[0], {}).get("tokens"), **seconds}
+            lines.append(line | {"seconds": sum(cycle.seconds.get(phase, math.nan) for phase in phases)})
+    return Columns(lines)
 
 
 def _stability(a: RunFolder, b: RunFolder, steps: _Common) -> dict[str, tuple[int, int]]:
