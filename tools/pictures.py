@@ -21,7 +21,7 @@ import tomllib
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-VIEW = {"width": 1280, "height": 860}
+VIEW = {"width": 1280, "height": 1100}
 WIDTH, ROW, GAP, LETTER = 1000, 34, 6, 7.4  # px: of the picture, height of a room, space between two, a letter
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1c2024 }
@@ -39,9 +39,8 @@ def main() -> int:
     runs = parser.parse_args().runs
     PICTURES.mkdir(exist_ok=True)
     (PICTURES / "rooms.svg").write_text(rooms())
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if runs and browser:
-        photograph(runs, browser)
+    if runs and (program := chromium()):
+        photograph(runs, program)
     elif runs:
         print("report.png and live.png stay as they are: there is no Chromium on PATH", file=sys.stderr)
     for picture in sorted(PICTURES.iterdir()):
@@ -83,7 +82,12 @@ def measured(name: str) -> tuple[int, str]:
     return sum(len(file.read_text().splitlines()) for file in (first, *others)), html.escape(said)
 
 
-def photograph(runs: list[Path], browser: str) -> None:
+def chromium() -> str | None:
+    """The path of Chromium, if it is here."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def photograph(runs: list[Path], program: str) -> None:
     """Take ``report.png`` of the report on ``runs`` and ``live.png`` of the live page on the last of them."""
     from playwright.sync_api import sync_playwright
 
@@ -97,16 +101,16 @@ def photograph(runs: list[Path], browser: str) -> None:
         monitor = subprocess.Popen(
             [command, "monitor", "--web", "--port", port, "--run", runs[-1]], stdout=subprocess.DEVNULL
         )
-        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
         try:
             wait_for(int(port))
             for name, address in (("report", report.as_uri()), ("live", f"http://127.0.0.1:{port}/")):
-                page = chromium.new_page(viewport=VIEW)
+                page = browser.new_page(viewport=VIEW)
                 page.goto(address)
                 page.wait_for_timeout(8000)  # ms; charts are drawn, and some readings are there
                 page.screenshot(path=PICTURES / f"{name}.png")
         finally:
-            chromium.close()
+            browser.close()
             monitor.terminate()
             monitor.wait()
 
