@@ -17,12 +17,8 @@ from rocm_ext.runs.compare import compare
 from rocm_ext.runs.decision import decide
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar, paired_gain, relative_difference, spikes, unpaired_gain
-<<<<<<< HEAD
-from tests.run_folders import curve, raft, sft, step_lines, wander, write_jsonl
-from tests.tiny import write_yaml
-=======
 from tests.run_folders import curve, raft, remove_lines, sft, step_lines, wander, write_jsonl
->>>>>>> main
+from tests.tiny import write_yaml
 
 STEPS = 200
 EQUAL = 1 + 0.002 * wander(STEPS, 1)

@@ -33,8 +33,8 @@ from rocm_ext.runs.records import Readings
 from rocm_ext.runs.tails import Tails
 
 PORT = 8642
-_FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*", "cycle_*/eval/*.json*")  # that the page shows
-_JOURNALS = ("*.jsonl", "cycle_*/*.jsonl", "cycle_*/eval/*.jsonl")  # a run that goes on adds lines to these
+_FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*")  # that the page shows
+_JOURNALS = ("*.jsonl", "cycle_*/*.jsonl")  # a run that goes on adds lines to these
 _MINUTES = 15  # of the machine's counters that are shown
 _SHARE, _LONGEST = 0.1, 20.0  # most of a core's time that drawing takes; most seconds without drawing
 _QUIET, _LEAST = 120.0, 30.0  # least seconds without a new line after which a run counts as silent, see _patience
