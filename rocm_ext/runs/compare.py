@@ -174,7 +174,7 @@ def compare(a: RunFolder, b: RunFolder) -> Comparison:
         common = a.settings().keys() & b.settings().keys()
         settings = {key: values for key, values in settings.items() if key in common}
     steps = _Common(a.steps, b.steps)
-    speed, rates = _rollout_speed(a, b) if rollouts else _training_speed(a, b, steps)
+    speed, rates = _speeds(a, b)
     found = Comparison(
         a,
         b,
@@ -262,29 +262,13 @@ def _medians(pair: Sequence[np.ndarray]) -> Pair:
     return _median(pair[0]), _median(pair[1])
 
 
-def _speed(fast: Sequence[np.ndarray]) -> Interval:
-    """The ratio of two runs' speeds, of shape [n], at the same steps."""
-    good = np.isfinite(fast[0]) & np.isfinite(fast[1])
-    return ratio_of_medians(fast[0][good], fast[1][good])
+def _speeds(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
+    """The speed of B against A's, and what it is made of, by name.
 
-
-def _training_speed(a: RunFolder, b: RunFolder, steps: _Common) -> tuple[Interval, dict[str, Pair]]:
-    first = min(_WARM_UP, len(steps.steps) // 4)
-    fast = [each[first:] for each in steps["tokens_per_second"]]
-    seconds = steps["seconds"]
-    rates = {
-        "steps": (float(len(a.steps)), float(len(b.steps))),
-        "tokens/s, median": _medians(fast),
-        "seconds per step, median": _medians(seconds),
-        f"seconds for {len(steps.steps):,} steps": (float(np.nansum(seconds[0])), float(np.nansum(seconds[1]))),
-    }
-    return _speed(fast), rates
-
-
-def _rollout_speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
-    """Sampled tokens per second of sampling and training: fewer answers are less work, not more speed."""
+    Of RAFT and GRPO it is sampled tokens per second of sampling and training: fewer answers are less work.
+    """
     rounds = [_rounds(run) for run in (a, b)]
-    unit = "step" if a.family == GRPO else "cycle"
+    unit = "cycle" if a.family == RAFT else "step"
     if a.family != b.family:
         tokens, seconds = ([float(np.nansum(each[key])) for each in rounds] for key in ("sampled_tokens", "seconds"))
         x, y = (tokens[i] / seconds[i] if seconds[i] > 0 else math.nan for i in (0, 1))
@@ -292,19 +276,23 @@ def _rollout_speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair
         return Interval(y / x if x > 0 else math.nan), rates
     common = _Common(*rounds)
     first = min(_WARM_UP, len(common.steps) // 4)
-    every = {key: [each[first:] for each in common[key]] for key in ("sampled_tokens", "seconds", *_TIMES)}
-    fast = [tokens / seconds for tokens, seconds in zip(every["sampled_tokens"], every["seconds"], strict=True)]
-    rates = {f"{unit}s": (float(len(rounds[0])), float(len(rounds[1]))), "sampled tokens/s, median": _medians(fast)}
+    every = {key: [values[first:] for values in common[key]] for key in ("tokens_per_second", "seconds", *_TIMES)}
+    name, fast = "tokens/s", every["tokens_per_second"]
+    if a.family in (RAFT, GRPO):
+        sampled = [values[first:] for values in common["sampled_tokens"]]
+        name, fast = "sampled tokens/s", [sampled[i] / every["seconds"][i] for i in (0, 1)]
+    rates = {f"{unit}s": (float(len(rounds[0])), float(len(rounds[1]))), f"{name}, median": _medians(fast)}
     rates[f"seconds per {unit}, median"] = _medians(every["seconds"])
-    for key, name in _TIMES.items():
+    for key, part in _TIMES.items():
         if any(np.isfinite(values).any() for values in every[key]):
-            rates[f"seconds of {name}, median"] = _medians(every[key])
-    return _speed(fast), rates
+            rates[f"seconds of {part}, median"] = _medians(every[key])
+    good = np.isfinite(fast[0]) & np.isfinite(fast[1])
+    return ratio_of_medians(fast[0][good], fast[1][good]), rates
 
 
 def _rounds(run: RunFolder) -> Columns:
-    """Tokens that each step of GRPO or each complete cycle of RAFT sampled, and its seconds."""
-    if run.family == GRPO:
+    """The steps of a run; of RAFT the complete cycles, with the tokens that they sampled and their seconds."""
+    if run.family != RAFT:
         return run.steps
     lines = []
     for cycle in run.cycles:
