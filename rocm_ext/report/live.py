@@ -89,6 +89,7 @@ class LivePage:
         self._waiting: list[tuple[Path, str]] = []
         self._shown: dict[str, Any] = {}
         self._live: _Live | None = None
+        self._page = ""
         self._files: object = None  # what was drawn: the state of the runs' files
         self._due = 0.0  # time.monotonic() before which nothing is drawn again
 
@@ -102,9 +103,10 @@ class LivePage:
             if time.monotonic() >= self._due:
                 first, begun = self._live is None, time.thread_time()
                 self._read()
+                self._page = render(self._shown, self._live, with_script=False)
                 pause = 0.0 if first else (time.thread_time() - begun) * (1 / _SHARE - 1)  # the first one imports
                 self._due = time.monotonic() + min(pause, _LONGEST)
-            return render(self._shown, self._live, with_script)
+            return render(self._shown, self._live) if with_script else self._page
 
     def _read(self) -> None:
         files = [_files(path) for path in self._folders]
