@@ -51,6 +51,8 @@
   function replace(fresh) {
     const old = new Map([...main.children].map(part => [part.dataset.key, part]));
     const charts = new Map([...document.querySelectorAll("figure")].map(figure => [key(figure), figure]));
+    const top = each => each.getBoundingClientRect().top;
+    const anchor = [...charts.values()].find(figure => scrollY && top(figure) > -200), at = anchor && top(anchor);
     const same = [...fresh.children].map(part => part.dataset.key).join("\n") === [...old.keys()].join("\n");
     for (const part of [...fresh.children]) {
       const name = part.dataset.key, before = old.get(name), text = part.outerHTML;
@@ -73,6 +75,7 @@
       if (same) before.replaceWith(part);
     }
     if (!same) main.replaceChildren(...fresh.children);
+    if (anchor?.isConnected) scrollBy(0, top(anchor) - at);  // what the reader looks at stays where it is
     watch();
   }
   const key = figure => figure.closest("[data-key]:not(figure)").dataset.key + "\n" + figure.dataset.key;
