@@ -3,7 +3,7 @@
 import pytest
 
 from rocm_ext.cli import main
-from rocm_ext.plan import reach, target
+from rocm_ext.plan import target
 from tests.test_plan import _cpu_of_known_speed, _without_search, as_configured, plan  # noqa: F401
 
 
@@ -23,8 +23,6 @@ def test_a_step_shares_its_memory_with_the_sampler(capsys, tmp_path, monkeypatch
     assert step["evaluations"] == 1 + 100 // 20
     whole = 100 * step["step_seconds"] + 6 * step["evaluation_seconds"]
     assert step["run_seconds"] == pytest.approx(whole)
-    fastest, slowest = step["step_seconds_published"]
-    assert fastest < slowest < step["step_seconds"] / min(reach.TRAINING.low, reach.DECODING.low) * 1.01
 
 
 POCKET = ("--config", "cpu_pocket_grpo", "minibatches=1")
@@ -85,7 +83,7 @@ def test_the_side_that_waits_for_the_other(capsys):
 def test_the_table_for_people(capsys):
     assert main(["plan", *POCKET, SERVERS, "max_staleness=1", "steps=40", "eval_every_n_steps=15"]) == 0
     said = capsys.readouterr().out
-    for part in ("A GRPO step, if no group has equal rewards", "1 update", "wait", "steps per hour",
+    for part in ("A GRPO step, if no group has equal rewards", "1 update", "wait", "a step",
                  "2, each assumed to be one more GPU of this kind"):  # fmt: skip
         assert part in said
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rocm_ext.base.log import duration
-from rocm_ext.cli._tables import table
+from rocm_ext.cli._common import table
 
 _GIB = 2**30
 _WIDTH = {"busy": 14, "memory": 13}  # of bars, histories and their columns

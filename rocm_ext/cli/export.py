@@ -1,4 +1,8 @@
-"""``rocm-ext export``: take what a run trained to other programs."""
+"""``rocm-ext export``: take what a run trained to other programs.
+
+Writes what a run trained: merged with its base model, or as an adapter, with the tokenizer and the chat template.
+Weights are read and written one at a time.
+"""
 
 import argparse
 from dataclasses import replace
@@ -8,16 +12,11 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.log import setup_logging
-from rocm_ext.cli._options import add_trust
+from rocm_ext.cli._common import add_trust
 
 
-def add(commands) -> None:
-    """Add the command's parser to argparse's subparsers."""
-    parser = commands.add_parser(
-        "export",
-        description="Write what a run trained for other programs: merged with its base model, or as an adapter, with "
-        "the tokenizer and the chat template. Weights are read and written one at a time.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     option = parser.add_argument
     option(
         "source",
@@ -26,7 +25,7 @@ def add(commands) -> None:
         help="output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter",
     )
     option("--base", type=Path, metavar="DIR", help="the base model's folder (default: the one in the run's config)")
-    add_trust(option)
+    add_trust(parser)
     option("--merged", type=Path, metavar="DIR", help="write the merged model in Hugging Face's format")
     option("--gguf", type=Path, metavar="FILE", help="write the merged model as one file for llama.cpp and Ollama")
     option("--type", choices=("f16", "bf16", "q8_0"), default="f16", help="of the weights in --gguf (default: f16)")
@@ -35,7 +34,6 @@ def add(commands) -> None:
     option("--push", metavar="OWNER/NAME", help="upload what this command writes, or else the adapter, with its card")
     option("--private", action="store_true", help="make the new repository of --push private, or demand that it is")
     option("--base-name", metavar="OWNER/NAME", help="what the hub calls the base model (default: as its folder says)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,9 @@
-"""``rocm-ext monitor``: shows the counters of the GPUs and the host, and runs, in a terminal or a browser."""
+"""``rocm-ext monitor``: shows the counters of the GPUs and the host, and runs, in a terminal or a browser.
+
+Shows the counters until Ctrl-C: a live table on a terminal, a line per reading elsewhere. It reads AMD GPUs from sysfs
+and NVIDIA's through nvidia-ml-py, and needs no root. A dash or a missing field is a counter that this machine does not
+have.
+"""
 
 import argparse
 import contextlib
@@ -13,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.cli._common import console, count
 from rocm_ext.cli._dashboard import Dashboard, line
-from rocm_ext.cli._options import count
-from rocm_ext.cli._tables import console
 from rocm_ext.machine.counter_log import HardwareLog
 from rocm_ext.machine.counters import Counters
 from rocm_ext.runs.progress import progress
@@ -23,14 +27,8 @@ from rocm_ext.runs.progress import progress
 _Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # shows a reading and the progress of a run
 
 
-def add(commands) -> None:
-    """Add the parser of ``monitor``."""
-    parser = commands.add_parser(
-        "monitor",
-        description="Show the counters of the GPUs and the host until Ctrl-C: a live table on a terminal, a line per "
-        "reading elsewhere. It reads AMD GPUs from sysfs and NVIDIA's through nvidia-ml-py, and needs no root. A dash "
-        "or a missing field is a counter that this machine does not have.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     option = parser.add_argument
     option("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
@@ -56,7 +54,6 @@ def add(commands) -> None:
         help="listen at this address of this machine, 0.0.0.0 for all; the page's address then has a random token "
         "(default: 127.0.0.1, without one)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -85,7 +85,7 @@ class Here:
             overrides: ``key=value``.
         """
         from rocm_ext.bench.context import Bench
-        from rocm_ext.bench.spec import Spec
+        from rocm_ext.bench.sweep import Spec
         from rocm_ext.machine.budget import memory_budget
         from rocm_ext.machine.detect import detect
         from rocm_ext.machine.profile import choose_profile, load_profile
