@@ -74,7 +74,7 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def check_new_file(path: Path, force: bool = False) -> Path:
-    """Return ``path`` if a file may be written there; its folder is made.
+    """Return ``path`` if a file may be written there.
 
     Raises:
         UserError: it is a folder, it exists and ``force`` is not set, or it cannot be written.
@@ -84,8 +84,7 @@ def check_new_file(path: Path, force: bool = False) -> Path:
     if path.exists() and not force:
         raise UserError(f"{path} exists; name another file, or add --force to replace it", code=2)
     with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=path.parent).close()
+        TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())).close()
     return path
 
 

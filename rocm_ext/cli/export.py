@@ -12,7 +12,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.log import setup_logging
-from rocm_ext.cli._common import add_trust
+from rocm_ext.cli._common import add_force, add_trust, check_new_file
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--type", choices=("f16", "bf16", "q8_0"), default="f16", help="of the weights in --gguf (default: f16)")
     option("--gguf-adapter", type=Path, metavar="FILE", help="write the adapter for llama.cpp's --lora")
     option("--card", type=Path, metavar="FILE", help="write the model card (with --merged: README.md in DIR)")
+    add_force(parser)
     option("--push", metavar="OWNER/NAME", help="upload what this command writes, or else the adapter, with its card")
     option("--private", action="store_true", help="make the new repository of --push private, or demand that it is")
     option("--base-name", metavar="OWNER/NAME", help="what the hub calls the base model (default: as its folder says)")
@@ -38,18 +39,18 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write what the options name, and print each path."""
+    _check_new(args)
     if not (args.merged or args.gguf or args.gguf_adapter or args.card or args.push):
         named = "--merged DIR, --gguf FILE, --gguf-adapter FILE, --card FILE or --push OWNER/NAME"
         raise UserError(f"nothing to write; set {named}", code=2)
+    if args.base_name and not is_hub_name(args.base_name):
+        raise UserError(f"--base-name {args.base_name} is no name on the hub; expected OWNER/NAME", code=2)
     from rocm_ext.export import gguf_adapter, gguf_model, open_source
     from rocm_ext.export.card import card
     from rocm_ext.export.merged import write_merged
     from rocm_ext.export.ollama import write_modelfile
     from rocm_ext.export.push import push
 
-    _check_new(args)
-    if args.base_name and not is_hub_name(args.base_name):
-        raise UserError(f"--base-name {args.base_name} is no name on the hub; expected OWNER/NAME", code=2)
     setup_logging()
     source = replace(open_source(args.source, args.base, args.trust_config), base_name=args.base_name)
     if source.adapter is None and (args.card or args.push):
@@ -82,11 +83,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _check_new(args: argparse.Namespace) -> None:
     """Refuse names of files that exist, or that two options share, before the weights are read."""
-    files = [path for path in (args.gguf, args.gguf_adapter) if path]
-    files += [path.with_suffix(".Modelfile") for path in files]
-    files += [args.card] if args.card else []
+    models = [check_new_file(path, args.force) for path in (args.gguf, args.gguf_adapter) if path]
+    files = [*models, *(path.with_suffix(".Modelfile") for path in models), *([args.card] if args.card else [])]
     for number, path in enumerate(files):
-        if path.exists():
-            raise UserError(f"{path} exists; choose another name")
-        if path in files[:number]:
-            raise UserError(f"{path} would be written twice; choose another name")
+        if check_new_file(path, args.force) in files[:number]:
+            raise UserError(f"{path} would be written twice; choose another name", code=2)

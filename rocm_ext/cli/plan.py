@@ -97,7 +97,7 @@ def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
     if args.answer_tokens and not limits["answer_tokens"]:
         raise UserError(f"--answer-tokens is for RAFT and GRPO; {args.config} samples no answers", code=2)
     for name, most in limits.items():
-        if most and (getattr(args, name) or 0) > most:
+        if isinstance(most, int) and (getattr(args, name) or 0) > most:
             key = "max_new_tokens" if name == "answer_tokens" else "tokenizer.max_seq_len"
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is above {key}={most}; raise it, too")
 
