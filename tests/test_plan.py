@@ -383,17 +383,19 @@ def test_no_micro_batch_has_more_rows_than_a_step(capsys):
 def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = plan(capsys, "--config", "strix_halo_qwen7b_raft")
-    cycle, asked = found["cycle"], found["cycle"]["questions"]
+    cycle, asked = found["rollout"], found["rollout"]["asked"]
     assert (asked["prompts"], asked["held_out"], asked["answer"]) == (500, 200, 256)
     assert found["rows"]["count"] == 2000  # four of eight answers, half of them right
-    seconds = cycle["sampling_seconds"] + cycle["evaluating_seconds"] + found["training_seconds"]
+    assert cycle["round_seconds"] == cycle["sampling_seconds"] + found["training_seconds"]
+    seconds = cycle["round_seconds"] + cycle["evaluation_seconds"]
     assert 600 < seconds < 7200  # from the machine's roofline; others give 8 hours
     assert cycle["peak"] <= found["budget"]
     assert found["published"] == {kind: list(shares) for kind, shares in speeds.PUBLISHED.items()}
-    longer = plan(capsys, "--config", "strix_halo_qwen7b_raft", "--answer-tokens", "512", "--rows", "1000")["cycle"]
+    longer = plan(capsys, "--config", "strix_halo_qwen7b_raft", "--answer-tokens", "512", "--rows", "1000")["rollout"]
     assert longer["sampling_seconds"] == pytest.approx(4 * cycle["sampling_seconds"], rel=0.15)
     servers = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/v1]}"
-    assert plan(capsys, "--config", "strix_halo_qwen7b_raft", servers)["cycle"] is None
+    served = plan(capsys, "--config", "strix_halo_qwen7b_raft", servers)["rollout"]
+    assert (served["servers"], served["peak"], served["waiting"]) == (1, 0, None)
 
 
 def test_what_does_not_fit_ends_with_1(capsys):
@@ -408,13 +410,13 @@ def test_what_does_not_fit_ends_with_1(capsys):
 def test_tables_for_people(capsys):
     assert main(["plan", "--config", "mi50_qwen0_5b_raft", "--rows", "100"]) == 0
     said = capsys.readouterr().out
-    for part in ("weights", "optimizer", "logits and loss", "peak", "tokens/s", "keys and values", "together",
+    for part in ("weights", "optimizer", "logits and loss", "peak", "tokens/s", "keys and values", "a cycle",
                  "computed, not measured"):  # fmt: skip
         assert part in said
     words = " ".join(said.split())
     for kind, (low, high) in speeds.PUBLISHED.items():
         assert f"{low} to {high} in {kind}" in words
-    for row in ("tokens/s", "answer tokens/s", "together"):
+    for row in ("tokens/s", "answer tokens/s", "a cycle"):
         low, high = re.search(rf"^{row} +(.+) to (.+)$", said, re.MULTILINE).groups()
         assert low != high
 

@@ -47,8 +47,8 @@ def ratio(kind: str, run: dict, root: Path, capsys) -> float:
     plan = planned(run, root, capsys)
     assert plan["figures"]["measured"] is False
     if kind == "decoding":
-        assert plan["cycle"]["sampling"]["slots"] == run["slots"]
-        return run["value"] / plan["cycle"]["sampling"]["tokens_per_second"]
+        assert plan["rollout"]["sampling"]["slots"] == run["slots"]
+        return run["value"] / plan["rollout"]["sampling"]["tokens_per_second"]
     step = plan["configured"]["step"]
     if run["unit"] == "s/step":
         return step["seconds"] / run["value"]

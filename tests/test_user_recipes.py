@@ -183,7 +183,7 @@ def test_plan_finds_its_defaults_beside_the_config(folder, tiny, stated, capsys)
     write_yaml(folder / "my_run.yaml", content if stated == "nothing" else {**content, "recipe": stated})
     override = ["recipe=lora_plus.py"] if stated == "nothing" else []
     assert rocm_ext(["plan", "--config", str(folder / "my_run.yaml"), "--json", "lora_plus_ratio=2", *override]) == 0
-    assert json.loads(capsys.readouterr().out)["cycle"] is None
+    assert json.loads(capsys.readouterr().out)["rollout"] is None
     line = fails(
         capsys, lambda: rocm_ext(["plan", "--config", str(folder / "my_run.yaml"), "lora_plus_rati=2", *override])
     )

@@ -24,6 +24,7 @@ from rocm_ext.machine.profile import load_profile
 
 if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice
+    from rocm_ext.plan.rollout import RolloutPlan
     from rocm_ext.plan.run import RunPlan
 
 _PARTS = ("weights", "gathered", "adapter", "gradients", "optimizer")
@@ -134,11 +135,9 @@ def _print(name: str, plan: "RunPlan") -> None:
     if not figures.measured:
         out.print("[yellow]To measure: `rocm-ext bench` on that machine[/]")
     out.print()
-    if plan.cycle or plan.policy:
-        title = "A RAFT cycle" if plan.cycle else "A GRPO step, if no group has equal rewards"
-        _print_table(
-            out, title, [" "], _sampling_rows(plan) + (_cycle_rows(plan) if plan.cycle else _policy_rows(plan))
-        )
+    if plan.rollout:
+        titles = {"cycle": "A RAFT cycle", "step": "A GRPO step, if no group has equal rewards"}
+        _print_table(out, titles[plan.round], [" "], _rollout_rows(plan, plan.rollout))
     _print_verdict(out, plan)
 
 
@@ -146,7 +145,7 @@ def _print_table(out: Any, title: str, columns: list[str], rows: Rows) -> None:
     made = table(title, "", *columns, right=tuple(columns))
     made.show_header = columns != [" "]
     for name, values in rows:
-        made.add_row(name, *values, style="bold" if name in ("peak", "tokens/s", "a step", "together") else "")
+        made.add_row(name, *values, style="bold" if name in ("peak", "tokens/s", "a step", "a cycle") else "")
     out.print(made)
 
 
@@ -184,69 +183,46 @@ def _step_rows(plan: "RunPlan", choices: Sequence["Choice"]) -> Rows:
         per_rank = 1e4 * plan.rows.mean / plan.ranks
         seconds = [_training_time(per_rank / step.tokens_per_second) for step in steps]
         rows.append(("per 10,000 rows", [_told(plan, each) for each in seconds]))
-    elif not plan.policy:  # its own table says more
-        rows.append((f"{'training in a cycle' if plan.cycle else 'all epochs'}, {plan.steps} steps", times(plan.steps)))
+    elif not plan.rollout:  # its own table says more
+        rows.append((f"all epochs, {plan.steps} steps", times(plan.steps)))
     if plan.reference is not None:
         before = [plan.reference * step.forward_seconds / plan.now.step.forward_seconds for step in steps]
         rows.append(("before, the reference's log-probs", [_told(plan, _training_time(each)) for each in before]))
     return rows
 
 
-def _sampling_rows(plan: "RunPlan") -> Rows:
-    """What a RAFT cycle and a GRPO step have in common."""
+def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
     from rocm_ext.plan.memory import readable
 
-    part: Any = plan.cycle or plan.policy
-    asked, sampling, servers = part.asked, part.sampling, plan.policy.servers if plan.policy else 0
+    asked, sampling = rollout.asked, rollout.sampling
     prompts = f"{asked.prompts} prompts" if asked.prompts else "prompts"
     rows: Rows = [("answers", [f"of {asked.answer:,.0f} tokens to {prompts} of {asked.mean:,.0f}"])]
-    if servers:
-        rows.append(("servers", [f"{servers}, each assumed to be one more GPU of this kind"]))
+    if rollout.servers:
+        rows.append(("servers", [f"{rollout.servers}, each assumed to be one more GPU of this kind"]))
     rows.append(("slots", [f"{sampling.slots}"]))
-    if not servers:
+    if not rollout.servers:
         rows.append(("the sampler's layout of the weights", [readable(sampling.layout)]))
         rows.append(("keys and values", [readable(sampling.cache)]))
-        rows.append(("peak while sampling", [readable(part.peak)]))
-    return [*rows, ("answer tokens/s", [_speed(plan, sampling.tokens_per_second, 1)])]
+        rows.append(("peak while sampling", [readable(rollout.peak)]))
+    rows.append(("answer tokens/s", [_speed(plan, sampling.tokens_per_second, 1)]))
 
+    def add(name: str, key: str, unknown: str = "--rows") -> None:
+        known = getattr(rollout, key) is not None
+        told = _told(plan, lambda *shares: getattr(rollout.at(*shares), key)) if known else f"unknown: set {unknown}"
+        rows.append((name, [told]))
 
-def _cycle_rows(plan: "RunPlan") -> Rows:
-    assert plan.cycle is not None
-    sampling, evaluating = plan.cycle.seconds
-    training = plan.training_seconds
-    parts: dict[str, tuple[float | None, Figure]] = {
-        "sampling": (sampling, lambda _, share: (sampling or 0.0) / share),
-        "evaluating": (evaluating, lambda _, share: (evaluating or 0.0) / share),
-        "training": (training, _training_time(training or 0.0)),
-    }
-    rows: Rows = [
-        (what, ["unknown: set --rows" if seconds is None else _told(plan, of)]) for what, (seconds, of) in parts.items()
-    ]
-    if all(seconds is not None for seconds, _ in parts.values()):
-        rows.append(("together", [_told(plan, lambda *shares: sum(of(*shares) for _, of in parts.values()))]))
-    return rows
-
-
-def _policy_rows(plan: "RunPlan") -> Rows:
-    policy = plan.policy
-    assert policy is not None
-    updates = f"{policy.updates} updates" if policy.updates > 1 else "1 update"
-    rows: Rows = [("sampling", [_told(plan, lambda *shares: policy.at(*shares).sampling_seconds)])]
-    if policy.scoring_seconds:
-        scoring = _told(plan, lambda *shares: policy.at(*shares).scoring_seconds)
-        rows.append(("log-probs before the updates", [scoring]))
-    rows.append((updates, [_told(plan, lambda *shares: policy.at(*shares).updates_seconds)]))
-    if policy.waiting:
-        side, ahead = policy.waiting
+    add("sampling", "sampling_seconds")
+    if rollout.scoring_seconds:
+        add("log-probs before the updates", "scoring_seconds")
+    add(f"{plan.steps} updates" if plan.steps != 1 else "1 update", "updates_seconds")
+    if rollout.waiting:
+        side, ahead = rollout.waiting
         rows.append((f"{side} wait", [_duration(ahead)]))
-    rows.append(("a step", [_told(plan, lambda *shares: policy.at(*shares).step_seconds)]))
-    if policy.evaluations:
-        unknown = policy.evaluation_seconds is None
-        evaluation = _told(plan, lambda *shares: policy.at(*shares).evaluation_seconds or 0.0)
-        rows.append(("an evaluation", ["unknown: held-out prompts not on disk" if unknown else evaluation]))
-    if policy.run_seconds is not None:
-        whole = f"{policy.steps} steps and {policy.evaluations} evaluations"
-        rows.append((whole, [_told(plan, lambda *shares: policy.at(*shares).run_seconds or 0.0)]))
+    add(f"a {plan.round}", "round_seconds")
+    if rollout.evaluations:
+        add("an evaluation", "evaluation_seconds", "eval_prompts to a file")
+    if rollout.run_seconds is not None:
+        add(f"{rollout.rounds} {plan.round}s and {rollout.evaluations} evaluations", "run_seconds")
     return rows
 
 
@@ -313,20 +289,12 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
         "steps": plan.steps,
         "training_seconds": plan.training_seconds,
         "reference_seconds": plan.reference,
-        "cycle": plan.cycle
+        "rollout": plan.rollout
         and {
-            "questions": vars(plan.cycle.asked),
-            "sampling": vars(plan.cycle.sampling),
-            "peak": plan.cycle.peak,
-            "sampling_seconds": plan.cycle.seconds[0],
-            "evaluating_seconds": plan.cycle.seconds[1],
-        },
-        "policy": plan.policy
-        and {
-            **{key: value for key, value in vars(plan.policy).items() if key != "asked"},
-            "questions": vars(plan.policy.asked),
-            "sampling": vars(plan.policy.sampling),
-            **{key: getattr(plan.policy, key) for key in ("step_seconds", "run_seconds", "waiting")},
+            **vars(plan.rollout),
+            "asked": vars(plan.rollout.asked),
+            "sampling": vars(plan.rollout.sampling),
+            **{key: getattr(plan.rollout, key) for key in ("round_seconds", "run_seconds", "waiting")},
         },
     }
 
