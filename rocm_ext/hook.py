@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """torch's hook. In `tune`: append our recipes to torchtune's registry. In a program that runs a recipe: complete
-    the environment before anything else is imported. Never raises, but ends ``tune`` with one line where the installed
-    torchtune or torchao cannot work, or where it is asked for a recipe that does not exist."""
+    the environment before anything else is imported. Never raises, but answers `tune ls` itself, and ends ``tune`` with
+    one line where the installed torchtune or torchao cannot work, or where it is asked for a recipe that does not
+    exist."""
     what = "its recipes are not registered"
     try:
         tune, script = _is_tune(), _script()
@@ -32,6 +33,9 @@ def register() -> None:
             named = _names_us(sys.argv, table)
             if problem and named:
                 sys.exit(problem)
+            if sys.argv[1:] == ["ls"]:
+                _list(table)
+                sys.exit()
             _add_recipes(table)
             if sys.argv[1:2] == ["run"] and (unknown := _unknown_recipe(sys.argv[2:])):
                 sys.exit(f"error: {unknown}")
@@ -100,6 +104,20 @@ def _unknown_recipe(arguments: list[str]) -> str | None:
             near = "" if name.endswith(".py") else nearest(name, known)
             return f"there is no recipe {name}, neither in `tune ls` nor as a file here{near}"
     return None  # `tune` itself reports what is wrong
+
+
+def _list(table: Mapping[str, registry.Recipe]) -> None:
+    """Print what `tune ls` is to show: our configs with machine, model and memory, then torchtune's. It ends `tune`
+    before torchtune imports the rest of itself, which takes seconds."""
+    from torchtune._recipe_registry import get_all_recipes
+
+    print(*registry.listing(table.values()), sep="\n")
+    print("\nStart one with `tune run RECIPE --config CONFIG`; hardware=NAME is for another machine. Memory is")
+    print("computed, for one GPU: from the least, where the run can recompute layers, to what is fastest.")
+    print("\ntorchtune's:")
+    for recipe in get_all_recipes():
+        for config in recipe.configs:
+            print(f"{recipe.name:40} {config.name}")
 
 
 def _add_recipes(table: Mapping[str, registry.Recipe]) -> None:

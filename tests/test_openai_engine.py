@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from contextlib import asynccontextmanager
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from pathlib import Path
@@ -577,6 +578,36 @@ def test_ctrl_c_ends_a_process_that_waits(vllm, tokenizer, tmp_path):
     ended = wait(pid, receive)
     gate.set()
     assert ended == (0, "ended ['MainThread']\n")
+
+
+def test_a_cancellation_that_arrives_with_the_answer_is_not_lost():
+    """A worker that lost it would wait for requests for ever, and the run with it."""
+
+    class Client:
+        @asynccontextmanager
+        async def stream(self, *_, **__):
+            yield SimpleNamespace(status_code=200, headers={}, aiter_bytes=self.parts)
+
+        async def parts(self):
+            yield b"{}"
+            task.cancel()
+
+    async def ask_for_ever():
+        while True:
+            await openai_http.exchange(Client(), "POST", "http://server", 60)
+            await asyncio.sleep(0)
+
+    async def cancelled() -> bool:
+        nonlocal task
+        task = asyncio.create_task(ask_for_ever())
+        done, _ = await asyncio.wait([task], timeout=1)
+        for _ in range(100 * (not done)):  # end what goes on
+            task.cancel()
+            await asyncio.sleep(0.001)
+        return bool(done) and task.cancelled()
+
+    task = None
+    assert asyncio.run(cancelled())
 
 
 # ---- token ids and log-probabilities

@@ -19,6 +19,7 @@ from rocm_ext.train.trainer import Trainer
 from tests.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
 
 SHIPPED = Path(__file__).parents[1] / "recipe_configs"
+TITLES = tuple(registry.TITLES)
 CONFIGS = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
@@ -51,14 +52,27 @@ def installed(monkeypatch):
 
 
 def test_tune_ls(as_tune, monkeypatch, capsys):
-    """In this process, as the next test."""
-    hook.register()
-    monkeypatch.setattr(sys, "argv", ["tune", "ls"])
-    tune_command()
-    listed = capsys.readouterr().out.split()
-    assert "lora_finetune_rocm" in listed
-    assert set(CONFIGS) <= set(listed)
-    assert "lora_finetune_single_device" in listed  # torchtune's own are still there
+    """It shows machine, model and memory of our configs, then torchtune's, and ends before torchtune is imported."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "ls"])
+    with pytest.raises(SystemExit) as left:
+        hook.register()
+    assert not left.value.code
+    ours, _, theirs = capsys.readouterr().out.partition("torchtune's:")
+    lines = {line.split()[1]: " ".join(line.split()) for line in ours.splitlines() if line.startswith(TITLES)}
+    assert sorted(lines) == CONFIGS
+    assert not [line for line in lines.values() if " - " in line or line.endswith(" -")], "each says all of it"
+    assert lines["strix_halo_qwen7b"].endswith(" strix_halo Qwen2.5-7B-Instruct 17 to 40 GiB")
+    assert lines["mi300x_qwen72b"].endswith(" 8 x mi300x Qwen2.5-72B-Instruct 147 GiB")
+    assert lines["cpu_pocket_raft"].endswith(" cpu pocket under 1 GiB")
+    assert "lora_finetune_single_device" in theirs
+
+
+def test_tune_ls_of_configs_that_say_little(tmp_path):
+    """As those of other people's packages."""
+    (tmp_path / "mine.py").write_text('recipe_main("mine", defaults="mine.yaml")\n')
+    (tmp_path / "mine.yaml").write_text("recipe: mine\n")
+    (tmp_path / "run.yaml").write_text("recipe: mine\nmodel: some.builder\n")
+    assert registry.listing([registry.read_recipe(tmp_path / "mine.py")])[1].split() == ["mine", "run", "-", "-", "-"]
 
 
 def test_tune_cp_and_validate(as_tune, tmp_path, monkeypatch, capsys):

@@ -118,13 +118,22 @@ def test_the_head_says_how_to_run_it(name):
     assert name in str(cfg.output_dir)
 
 
-def peak(capsys, name: str, *arguments: str) -> float:
-    """GiB that `rocm-ext plan` computes for a training step as configured."""
+def planned(capsys, name: str, *arguments: str) -> list[float]:
+    """GiB that `rocm-ext plan` computes as configured, for a training step and, if the run samples, for sampling."""
     main(["plan", "--config", name, *arguments, "--json"])
-    return json.loads(capsys.readouterr().out)["configured"]["memory"]["peak"] / 2**30
+    plan = json.loads(capsys.readouterr().out)
+    sampling = plan.get("cycle") or plan.get("policy") or {}
+    return [x / 2**30 for x in (plan["configured"]["memory"]["peak"], sampling.get("peak")) if x]
+
+
+def peak(capsys, name: str, *arguments: str) -> float:
+    return planned(capsys, name, *arguments)[0]
 
 
 FAST = ("mi50_qwen1_5b",)
+SAMPLING = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - set(NAMES))
+SAMPLING = [name for name in SAMPLING if not re.search("_dpo$|^cpu_", name)]
+FAST_SAMPLING = ("strix_halo_qwen7b_raft",)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +146,19 @@ def test_the_head_s_memory_is_what_plan_prints(name, capsys):
         expected.append(peak(capsys, name))
     if "down to" in said:
         expected.append(peak(capsys, name, "enable_activation_checkpointing=True"))
+    assert [int(number) for number in re.findall(r"(\d+) GiB", said)] == [pytest.approx(x, abs=0.6) for x in expected]
+
+
+@pytest.mark.parametrize(
+    "name", [*FAST_SAMPLING, *(pytest.param(x, marks=pytest.mark.slow) for x in SAMPLING if x not in FAST_SAMPLING)]
+)
+def test_the_head_s_memory_is_what_plan_prints_of_sampling_runs(name, capsys):
+    said = re.search(r"# Memory: (.*)", head(name))[1]
+    ranks = re.search(r"--nproc_per_node (\d)", head(name))
+    both = planned(capsys, name, *(["--ranks", ranks[1]] if ranks else []))
+    expected = [max(both), *(both if "while sampling" in said else [])]
+    if "down to" in said:
+        expected.append(max(planned(capsys, name, "enable_activation_checkpointing=True")))
     assert [int(number) for number in re.findall(r"(\d+) GiB", said)] == [pytest.approx(x, abs=0.6) for x in expected]
 
 

@@ -51,10 +51,10 @@ def in_cache(name: str) -> Path | None:
     from huggingface_hub.utils import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        path = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def files_of(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
@@ -67,10 +67,10 @@ def files_of(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
 
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     chosen = filter_repo_objects(names, allow_patterns=[*patterns], ignore_patterns=".*")
-    found = {name: folder / name for name in chosen}
+    files = {name: folder / name for name in chosen}
     whole = folder.resolve()
     inside = [whole, *[whole.parents[1] / "blobs"] * (hub_name(whole) is not None)]
-    for path in found.values():
+    for path in files.values():
         if path.resolve().parent not in inside:
             raise UserError(f"{path} is a link to {path.resolve()}, outside of its folder; put a copy in its place")
-    return found
+    return files

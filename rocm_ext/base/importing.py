@@ -28,16 +28,16 @@ def import_component(path: Any) -> Callable:
     if here not in sys.path and not _installed(path.split(".")[0]):
         sys.path.append(here)
         importlib.invalidate_caches()
-    found, names = _import_module(path, here)
+    component, names = _import_module(path, here)
     for name in names:
-        if not hasattr(found, name):
-            public = [key for key, value in vars(found).items() if callable(value) and key[:1] != "_"]
-            where = getattr(found, "__name__", path)
+        if not hasattr(component, name):
+            public = [key for key, value in vars(component).items() if callable(value) and key[:1] != "_"]
+            where = getattr(component, "__name__", path)
             raise UserError(f"{path!r} cannot be imported: {where} has no {name!r}{nearest(name, public)}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise UserError(f"{path!r} is a {type(found).__name__}; expected a function or class")
-    return found
+        component = getattr(component, name)
+    if not callable(component):
+        raise UserError(f"{path!r} is a {type(component).__name__}; expected a function or class")
+    return component
 
 
 def _installed(package: str) -> bool:

@@ -70,8 +70,8 @@ class Progress:
         """Count one more; ``text`` describes it, such as its loss."""
         self.done += 1
         if self._bar is not None:
-            told = text if self._own_left is None else text + self._left()
-            self._bar.set_postfix_str(told, refresh=False)
+            postfix = text if self._own_left is None else text + self._left()
+            self._bar.set_postfix_str(postfix, refresh=False)
             try:
                 self._bar.update()
             except OSError:  # the terminal was closed

@@ -1,6 +1,5 @@
 """HTTP with servers that speak OpenAI's protocol: addresses, keys, failures."""
 
-import asyncio
 import json
 import math
 import os
@@ -24,6 +23,8 @@ except ImportError:
         raise UserError(
             "an OpenAI-compatible server needs an HTTP client, httpx2 or httpx: pip install 'torchtune-rocm[openai]'"
         ) from error
+
+import anyio  # both stand on it
 
 CHECK_TIMEOUT = 10.0  # seconds, to connect and for requests without computation
 MAX_BODY = 64 << 20  # bytes; an answer of 32,000 tokens with log-probs has about 10 MB
@@ -85,8 +86,8 @@ def seconds_of(value: Any, name: str) -> float:
         UserError: ``value`` is not a time of at least 0; the message has ``name``.
     """
     number, unit = value, "s"
-    if isinstance(value, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value)):
-        number, unit = float(found[1]), found[2]
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value)):
+        number, unit = float(match[1]), match[2]
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
         unit = ""
     if unit not in _SECONDS:
@@ -132,8 +133,10 @@ async def exchange(client: Any, method: str, url: str, seconds: float, json: Any
         UserError: the body is larger than :data:`MAX_BODY`.
     """
     try:
-        return await asyncio.wait_for(_received(client, method, url, json), seconds)
-    except (TimeoutError, asyncio.TimeoutError):  # one class from Python 3.11 on
+        # before Python 3.12, asyncio.wait_for loses a cancellation that arrives with the answer
+        with anyio.fail_after(seconds):
+            return await _received(client, method, url, json)
+    except TimeoutError:
         raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from None
 
 
@@ -168,8 +171,8 @@ def json_object(url: str, response: Any) -> dict[str, Any]:
     except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
-        said = start_of(response.text, 150)
-        raise UserError(f"{url} does not answer with a JSON object; is it an OpenAI-compatible server? {said}")
+        start = start_of(response.text, 150)
+        raise UserError(f"{url} does not answer with a JSON object; is it an OpenAI-compatible server? {start}")
     return answer
 
 
@@ -188,10 +191,10 @@ def message_of(response: Any) -> str:
     with suppress(ValueError, RecursionError):
         body = response.json()
         if isinstance(body, dict):
-            said = body.get("error", body.get("detail", body.get("message")))
-            said = said.get("message", said) if isinstance(said, dict) else said
-            if said:
-                return start_of(said if isinstance(said, str) else json.dumps(said), 500)
+            message = body.get("error", body.get("detail", body.get("message")))
+            message = message.get("message", message) if isinstance(message, dict) else message
+            if message:
+                return start_of(message if isinstance(message, str) else json.dumps(message), 500)
     return start_of(response.text)
 
 

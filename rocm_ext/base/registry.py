@@ -17,7 +17,7 @@ Every program that imports torch imports this file, so what torch has not import
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,32 @@ def check_system(recipe: Recipe, system: str) -> None:
             f"{recipe.name} does not run on Windows, because its verifiers limit processes in ways that Windows does "
             "not have; run it in WSL2, with a config for Linux"
         )
+
+
+def listing(recipes: Iterable[Recipe]) -> list[str]:
+    """A line for each config of ``recipes``, under a heading: how to run it, on which machine, which model, how much
+    memory. The memory is that of the config's head, which says what `rocm-ext plan` computes."""
+    rows = [("RECIPE", "CONFIG", "MACHINE", "MODEL", "MEMORY")]
+    rows += [(recipe.name, path.stem, *_summary(path)) for recipe in recipes for path in recipe.configs]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _summary(path: Path) -> tuple[str, str, str]:
+    """Machine, model and memory (of one GPU) of a run config; ``-`` for what it does not say."""
+    content, head = _read(path), path.read_text(encoding="utf-8").split("\n\n")[0]
+    machine = str(content.get("hardware", "-"))
+    if re.search(r"\bon eight\b", head.partition("\n")[0]):
+        machine = f"8 x {machine}"
+    blocks = [block for key in ("model", "checkpointer") if isinstance(block := content.get(key), dict)]
+    folder = next((str(block["checkpoint_dir"]) for block in blocks if "checkpoint_dir" in block), "-")
+    if variable := re.fullmatch(r"\$\{(\w+)\}", folder):
+        folder = str(content.get(variable[1], "-"))
+    memory = "-"
+    if said := re.search(r"^# Memory: (\w+) (?:to )?(\d+) GiB(?:.*down to (\d+) GiB)?", head, re.MULTILINE):
+        least = f"{said[3]} to " if said[3] else "under " if said[1] == "under" else ""
+        memory = f"{least}{said[2]} GiB"
+    return machine, folder.rpartition("/")[2], memory
 
 
 def _read(path: Path) -> dict[str, Any]:

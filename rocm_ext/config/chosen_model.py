@@ -139,8 +139,8 @@ def _run(folder: Path, adapter: Path | None, trusted: bool, unused: Collection[s
 def _model(name: str, adapter: Path | None) -> ChosenModel:
     model: dict[str, Any] = {COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": name, "lora_rank": 1}
     if adapter is not None:
-        found = _read_adapter(adapter)
-        model |= {ours: found[theirs] for theirs, ours in _ADAPTER.items() if found.get(theirs)}
+        settings = _read_adapter(adapter)
+        model |= {ours: settings[theirs] for theirs, ours in _ADAPTER.items() if settings.get(theirs)}
     optimizer = {COMPONENT: "torch.optim.AdamW"}  # the memory plan counts one
     return ChosenModel(name, adapter, {"recipe": registry.RAFT, "model": model, "optimizer": optimizer})
 
@@ -150,14 +150,14 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
     if folder.is_file():
         raise UserError(f"the adapter {folder} is a file; name its folder, which holds {path.name}")
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise UserError(f"no adapter in {folder}: {path.name} is missing") from error
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path} must hold a JSON object")
-    return found
+    return content
 
 
 def sampling_config(cfg: DictConfig) -> DictConfig:
@@ -165,9 +165,9 @@ def sampling_config(cfg: DictConfig) -> DictConfig:
 
     Keys that ``cfg`` lacks have RAFT's defaults. It names no training prompts.
     """
-    whole: Any = OmegaConf.to_container(cfg)
+    content: Any = OmegaConf.to_container(cfg)
     unset = {key: None if default == "???" else default for key, default in defaults(registry.RAFT).items()}
-    known = {key: whole.get(key, default) for key, default in unset.items()}
+    known = {key: content.get(key, default) for key, default in unset.items()}
     return OmegaConf.create(known | {"recipe": registry.RAFT, "prompts": None})
 
 

@@ -56,15 +56,15 @@ def instantiate(node: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
     """
     component = _component(node, key)
     content: Any = OmegaConf.to_container(node, resolve=True)
-    given = {str(k): v for k, v in content.items() if k != COMPONENT} | kwargs
+    arguments = {str(k): v for k, v in content.items() if k != COMPONENT} | kwargs
     try:
-        inspect.signature(component).bind(*args, **given)
+        inspect.signature(component).bind(*args, **arguments)
     except TypeError as error:
         raise UserError(f"{key}: {node[COMPONENT]}: {error}") from error
     except ValueError:
         pass  # a builtin without a signature checks its arguments itself
     try:
-        return component(*args, **given)
+        return component(*args, **arguments)
     except UserError:
         raise
     except Exception as error:  # whatever the component raises
@@ -118,8 +118,8 @@ def check_from_folder(content: Mapping[str, Any], file: Path) -> None:
     for path, value in _values(content):
         key, name = path[0], path[-1]
         if name == COMPONENT:
-            known = _BUILDERS.get(key, "").replace(".", r"\.").replace("*", r"\w+").replace(" ", "|")
-            harmless = isinstance(value, str) and bool(value) and re.fullmatch(known, value) is not None
+            pattern = _BUILDERS.get(key, "").replace(".", r"\.").replace("*", r"\w+").replace(" ", "|")
+            harmless = isinstance(value, str) and bool(value) and re.fullmatch(pattern, value) is not None
         elif name in _HARMLESS:
             harmless = value in _HARMLESS[name]
         elif path == ("recipe",):  # one in a file of the folder has defaults of its own

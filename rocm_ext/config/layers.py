@@ -195,10 +195,10 @@ def _check_recipe(name: str, stated: str, recipe: registry.Recipe, folder: Path)
     fits = _fitting(recipe)
     if stated in fits:  # the running recipe's own file may be in any folder
         return
-    wanted = registry.find(stated, folder)
-    if wanted.name not in fits:
+    asked_for = registry.find(stated, folder)
+    if asked_for.name not in fits:
         raise UserError(
-            f"config {name} is for recipe {wanted.name}, this is {recipe.name}; {_start_with(wanted, name)}"
+            f"config {name} is for recipe {asked_for.name}, this is {recipe.name}; {_start_with(asked_for, name)}"
         )
 
 

@@ -41,9 +41,9 @@ def recipe_main(
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         def action() -> None:
             setup_logging()
-            made = registry.made_by(recipe, defaults, Path(main.__code__.co_filename).resolve())
+            this_recipe = registry.made_by(recipe, defaults, Path(main.__code__.co_filename).resolve())
             name, overrides = command_line(sys.argv[1:], main.__doc__ or "")
-            cfg = load(made, name, overrides)
+            cfg = load(this_recipe, name, overrides)
             profile = load_profile(cfg.hardware)
             for line in [*preset(profile), *apply_environment(profile, detect())]:
                 log.info("%s", line)

@@ -127,16 +127,16 @@ def _given(options: Sequence[str]) -> dict[str, str]:
 
 def _end_on_lone_machine(options: Sequence[str]) -> None:
     """End with one line where torchrun would wait ten minutes for machines that cannot find this one."""
-    given = _given(options)
-    nodes = given.get("nnodes", "1").partition(":")[0]
+    values = _given(options)
+    nodes = values.get("nnodes", "1").partition(":")[0]
     if not (nodes.isdecimal() and int(nodes) > 1):
         return
-    if not given.get("rdzv_endpoint"):
+    if not values.get("rdzv_endpoint"):
         sys.exit(
             f"error: --nnodes {nodes} needs --rdzv_endpoint HOST:PORT, the same on every machine: an address of the "
             "first machine and a free port there, such as 192.168.1.10:29500"
         )
-    if given.get("rdzv_backend", "static") == "static" and "node_rank" not in given:
+    if values.get("rdzv_backend", "static") == "static" and "node_rank" not in values:
         sys.exit(
             f"error: --nnodes {nodes} needs --node_rank, the number of this machine: 0 on the machine of "
             f"--rdzv_endpoint, {'1' if nodes == '2' else f'1 to {int(nodes) - 1}'} on the "
@@ -146,6 +146,6 @@ def _end_on_lone_machine(options: Sequence[str]) -> None:
 
 def _ranks(options: Sequence[str], machine: Machine) -> int:
     """Processes that torchrun starts with these options, on all nodes; 1 where they do not say."""
-    given = _given(options)
-    a_node, nodes = given.get("nproc_per_node", "1"), given.get("nnodes", "1").rpartition(":")[2]
+    values = _given(options)
+    a_node, nodes = values.get("nproc_per_node", "1"), values.get("nnodes", "1").rpartition(":")[2]
     return (int(a_node) if a_node.isdecimal() else max(1, machine.gpu_count)) * (int(nodes) if nodes.isdecimal() else 1)

@@ -249,7 +249,8 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
     width += -width % multiple
     tokens = np.full((len(grid), width), pad_id, dtype=np.int64)
     positions = np.zeros((len(grid), width), dtype=np.int64)
-    places, wanted = [], []  # of each sequence: places in the grid that predict a label, and which tokens they predict
+    # of each sequence: places in the grid that predict a label, and which tokens they predict
+    places, predicted = [], []
     for b, row in enumerate(grid):
         at = first = 0
         for sequence in row:
@@ -259,12 +260,12 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
             positions[b, at:end] = np.arange(shared, len(sequence.tokens))
             before = np.flatnonzero(sequence.labels[1:] != IGNORE)  # each token predicts the next of its own sequence
             places.append(b * width + before + np.where(before < shared, first, at - shared))
-            wanted.append(before + 1)
+            predicted.append(before + 1)
             at = end
-    counts = [len(each) for each in wanted if len(each)]
+    counts = [len(each) for each in predicted if len(each)]
 
     def at_labels(parts: Iterable[np.ndarray], dtype: type) -> Tensor:
-        picked = [part[at] for part, at in zip(parts, wanted, strict=True)]
+        picked = [part[at] for part, at in zip(parts, predicted, strict=True)]
         return torch.from_numpy(np.concatenate(picked).astype(dtype))
 
     return MicroBatch(

@@ -100,10 +100,10 @@ class TextEncoder:
     def _anchors(self, text: str, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return start and end of each splitting token in ``text``, and its index in ``tokens``; [] in doubt."""
         indices = [index for index, token in enumerate(tokens) if token in self._splits]
-        found = list(self._split.finditer(text))
-        if [match[0] for match in found] != [self._splits[tokens[index]] for index in indices]:
+        matches = list(self._split.finditer(text))
+        if [match[0] for match in matches] != [self._splits[tokens[index]] for index in indices]:
             return []
-        return [(match.start(), match.end(), index) for match, index in zip(found, indices, strict=True)]
+        return [(match.start(), match.end(), index) for match, index in zip(matches, indices, strict=True)]
 
 
 class HFTokenizer:
@@ -169,8 +169,8 @@ def eos_ids(folder: Path) -> list[int]:
 def ids_in(folder: Path, key: str) -> list[int]:
     """Return the token ids that ``key`` has in a model's ``generation_config.json``, else in its ``config.json``."""
     for name in ("generation_config.json", "config.json"):
-        found = _content(folder / name).get(key)
-        if numbers := [number for number in (found if isinstance(found, list) else [found]) if type(number) is int]:
+        value = _content(folder / name).get(key)
+        if numbers := [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]:
             return numbers
     return []
 

@@ -112,10 +112,10 @@ def _apps(row: dict[str, Any]) -> dict[str, Any] | None:
         raise
     if not isinstance(tests, dict) or not all(isinstance(tests.get(k, []), list) for k in ("inputs", "outputs")):
         raise ValueError("input_output must be an object with the lists inputs and outputs")
-    given, wanted = tests.get("inputs", []), tests.get("outputs", [])
-    if len(given) != len(wanted):
-        raise ValueError(f"input_output has {len(given)} inputs and {len(wanted)} outputs")
-    if not given:
+    inputs, outputs = tests.get("inputs", []), tests.get("outputs", [])
+    if len(inputs) != len(outputs):
+        raise ValueError(f"input_output has {len(inputs)} inputs and {len(outputs)} outputs")
+    if not inputs:
         return None
     solutions = _json(row, "solutions", [])
     rest = _without(row, "question", "solutions", "input_output", "starter_code")
@@ -124,10 +124,10 @@ def _apps(row: dict[str, Any]) -> dict[str, Any] | None:
     if name := tests.get("fn_name"):
         cases = [
             {"input": args if isinstance(args, list) else [args], "output": value, "unwrap": True}
-            for args, value in zip(given, wanted, strict=True)
+            for args, value in zip(inputs, outputs, strict=True)
         ]
         return {**rest, **_function(row["question"], starter, string(name, "fn_name"), cases), "tolerance": 1e-5}
-    pairs = zip(map(_lines, given), map(_lines, wanted), strict=True)
+    pairs = zip(map(_lines, inputs), map(_lines, outputs), strict=True)
     return {**rest, **_program(row["question"], pairs), "tolerance": 1e-5}
 
 
@@ -222,11 +222,11 @@ def _private(text: Any) -> list[Any]:
         data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS)
         if unpacker.unconsumed_tail:
             _refuse_private(f"smaller than {MAX_TESTS} bytes")
-        found = list(pickletools.genops(data))
+        opcodes = list(pickletools.genops(data))
     except (ValueError, binascii.Error, zlib.error, IndexError) as error:
         raise ValueError(f"private_test_cases is neither JSON nor a packed pickle: {error}") from error
-    texts = [argument for code, argument, _ in found if "UNICODE" in code.name]
-    if len(texts) != 1 or not {code.name for code, _, _ in found} <= TEXT_OPCODES:
+    texts = [argument for code, argument, _ in opcodes if "UNICODE" in code.name]
+    if len(texts) != 1 or not {code.name for code, _, _ in opcodes} <= TEXT_OPCODES:
         _refuse_private("a pickle of text alone; unpickling another could run code")
     return _json({"private_test_cases": texts[0]}, "private_test_cases", [])
 

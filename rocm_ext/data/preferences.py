@@ -152,14 +152,16 @@ def _dialogue(text: str) -> list[dict[str, str]]:
             "it is a text, so the row needs a prompt, too; or write both as \\n\\nHuman: …\\n\\nAssistant: …"
         )
     roles = {"Human": "user", "Assistant": "assistant"}
-    turns = [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    turns = [
+        {"role": roles[who], "content": content.strip()} for who, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
     return turns[:-1] if _is_empty_answer(turns[-1]) else turns
 
 
 def _contains(messages: list[Any], prompt: Any) -> bool:
     if isinstance(prompt, str):
-        said = [turn.content.strip() for turn in to_turns(messages) if turn.role == "user"]
-        return prompt.strip() in said
+        texts = [turn.content.strip() for turn in to_turns(messages) if turn.role == "user"]
+        return prompt.strip() in texts
     return to_turns(messages)[: len(prompt)] == to_turns(prompt)
 
 

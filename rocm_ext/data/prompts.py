@@ -37,8 +37,8 @@ class Prompt:
     @property
     def key(self) -> str:
         """SHA-256 of messages and tools, in hex; prompts with the same key are identical for the model."""
-        asked = (self.messages, self.tools) if self.tools else self.messages
-        return hashlib.sha256(_canonical(asked).encode()).hexdigest()
+        content = (self.messages, self.tools) if self.tools else self.messages
+        return hashlib.sha256(_canonical(content).encode()).hexdigest()
 
 
 def prompt_dataset(
@@ -164,13 +164,13 @@ def _prompts(
     return [replace(prompt, id=_id(fields) or prompt.key[:16])]
 
 
-def _with_system(messages: tuple[dict[str, Any], ...], own: str, default: str) -> tuple[dict[str, Any], ...]:
+def _with_system(messages: tuple[dict[str, Any], ...], system: str, default: str) -> tuple[dict[str, Any], ...]:
     """Add a row's system message, or the default one if the conversation has none."""
     if messages[0]["role"] == "system":
-        if own and own != messages[0]["content"]:
+        if system and system != messages[0]["content"]:
             raise ValueError("the column system differs from the system message in the conversation; keep one of them")
         return messages
-    return ({"role": "system", "content": own or default}, *messages) if own or default else messages
+    return ({"role": "system", "content": system or default}, *messages) if system or default else messages
 
 
 def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str, Any], ...]:
@@ -179,14 +179,14 @@ def _messages(fields: dict[str, Any], mapping: dict[str, str]) -> tuple[dict[str
     Raises:
         ValueError: the row has neither, both differ, or the one used is malformed.
     """
-    found = [column for column in ("prompt", "messages") if column in fields]
-    if len(found) == 2:
-        found = [column for column in found if column in mapping] or found
-    if not found:
+    columns = [column for column in ("prompt", "messages") if column in fields]
+    if len(columns) == 2:
+        columns = [column for column in columns if column in mapping] or columns
+    if not columns:
         raise ValueError(f"the columns {list(fields)} have neither prompt nor messages; map yours with column_map")
-    if found == ["prompt"]:
+    if columns == ["prompt"]:
         return _from_text(fields["prompt"])
-    if found == ["messages"]:
+    if columns == ["messages"]:
         return _conversation(fields["messages"])
     messages = _from_text(fields["prompt"])
     turns = fields["messages"]

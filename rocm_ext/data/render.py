@@ -152,14 +152,14 @@ class TemplateRenderer:
     def _marked(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the span of each trained turn, from the template's generation blocks."""
         text, spans = self.template.render_marked(turns, tools)
-        said = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
-        if len(said) != len(spans):
+        answered = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
+        if len(answered) != len(spans):
             raise UserError(
                 f"chat template {self.template.origin} has marked {len(spans)} parts of a conversation with "
-                f"{len(said)} assistant turns; expected one generation block for each"
+                f"{len(answered)} assistant turns; expected one generation block for each"
             )
         trained = []
-        for i, (start, end) in zip(said, spans, strict=True):
+        for i, (start, end) in zip(answered, spans, strict=True):
             if turns[i].masked or i == 0:
                 continue
             before = self.template.render(turns[:i], tools, prompt=True)
@@ -271,13 +271,13 @@ def _refuse_tools(turns: Sequence[Turn], tools: Tools) -> None:
 # ---- shared
 
 
-def _label(labels: list[int], tokens: Sequence[int], own: Sequence[int], stops: frozenset[int]) -> None:
+def _label(labels: list[int], tokens: Sequence[int], indices: Sequence[int], stops: frozenset[int]) -> None:
     """Label the tokens at the indices ``own`` of one turn.
 
     The model does not generate what a template puts after the end of turn (``"\\n"``), so this gets no label.
     """
-    end = max((n for n, i in enumerate(own, 1) if tokens[i] in stops), default=len(own))
-    for i in own[:end]:
+    end = max((n for n, i in enumerate(indices, 1) if tokens[i] in stops), default=len(indices))
+    for i in indices[:end]:
         labels[i] = tokens[i]
 
 

@@ -47,8 +47,8 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
             tokenizer = copy.copy(tokenizer)
             tokenizer.cuts = True
         content: Any = OmegaConf.to_container(cfg, resolve=True)
-        made = import_component(content.pop(COMPONENT))
-        return made(tokenizer if as_it_is else unlimited(tokenizer), **content)
+        build = import_component(content.pop(COMPONENT))
+        return build(tokenizer if as_it_is else unlimited(tokenizer), **content)
     except UserError:
         raise
     except Exception as error:  # a user's component may raise anything
@@ -229,9 +229,9 @@ def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     Returns:
         [s] booleans.
     """
-    wanted = labels != IGNORE
-    wanted[np.cumsum([0, *lengths])[:-1]] = False  # no token predicts the first token of a sequence
-    return wanted
+    mask = labels != IGNORE
+    mask[np.cumsum([0, *lengths])[:-1]] = False  # no token predicts the first token of a sequence
+    return mask
 
 
 def check_vocabulary(largest: int, size: int) -> None:

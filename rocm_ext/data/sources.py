@@ -127,12 +127,12 @@ class SourceDataset(Dataset, ABC):
 
     def warnings(self) -> list[str]:
         """Return what the user should know about the rows read so far, one line each."""
-        found = []
+        lines = []
         if unused := self._seen - self._used:
-            found.append(f"{self.source}: the columns {', '.join(sorted(unused))} are not used")
+            lines.append(f"{self.source}: the columns {', '.join(sorted(unused))} are not used")
         reserved = [(self._reserved[index], self.origin(index)) for index in sorted(self._reserved)]
-        found += special_token_lines(f"rows of {self.source}", len(self), reserved)
-        return found
+        lines += special_token_lines(f"rows of {self.source}", len(self), reserved)
+        return lines
 
     def _mapped(self, index: int) -> tuple[Mapping, dict[str, Any]]:
         """Return a row, and its values under our column names."""

@@ -192,12 +192,12 @@ def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
         return {"default": _read(folder / TEMPLATE), **{path.stem: _read(path) for path in more}}
     file = _file_of(folder, config)
-    found = (_json(folder / OF_PROCESSORS) if file == OF_PROCESSORS else config).get("chat_template")
-    if found is None:
+    templates = (_json(folder / OF_PROCESSORS) if file == OF_PROCESSORS else config).get("chat_template")
+    if templates is None:
         return {}
-    if isinstance(found, str):
-        return {"default": found}
-    listed = found if isinstance(found, list) else [found]
+    if isinstance(templates, str):
+        return {"default": templates}
+    listed = templates if isinstance(templates, list) else [templates]
     named: Any = {each.get("name"): each.get("template") for each in listed if isinstance(each, Mapping)}
     if len(named) != len(listed) or not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise UserError(f"{folder / file}: chat_template must be text, or a list of name and template")
@@ -206,8 +206,8 @@ def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens in ``tokenizer_config.json``, as text or as objects with ``content``."""
-    found = {name: config.get(name) for name in _SPECIAL_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in found.items()}
+    tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 

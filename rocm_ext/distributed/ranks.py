@@ -188,16 +188,16 @@ class Ranks:
         Raises:
             UserError: on every rank, if ``action`` raises it.
         """
-        found, failed = None, ""
+        result, failed = None, ""
         if self.is_main:
             try:
-                found = action()
+                result = action()
             except UserError as error:
                 failed = str(error)
-        found, failed = self.agree((found, failed))
+        result, failed = self.agree((result, failed))
         if failed:
             raise UserError(failed)
-        return found
+        return result
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -253,8 +253,8 @@ def _interface() -> str | None:
         kind, _, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing
-            own = probe.getsockname()[0]
+            local = probe.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
-            if any(each.address.partition("%")[0] == own for each in addresses):
+            if any(entry.address.partition("%")[0] == local for entry in addresses):
                 return name
     return None

@@ -143,12 +143,12 @@ def begin(rank: int, node: int, gather: Callable[[Any], list[Any]], timeout: flo
         problem = error.strerror or str(error)
     shared = gather((socket.gethostname(), node, address))
     places = [(host, number) for host, number, _ in shared]
-    servers = {} if rank else {seen: _server(seen) for seen in {seen for _, _, seen in shared if seen}}
-    ports = {seen: server.getsockname()[1] for seen, server in servers.items()}
+    servers = {} if rank else {at: _server(at) for at in {at for _, _, at in shared if at}}
+    ports = {at: server.getsockname()[1] for at, server in servers.items()}
     ports, token = gather((ports, secrets.token_hex(16)))[0]
     hello, peers = token.encode(), {}
     try:
-        if not all(seen for _, _, seen in shared[1:]):
+        if not all(at for _, _, at in shared[1:]):
             pass  # somebody has a problem already
         elif not rank:
             peers = _accept(list(servers.values()), hello, len(shared) - 1)
@@ -187,8 +187,8 @@ def close() -> None:
 
 def _reached() -> str:
     """The address at which this process reaches rank 0's machine, where torchrun's store listens."""
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    with socket.create_connection(place, timeout=_MEET / 2) as probe:
+    store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.create_connection(store, timeout=_MEET / 2) as probe:
         return str(probe.getpeername()[0])
 
 
@@ -206,48 +206,48 @@ def _accept(servers: Sequence[socket.socket], hello: bytes, count: int) -> dict[
     Raises:
         TimeoutError: not all of them came within a minute.
     """
-    found: dict[int, socket.socket] = {}
-    said: dict[socket.socket, bytes] = {}  # those that have not said all yet, the oldest first
+    peers: dict[int, socket.socket] = {}
+    received: dict[socket.socket, bytes] = {}  # those that have not said all yet, the oldest first
     length, end = len(hello) + 4, time.monotonic() + _MEET
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
 
         def drop(peer: socket.socket) -> bytes:
             selector.unregister(peer)
-            return said.pop(peer)
+            return received.pop(peer)
 
         for server in servers:
             stack.enter_context(server).setblocking(False)
             selector.register(server, selectors.EVENT_READ)
-        while len(found) < count and time.monotonic() < end:
+        while len(peers) < count and time.monotonic() < end:
             for key, _ in selector.select(end - time.monotonic()):
                 peer: Any = key.fileobj
                 if peer in servers:
-                    if len(said) >= _STRANGERS:
-                        drop(oldest := next(iter(said)))
+                    if len(received) >= _STRANGERS:
+                        drop(oldest := next(iter(received)))
                         oldest.close()
                     with suppress(OSError):  # it has left again
                         peer = peer.accept()[0]
                         peer.setblocking(False)
                         selector.register(peer, selectors.EVENT_READ)
-                        said[peer] = b""
-                elif peer in said:
+                        received[peer] = b""
+                elif peer in received:
                     data = b""
                     with suppress(OSError):
-                        data = peer.recv(length - len(said[peer]))
-                    said[peer] += data
-                    if data and len(said[peer]) < length:
+                        data = peer.recv(length - len(received[peer]))
+                    received[peer] += data
+                    if data and len(received[peer]) < length:
                         continue
                     content = drop(peer)
                     if hmac.compare_digest(content[:-4], hello):
-                        found[int.from_bytes(content[-4:], "big")] = peer
+                        peers[int.from_bytes(content[-4:], "big")] = peer
                     else:  # not one of ours
                         peer.close()
-        for peer in list(said):
+        for peer in list(received):
             drop(peer)
             peer.close()
-    if len(found) < count:
+    if len(peers) < count:
         raise TimeoutError("timed out")
-    return found
+    return peers
 
 
 def _connect(address: str, port: int, hello: bytes, rank: int) -> socket.socket:

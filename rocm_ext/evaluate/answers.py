@@ -139,10 +139,10 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, out: Path, name: str) -> Evalua
 def _answers(recipe: RLRecipe, judged: Answers) -> list[dict[str, Any]]:
     """Return what was asked, answered and judged, in the order of the prompts."""
     order: Mapping[str, int] = {prompt.id: number for number, prompt in enumerate(recipe.prompts.held_out)}
-    found = []
+    answers = []
     for key in sorted(judged.samples, key=lambda key: (order[key[0]], key[1])):
         sample, result = judged.samples[key], judged.results[key]
-        found.append(
+        answers.append(
             {
                 "prompt_id": sample.prompt_id,
                 "sample": sample.sample,
@@ -154,4 +154,4 @@ def _answers(recipe: RLRecipe, judged: Answers) -> list[dict[str, Any]]:
                 "finish_reason": sample.finish_reason,
             }
         )
-    return found
+    return answers

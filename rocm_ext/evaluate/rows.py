@@ -88,19 +88,19 @@ def measure(recipe: SupervisedRecipe, adapter: Path | None, base: bool = False) 
     learner, rows = _open(recipe)
     try:
         with TemporaryDirectory() as folder:
-            if (known := Path(recipe.cfg.output_dir) / FILE).is_file():
-                shutil.copy(known, folder)
+            if (kept := Path(recipe.cfg.output_dir) / FILE).is_file():
+                shutil.copy(kept, folder)
             recipe.add_columns(Path(folder), {"dataset_val": rows})
         with _loaded(learner, adapter):
-            found = [_measure(learner, rows)]
+            results = [_measure(learner, rows)]
         if base:
-            found.append(_measure(learner, rows))
-        return found
+            results.append(_measure(learner, rows))
+        return results
     finally:
         recipe.cleanup()
 
 
-def compare(found: Measured, base: Measured) -> dict[str, Any]:
+def compare(measured: Measured, base: Measured) -> dict[str, Any]:
     """Compare two models on the same rows.
 
     Returns:
@@ -108,18 +108,18 @@ def compare(found: Measured, base: Measured) -> dict[str, Any]:
         ``interval`` over rows. Of pairs also ``gained`` and ``lost``, the pairs of which only one model prefers the
         chosen answer, and ``p`` of McNemar's exact test.
     """
-    nll, before = (np.array([_nll(row) for row in each.rows]) for each in (found, base))
-    change = paired_ratio(nll - before, np.array([float(_tokens(row)) for row in found.rows]))
+    nll, before = (np.array([_nll(row) for row in each.rows]) for each in (measured, base))
+    change = paired_ratio(nll - before, np.array([float(_tokens(row)) for row in measured.rows]))
     result: dict[str, Any] = {"difference": change.value, "interval": [change.low, change.high]}
-    if "logprob_chosen" in found.rows[0]:
-        pairs = list(zip(found.rows, base.rows, strict=True))
+    if "logprob_chosen" in measured.rows[0]:
+        pairs = list(zip(measured.rows, base.rows, strict=True))
         gained = sum(_prefers(row) > _prefers(other) for row, other in pairs)
         lost = sum(_prefers(row) < _prefers(other) for row, other in pairs)
         result |= {"gained": gained, "lost": lost, "p": mcnemar(lost, gained)}
     return result
 
 
-def keep(found: Measured, folder: Path) -> None:
+def keep(measured: Measured, folder: Path) -> None:
     """Write ``eval.json`` and ``rows.jsonl`` into a new folder.
 
     Raises:
@@ -127,8 +127,8 @@ def keep(found: Measured, folder: Path) -> None:
     """
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / ROWS, "".join(json.dumps(row) + "\n" for row in found.rows))
-    replace_text(folder / RESULT, json.dumps(found.scores, indent=2) + "\n")
+    replace_text(folder / ROWS, "".join(json.dumps(row) + "\n" for row in measured.rows))
+    replace_text(folder / RESULT, json.dumps(measured.scores, indent=2) + "\n")
 
 
 def _open(recipe: SupervisedRecipe) -> tuple[Learner, Rows]:
@@ -172,10 +172,10 @@ def _measure(learner: Learner, rows: Rows) -> Measured:
             logprobs.append(each)
             progress.update("")
     progress.close()
-    found = [_row(rows, i, each) for i, each in enumerate(logprobs)]
-    nll = sum(map(_nll, found)) / sum(map(_tokens, found))
+    measured = [_row(rows, i, each) for i, each in enumerate(logprobs)]
+    nll = sum(map(_nll, measured)) / sum(map(_tokens, measured))
     scores = {"loss": loss, "perplexity": math.exp(min(nll, 700)), "rows": len(rows), "tokens": labels, **measurements}
-    return Measured(scores, found)
+    return Measured(scores, measured)
 
 
 def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, Any]:
@@ -183,10 +183,10 @@ def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, Any]:
         return {"row": number, "tokens": len(logprobs), "loss": -float(logprobs.mean(dtype=np.float64))}
     side = rows.columns[SIDE][number][labelled(rows.labels[number], rows.lengths[number])]
     sums = {name: logprobs[side * sign > 0] for name, sign in (("chosen", 1), ("rejected", -1))}
-    found: dict[str, Any] = {"row": number}
+    row: dict[str, Any] = {"row": number}
     for name, values in sums.items():
-        found |= {f"logprob_{name}": float(values.sum(dtype=np.float64)), f"tokens_{name}": len(values)}
-    return found
+        row |= {f"logprob_{name}": float(values.sum(dtype=np.float64)), f"tokens_{name}": len(values)}
+    return row
 
 
 def _nll(row: dict[str, Any]) -> float:

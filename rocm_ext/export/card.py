@@ -89,16 +89,16 @@ def _settings(source: Source) -> dict[str, str]:
         rows = {"rank": str(peft.rank), "alpha": f"{peft.alpha:g}"}
         rows |= {"DoRA": "yes"} if peft.dora else {}
     if source.run is not None:
-        found = {key: source.run.setting(key) for key in _SETTINGS}
-        rows |= {key: str(value) for key, value in found.items() if value is not None}
+        values = {key: source.run.setting(key) for key in _SETTINGS}
+        rows |= {key: str(value) for key, value in values.items() if value is not None}
     return rows
 
 
 def _sources(run: RunFolder) -> list[str]:
     nodes = [run.setting(key) for key in _DATA]
     parts = [part for node in nodes for part in (node if isinstance(node, list) else [node])]
-    found = [part.get("source") for part in parts if isinstance(part, Mapping)]
-    return [each for each in found if isinstance(each, str)]
+    sources = [part.get("source") for part in parts if isinstance(part, Mapping)]
+    return [each for each in sources if isinstance(each, str)]
 
 
 def _is_data_set(source: str) -> bool:

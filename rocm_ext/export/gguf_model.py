@@ -50,10 +50,10 @@ class GgufNames:
         Raises:
             UserError: it has none.
         """
-        found = self._map.get_name(hf, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        llama_name = self._map.get_name(hf, try_suffixes=(".weight", ".bias"))
+        if llama_name is None:
             raise UserError(f"{hf} has no place in llama.cpp's {self.arch}; {CONVERTER}")
-        return found
+        return llama_name
 
     def rows(self, hf: str, tensor: Tensor) -> Tensor:
         """Return a weight, a bias or an adapter's B with its rows in llama.cpp's order.
@@ -77,10 +77,10 @@ def native(source: Source) -> Architecture:
     if (foreign := foreign_config(source.base, trust_remote_code=True)) is not None:
         name = (foreign.get("architectures") or [foreign.get("model_type")])[0]
         raise UserError(f"{name} is not written to GGUF files here; {CONVERTER}")
-    found = read_architecture(source.base)
-    if found.rope.yarn and not found.rope.yarn.rounded:
+    architecture = read_architecture(source.base)
+    if architecture.rope.yarn and not architecture.rope.yarn.rounded:
         raise UserError(f"{source.base}: YaRN with truncate=False is unknown to llama.cpp")
-    return found
+    return architecture
 
 
 def write_model(source: Source, out: Path, kind: str) -> None:

@@ -30,8 +30,8 @@ def write_merged(source: Source, out: Path) -> None:
     if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name to write beside
         raise UserError(f"{out} exists; choose a new folder")
     merge(source.cfg.checkpointer, source.adapter, out, source.decoder())
-    known = eos_ids(source.base)
-    if known and (more := [number for number in source.tokenizer.stop_tokens if number not in known]):
+    stops = eos_ids(source.base)
+    if stops and (more := [number for number in source.tokenizer.stop_tokens if number not in stops]):
         path = out / _GENERATION
         content = json_object(path.read_bytes()) if path.is_file() else {}
-        replace_text(path, json.dumps({**(content or {}), "eos_token_id": [*known, *more]}, indent=2) + "\n")
+        replace_text(path, json.dumps({**(content or {}), "eos_token_id": [*stops, *more]}, indent=2) + "\n")

@@ -78,27 +78,27 @@ def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
     except UserError:  # the template takes other conversations alone
         return None
     try:
-        whole = _cut(_text(template, [_SYSTEM, *_TALK], begin), [_SYSTEM, *_TALK])
+        with_system = _cut(_text(template, [_SYSTEM, *_TALK], begin), [_SYSTEM, *_TALK])
     except UserError:
-        whole = None
+        with_system = None
     if talk is None or alone is None:
         return None
-    headers = [talk[0], talk[2], *([whole[1]] if whole else [])]  # each ends with a user's header
+    headers = [talk[0], talk[2], *([with_system[1]] if with_system else [])]  # each ends with a user's header
     header = next(end for at in range(len(talk[0]) + 1) if all(each.endswith(end := talk[0][at:]) for each in headers))
-    system = (whole[0], _without(whole[1], header)) if whole else None
+    system = (with_system[0], _without(with_system[1], header)) if with_system else None
     after = next(start for at in range(len(alone[1]), -1, -1) if talk[1].startswith(start := alone[1][:at]))
     answer = (talk[1][len(after) :], _without(talk[2], header))
-    found = TemplateParts(_without(talk[0], header), system, (header, after), answer, alone[1][len(after) :])
+    result = TemplateParts(_without(talk[0], header), system, (header, after), answer, alone[1][len(after) :])
     conversations: list[Messages] = [_TALK[:1], _TALK, _LONGER]
     conversations += [[_SYSTEM, *each] for each in conversations] if system else []
-    text = "".join([found.start, *(system or ()), *found.user, *found.answer, found.last])
+    text = "".join([result.start, *(system or ()), *result.user, *result.answer, result.last])
     if (
         '"""' in text
         or "{{" in text
-        or any(found.render(each) != _text(template, each, begin) for each in conversations)
+        or any(result.render(each) != _text(template, each, begin) for each in conversations)
     ):
         return None
-    return found
+    return result
 
 
 def _without(text: str, end: str) -> str:
@@ -111,13 +111,13 @@ def _text(template: ChatTemplate, messages: Messages, begin: str) -> str:
 
 def _cut(rest: str, messages: Messages) -> list[str] | None:
     """Return what stands before, between and behind the messages; None: a text is not there once, in order."""
-    found = []
+    pieces = []
     for message in messages:
         before, mark, rest = rest.partition(message["content"])
         if not mark:
             return None
-        found.append(before)
-    return [*found, rest]
+        pieces.append(before)
+    return [*pieces, rest]
 
 
 def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
@@ -143,13 +143,13 @@ def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
     else:
         lines.append(f"FROM ./{gguf.name}")
     if source.template is not None:
-        found = parts(source.template, "".join(texts.get(number, "") for number in encoder.prefix()))
-        if found is None:
+        read_off = parts(source.template, "".join(texts.get(number, "") for number in encoder.prefix()))
+        if read_off is None:
             lines.append(
                 "# The chat template has no equal in Ollama's language; the one that Ollama guesses may differ"
             )
         else:
-            lines.append(f'TEMPLATE """{found.go()}"""')
+            lines.append(f'TEMPLATE """{read_off.go()}"""')
     stops = [number for number in (end_of_turn(source), *source.tokenizer.stop_tokens) if number in texts]
     lines += [f'PARAMETER stop "{texts[number]}"' for number in dict.fromkeys(stops)]
     path = gguf.with_suffix(".Modelfile")

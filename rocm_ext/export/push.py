@@ -80,10 +80,10 @@ def _of_adapter(source: Source) -> dict[str, bytes | Path]:
             f"the adapter's base model is a folder of this machine, {source.name}; say what the hub calls it: "
             "--base-name OWNER/NAME"
         )
-    found: dict[str, bytes | Path] = dict(files_of(source.adapter, OF_ADAPTER))
+    contents: dict[str, bytes | Path] = dict(files_of(source.adapter, OF_ADAPTER))
     settings = json_object((source.adapter / ADAPTER_CONFIG).read_bytes()) or {}
     text = json.dumps({**settings, "base_model_name_or_path": source.name}, indent=2)
-    return found | {ADAPTER_CONFIG: text.encode()}
+    return contents | {ADAPTER_CONFIG: text.encode()}
 
 
 def _of_merged(folder: Path) -> dict[str, bytes | Path]:

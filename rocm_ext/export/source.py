@@ -60,8 +60,8 @@ class Source:
 
     @property
     def _setting(self) -> str:
-        own = self.adapter / TEMPLATE if self.adapter is not None else None
-        return str(own) if own is not None and own.is_file() else "auto"
+        template = self.adapter / TEMPLATE if self.adapter is not None else None
+        return str(template) if template is not None and template.is_file() else "auto"
 
     @cached_property
     def template(self) -> ChatTemplate | None:

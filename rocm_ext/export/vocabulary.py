@@ -82,8 +82,8 @@ def _splitting(path: Path, content: Mapping[str, Any]) -> str:
     normalizer, model = content.get("normalizer"), content["model"]
     if normalizer not in (None, {"type": "NFC"}) and normalizer != {"type": "Sequence", "normalizers": []}:
         raise _unknown(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
-    found = content.get("pre_tokenizer") or {}
-    steps = found.get("pretokenizers", [found])
+    pre = content.get("pre_tokenizer") or {}
+    steps = pre.get("pretokenizers", [pre])
     kinds = [step.get("type") for step in steps]
     byte_level = steps[-1] if kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space") else None
     name = None

@@ -209,9 +209,9 @@ def _mean_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:
     return sum_over_sequences(values, sequence) / sum_over_sequences(torch.ones_like(values), sequence)
 
 
-def _one_of(name: str, value: Any, known: Any) -> None:
-    if value not in known:
-        raise UserError(f"loss.{name} is {value!r}; expected one of {', '.join(known)}")
+def _one_of(name: str, value: Any, choices: Any) -> None:
+    if value not in choices:
+        raise UserError(f"loss.{name} is {value!r}; expected one of {', '.join(choices)}")
 
 
 def _at_least(name: str, value: Any, least: float, above: bool = False) -> None:

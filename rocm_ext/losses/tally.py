@@ -52,10 +52,10 @@ class Tally:
         )
         maxima = dict(zip(self._maxima, values[2 * means :], strict=True))
         every = ranks.gather((sums, counts, maxima))
-        found = {}
+        results = {}
         for name in dict.fromkeys(name for each, _, _ in every for name in each):
             parts = [(each[name], counts[name]) for each, counts, _ in every if name in each]
-            found[name] = sum(total for total, _ in parts) / sum(count for _, count in parts)
+            results[name] = sum(total for total, _ in parts) / sum(count for _, count in parts)
         for name in dict.fromkeys(name for _, _, each in every for name in each):
-            found[name] = max(each[name] for _, _, each in every if name in each)
-        return found
+            results[name] = max(each[name] for _, _, each in every if name in each)
+        return results

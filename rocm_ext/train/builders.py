@@ -54,10 +54,10 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
         log.warning("the tokenizer could not be compared with %s: %s", path, one_line(error))
         return
     cure = "set tokenizer.path and its other files to those of checkpointer.checkpoint_dir"
-    for text, (found, expected) in zip(_TEXTS, pairs, strict=True):
-        if list(found) != expected:
+    for text, (ours, expected) in zip(_TEXTS, pairs, strict=True):
+        if list(ours) != expected:
             raise UserError(
-                f"tokenizer: it encodes {text!r} as {len(found)} tokens {str(list(found[:4]))[:-1]}, …], but {path} "
+                f"tokenizer: it encodes {text!r} as {len(ours)} tokens {str(list(ours[:4]))[:-1]}, …], but {path} "
                 f"of the base model as {len(expected)} tokens {str(expected[:4])[:-1]}, …]; {cure}"
             )
     special = getattr(tokenizer, "special_tokens", None)
@@ -126,8 +126,8 @@ def setup_scheduler(node: DictConfig | None, optimizer: torch.optim.Optimizer, s
     if node is None:
         return None
     length = {"num_training_steps": steps}  # torchtune's schedules need it, torch's do not accept it
-    wanted = length if config.takes(node, "num_training_steps", key="lr_scheduler") else {}
-    return config.instantiate(node, optimizer, key="lr_scheduler", **wanted)
+    arguments = length if config.takes(node, "num_training_steps", key="lr_scheduler") else {}
+    return config.instantiate(node, optimizer, key="lr_scheduler", **arguments)
 
 
 def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:
@@ -138,8 +138,8 @@ def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:
     """
     rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
     if not all(map(_is_rate, rates)) or not any(map(float, rates)):
-        found = ", ".join(str(float(r)) if isinstance(r, torch.Tensor) else repr(r) for r in rates)
-        raise UserError(f"optimizer.lr is {found}; expected a number above 0")
+        text = ", ".join(str(float(r)) if isinstance(r, torch.Tensor) else repr(r) for r in rates)
+        raise UserError(f"optimizer.lr is {text}; expected a number above 0")
 
 
 def _is_rate(value: Any) -> bool:

@@ -248,8 +248,8 @@ def check_same_run(
             if what.startswith("tokens_per_micro_batch"):  # auto may choose another number today
                 problems[-1] += f" (set tokens_per_micro_batch={was})"
     if problems:
-        own = Path(str(cfg.output_dir)) / "config.yaml"
-        how = f", as --config {own} does" if own.is_file() else ""
+        config = Path(str(cfg.output_dir)) / "config.yaml"
+        how = f", as --config {config} does" if config.is_file() else ""
         raise UserError(
             f"{path} belongs to another run: {'; '.join(problems)}. "
             f"Undo these changes{how}, or start a new run in another output_dir"

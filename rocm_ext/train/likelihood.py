@@ -24,16 +24,16 @@ def falling_likelihood(lines: Sequence[Mapping[str, Any]]) -> str | None:
     held_out = [line["val_logprobs_chosen"] for line in lines if "val_logprobs_chosen" in line]
     rewards = [line["reward_chosen"] for line in lines if "reward_chosen" in line and "kl" in line]
     if len(held_out) >= _LEAST:
-        found, what = held_out, "log-prob of the chosen validation answers"
+        values, what = held_out, "log-prob of the chosen validation answers"
     elif len(rewards) >= 2 * _PARTS:
         size = len(rewards) / _PARTS
-        found = [fmean(rewards[round(i * size) : round((i + 1) * size)]) for i in range(_PARTS)]
-        found, what = [0.0, *found], "reward of the chosen answers"  # before the first step it is 0
+        values = [fmean(rewards[round(i * size) : round((i + 1) * size)]) for i in range(_PARTS)]
+        values, what = [0.0, *values], "reward of the chosen answers"  # before the first step it is 0
     else:
         return None
-    if not all(later < earlier for earlier, later in pairwise(found)):
+    if not all(later < earlier for earlier, later in pairwise(values)):
         return None
     return (
-        f"the {what} fell all the way, from {found[0]:.2f} to {found[-1]:.2f}: the model moves away from the chosen "
+        f"the {what} fell all the way, from {values[0]:.2f} to {values[-1]:.2f}: the model moves away from the chosen "
         "answers, too. Set loss.rpo_alpha=1, raise loss.beta or lower the learning rate"
     )

@@ -93,22 +93,22 @@ def _claim(folder: Path) -> None:
         UserError: the holder runs, or runs on another host.
     """
     record, removing = folder / HOLDER, folder / f"{HOLDER}.removing"
-    own = folder / f"{HOLDER}.{platform.node()}.{os.getpid()}"
+    mine = folder / f"{HOLDER}.{platform.node()}.{os.getpid()}"
     with disk_errors(record):
         try:
-            own.write_text(_me())
+            mine.write_text(_me())
             if _runs(_read(record)) is False:
-                os.link(own, removing)  # one process at a time, which looks again: another may hold the folder now
+                os.link(mine, removing)  # one process at a time, which looks again: another may hold the folder now
                 try:
                     if _runs(_read(record)) is False:
                         record.unlink()
                 finally:
                     removing.unlink()
-            os.link(own, record)  # appears with its content, and fails if another has one
+            os.link(mine, record)  # appears with its content, and fails if another has one
         except FileExistsError:
             raise _used(folder) from None
         finally:
-            own.unlink(missing_ok=True)
+            mine.unlink(missing_ok=True)
 
 
 def _used(folder: Path) -> UserError:
@@ -138,10 +138,10 @@ def _me() -> str:
 
 def _read(record: Path) -> dict[str, Any]:
     try:
-        found = json_object(record.read_bytes()) or {}
+        holder = json_object(record.read_bytes()) or {}
     except OSError:
         return {}
-    return found if {"pid", "host", "namespace", "created", "started", "command"} <= found.keys() else {}
+    return holder if {"pid", "host", "namespace", "created", "started", "command"} <= holder.keys() else {}
 
 
 def _runs(holder: dict[str, Any]) -> bool | None:

@@ -62,14 +62,14 @@ def check_same(values: Callable[[], Mapping[str, Any]], ranks: Ranks, cure: str)
     """
     if not several_machines():
         return
-    found: list[tuple[str, Mapping[str, Any]]] = ranks.gather((platform.node(), values()))
-    host, first = found[0]
-    for rank, (other, theirs) in enumerate(found):
+    machines: list[tuple[str, Mapping[str, Any]]] = ranks.gather((platform.node(), values()))
+    host, first = machines[0]
+    for rank, (other, theirs) in enumerate(machines):
         names = [name for name in sorted({*first, *theirs}) if first.get(name) != theirs.get(name)]
         if names:
-            told = "; ".join(_told(name, first.get(name), theirs.get(name)) for name in names[:3])
+            differences = "; ".join(_told(name, first.get(name), theirs.get(name)) for name in names[:3])
             more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(f"rank 0 on {host} and rank {rank} on {other} differ in {told}{more}. Please {cure}")
+            raise UserError(f"rank 0 on {host} and rank {rank} on {other} differ in {differences}{more}. Please {cure}")
 
 
 def _told(name: str, one: Any, other: Any) -> str:
@@ -82,25 +82,25 @@ def _flat(cfg: DictConfig) -> Mapping[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
+            versions[package] = version(package)
     digest, here = sha256(), Path(rocm_ext.__file__).parent
     for path in sorted(here.rglob("*.py")):  # two clones may have the same version
         digest.update(str(path.relative_to(here)).encode() + path.read_bytes())
-    return found | {"the files of torchtune-rocm": digest.hexdigest()}
+    return versions | {"the files of torchtune-rocm": digest.hexdigest()}
 
 
 def _listing(model: Path) -> dict[str, Any]:
     """The files of a model's folder: sizes of the weights, hashes of the texts."""
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for path in sorted(model.iterdir()) if model.is_dir() else ():
         if path.is_file() and not path.name.startswith("."):
             small = path.suffix not in _WEIGHTS
             key = f"the model's {path.name}"
-            found[key] = sha256(path.read_bytes()).hexdigest() if small else f"{path.stat().st_size} bytes"
-    return found
+            contents[key] = sha256(path.read_bytes()).hexdigest() if small else f"{path.stat().st_size} bytes"
+    return contents
 
 
 def _check_shared(folder: Path, ranks: Ranks) -> None:

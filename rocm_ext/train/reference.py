@@ -41,19 +41,19 @@ def add_reference_logprobs(learner: Learner, sets: Mapping[str, Rows], folder: P
     """
     ranks, path = learner.runtime.ranks, folder / FILE
     model = _fingerprint(learner)
-    wanted = {name: f"{model} {rows.fingerprint()}" for name, rows in sets.items()}
-    found = ranks.agree(_read(path, wanted) if ranks.is_main else None)
-    if found:
-        log.info("reference log-probs: %s (%s)", path, ", ".join(found))
-    if missing := [name for name in sets if name not in found]:
+    fingerprints = {name: f"{model} {rows.fingerprint()}" for name, rows in sets.items()}
+    logprobs = ranks.agree(_read(path, fingerprints) if ranks.is_main else None)
+    if logprobs:
+        log.info("reference log-probs: %s (%s)", path, ", ".join(logprobs))
+    if missing := [name for name in sets if name not in logprobs]:
         for name in missing:
-            found[name] = _score(learner, sets[name], name, folder / PARTS, model)
-        ranks.on_main(lambda: replace_bytes(path, save(found, metadata=wanted)))
+            logprobs[name] = _score(learner, sets[name], name, folder / PARTS, model)
+        ranks.on_main(lambda: replace_bytes(path, save(logprobs, metadata=fingerprints)))
     if ranks.is_main and (folder / PARTS).exists():
         remove_folder(folder / PARTS)
     for name, rows in sets.items():
         ends = np.cumsum([labels for labels, _ in label_counts(rows)])
-        rows.add_labels_column(COLUMN, np.split(found[name], ends[:-1]))
+        rows.add_labels_column(COLUMN, np.split(logprobs[name], ends[:-1]))
 
 
 def _fingerprint(learner: Learner) -> str:
@@ -70,18 +70,18 @@ def _fingerprint(learner: Learner) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, wanted: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return the log-probs in ``path`` whose fingerprint is the one in ``wanted``, by name."""
+def _read(path: Path, fingerprints: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Return the log-probs in ``path`` whose fingerprint is the one in ``fingerprints``, by name."""
     if not path.is_file():
         return {}
     try:
         with safe_open(path, "numpy") as file:
-            known = file.metadata() or {}
-            found = {name: file.get_tensor(name) for name, of in wanted.items() if known.get(name) == of}
+            metadata = file.metadata() or {}
+            stored = {name: file.get_tensor(name) for name, of in fingerprints.items() if metadata.get(name) == of}
     except (SafetensorError, OSError) as error:
         log.warning("cannot read %s (%s); its log-probs are computed again", path, error)
         return {}
-    return {name: logprobs for name, logprobs in found.items() if np.isfinite(logprobs).all()}
+    return {name: logprobs for name, logprobs in stored.items() if np.isfinite(logprobs).all()}
 
 
 def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) -> np.ndarray:
@@ -99,21 +99,23 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
     """
     ranks = learner.runtime.ranks
     blocks = [rows.part(range(at, min(at + _BLOCK, len(rows)))) for at in range(0, len(rows), _BLOCK)]
-    wanted = [{name: f"{model} {block.fingerprint()}"} for block in blocks]
+    fingerprints = [{name: f"{model} {block.fingerprint()}"} for block in blocks]
     paths = [folder / f"{name}_{i:06d}.safetensors" for i in range(len(blocks))]
-    parts = ranks.agree([_read(*each).get(name) for each in zip(paths, wanted, strict=True)] if ranks.is_main else None)
-    there = sum(part is not None for part in parts)
-    if there:
-        log.info("reference log-probs of %s: %d of %d blocks were kept", name, there, len(blocks))
-    with closing(Progress(len(blocks), there, ranks.is_main, unit=f"reference log-probs of {name}, block")) as progress:
+    parts = ranks.agree(
+        [_read(*each).get(name) for each in zip(paths, fingerprints, strict=True)] if ranks.is_main else None
+    )
+    done = sum(part is not None for part in parts)
+    if done:
+        log.info("reference log-probs of %s: %d of %d blocks were kept", name, done, len(blocks))
+    with closing(Progress(len(blocks), done, ranks.is_main, unit=f"reference log-probs of {name}, block")) as progress:
         for i, block in enumerate(blocks):
             if parts[i] is not None:
                 continue
             scored = score(learner, block)
             _check_finite(scored, name, i * _BLOCK)
-            parts[i] = found = np.concatenate(scored)
+            parts[i] = logprobs = np.concatenate(scored)
             if len(blocks) > 1:
-                ranks.on_main(partial(_keep, paths[i], save({name: found}, metadata=wanted[i])))
+                ranks.on_main(partial(_keep, paths[i], save({name: logprobs}, metadata=fingerprints[i])))
             progress.update(f"{len(block):,} rows")
     return np.concatenate(parts)
 

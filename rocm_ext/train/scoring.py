@@ -48,8 +48,8 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0) -> list[np.nda
     ours = [i for piece in pieces for i in piece]
     counts = [count_labels(rows.labels[i], rows.lengths[i])[0] for i in ours]
     of_row = dict(zip(ours, np.split(recorder.logprobs(), np.cumsum(counts)[:-1]), strict=True)) if ours else {}
-    found = {i: logprobs for part in ranks.gather(of_row) for i, logprobs in part.items()}
-    return [found[i] for i in range(len(rows))]
+    by_row = {i: logprobs for part in ranks.gather(of_row) for i, logprobs in part.items()}
+    return [by_row[i] for i in range(len(rows))]
 
 
 @contextmanager

@@ -214,8 +214,8 @@ class Trainer(Training):
         else:
             self.worse += 1
         also = "" if metric == "val_loss" else f", {metric} {value:.4f}"
-        found = f"best {best['value']:.4f} at step {best['step']}"
-        log.info("step %d: validation loss %.4f%s (%s)", self.step, loss, also, found)
+        so_far = f"best {best['value']:.4f} at step {best['step']}"
+        log.info("step %d: validation loss %.4f%s (%s)", self.step, loss, also, so_far)
 
     @property
     def _metric_name(self) -> str:
@@ -251,8 +251,8 @@ class Trainer(Training):
         """Return loss and step of the best validation, with the metric that chose it unless that is the loss."""
         if self.best is None:
             return None
-        by, found = self.cfg.early_stopping_metric, {key: self.best[key] for key in ("loss", "step")}
-        return found if by == "val_loss" else {**found, by: self.best["value"]}
+        by, result = self.cfg.early_stopping_metric, {key: self.best[key] for key in ("loss", "step")}
+        return result if by == "val_loss" else {**result, by: self.best["value"]}
 
 
 def _metric_direction(cfg: DictConfig, learner: Learner) -> str:

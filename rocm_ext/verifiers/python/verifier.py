@@ -62,7 +62,7 @@ class PythonTests(Verifier):
 
     ``check_row`` refuses rows that would not run, could not fail, or need one process: those that patch a library or
     the answer, mock its arguments, use files or pandas, look into the answer's objects, derive classes from the
-    answer's, or run text.
+    answer's, skip tests while they run, or run text.
 
     These asserts trust the code: one that compares with a value that the code's own classes or helper functions
     compute; one that computes the expected value from an argument after the call, which may have changed it; and one
