@@ -134,5 +134,5 @@ def test_nothing_is_trained_from_a_shape():
 
 
 def test_bench_measures_a_published_shape():
-    bench = Bench(Spec("strix_halo_qwen3_0_6b", ("hardware=cpu",), 2**30, quick=True, seconds=0.01))
+    bench = Bench(Spec("strix_halo_qwen3_0_6b", ("hardware=cpu",), 2**30, seconds=0.01))
     assert len(bench.shape.layers) == 28

@@ -166,7 +166,7 @@ def test_bench_reads_a_config_that_names_a_file(folder, tiny):
     (folder / "configs").mkdir()
     content = yaml.safe_load(write_run(folder, tiny).read_text())
     run = write_yaml(folder / "configs" / "run.yaml", {**content, "recipe": "../lora_plus.py"})
-    bench = Bench(Spec(str(run), ("hardware=cpu", "lora_plus_ratio=2"), 2**30, quick=True, seconds=0.1))
+    bench = Bench(Spec(str(run), ("hardware=cpu", "lora_plus_ratio=2"), 2**30, seconds=0.1))
     assert bench.cfg.lora_plus_ratio == 2
 
 

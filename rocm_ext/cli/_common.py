@@ -36,7 +36,7 @@ def number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[s
             value = math.nan
         if not least <= value <= most:
             what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what} from {least:,g} to {most:,g}")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what} from {least:,} to {most:,}")
         return value
 
     return parse

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, answers: bool) -> None:
     if args.base and adapter is None:
         raise UserError("--base compares an adapter with the model that the config starts from; name one: --adapter")
-    if answers and target.content is not None and not (args.verifier and args.data):
+    if answers and target.content is not None and not target.run and not (args.verifier and args.data):
         raise UserError("a model alone has no prompts and no verifier; set --data and --verifier")
     if args.verifier and not args.data and "eval_prompts" not in _keys(target, args.overrides):
         raise UserError("--verifier needs prompts; name them with --data")

@@ -73,7 +73,7 @@ _MODEL: dict[str, Kind] = {
     "lora_dropout": REST,
     **dict.fromkeys(("use_dora", "quantize_base", "apply_lora_to_mlp", "apply_lora_to_output"), SWITCH),
 }
-_OPTIMIZER: dict[str, Kind] = {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE}
+_OPTIMIZER: dict[str, Kind] = {"lr": POSITIVE, "weight_decay": NOT_NEGATIVE}
 _CHECKPOINTER: dict[str, Kind] = {
     "checkpoint_dir": text("a text"),
     "model_type": text("a text"),
