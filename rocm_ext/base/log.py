@@ -61,7 +61,7 @@ class Progress:
         self._bar = None
         self._enabled, self._own_left = enabled, left
         self._began, self._start, self._spoke = time.monotonic(), start, time.monotonic() if brief else 0.0
-        self._ends = () if brief else (start + 1, total)
+        self._ends: tuple[int, ...] = () if brief else (start + 1, total)
         if enabled and sys.stderr.isatty():
             form = None if left is None else "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
             self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True, bar_format=form)

@@ -58,13 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int | None:
     if not argv or argv[0] not in _NAMES:
         return _overview(argv)
-    command = importlib.import_module(f"rocm_ext.cli.{argv[0]}")
-    parser = argparse.ArgumentParser(
-        prog=f"rocm-ext {argv[0]}",
-        description=inspect.getdoc(command).partition("\n\n")[2],  # type: ignore[union-attr]
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add(parser)
+    parser = parser_of(argv[0])
     args, more = parser.parse_known_args(argv[1:])
     for name in ("overrides", "arguments"):  # argparse takes those in one run only, before or after the options
         if hasattr(args, name) and all(item[0] == "~" or ("=" in item and item[0] != "-") for item in more):
@@ -72,7 +66,19 @@ def _run(argv: list[str]) -> int | None:
             more = []
     if more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    return command.run(args)
+    return sys.modules[f"rocm_ext.cli.{argv[0]}"].run(args)
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a subcommand."""
+    command = importlib.import_module(f"rocm_ext.cli.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"rocm-ext {name}",
+        description=inspect.getdoc(command).partition("\n\n")[2],  # type: ignore[union-attr]
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add(parser)
+    return parser
 
 
 def _overview(argv: list[str]) -> NoReturn:
