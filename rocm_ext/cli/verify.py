@@ -8,9 +8,11 @@ import argparse
 
 import psutil
 import yaml
+from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.cli._common import add_format, add_json, count, print_json
+from rocm_ext.config.components import check_components
 from rocm_ext.verifiers import Verdict
 from rocm_ext.verifiers.selfcheck import self_check
 
@@ -47,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
         if not equals:
             raise UserError(f"invalid argument {item!r}; expected key=value", code=2)
         node[key] = yaml.safe_load(value)
+    check_components(OmegaConf.create({"verifier": node}), {})
     prompts = prompt_dataset(source=args.data, format=args.format, name=args.name, split=args.split)
     rows = [(prompt.origin, prompt.row) for prompt in prompts]
     workers = args.workers or psutil.cpu_count(logical=False) or 1
