@@ -71,7 +71,7 @@ class PythonTests(Verifier):
 
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
-        memory_mb: for the code; the tests have 1,024 MB. With ``same_process`` the code and the tests share it.
+        memory_mb: for the code, at least 128, which numpy needs; the tests have 1,024 MB. With ``same_process`` the code and the tests share it.
         partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each assert and each loop at the
             top level counts as a test, and each test function, also ``check``.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
@@ -98,8 +98,8 @@ class PythonTests(Verifier):
         tolerance: float | None = None,
         checker: str | None = None,
     ) -> None:
-        if timeout <= 0 or memory_mb < 64:
-            raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 64, found {timeout} and {memory_mb}")
+        if timeout <= 0 or memory_mb < 128:
+            raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
         if isolation not in ISOLATIONS:
             raise UserError(f"isolation {isolation!r} is unknown{nearest(isolation, ISOLATIONS)}")
         if unjudged not in UNJUDGED:
@@ -112,13 +112,14 @@ class PythonTests(Verifier):
 
     @cached_property
     def _sandbox(self) -> Sandbox:
-        return Sandbox(self.kind, interpreter(self.python)[0])
+        return Sandbox(self.kind, interpreter(self.python).folders)
 
     def check(self) -> None:
         self._sandbox.check()
-        outcome = self._sandbox.run([self.python, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20))
+        path = interpreter(self.python).path
+        outcome = self._sandbox.run([path, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20))
         if outcome.stdout.strip() != b"42":
-            raise UserError(f"{self.python} does not run in the sandbox: {short(outcome.stderr.decode(), 200)}")
+            raise UserError(f"{path} does not run in the sandbox: {short(outcome.stderr.decode(), 200)}")
         if self.isolation == "same_process":
             log.warning(
                 "PythonTests with isolation: same_process: code can forge its verdict; use it for code you trust"
@@ -160,11 +161,11 @@ class PythonTests(Verifier):
             tests = tests_of(row) if row.get("cases") is None else ""
         except ValueError as problem:
             return error(problem)
-        packages = interpreter(self.python)[1]
+        _, packages, path = interpreter(self.python)
         if not tests and calls is None:
             boot = f"import builtins,runpy,sys;sys.path+={list(packages)!r};builtins.exit=builtins.quit=sys.exit;"
             boot += f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
-            argv = [self.python, "-s", "-S", "-c", boot]
+            argv = [path, "-s", "-S", "-c", boot]
             results = run_cases(self._sandbox, argv, {"solution.py": code}, row, self.limits, self.partial_credit,
                                 self.comparison)  # fmt: skip
             return results.result(self.partial_credit)
@@ -191,7 +192,7 @@ class PythonTests(Verifier):
             "program": program if self.isolation == "same_process" else None,
         }
         try:
-            with self._judges.one(self._sandbox, self.python, packages) as judge:
+            with self._judges.one(self._sandbox, path, packages) as judge:
                 return self._judged(judge, task, program)
         except JudgeEnded as problem:
             return error(problem)
@@ -207,7 +208,9 @@ class PythonTests(Verifier):
                 theirs.callback(os.close, fd)
             running = None
             if task["program"] is None:
-                running = start("program", self._sandbox, self.python, program, self.limits, (asked, answer))
+                running = start(
+                    "program", self._sandbox, interpreter(self.python).path, program, self.limits, (asked, answer)
+                )
                 ours.callback(running.close)
             judge.give(task, heard, ask, tell)
             theirs.close()

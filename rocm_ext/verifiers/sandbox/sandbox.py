@@ -46,6 +46,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.verifiers.sandbox import bubblewrap
@@ -291,19 +292,34 @@ def _working_folder(files: Mapping[str, bytes]) -> tuple[str, str]:
     return folder, work
 
 
+class Interpreter(NamedTuple):
+    """A Python interpreter as the sandbox runs it.
+
+    Attributes:
+        folders: those that it must be able to read.
+        packages: the folders with its installed packages.
+        path: its file, without the links that lead to it, since the sandbox may not show their folders.
+    """
+
+    folders: tuple[str, ...]
+    packages: tuple[str, ...]
+    path: str
+
+
 @functools.cache
-def interpreter(executable: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The folders that a Python interpreter must be able to read, and those with its installed packages.
+def interpreter(executable: str) -> Interpreter:
+    """Ask a Python interpreter for its folders.
 
     Raises:
         UserError: the interpreter does not run.
     """
     code = "import os,site,sys;p=[sys.prefix,sys.base_prefix,os.path.realpath(sys.base_prefix)];"
-    code += "print(*p,sep='\\0',end='\\1');print(*site.getsitepackages(),sep='\\0',end='')"
+    code += "print(*p,sep='\\0',end='\\1');print(*site.getsitepackages(),sep='\\0',end='\\1');"
+    code += "print(os.path.realpath(sys.executable),end='')"
     try:
         result = subprocess.run([executable, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"python {executable!r} does not run: {error}") from error
-    folders, packages = result.stdout.split("\1")
+    folders, packages, path = result.stdout.split("\1")
     found = [folder for folder in dict.fromkeys(folders.split("\0")) if folder not in ("/usr", "/")]
-    return tuple(found), tuple(packages.split("\0"))
+    return Interpreter(tuple(found), tuple(packages.split("\0")), path)
