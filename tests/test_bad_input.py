@@ -160,7 +160,7 @@ def fails(folder, tmp_path, capsys):
         ("model.lora_dropout=1.0", "model.lora_dropout is 1.0; expected a share from 0 to under 1"),
         ("model.lora_dropout=-0.1", "model.lora_dropout is -0.1"),
         ("model.lora_dropout=abc", "model.lora_dropout is 'abc'"),
-        ("model.norm_eps=abc", "cannot compute a step with these arguments: TypeError"),
+        ("model.norm_eps=abc", "model.norm_eps is 'abc'; expected a number"),
         ("model.intermediate_dim=0", "cannot compute a step with these arguments: RuntimeError"),
         ("model.use_dora=maybe", "model.use_dora is 'maybe'; expected True or False"),
         ("dataset.column_map=[1]", "incompatible container types"),

@@ -157,7 +157,7 @@ def environment(facts: Facts) -> Iterator[Finding]:
     if facts.said.environment is None or profile is None:
         yield unrecorded("environment")
         return
-    conflicts = environment_conflicts(profile, facts.fit, environ)
+    conflicts = list(environment_conflicts(profile, facts.fit, environ))
     named = {name for conflict in conflicts for name in conflict.variables}
     for conflict in conflicts:
         yield Finding(" ".join(conflict.variables), "error" if conflict.fatal else "warning", conflict.found,
