@@ -6,12 +6,14 @@ import shlex
 import shutil
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from rocm_ext import cli, config
 from rocm_ext.base import registry
+from tests.run_folders import curve, sft
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -25,13 +27,17 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.fixture(scope="module")
-def site() -> ModuleType:
-    """tools/site.py, which gathers the pages of the site."""
-    module = ModuleType("site_of_the_docs")
-    module.__file__ = str(ROOT / "tools" / "site.py")
+def tool(name: str) -> ModuleType:
+    """A file of tools/, which is no package."""
+    module = ModuleType(f"tools_{name}")
+    module.__file__ = str(ROOT / "tools" / f"{name}.py")
     exec(Path(module.__file__).read_text(), module.__dict__)
     return module
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    return tool("site")
 
 
 def anchors(page: Path) -> set[str]:
@@ -133,3 +139,29 @@ def test_links_to_files_become_links_to_pages(site, monkeypatch, tmp_path):
     assert "```sh\nrocm-ext pocket demo/pocket\n```" in made["examples/one/n.ipynb.md"]
     (tmp_path / "docs" / "page.md").write_text("[gone](gone.py)\n")
     assert site.main() == 1
+
+
+# ------------------------------------------------------------------------------------------- pictures
+def test_the_picture_of_the_rooms_has_them_all():
+    pytest.importorskip("tomllib")
+    picture = ElementTree.fromstring(tool("pictures").rooms())
+    drawn = {group[2].text.split()[0] for group in picture.iter("{http://www.w3.org/2000/svg}g")}
+    folders = {path.parent.name for path in ROOT.glob("rocm_ext/*/__init__.py")}
+    assert drawn == folders | {"recipes", "hook", "pocket"}
+
+
+@pytest.mark.slow
+def test_pages_of_runs_are_photographed(tmp_path, monkeypatch):
+    """Of a run of the tests; the pictures in docs are of the runs of `make demo`."""
+    pytest.importorskip("tomllib")
+    pictures = tool("pictures")
+    monkeypatch.setattr(pictures, "PICTURES", tmp_path)
+    if (program := pictures.chromium()) is None:
+        pytest.skip("no Chromium on PATH (apt-get install chromium)")
+    pictures.photograph([sft(tmp_path / "run", curve(20))], program)
+    for name in ("report.png", "live.png"):
+        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_pictures_are_small():
+    assert sum(path.stat().st_size for path in (ROOT / "docs" / "pictures").iterdir()) < 700_000

@@ -6,6 +6,9 @@ RUN, photographed by Chromium. Where there is no Chromium, only the rooms are dr
 """
 
 import argparse
+import ast
+import html
+import re
 import shutil
 import socket
 import subprocess
@@ -18,13 +21,13 @@ import tomllib
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-VIEW = {"width": 1280, "height": 860}
-ROW, GAP, LETTER = 34, 6, 7.4  # px: height of a room, space between two, width of a letter
+VIEW = {"width": 1280, "height": 1100}
+WIDTH, ROW, GAP, LETTER = 1000, 34, 6, 7.4  # px: of the picture, height of a room, space between two, a letter
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1c2024 }
-rect { fill: #e8eef4; stroke: #9fb3c8 } .lines { fill: #5c6570 }
+rect { fill: #e8eef4; stroke: #9fb3c8 } .more { fill: #5c6570 }
 @media (prefers-color-scheme: dark) {
-  rect { fill: #223041; stroke: #4a6078 } text { fill: #e8eaed } .lines { fill: #a3acb5 }
+  rect { fill: #223041; stroke: #4a6078 } text { fill: #e8eaed } .more { fill: #a3acb5 }
 }
 """
 
@@ -36,9 +39,8 @@ def main() -> int:
     runs = parser.parse_args().runs
     PICTURES.mkdir(exist_ok=True)
     (PICTURES / "rooms.svg").write_text(rooms())
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if runs and browser:
-        photograph(runs, browser)
+    if runs and (program := chromium()):
+        photograph(runs, program)
     elif runs:
         print("report.png and live.png stay as they are: there is no Chromium on PATH", file=sys.stderr)
     for picture in sorted(PICTURES.iterdir()):
@@ -47,39 +49,45 @@ def main() -> int:
 
 
 def rooms() -> str:
-    """An SVG of the rooms: one row for each layer, the widest as wide as the picture."""
+    """An SVG of the rooms: a row for each layer, with what a room says of itself where it is alone in its row."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["name"].startswith("rooms stand"))
-    named = [layer.split(" | ") for layer in layers]
-    rows = [[(name.removeprefix("rocm_ext."), lines(name)) for name in names] for names in named]
-    scale = 760 / max(sum(count for _, count in row) for row in rows)
-    boxes, width = [], 0.0
+    rows = [[(name, *measured(name)) for name in layer.split(" | ")] for layer in layers]
+    scale = 520 / max(sum(lines for _, lines, _ in row) for row in rows)
+    parts = []
     for number, row in enumerate(rows):
         left, top = 1.0, 1 + number * (ROW + GAP)
-        for name, count in row:
-            label = f"{name} {count:,}"
-            wide = max(count * scale, LETTER * len(label) + 16)
-            boxes.append(
-                f'<rect x="{left:.0f}" y="{top}" width="{wide:.0f}" height="{ROW}" rx="4"/>'
-                f'<text x="{left + 8:.0f}" y="{top + 22}">{name} <tspan class="lines">{count:,}</tspan></text>'
+        for name, lines, said in row:
+            label = name.removeprefix("rocm_ext.")
+            wide = max(lines * scale, LETTER * len(f"{label} {lines:,}") + 16)
+            parts.append(
+                f'<g><title>{said}</title><rect x="{left:.0f}" y="{top}" width="{wide:.0f}" height="{ROW}" rx="4"/>'
+                f'<text x="{left + 8:.0f}" y="{top + 22}">{label} <tspan class="more">{lines:,}</tspan></text></g>'
             )
             left += wide + GAP
-        width = max(width, left)
-    height = len(rows) * (ROW + GAP)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" role="img" aria-label="rooms">'
-    )
-    return "\n".join([head, f"<style>{STYLE}</style>", *boxes, "</svg>\n"])
+        if len(row) == 1:
+            parts.append(f'<text class="more" x="{left + 4:.0f}" y="{top + 22}">{row[0][2]}</text>')
+    size = f'width="{WIDTH}" height="{len(rows) * (ROW + GAP)}" viewBox="0 0 {WIDTH} {len(rows) * (ROW + GAP)}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="The rooms of rocm_ext">'
+    return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>\n"])
 
 
-def lines(name: str) -> int:
-    """Lines of Python in a room."""
+def measured(name: str) -> tuple[int, str]:
+    """Lines of Python in a room, and the first sentence of its docstring."""
     path = ROOT / name.replace(".", "/")
-    files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
-    return sum(len(file.read_text().splitlines()) for file in files)
+    first, *others = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    text = (path / "__init__.py" if path.is_dir() else first).read_text()
+    said = re.split(r"\.\s|[.:]$", ast.get_docstring(ast.parse(text)) or "", maxsplit=1)[0]
+    said = " ".join(re.sub(r":\w+:|`", "", said).split())  # no roles, one line
+    return sum(len(file.read_text().splitlines()) for file in (first, *others)), html.escape(said)
 
 
-def photograph(runs: list[Path], browser: str) -> None:
+def chromium() -> str | None:
+    """The path of Chromium, if it is here."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def photograph(runs: list[Path], program: str) -> None:
     """Take ``report.png`` of the report on ``runs`` and ``live.png`` of the live page on the last of them."""
     from playwright.sync_api import sync_playwright
 
@@ -93,16 +101,16 @@ def photograph(runs: list[Path], browser: str) -> None:
         monitor = subprocess.Popen(
             [command, "monitor", "--web", "--port", port, "--run", runs[-1]], stdout=subprocess.DEVNULL
         )
-        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
         try:
             wait_for(int(port))
             for name, address in (("report", report.as_uri()), ("live", f"http://127.0.0.1:{port}/")):
-                page = chromium.new_page(viewport=VIEW)
+                page = browser.new_page(viewport=VIEW)
                 page.goto(address)
                 page.wait_for_timeout(8000)  # ms; charts are drawn, and some readings are there
                 page.screenshot(path=PICTURES / f"{name}.png")
         finally:
-            chromium.close()
+            browser.close()
             monitor.terminate()
             monitor.wait()
 
