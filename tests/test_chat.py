@@ -90,7 +90,7 @@ def test_the_answer_is_that_of_the_recipes_sampler(pocket_dir, tmp_path, monkeyp
     overrides = [f"pocket={pocket_dir}", "max_new_tokens=32"]
     arguments = ["--config", "cpu_pocket_raft", "--data", str(rows), "--output", str(tmp_path / "eval")]
     assert cli.main(["eval", *arguments, *overrides]) == 0
-    sample = json.loads((tmp_path / "eval" / "cycle_0" / "eval" / "samples.jsonl").read_text())
+    sample = json.loads((tmp_path / "eval" / "samples.jsonl").read_text())
     assert out == sample["text"] + "\n"
     capfd.readouterr()
     # from a pipe, by a config of another recipe

@@ -547,16 +547,18 @@ def test_progress_of_raft(tmp_path, capsys):
         os.utime(path, (now - age, now - age))
 
     touch("metrics.jsonl", 1, '{"cycle": 1, "phase": "train", "steps": 4}\n')
-    touch("cycle_0/eval/samples.jsonl", 600)
+    (tmp_path / "cycle_0").mkdir()
+    touch("samples.jsonl", 600, '{"step": 0, "phase": "eval"}\n')
     assert told(capsys, tmp_path)["phase"] == "evaluating"
-    touch("cycle_9/samples.jsonl", 500)
-    touch("cycle_10/samples.jsonl", 300)
+    for cycle in (9, 10):
+        (tmp_path / f"cycle_{cycle}").mkdir()
+    touch("samples.jsonl", 300, '{"step": 10, "phase": "sample"}\n')
     assert (told(capsys, tmp_path)["cycle"], told(capsys, tmp_path)["phase"]) == (10, "sampling")
     touch("cycle_10/metrics.jsonl", 100, '{"step": 3, "epoch": 1, "loss": 0.25}\n')
     run = told(capsys, tmp_path)
     assert (run["cycle"], run["phase"], run["step"], run["loss"]) == (10, "training", 3, 0.25)
     assert 99 < run["seconds_ago"] < 200
-    touch("cycle_10/eval/verdicts.jsonl", 50)
+    touch("verdicts.jsonl", 50, '{"step": 10, "phase": "eval"}\n')
     assert told(capsys, tmp_path)["phase"] == "evaluating"
     assert cli.main(["monitor", "--count", "1", "--run", str(tmp_path)]) == 0
     assert "run: cycle 10, evaluating, step 3, epoch 1, loss 0.2500, 5" in capsys.readouterr().out

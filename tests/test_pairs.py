@@ -76,19 +76,19 @@ def runs(tmp_path) -> Path:
     grpo.mkdir()
     files: dict[Path, list] = {}
     for number, answers in enumerate(rounds, 1):
-        folder = raft / f"cycle_{number}"
-        (folder / "eval").mkdir(parents=True)
+        (raft / f"cycle_{number}").mkdir(parents=True)
         scope = {"step": number, "phase": "sample"}
         for prompt, index, text, judged, reason in answers:
             record = sample(prompt, index, text, finish_reason=reason)
-            files.setdefault(folder / "samples.jsonl", []).append(record)
-            files.setdefault(grpo / "samples.jsonl", []).append({**scope, **record})
-            if judged:
-                files.setdefault(folder / "verdicts.jsonl", []).append(verdict(prompt, index, judged))
-                files.setdefault(grpo / "verdicts.jsonl", []).append({**scope, **verdict(prompt, index, judged)})
+            for folder in (raft, grpo):
+                files.setdefault(folder / "samples.jsonl", []).append({**scope, **record})
+                if judged:
+                    line = {**scope, **verdict(prompt, index, judged)}
+                    files.setdefault(folder / "verdicts.jsonl", []).append(line)
     held_out = {"step": 1, "phase": "eval"}
-    files[grpo / "samples.jsonl"].append({**held_out, **sample("p2", -1, "held out")})
-    files[grpo / "verdicts.jsonl"].append({**held_out, **verdict("p2", -1, "CORRECT")})
+    for folder in (raft, grpo):
+        files[folder / "samples.jsonl"].append({**held_out, **sample("p2", -1, "held out")})
+        files[folder / "verdicts.jsonl"].append({**held_out, **verdict("p2", -1, "CORRECT")})
     for path, lines in files.items():
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for folder, recipe in ((raft, "raft_rocm"), (grpo, "grpo_rocm")):

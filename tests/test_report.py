@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from rocm_ext.cli import main
 from rocm_ext.report.curves import smooth, thin, tick_labels, ticks, value_range
 from rocm_ext.report.text import visible
 from tests.browser import browser as browser
-from tests.run_folders import curve, raft, sft, step_lines, write_jsonl
+from tests.run_folders import append_jsonl, curve, raft, remove_lines, sft, step_lines, write_jsonl
 
 RIGHT = [[True] * 3 + [False] * 7, [True] * 5 + [False] * 5, [True] * 8 + [False] * 2]
 CHARTS = ("Loss", "Learning rate", "Gradient norm", "Speed", "Peak memory")
@@ -115,8 +116,8 @@ def test_a_run_of_raft(raft_run):
 
 def test_it_is_the_same_each_time(raft_run, tmp_path):
     first = report(raft_run, output=tmp_path / "a.html")
-    lines = (raft_run / "cycle_2" / "samples.jsonl").read_text().splitlines(keepends=True)
-    (raft_run / "cycle_2" / "samples.jsonl").write_text("".join(reversed(lines)))
+    lines = (raft_run / "samples.jsonl").read_text().splitlines(keepends=True)
+    (raft_run / "samples.jsonl").write_text("".join(reversed(lines)))
     assert report(raft_run, output=tmp_path / "b.html") == first
 
 
@@ -211,14 +212,17 @@ def test_in_the_middle_of_a_cycle(raft_run, state):
     rows = json.loads((raft_run / "summary.json").read_text())["cycles"]
     (raft_run / "summary.json").write_text(json.dumps({"cycles": rows[:2]}))
     gone = {
-        "sampling": ["eval", "eval.json", "summary.json", "metrics.jsonl", "kept.jsonl", "adapter"],
-        "training": ["eval", "eval.json", "summary.json", "adapter"],
-        "trained": ["eval", "eval.json"],
+        "sampling": ["eval.json", "summary.json", "metrics.jsonl", "kept.jsonl", "adapter"],
+        "training": ["eval.json", "summary.json", "adapter"],
+        "trained": ["eval.json"],
         "evaluating": ["eval.json"],
     }[state]
     for name in gone:
         path = last / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if state != "evaluating":
+        for name in ("samples", "verdicts"):
+            remove_lines(raft_run / f"{name}.jsonl", 2, "eval")
     text = words(report(raft_run))
     assert f"1, {state} in cycle 2" in text
     assert "not finished" in text
@@ -380,14 +384,14 @@ def hostile(folder: Path) -> Path:
     """Write a run in which every text is an attack."""
     texts = dict.fromkeys(("CORRECT", "WRONG", "UNPARSED", "TIMEOUT", "ERROR", "detail"), NASTY)
     run = raft(folder / "<script>window.pwned=3<\\script> \u202e\"'&", RIGHT, texts=texts)
-    config = json.loads((run / "run.json").read_text())["config"]
+    config = yaml.safe_load((run / "config.yaml").read_text())
     config |= {"model": {"_component_": NASTY, NASTY: NASTY}, "hardware": NASTY, "dtype": NASTY}
     (run / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
-    lines = [{"prompt_id": NASTY, "sample": i, "verdict": NASTY[:60], "reward": 0.5, "detail": NASTY} for i in range(3)]
+    scope = {"step": 2, "phase": "sample", "prompt_id": NASTY}
+    lines = [{**scope, "sample": i, "verdict": NASTY[:60], "reward": 0.5, "detail": NASTY} for i in range(3)]
     samples = [{**line, "text": NASTY, "tokens": [1], "logprobs": [-1.0]} for line in lines]
     for name, more in (("verdicts", lines), ("samples", samples)):
-        with (run / "cycle_2" / f"{name}.jsonl").open("a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in more))
+        append_jsonl(run / f"{name}.jsonl", more)
     summary = json.loads((run / "cycle_1" / "summary.json").read_text())
     (run / "cycle_1" / "summary.json").write_text(json.dumps({**summary, "machine": NASTY, "dtype": NASTY}))
     gpus = [{"id": NASTY, "name": NASTY, "busy": 5}, {"id": "b", "busy": 6}]

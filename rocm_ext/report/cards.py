@@ -70,7 +70,7 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 def _last_sign(run: RunFolder) -> str:
     """When an unfinished run last wrote a line."""
-    files = [run.path / "metrics.jsonl", *(cycle.folder / "samples.jsonl" for cycle in run.cycles)]
+    files = [run.path / "metrics.jsonl", run.path / "samples.jsonl"]
     try:
         newest = max(path.stat().st_mtime for path in files if path.exists())
     except (OSError, ValueError):
