@@ -88,7 +88,7 @@ def fails(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("batch_size=0", "batch_size is 0; expected a whole number of at least 1"),
+        ("batch_size=0", "batch_size is 0; expected a whole number from 1 to"),
         ("batch_size=2.5", "batch_size is 2.5; expected a whole number"),
         ("batch_size=abc", "batch_size is 'abc'; expected a whole number"),
         ("batch_size=True", "batch_size is True"),
@@ -118,7 +118,7 @@ def fails(folder, tmp_path, capsys):
         ("batchsize=2", "unknown key batchsize; did you mean batch_size?"),
         ("optimizer.lrr=1", "unknown key optimizer.lrr"),
         ("model.lora_rnk=1", "did you mean lora_rank?"),
-        ("optimizer.lr=abc", "optimizer: torch.optim.AdamW: "),
+        ("optimizer.lr=abc", "optimizer.lr is 'abc'; expected a number"),
         ("optimizer.betas=3", "optimizer: torch.optim.AdamW: "),
         ("optimizer._component_=torch.optim.AdamWW", "optimizer._component_ 'torch.optim.AdamWW' cannot be imported"),
         ("lr_scheduler._component_=torchtune.training.lr_schedulers.linear", "lr_scheduler._component_"),
@@ -162,7 +162,7 @@ def fails(folder, tmp_path, capsys):
         ("model.lora_dropout=1.0", "model.lora_dropout is 1.0; expected a share from 0 to under 1"),
         ("model.lora_dropout=-0.1", "model.lora_dropout is -0.1"),
         ("model.lora_dropout=abc", "model.lora_dropout is 'abc'"),
-        ("model.norm_eps=abc", "cannot compute a step with these arguments: TypeError"),
+        ("model.norm_eps=abc", "model.norm_eps is 'abc'; expected a number"),
         ("model.intermediate_dim=0", "cannot compute a step with these arguments: RuntimeError"),
         ("model.use_dora=maybe", "model.use_dora is 'maybe'; expected True or False"),
         ("dataset.column_map=[1]", "incompatible container types"),
@@ -203,7 +203,10 @@ SCHEDULES = "torch.optim.lr_scheduler"
         ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": 1, "total_steps": 3}, "step 4 of 8: "),
         ({"_component_": f"{SCHEDULES}.StepLR", "step_size": 2, "gamma": -1}, "the learning rate of step 3 is -0.001"),
         ({"_component_": f"{SCHEDULES}.ExponentialLR", "gamma": float("inf")}, "the learning rate of step 2 is inf"),
-        ({"_component_": f"{SCHEDULES}.StepLR", "step_size": "two"}, f"lr_scheduler: {SCHEDULES}.StepLR: "),
+        (
+            {"_component_": f"{SCHEDULES}.StepLR", "step_size": "two"},
+            "lr_scheduler.step_size is 'two'; expected a number",
+        ),
         ({"_component_": f"{SCHEDULES}.StepLR"}, "missing a required argument: 'step_size'"),
     ],
     ids=str,

@@ -1,4 +1,9 @@
-"""``rocm-ext compare``: is a faster setting as good as a safe one?"""
+"""``rocm-ext compare``: is a faster setting as good as a safe one?
+
+Compares two runs, finished or not: a safe baseline A and a faster setting B. Prints their speed, memory, losses (or
+held-out scores of RAFT and GRPO) and stability, and whether to take B.
+Exit code: 0 take B, 1 keep A, 2 something to compare is missing, 3 undecided yet.
+"""
 
 import argparse
 import json
@@ -10,8 +15,7 @@ from typing import Any
 from rich.text import Text
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.cli._tables import console, table
-from rocm_ext.cli._text import printable
+from rocm_ext.cli._common import console, printable, table
 from rocm_ext.runs.compare import Comparison, Losses, Scores, compare
 from rocm_ext.runs.decision import Decision, decide
 from rocm_ext.runs.folder import RunFolder
@@ -21,14 +25,8 @@ _SCORES = 20  # most evaluations that are shown
 Row = tuple[str, str, str, str]  # name, A's value, B's, B against A
 
 
-def add(commands) -> None:
-    """Add the parser of ``compare``."""
-    parser = commands.add_parser(
-        "compare",
-        description="Compare two runs, finished or not: a safe baseline A and a faster setting B. Prints their speed, "
-        "memory, losses (or held-out scores of RAFT and GRPO) and stability, and whether to take B.",
-        epilog="Exit code: 0 take B, 1 keep A, 2 something to compare is missing, 3 undecided yet.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of the baseline")
     parser.add_argument("b", type=Path, metavar="RUN_B", help="output_dir of the run with the faster setting")
     parser.add_argument(
@@ -46,7 +44,6 @@ def add(commands) -> None:
         help="difference of held-out pass@1 to ignore, in percentage points (default: 5)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=run)
 
 
 def _percent(text: str) -> float:

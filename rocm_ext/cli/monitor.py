@@ -1,4 +1,8 @@
-"""``rocm-ext monitor``: shows the counters of the GPUs and the host, and runs, in a terminal or a browser."""
+"""``rocm-ext monitor``: shows the counters of the GPUs and the host, and runs, in a terminal or a browser.
+
+Shows the counters until Ctrl-C: a live table on a terminal, a line per reading elsewhere. It reads AMD GPUs from sysfs
+and NVIDIA's through nvidia-ml-py, and needs no root. A missing field is a counter that this machine does not have.
+"""
 
 import argparse
 import contextlib
@@ -18,8 +22,7 @@ from rich.text import Text
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration
-from rocm_ext.cli._options import count
-from rocm_ext.cli._tables import console, table
+from rocm_ext.cli._common import console, count, table
 from rocm_ext.machine.counter_log import HardwareLog
 from rocm_ext.machine.counters import Counters
 from rocm_ext.report import hardware
@@ -29,14 +32,8 @@ _SHARES = ("held_out", "flat", "accuracy", "val_accuracy")
 _Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # shows a reading and the progress of a run
 
 
-def add(commands) -> None:
-    """Add the parser of ``monitor``."""
-    parser = commands.add_parser(
-        "monitor",
-        description="Show the counters of the GPUs and the host until Ctrl-C: a live table on a terminal, a line per "
-        "reading elsewhere. It reads AMD GPUs from sysfs and NVIDIA's through nvidia-ml-py, and needs no root. A dash "
-        "or a missing field is a counter that this machine does not have.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     option = parser.add_argument
     option("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
@@ -56,7 +53,6 @@ def add(commands) -> None:
     web = parser.add_argument_group("in a browser").add_argument
     web("--web", action="store_true", help="serve the page of `rocm-ext report` and the counters; it follows the runs")
     web("--port", type=_port, metavar="N", help="listen at this port of 127.0.0.1 (default: 8642, or a free one)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
