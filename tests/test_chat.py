@@ -230,6 +230,21 @@ def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, mon
     assert code
 
 
+def test_a_machine_that_is_not_here_is_one_line(pocket_dir, monkeypatch, capfd):
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the profile's variables end with the test
+    assert cli.main(["chat", str(pocket_dir), "-p", "1+1?", "hardware=mi300x"]) == 1
+    err = capfd.readouterr().err
+    assert "hardware=mi300x is for AMD Instinct" in err
+    assert "Traceback" not in err
+
+
+def test_an_adapter_s_file_is_no_adapter(pocket_dir, adapter, monkeypatch, capfd):
+    file = adapter / "adapter_model.safetensors"
+    _, err, code = chat(monkeypatch, capfd, pocket_dir, "-p", "1+1?", "--adapter", file)
+    assert (code, err.count("\n")) == (1, 1)
+    assert f"the adapter {file} is a file; name its folder" in err
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

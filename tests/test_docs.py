@@ -69,7 +69,7 @@ def commands(text: str) -> list[list[str]]:
 def test_commands_and_configs_are_real(page, site):
     for words in commands(page.read_text() if page in HEADS else site.page(page)):
         if words[0] == "rocm-ext":  # argparse ends the program where an argument is missing
-            args, more = cli._parser(words[1:]).parse_known_args(words[1:])
+            args, more = cli.parser_of(words[1]).parse_known_args(words[2:])
             assert all("=" in word for word in more), f"{more} of {words} are no options"
             configs = [args.config] if getattr(args, "config", None) else []
         else:

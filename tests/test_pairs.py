@@ -131,6 +131,18 @@ def test_what_has_no_pairs_is_refused(runs, tmp_path, capsys):
     assert main(["pairs", str(tmp_path / "nothing")]) == 1
 
 
+def test_an_older_file_stays_without_force(runs, capsys):
+    rows = runs / "rows.jsonl"
+    before = rows.read_text()
+    assert main(["pairs", str(runs / "raft"), "-o", str(rows)]) == 2
+    assert "rows.jsonl exists; name another file, or add --force" in capsys.readouterr().err
+    assert rows.read_text() == before
+    older = runs / "older.jsonl"
+    older.write_text("old")
+    assert main(["pairs", str(runs / "raft"), "-o", str(older), "--force"]) == 0
+    assert len(older.read_text().splitlines()) == 2
+
+
 def test_prompts_of_a_downloaded_run_run_no_code(runs, tmp_path, capsys):
     mark = tmp_path / "mark"
     content = yaml.safe_load((runs / "raft" / "config.yaml").read_text())

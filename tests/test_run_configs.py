@@ -122,7 +122,7 @@ def planned(capsys, name: str, *arguments: str) -> list[float]:
     """GiB that `rocm-ext plan` computes as configured, for a training step and, if the run samples, for sampling."""
     main(["plan", "--config", name, *arguments, "--json"])
     plan = json.loads(capsys.readouterr().out)
-    sampling = plan.get("cycle") or plan.get("policy") or {}
+    sampling = plan["rollout"] or {}
     return [x / 2**30 for x in (plan["configured"]["memory"]["peak"], sampling.get("peak")) if x]
 
 

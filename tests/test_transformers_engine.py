@@ -374,7 +374,7 @@ def test_a_plan_of_raft_samples_with_it(raft, tmp_path, capsys):
     for file in tmp_path.glob("*/*.safetensors"):
         file.unlink()
     assert cli.main(["plan", "--json", "--config", str(path)]) in (0, 1)
-    cycle = json.loads(capsys.readouterr().out)["cycle"]
+    cycle = json.loads(capsys.readouterr().out)["rollout"]
     assert cycle["sampling_seconds"] > 0
     assert cycle["peak"] > 0
 

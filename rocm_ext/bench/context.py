@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
-from rocm_ext.bench.spec import Spec
+from rocm_ext.bench.sweep import Spec
 from rocm_ext.machine import numerics
 from rocm_ext.machine.budget import open_device
 from rocm_ext.machine.detect import detect

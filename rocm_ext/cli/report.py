@@ -1,4 +1,7 @@
-"""``rocm-ext report``: shows runs as one HTML page."""
+"""``rocm-ext report``: shows runs as one HTML page.
+
+Writes one HTML file of one run, or of several in the same charts. Runs may be of any recipe and need not be finished.
+"""
 
 import argparse
 from pathlib import Path
@@ -6,13 +9,8 @@ from pathlib import Path
 from rocm_ext.report import write
 
 
-def add(commands) -> None:
-    """Add the parser of ``report``."""
-    parser = commands.add_parser(
-        "report",
-        description="Write one HTML file of one run, or of several in the same charts. The page needs no network and "
-        "no script. Runs may be of any recipe and need not be finished.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help="output_dir of a run")
     parser.add_argument(
         "--output",
@@ -21,7 +19,6 @@ def add(commands) -> None:
         metavar="FILE",
         help="the file to write (default: report.html in OUTPUT_DIR, or in the current folder for several runs)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

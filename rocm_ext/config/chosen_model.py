@@ -101,6 +101,8 @@ def find_target(
         UserError: there is nothing of this name, it is another kind of folder, or its config could run code.
     """
     folder = Path(name)
+    if adapter is not None:
+        _read_adapter(adapter)
     if folder.is_dir():
         if (folder / "config.json").is_file():
             return _model(name, adapter)
@@ -145,6 +147,8 @@ def _model(name: str, adapter: Path | None) -> ChosenModel:
 
 def _read_adapter(folder: Path) -> dict[str, Any]:
     path = folder / "adapter_config.json"
+    if folder.is_file():
+        raise UserError(f"the adapter {folder} is a file; name its folder, which holds {path.name}")
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:

@@ -110,7 +110,10 @@ class SlotBatch:
         drawn = torch.stack([tokens[:n].double(), logprobs[:n].double()])  # both are exact in fp64, and come at once
         for running, token, logprob in zip(self.running, *drawn.tolist(), strict=True):
             if math.isnan(logprob):
-                raise UserError(f"the model's logits are not finite in {self._decoder.dtype}; set dtype=bf16 or fp32")
+                raise UserError(
+                    f"the model's logits are not finite in {self._decoder.dtype}: if training came before, lower "
+                    "optimizer.lr; else set dtype=bf16 or fp32"
+                )
             running.tokens.append(int(token))
             running.logprobs.append(logprob)
         return self._decoder.weight_bytes + int(rows * self._decoder.cache_bytes(span)), n

@@ -173,8 +173,8 @@ def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> 
     except FileNotFoundError as error:
         raise UserError(f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}") from error
     except (SafetensorError, UnpicklingError, ValueError, RuntimeError, OSError) as error:
-        cause = str(error).split("\n")[0]
-        raise UserError(f"cannot read the adapter in {source}: {cause}") from error
+        cause = "it is no file of tensors" if isinstance(error, UnpicklingError) else str(error).split("\n")[0]
+        raise UserError(f"cannot read the adapter in {source}: {cause}; expected a PEFT folder") from error
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
     if bad := next((name for name, tensor in state.items() if not tensor.float().isfinite().all()), None):

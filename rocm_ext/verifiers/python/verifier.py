@@ -60,24 +60,20 @@ class PythonTests(Verifier):
     rule. Containers cross as copies; after a call, the tests' own have the content that the code left in them. An
     assert that fails is a failure, whatever catches its error.
 
-    ``check_row`` refuses rows that would not run, could not fail, or need one process: those that patch a library or
-    the answer, mock its arguments, use files or pandas, look into the answer's objects, derive classes from the
-    answer's, skip tests while they run, or run text.
-
-    These asserts trust the code: one that compares with a value that the code's own classes or helper functions
-    compute; one that computes the expected value from an argument after the call, which may have changed it; and one
-    that asks an object that it made by calling a class of the code. A class of the set-up stays as it is: code that
+    ``check_row`` refuses rows that would not run, could not fail, or need one process. docs/verifiers.md lists what
+    cannot be judged, and SECURITY.md the asserts that trust the code. A class of the set-up stays as it is: code that
     changes it cannot be judged, but for methods and an order that it adds.
 
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
-        memory_mb: for the code, at least 128, which numpy needs; the tests have 1,024 MB. With ``same_process`` the code and the tests share it.
+        memory_mb: for the code, at least 128, which numpy needs; the tests have 1,024 MB. With ``same_process`` both
+            share it.
         partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each assert and each loop at the
             top level counts as a test, and each test function, also ``check``.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
         isolation: ``two_processes``; or ``same_process``, which runs the code and the tests in one interpreter, in the
-            sandbox, and judges all that Python can. The code can then read the tests and forge its verdict: it is for
-            benchmarks of code that you trust, not for training.
+            sandbox, and judges all that Python can. The code can then forge its verdict: it is for benchmarks of code
+            that you trust, not for training.
         unjudged: the verdict of an answer that gives what the tests cannot judge across the two processes, such as an
             object where they take data: ``wrong``, so that no answer escapes its verdict; or ``error``, to look for
             rows that need ``same_process``.
@@ -208,9 +204,8 @@ class PythonTests(Verifier):
                 theirs.callback(os.close, fd)
             running = None
             if task["program"] is None:
-                running = start(
-                    "program", self._sandbox, interpreter(self.python).path, program, self.limits, (asked, answer)
-                )
+                path = interpreter(self.python).path
+                running = start("program", self._sandbox, path, program, self.limits, (asked, answer))
                 ours.callback(running.close)
             judge.give(task, heard, ask, tell)
             theirs.close()
