@@ -361,3 +361,24 @@ def _evaluated(step: int, passed: Sequence[bool], answers: list, verdicts: list)
         answers.append({**head, **_sample(f"held{i}", -1, f"held-out answer {i}", 20), "seconds": 0.5})
         verdict = {"verdict": "CORRECT" if ok else "WRONG", "reward": float(ok), "detail": "", "seconds": 0.1}
         verdicts.append({**head, "prompt_id": f"held{i}", "sample": -1, **verdict})
+
+
+def hardware(folder: Path, gpus: int = 1, lines: int = 120, pause_at: int | None = None) -> Path:
+    """Write ``hardware.jsonl`` with GPUs of different loads."""
+    now, readings = 1.75e9, []
+    for i in range(lines):
+        now += 9 * 3600 if i == pause_at else 5
+        cards: list[dict[str, Any]] = [
+            {
+                "id": f"0000:c{gpu}:00.0", "name": "AMD Instinct MI300X", "busy": 90 - 10 * gpu + i % 5,
+                "vram_used": (40 + gpu) << 30, "gtt_used": 1 << 28, "power": 600 + i % 7, "temperature": 60 + i % 3,
+                "clock": 2000,
+            }
+            for gpu in range(gpus)
+        ]  # fmt: skip
+        if i % 10 == 3 and cards:
+            del cards[0]["power"]
+        host = {"cpu": 12.5, "memory_used": 100 << 30, "memory_total": 200 << 30, "process_memory": 9 << 30}
+        readings.append({"time": now, "gpus": cards, "host": host})
+    write_jsonl(folder / "hardware.jsonl", readings)
+    return folder

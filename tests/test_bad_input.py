@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.detect import detect
 from rocm_ext.train import runtime
+from rocm_ext.train.metrics import TrackioLogger
 from tests.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
 
 REMOVED = object()
@@ -488,6 +490,30 @@ def test_metric_loggers(folder, tmp_path, logger):
     }
     assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
     assert any(p.stat().st_size for p in (tmp_path / "logs").rglob("*") if p.is_file())
+
+
+def test_trackio(folder, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out")
+    cfg["metric_logger"] = {"_component_": "rocm_ext.train.metrics.TrackioLogger", "project": "p", "name": "r"}
+    path = write_yaml(tmp_path / "run.yaml", cfg)
+    program = "import sys; from rocm_ext.recipes.lora_finetune_rocm import main; sys.argv[1:] = ['--config', " \
+        f"{str(path)!r}]; sys.exit(main())"  # fmt: skip
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == 0
+    read = "from trackio.sqlite_storage import SQLiteStorage as S; import json; " \
+        "print(json.dumps([S.get_logs('p', 'r'), S.get_run_config('p', 'r')], default=str))"  # fmt: skip
+    said = subprocess.run([sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True)
+    logs, shown = json.loads(said.stdout.splitlines()[-1])
+    written = metrics(tmp_path / "out", "loss")
+    assert [line["loss"] for line in logs if "loss" in line] == pytest.approx(written)
+    assert shown["optimizer"]["lr"] == cfg["optimizer"]["lr"]
+
+
+def test_trackio_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match=r"pip install 'torchtune-rocm\[trackio\]'"):
+        TrackioLogger("p")
 
 
 # ---- any value anywhere
