@@ -179,7 +179,7 @@ class GRPO(Loop):
         if "old_logprobs" in columns and cfg.old_logprobs != "sampler":
             rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature))
         if "reference_logprobs" in columns:
-            with reference(learner, self.first, "the first adapter"):
+            with reference(learner, self.trainer.first, "the first adapter"):
                 rows.add_labels_column("reference_logprobs", score(learner, rows, cfg.temperature))
         return rows, groups
 

@@ -124,7 +124,7 @@ class RAFT(Loop):
             folder = self.out / f"cycle_{cycle}" / "adapter"
             due = cycle % self.evaluate_every == 0 and cycle not in measured
             if due and (not cycle or folder.exists()):
-                self.learner.load_adapter(self.learner.read_adapter(folder) if cycle else self.first, str(folder))
+                self.learner.load_adapter(self.learner.read_adapter(folder) if cycle else trainer.first, str(folder))
                 try:
                     self.evaluate(cycle)
                 finally:

@@ -120,7 +120,7 @@ def test_removing_old_samples_costs_the_same_however_many_evaluations_there_are(
         original(path, keep)
 
     monkeypatch.setattr(records, "rewrite_lines", rewrite)
-    run = records.Records(tmp_path, Ranks(torch.device("cpu")), 0, -1)
+    run = records.Records.open(tmp_path, Ranks(torch.device("cpu")), 0, -1)
     for step in range(1, 101):
         for phase, count in (("sample", 2), ("eval", 10)):
             samples, _ = run.phase(step, phase)

@@ -298,7 +298,7 @@ def phase(folder, samples, stop_after=None, node=RARE):
     with Pool(node, workers=1, timeout=30) as pool:
         workers = Workers(pool, Ranks(None), interrupt, 0.5)
         prompts = [Prompt(p, (), {}, "") for p in "pq"]
-        job = Job("test", requests, prompts, *Records(folder, Ranks(None), 0, -1).phase(1, "sample"))
+        job = Job("test", requests, prompts, *Records.open(folder, Ranks(None), 0, -1).phase(1, "sample"))
         return Rollout.begin(job, workers, lambda: nullcontext(session)).finish().results
 
 

@@ -132,7 +132,7 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
         if adapter is not None:
             recipe.server_check.check(session, requests, adapter, None)
 
-    job = Job(name, requests, recipe.prompts.held_out, *Records(out, ranks, -1, -1).phase(0, "eval"))
+    job = Job(name, requests, recipe.prompts.held_out, *Records.open(out, ranks, -1, -1).phase(0, "eval"))
     judged = recipe.rollout(job, lambda: recipe.engines.session("eval", adapter, check)).finish()
     scores, answers = evaluation.score(judged, recipe.cfg.eval_samples), _answers(recipe, judged)
     if ranks.is_main:

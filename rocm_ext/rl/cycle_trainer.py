@@ -66,7 +66,6 @@ class CycleTrainer(PolicyTrainer):
         self.trained: list[int] = []
         self.kept: dict[int, list[SampleKey]] = {}
         self.changed: dict[str, Any] = {}
-        self.first = self.learner.adapter_state()
         self.begin(self.folder.resumed[1]["total_steps"] if self.folder.resumed else 0)
 
     def remove_outputs(self) -> None:
@@ -223,16 +222,7 @@ class CycleTrainer(PolicyTrainer):
         return self.learner.adapter_state()
 
     def _log_update(self, lines: Metrics | None, stats: StepStats, seconds: float, epoch: int) -> None:
-        values: dict[str, Any] = {
-            "loss": stats.loss,
-            "lr": stats.lr,
-            "grad_norm": stats.grad_norm,
-            "tokens": stats.tokens,
-            "tokens_per_second": stats.tokens / seconds,
-            "padding": stats.padding,
-            "seconds": seconds,
-            **stats.measurements,
-        }
+        values = stats.line(seconds)
         if self.cfg.log_peak_memory_stats:
             values["peak_memory"] = peak_memory(self.runtime.device)
         if lines is not None:

@@ -9,7 +9,6 @@ from omegaconf import DictConfig
 from rocm_ext.base.log import log
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
-from rocm_ext.model.adapters import peft_files
 from rocm_ext.rl import evaluation, stopping
 from rocm_ext.rl.policy import Policy
 from rocm_ext.rl.recipe import RLRecipe
@@ -45,7 +44,6 @@ class Loop(RLRecipe):
         steps: steps of the run.
         prompts_of_step: prompts that a step asks at first, at most.
         evaluate_every: steps from one evaluation to the next.
-        first: the adapter that the run began with.
     """
 
     unit = "step"  # what messages and ``metrics.jsonl`` call a step
@@ -127,7 +125,6 @@ class Loop(RLRecipe):
             UserError: the config, the prompts, the weights or the machine do not allow this run.
         """
         self.open()
-        self.first = self.learner.adapter_state()
         self.trainer = self.trainer_cls(
             self.learner,
             self.cfg,
@@ -135,13 +132,12 @@ class Loop(RLRecipe):
             inputs={
                 "prompts": self.prompts.fingerprint(self.prompts.training),
                 "eval prompts": self.prompts.fingerprint(self.prompts.held_out),
-                "first adapter": peft_files.fingerprint(self.first),
             },
             metric_logger=self.metric_logger,
             interrupt=self.interrupt,
         )
         self.trainer.open()
-        self.records = Records(self.out, self.ranks, self.trainer.step, self.trainer.evaluated, self.passes)
+        self.records = Records.open(self.out, self.ranks, self.trainer.step, self.trainer.evaluated, self.passes)
         self.policy = self.policy_class(self.engines, self.learner, self.server_check, self.out)
         self.prefetched: BackgroundRollout | None = None  # the next step's answers
         log_config(self.metric_logger, self.cfg)

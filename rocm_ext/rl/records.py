@@ -150,28 +150,43 @@ def remove_records(out: Path) -> None:
 
 
 class Records:
-    """The samples and verdicts of a run.
-
-    Args:
-        out: the run's output folder.
-        ranks: all processes of the run.
-        step: steps done; later ones are unfinished. A step of RAFT is a cycle.
-        evaluated: step of the last evaluation; later ones are unfinished.
-        passes: what an answer needs to count for its prompt's pass rate.
+    """The samples and verdicts of a run; :meth:`open` opens them.
 
     Attributes:
         asked: for each prompt, the steps that asked it and the share of its answers that passed; None where no answer
             has a verdict other than ERROR.
     """
 
-    def __init__(
-        self, out: Path, ranks: Ranks, step: int, evaluated: int, passes: Callable[[Result], bool] = is_correct
-    ) -> None:
-        self._files = [_File(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts")]
-        self._passes = passes
+    def __init__(self, samples: "_File", verdicts: "_File", passes: Callable[[Result], bool]) -> None:
+        self._files, self._passes = (samples, verdicts), passes
         self.asked: dict[str, list[tuple[int, float | None]]] = {}
-        self._read(step, evaluated)
+
+    @classmethod
+    def open(
+        cls, out: Path, ranks: Ranks, step: int, evaluated: int, passes: Callable[[Result], bool] = is_correct
+    ) -> "Records":
+        """Open the records of a run, and join the lines of all ranks that a killed process left; all ranks call this.
+
+        Args:
+            out: the run's output folder.
+            ranks: all processes of the run.
+            step: steps done; later ones are unfinished. A step of RAFT is a cycle.
+            evaluated: step of the last evaluation; later ones are unfinished.
+            passes: what an answer needs to count for its prompt's pass rate.
+
+        Raises:
+            UserError: a line is damaged; the message names it.
+        """
+        samples, verdicts = (_File(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts"))
+        ranks.barrier()
+        if ranks.is_main:
+            samples.merge()
+            verdicts.merge()
+        ranks.barrier()
+        records = cls(samples, verdicts, passes)
+        records._read(step, evaluated)
         ranks.barrier()  # the main rank may rewrite the files next
+        return records
 
     def _read(self, step: int, evaluated: int) -> None:
         samples, verdicts = self._files
@@ -315,12 +330,8 @@ class _File:
         self._rewritten = 0  # bytes after the last rewrite
         self.held: dict[Scope, dict[SampleKey, dict[str, Any]]] = defaultdict(dict)
         self._uncollected: set[Scope] = set()  # phases with lines of this process only
-        ranks.barrier()
-        if ranks.is_main:
-            self._merge()
-        ranks.barrier()
 
-    def _merge(self) -> None:
+    def merge(self) -> None:
         """Cut a line that a kill left incomplete, and move the lines of other ranks here."""
         with disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.log import Progress
 from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
+from rocm_ext.model.adapters import peft_files
 from rocm_ext.rl.objective import updates_of_step
 from rocm_ext.rl.records import remove_records
 from rocm_ext.rl.selection import Selected
@@ -45,6 +46,7 @@ class PolicyTrainer(Training):
         interrupt: receives the user's signals to stop.
 
     Attributes:
+        first: the adapter that the run began with.
         lines: the lines of ``metrics.jsonl``, the same on all ranks.
         evaluated: step of the last evaluation; -1 before the first.
         stopped: why the run ends before its last step; None: it does not.
@@ -64,7 +66,7 @@ class PolicyTrainer(Training):
         interrupt: Interrupt | None = None,
     ) -> None:
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
-        self._inputs = inputs
+        self._inputs, self.first = inputs, learner.adapter_state()
         self.stopped: str | None = None
         self.evaluated, self.fresh = -1, folder.resumed is None
         self.lines: list[dict[str, Any]] = []
@@ -112,7 +114,7 @@ class PolicyTrainer(Training):
 
     def identity(self) -> dict[str, Any]:
         """Return what a run must share with the one it resumes, beside the config."""
-        return {**super().identity(), **self._inputs}
+        return {**super().identity(), **self._inputs, "first adapter": peft_files.fingerprint(self.first)}
 
     def extra_state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the state of every training."""

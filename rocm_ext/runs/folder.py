@@ -49,7 +49,7 @@ class RunFolder:
         validations: ``step``, ``val_loss``.
         cycles: cycles of a RAFT run, in order.
         evaluations: evaluations of a GRPO run, in order.
-        answers: answers of a GRPO run.
+        answers: answers of a run of RAFT or GRPO.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
 

@@ -55,6 +55,19 @@ class StepStats:
     interrupted: bool
     measurements: dict[str, float] = field(default_factory=dict)
 
+    def line(self, seconds: float) -> dict[str, float]:
+        """Return the step's values in ``metrics.jsonl``, if it took so many ``seconds``."""
+        return {
+            "loss": self.loss,
+            "lr": self.lr,
+            "grad_norm": self.grad_norm,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / seconds,
+            "padding": self.padding,
+            "seconds": seconds,
+            **self.measurements,
+        }
+
 
 class Training:
     """Optimiser steps on a learner's adapter in an output folder, fresh or resumed.
