@@ -401,7 +401,7 @@ def test_log(tmp_path, capsys):
         (["--interval", "0"], "--interval: must be from 0.1 to 86400", 2),
         (["--interval", "nan"], "--interval: must be from 0.1", 2),
         (["--interval", "soon"], "--interval: invalid _?seconds value: 'soon'", 2),
-        (["--count", "0"], "--count: must be 1 or more", 2),
+        (["--count", "0"], "--count: '0' is not a whole number from 1", 2),
         (["--what"], "unrecognized arguments: --what", 2),
     ],
 )
