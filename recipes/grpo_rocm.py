@@ -24,8 +24,7 @@ from rocm_ext.plan.rollout import rows_of_update
 from rocm_ext.rl import curriculum, objective, stopping
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.rollout import Answers, BackgroundRollout
-from rocm_ext.rl.rows import to_rows
-from rocm_ext.rl.selection import Selected, select
+from rocm_ext.rl.selection import Selected, select, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run

@@ -31,8 +31,7 @@ from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.policy import CyclePolicy
 from rocm_ext.rl.records import Sample
 from rocm_ext.rl.rollout import Answers, Job
-from rocm_ext.rl.rows import to_rows
-from rocm_ext.rl.selection import KeepRule, Selected, filter_samples, replay
+from rocm_ext.rl.selection import KeepRule, Selected, filter_samples, replay, to_rows
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run

@@ -94,11 +94,6 @@ def _correct(row: Mapping[str, Any], otherwise: int) -> int:
     return row["held_out"]["correct"] if "held_out" in row else otherwise
 
 
-def empty_cycles(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many of the newest cycles in a row were skipped."""
-    return sum(1 for _ in takewhile(lambda row: row.get("skipped"), reversed(rows)))
-
-
 def stop_reason(
     rows: Sequence[Mapping[str, Any]], *, min_entropy: float | None, stop_after: int | None, max_empty: int
 ) -> str | None:
@@ -113,7 +108,7 @@ def stop_reason(
     Returns:
         The reason to stop, or None to continue.
     """
-    empty = empty_cycles(rows)
+    empty = sum(1 for _ in takewhile(lambda row: row.get("skipped"), reversed(rows)))
     if empty >= max_empty:
         return f"no answer was kept in {empty} cycle{'s in a row' if empty > 1 else ''} (max_empty_cycles {max_empty})"
     now = rows[-1]["entropy"] if rows and rows[-1]["cycle"] else None

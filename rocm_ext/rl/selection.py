@@ -1,7 +1,7 @@
 """What a step or cycle learns from: RAFT keeps right answers, GRPO compares those of a group.
 
-Both selections are pure functions of the results. They do not depend on the order of files: a hash of the seed breaks
-ties.
+Both selections are pure functions of the results, and so are the rows. They do not depend on the order of files: a hash
+of the seed breaks ties.
 """
 
 import math
@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
 
+from rocm_ext.data.render import IGNORE
+from rocm_ext.data.rows import Rows
 from rocm_ext.rl import advantages
 from rocm_ext.rl.records import Sample, entropy
 from rocm_ext.rl.rollout import Answers
@@ -241,3 +244,22 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
 def _summed(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = ("tokens", "seconds", "waiting", "hidden", "policy")
     return {name: sum(each.get(name, 0.0) for each in stats) for name in names}
+
+
+def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> Rows:
+    """Convert samples to training rows: the tokens of prompt and answer as sampled, with labels on the answer only.
+
+    Args:
+        samples: samples to train on.
+        prompts: token ids of each prompt, by id.
+    """
+    rows = Rows([], [], [], {"rows": len(samples)})
+    for sample in samples:
+        prompt = prompts[sample.prompt_id]
+        tokens = np.array([*prompt, *sample.tokens], dtype=np.int32)
+        labels = tokens.copy()
+        labels[: len(prompt)] = IGNORE
+        rows.tokens.append(tokens)
+        rows.labels.append(labels)
+        rows.lengths.append((len(tokens),))
+    return rows
