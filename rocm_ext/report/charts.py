@@ -153,25 +153,6 @@ def _traces(line: Line) -> list[dict[str, Any]]:
     ]
 
 
-def box_chart(title: str, unit: str, boxes: Sequence[Line], quantiles: Sequence[np.ndarray], x_title: str) -> Chart:
-    """A box for each place.
-
-    Args:
-        title, unit: of the values.
-        boxes: lines of the medians.
-        quantiles: [4, n] of each line: 5, 25, 75 and 95 %.
-        x_title: title of the x axis.
-    """
-    data = []
-    for line, (lowest, low, high, highest) in zip(boxes, quantiles, strict=True):
-        ends = {"lowerfence": lowest, "q1": low, "median": line.y, "q3": high, "upperfence": highest}
-        drawn = {key: _values(values) for key, values in {"x": line.x, **ends}.items()}
-        data.append({"type": "box", "name": _name(line.label), "line": {"color": style(line.colour)["color"]}, **drawn})
-    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": _axis([ends[3] for ends in quantiles], zero=True)}
-    words = "; ".join(_ends(line, x_title) for line in boxes)
-    return Chart(title, unit, words, {"data": data, "layout": layout | {"boxmode": "group", "hovermode": "closest"}})
-
-
 def bar_chart(
     title: str, unit: str, x: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str], x_title: str
 ) -> Chart:

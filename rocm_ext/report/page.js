@@ -112,4 +112,6 @@
   }
   setInterval(tick, 1000);
   update();
-})();
+})().catch(error => {
+  for (const plot of document.querySelectorAll(".plot:empty")) plot.textContent = `This browser cannot draw it: ${error.message}`;
+});

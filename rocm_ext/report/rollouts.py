@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rocm_ext.base.registry import GRPO
-from rocm_ext.report.charts import Chart, Line, bar_chart, box_chart, line_chart, short_number, time_unit
+from rocm_ext.report.charts import Chart, Line, bar_chart, line_chart, short_number, time_unit
 from rocm_ext.runs.cycles import PHASES, CycleFolder
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.held_out import HeldOut, held_out
@@ -70,31 +70,28 @@ def _few(evaluations: Sequence[HeldOut], most: int) -> list[HeldOut]:
 def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     """Charts by cycle of the RAFT runs among ``runs``."""
     several = len(runs) > 1
-    lengths, quantiles, entropies, speeds, drawn = [], [], [], [], []
+    lengths, entropies, speeds, drawn = [], [], [], []
     for colour, run in enumerate(runs):
         if not run.cycles:
             continue
-        boxes = [(c.number, *_quantiles(c)) for c in run.cycles if c.answers.lengths.any()]
-        if boxes:
-            x, median, *others = np.array(boxes, dtype=np.float64).T
-            lengths.append(Line(run.name, x, median, colour))
-            quantiles.append(np.array(others))
+        sampled = [cycle for cycle in run.cycles if cycle.answers.lengths.any()]
+        if sampled:
+            low, median, high = np.array([np.quantile(c.answers.lengths, [0.05, 0.5, 0.95]) for c in sampled]).T
+            x = np.array([float(cycle.number) for cycle in sampled])
+            lengths.append(Line(run.name, x, median, colour, ends=np.stack([low, high])))
         at = np.array([cycle.number for cycle in run.cycles], dtype=np.float64)
         entropy = np.array([math.nan if (e := c.answers.entropy) is None else e for c in run.cycles])
         speed = np.array([number(c.phases.get("sample", {}).get("tokens_per_second")) for c in run.cycles])
         entropies += [Line(run.name, at, entropy, colour)] if np.isfinite(entropy).any() else []
         speeds += [Line(run.name, at, speed, colour)] if np.isfinite(speed).any() else []
         drawn += _cycle_bars(run, f", {run.name}" if several else "")
-    if lengths:
-        drawn.append(box_chart("Answer length", "tokens", lengths, quantiles, "cycle"))
-    for title, unit, lines in (("Entropy", "nats per token", entropies), ("Sampling speed", "tokens/s", speeds)):
+    for title, unit, lines in (
+        ("Answer length", "tokens, median, with 5 and 95 %", lengths),
+        ("Entropy", "nats per token", entropies),
+        ("Sampling speed", "tokens per second", speeds),
+    ):
         drawn += [line_chart(title, unit, lines, x_title="cycle", zero=True)] if lines else []
     return drawn
-
-
-def _quantiles(cycle: CycleFolder) -> list[float]:
-    values: list[float] = np.quantile(cycle.answers.lengths, [0.5, 0.05, 0.25, 0.75, 0.95]).tolist()
-    return values
 
 
 def _cycle_bars(run: RunFolder, suffix: str) -> list[Chart]:
