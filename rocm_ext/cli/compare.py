@@ -6,7 +6,6 @@ Exit code: 0 take B, 1 keep A, 2 something to compare is missing, 3 undecided ye
 """
 
 import argparse
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from rich.text import Text
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.cli._common import console, printable, table
+from rocm_ext.cli._common import add_json, console, number, print_json, printable, table
 from rocm_ext.runs.compare import Comparison, Losses, Scores, compare
 from rocm_ext.runs.decision import Decision, decide
 from rocm_ext.runs.folder import RunFolder
@@ -29,27 +28,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of the baseline")
     parser.add_argument("b", type=Path, metavar="RUN_B", help="output_dir of the run with the faster setting")
-    parser.add_argument(
-        "--tolerance",
-        type=_percent,
-        default=0.01,
-        metavar="PERCENT",
-        help="difference of losses to ignore, in percent of A's (default: 1)",
-    )
-    parser.add_argument(
-        "--score-tolerance",
-        type=_percent,
-        default=0.05,
-        metavar="POINTS",
-        help="difference of held-out pass@1 to ignore, in percentage points (default: 5)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-
-
-def _percent(text: str) -> float:
-    if not 0 < (value := float(text)) < 100:
-        raise argparse.ArgumentTypeError("must be above 0 and under 100")
-    return value / 100
+    share = number(float, 0.001, 99)
+    losses = "difference of losses to ignore, in percent of A's (default: 1)"
+    parser.add_argument("--tolerance", type=share, default=1.0, metavar="PERCENT", help=losses)
+    scores = "difference of held-out pass@1 to ignore, in percentage points (default: 5)"
+    parser.add_argument("--score-tolerance", type=share, default=5.0, metavar="POINTS", help=scores)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
         found = compare(RunFolder(args.a), RunFolder(args.b))
     except UserError as error:
         raise UserError(str(error), code=2) from error  # exit code 1 means: keep A
-    decision = decide(found, args.tolerance, args.score_tolerance)
+    decision = decide(found, args.tolerance / 100, args.score_tolerance / 100)
     if args.json:
-        print(json.dumps(_finite(_content(found, decision)), indent=2, default=str))
+        print_json(_content(found, decision))
         return decision.exit_code
     out = console()
     out.print(Text(f"A  {printable(str(found.a.path))}\nB  {printable(str(found.b.path))}\n"))
@@ -92,15 +76,6 @@ def _content(found: Comparison, decision: Decision) -> dict[str, Any]:
         "scores": [asdict(each) for each in found.scores],
         "decision": {"answer": decision.answer, "text": decision.text, "exit_code": decision.exit_code},
     }
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with None for infinity and NaN, which JSON lacks."""
-    if isinstance(value, dict):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(value: Any) -> str:

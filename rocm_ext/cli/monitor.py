@@ -22,7 +22,7 @@ from rich.text import Text
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration
-from rocm_ext.cli._common import console, count, table
+from rocm_ext.cli._common import console, count, number, table
 from rocm_ext.machine.counter_log import HardwareLog
 from rocm_ext.machine.counters import Counters
 from rocm_ext.report import hardware
@@ -35,7 +35,13 @@ _Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # shows a readi
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
-    option("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
+    option(
+        "--interval",
+        type=number(float, 0.1, 86400),
+        default=2.0,
+        metavar="S",
+        help="seconds between readings (default: 2)",
+    )
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
     option(
         "--run",
@@ -52,7 +58,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     web = parser.add_argument_group("in a browser").add_argument
     web("--web", action="store_true", help="serve the page of `rocm-ext report` and the counters; it follows the runs")
-    web("--port", type=_port, metavar="N", help="listen at this port of 127.0.0.1 (default: 8642, or a free one)")
+    web(
+        "--port",
+        type=number(int, 0, 65535),
+        metavar="N",
+        help="listen at this port of 127.0.0.1 (default: 8642, or a free one)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -97,20 +108,6 @@ def _log_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; name another file with --log") from error
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0.1 <= number <= 86400:
-        raise argparse.ArgumentTypeError("must be from 0.1 to 86400")
-    return number
-
-
-def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number <= 65535:
-        raise argparse.ArgumentTypeError("must be from 0 to 65535; 0 is a free one")
-    return number
 
 
 def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | None) -> Iterator[dict[str, Any]]:
@@ -169,13 +166,13 @@ def _ended_by_sigterm() -> Iterator[None]:
 def _line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
     """A reading as one line of text."""
     parts = [time.strftime("%H:%M:%S", time.localtime(reading["time"]))]
-    for number, gpu in enumerate(reading["gpus"]):
+    for index, gpu in enumerate(reading["gpus"]):
         values = [f"busy {gpu['busy']:.0f} %"] if "busy" in gpu else []
         pools = [pool for pool in ("vram", "gtt") if f"{pool}_used" in gpu]
         values += [f"{pool.upper()} {hardware.used(gpu, pool)} GiB" for pool in pools]
         units = (("power", "W"), ("temperature", "°C"), ("clock", "MHz"))
         values += [f"{gpu[key]:.0f} {unit}" for key, unit in units if key in gpu]
-        parts.append(f"GPU {number}: {', '.join(values) or 'no counters'}")
+        parts.append(f"GPU {index}: {', '.join(values) or 'no counters'}")
     if not reading["gpus"]:
         parts.append("no GPU")
     host = reading["host"]

@@ -6,21 +6,20 @@ Writes one HTML file of one run, or of several in the same charts. Runs may be o
 import argparse
 from pathlib import Path
 
+from rocm_ext.cli._common import add_force, check_new_file
 from rocm_ext.report import write
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help="output_dir of a run")
-    parser.add_argument(
-        "--output",
-        "-o",
-        type=Path,
-        metavar="FILE",
-        help="the file to write (default: report.html in OUTPUT_DIR, or in the current folder for several runs)",
-    )
+    output = "the file to write (default: report.html in OUTPUT_DIR, or in the current folder for several runs)"
+    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help=f"{output}; an earlier .html is replaced")
+    add_force(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the page and print its path."""
+    if args.output:
+        check_new_file(args.output, args.force or args.output.suffix == ".html")
     print(write(args.dirs, args.output))

@@ -115,7 +115,8 @@ def line_chart(
     if "range" in axis:
         unit += ", without spikes: double-click shows all"
     data = [trace for line in sorted(lines, key=lambda line: not line.faint) for trace in _traces(line)]
-    layout: dict[str, Any] = {"xaxis": {"title": {"text": x_title}}, "yaxis": axis, "showlegend": legend}
+    across = _x_axis(x_title, np.concatenate([line.x for line in lines]))
+    layout: dict[str, Any] = {"xaxis": across, "yaxis": axis, "showlegend": legend}
     layout["shapes"] = [
         {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "var(--rule)"}}
         | {"label": {"text": _name(text), "textposition": "end", "textangle": 0, "font": {"size": 10}}}
@@ -175,8 +176,13 @@ def bar_chart(
         trace = {"type": "bar", "x": _values(x), "y": _values(heights), "name": _name(name)}
         data.append(trace | {"marker": {"color": f"var(--{colours[name]})"}, "hovertemplate": "%{y:.3~g}"})
         words.append(f"{name} {short_number(float(heights[0]))} at first, {short_number(float(heights[-1]))} at last")
-    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": _axis([total], zero=True), "barmode": "stack"}
+    layout = {"xaxis": _x_axis(x_title, x), "yaxis": _axis([total], zero=True), "barmode": "stack"}
     return Chart(title, unit, "; ".join(words), {"data": data, "layout": layout | {"showlegend": True}})
+
+
+def _x_axis(title: str, x: np.ndarray) -> dict[str, Any]:
+    few = len(x) and np.ptp(x) <= 8 and (x == np.round(x)).all()
+    return {"title": {"text": title}} | ({"dtick": 1} if few else {})  # no tick between two cycles
 
 
 def _axis(values: Sequence[np.ndarray], zero: bool) -> dict[str, Any]:
