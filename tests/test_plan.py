@@ -23,15 +23,15 @@ from rocm_ext.losses import CrossEntropy
 from rocm_ext.machine.bench_file import machine_key
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import profile_names
-from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
+from rocm_ext.model.sampler import sampler_of
 from rocm_ext.plan import memory, speeds, workload
-from rocm_ext.plan.costs import CostCounter, Kernels, Operation, simulate_layer
+from rocm_ext.plan.costs import CostCounter, Kernels, Operation
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
+from rocm_ext.plan.simulate import simulate
 from rocm_ext.plan.speeds import Figures, measure_cpu
 from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.sampling import Request, Sampling
-from rocm_ext.sampling.decoder import merged
 from rocm_ext.sampling.local import LocalSession
 from tests.tiny import run_config, write_model, write_yaml
 
@@ -139,8 +139,9 @@ def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
 
 def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run")))
-    layer = build_model(cfg.model, torch.float16, 0, torch.device("meta")).layers[0]
-    fused, math = (simulate_layer(layer, 128, [512], torch.float16, Kernels(flag, True)).kept for flag in (True, False))
+    decoder = build_model(cfg.model, torch.float16, 0, torch.device("meta"))
+    runs = (simulate(decoder, CrossEntropy(chunk_tokens=64), [512], 64, Kernels(flag, True)) for flag in (True, False))
+    fused, math = (layers[0].kept for layers, _, _ in runs)
     assert math - fused > 4 * 512 * 512 * 2  # heads x scores
 
 
@@ -170,7 +171,7 @@ def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt,
     never = SimpleNamespace(stop_tokens=[-1], decode=lambda ids: "")
     tally = CostCounter()
     tally.ignore([*decoder.parameters(), *decoder.buffers()])
-    with tally, merged(decoder) as made:
+    with tally, sampler_of(decoder) as made:
         list(LocalSession(made, never, lambda: 2**40, slots, graphs=False).generate(requests, Sampling(new)))
     cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": new})
     asked = Questions(slots, 0, prompt, prompt, new, "test")
@@ -238,7 +239,7 @@ def planner(folders, tmp_path, rows: Workload | None = None, **changes) -> Train
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run", **changes)))
     decoder = build_model(cfg.model, torch.float32, 0, torch.device("meta"))
     figures = Figures("", True, {"fp32": 1e12}, 1e10)
-    assert rows is None or use_packed_attention(decoder)
+    assert rows is None or decoder.packs
     return TrainingPlanner(
         cfg, decoder, CrossEntropy(), torch.float32, torch.device("cpu"),
         rows=rows or Workload(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures,

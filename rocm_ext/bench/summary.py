@@ -14,13 +14,12 @@ from rocm_ext.bench.sweep import GAIN, Measurement, Sweep, Winner, in_words, sma
 from rocm_ext.bench.training import longest_row, probe_config
 from rocm_ext.losses import objective_of
 from rocm_ext.machine.profile import load_profile
-from rocm_ext.model.attention import choose_attention, use_packed_attention
+from rocm_ext.model.attention import choose_attention
 from rocm_ext.model.build import build_model
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import TrainingPlanner, decode_seconds
 from rocm_ext.plan.speeds import Figures, assumed
-from rocm_ext.sampling.decoder import Decoder
 
 
 def figures(
@@ -44,7 +43,6 @@ def figures(
     known: dict[str, Any] = {"flops": flops, "bandwidth": median(copies), **assumed(load_profile(cfg.hardware).reached)}
     roofline = Figures("", True, **known)
     shape = build_model(cfg.model, dtype, 0, torch.device("meta"))
-    use_packed_attention(shape)
     choose_attention(shape, cfg.attention)
     known |= _training_efficiency(measurements, cfg, shape, device, roofline)
     return known | _decoding_efficiency(measurements, shape, roofline)
@@ -87,8 +85,8 @@ def _decoding_efficiency(
         return {}
     fastest = max(measured, key=attrgetter("speed"))
     with torch.no_grad():
-        decoder = Decoder(shape)
-    expected = decode_seconds(decoder, fastest.item.values["slots"], fastest.result["context"], roofline)
+        sampler = shape.sampler()
+    expected = decode_seconds(sampler, fastest.item.values["slots"], fastest.result["context"], roofline)
     return {"decode_efficiency": expected / fastest.result["seconds"]}
 
 

@@ -17,7 +17,7 @@ from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.data.batches import Update
 from rocm_ext.data.rows import Rows
 from rocm_ext.model.build import Weights
-from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import plain
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import CostCounter
@@ -39,10 +39,9 @@ class RandomWeights(Mapping[str, Tensor]):
         device: device that holds them.
     """
 
-    def __init__(self, decoder: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
         shapes: dict[str, Tensor] = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
-        if isinstance(decoder, ForeignDecoder):
-            shapes |= decoder.buffers_to_load()
+        shapes |= decoder.buffers_to_load()
         self._shapes = {plain(name): shape for name, shape in shapes.items()}  # as checkpoints name them
         self._device = device
 

@@ -15,7 +15,7 @@ from rocm_ext.config.components import COMPONENT, check_from_folder
 from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
 from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder
 
-_LOCAL = ("rocm_ext.sampling.LocalEngine", "rocm_ext.sampling.TransformersEngine")
+_LOCAL = ("rocm_ext.sampling.LocalEngine",)
 _OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
 # Keys of adapter_config.json and those of from_checkpoint
 _ADAPTER = {

@@ -32,7 +32,7 @@ _BUILDERS = {
     "eval_prompts": "rocm_ext.data.prompt_dataset",
     "optimizer": "torch.optim.*",
     "loss": "rocm_ext.losses.* torchtune.modules.loss.* torchtune.rlhf.loss.*",
-    "engine": "rocm_ext.sampling.LocalEngine rocm_ext.sampling.TransformersEngine",
+    "engine": "rocm_ext.sampling.LocalEngine",
     "verifier": "rocm_ext.verifiers.All rocm_ext.verifiers.Compile rocm_ext.verifiers.ExactMatch "
     "rocm_ext.verifiers.JsonSchema rocm_ext.verifiers.MajorityAnswer rocm_ext.verifiers.MathAnswer "
     "rocm_ext.verifiers.PythonTests rocm_ext.verifiers.Regex rocm_ext.verifiers.Run rocm_ext.verifiers.Weighted",

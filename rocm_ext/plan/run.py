@@ -19,7 +19,7 @@ from rocm_ext.losses import objective_of
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import check_locked
 from rocm_ext.model.adapters import peft_files
-from rocm_ext.model.attention import choose_attention, shares_beginnings, use_packed_attention
+from rocm_ext.model.attention import choose_attention, shares_beginnings
 from rocm_ext.model.build import build_model, check_quantized
 from rocm_ext.model.download import use_shape
 from rocm_ext.plan.checkpointing import checkpointed_layers
@@ -28,7 +28,6 @@ from rocm_ext.plan.planner import Choice, SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.rollout import RolloutPlan, plan_rollout, rows_of_update
 from rocm_ext.plan.target import Target
 from rocm_ext.plan.workload import Known, Questions, Workload, kept_rows, questions, sampled_rows, sft_rows
-from rocm_ext.sampling.foreign import use_fitting_engine
 
 
 @dataclass(frozen=True)
@@ -125,11 +124,8 @@ def plan_run(
     shape = use_shape(cfg)
     decoder = build_model(cfg.model, target.dtype, 0, torch.device("meta"))
     _check(cfg, target, machine, decoder, ranks)
-    use_packed_attention(decoder)
     choose_attention(decoder, cfg.attention)
     asked = questions(cfg, known) if family in (registry.RAFT, registry.GRPO) else None
-    if asked:
-        use_fitting_engine(cfg, decoder)
     samples_here = asked is not None and _samples_here(cfg)
     engine = None
     if asked and samples_here:
@@ -232,7 +228,7 @@ def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget:
 
 
 def _samples_here(cfg: DictConfig) -> bool:
-    return str(cfg.engine[config.COMPONENT]).endswith(("LocalEngine", "TransformersEngine"))
+    return str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
 
 
 def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> Any:

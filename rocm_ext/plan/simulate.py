@@ -1,7 +1,7 @@
-"""Measure the costs of a training step of a decoder that this library did not build.
+"""Measure the costs of a training step, by part, on fake tensors.
 
-Its code decides what a layer gets beside hidden states, and its layers may differ. So the whole model runs on fake
-tensors, and of each kind of layer the first one is measured in its place; the others pass their input on.
+A model's code decides what a layer gets beside hidden states, and layers may differ. So the whole model runs, and of
+each kind of layer the first one is measured in its place; the others pass their input on.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.losses import Objective
-from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.decoder import Decoder
 from rocm_ext.plan.costs import CostCounter, Kernels, LayerCosts, LossCosts, on_fake_tensors
 
 
-def simulate_foreign(
-    decoder: ForeignDecoder,
+def simulate(
+    decoder: Decoder,
     objective: Objective,
     lengths: Sequence[int],
     targets: int,

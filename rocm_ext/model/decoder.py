@@ -1,15 +1,16 @@
-"""What this library asks of a decoder that it did not build, such as one of transformers."""
+"""What training, planning, sampling and export need of a model: torchtune's modules, or those of transformers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rocm_ext.data.batches import MicroBatch
 
 
-class ForeignWeights(Mapping[str, Tensor]):
+class ConvertedWeights(Mapping[str, Tensor]):
     """A checkpoint's tensors by the names of a decoder; those made of several are put together at each access."""
 
     @abstractmethod
@@ -29,41 +30,41 @@ class ForeignWeights(Mapping[str, Tensor]):
         """
 
 
-class ForeignDecoder(nn.Module, ABC):
-    """A decoder whose parameters have the names of the modelling code that it comes from.
+class Decoder(nn.Module, ABC):
+    """A causal language model with adapters.
 
     Attributes:
         packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
         shares: whether packed sequences may share their beginnings, see :class:`rocm_ext.data.batches.MicroBatch`.
         kernel: that computes attention of packed rows; see :func:`rocm_ext.model.sdpa.sdpa`.
-        max_seq_len, num_heads, head_dim: as in torchtune's decoders.
+        max_seq_len: positions that it supports.
+        num_heads, head_dim: of attention.
+        layers: the decoder's layers.
+        tok_embeddings: the embeddings.
         output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
-        architecture: what the model computes, but for its weights.
+        architecture: what the model computes, but for its weights; empty: the config's builder says it.
+        takes_graphs: whether a CUDA/HIP graph can replay a decoding step.
+        renames: functions from the model's names to those of Hugging Face's files, and back; they raise KeyError for
+            unknown names. None: torchtune's converters know them.
+        left_out: names of the modules that the folder's whole model has beside these, such as a vision tower's.
+        published_modules: names of all modules of this whole model; empty: PEFT's names of its layers are unique.
     """
 
     packs: bool
     shares: bool
-    kernel: str = "auto"
+    kernel: str
     max_seq_len: int
     num_heads: int
     head_dim: int
-    output: nn.Module
+    output: Any
     architecture: Any
+    takes_graphs: bool
+    renames: tuple[Callable[[str], str], Callable[[str], str]] | None
 
-    @property
-    @abstractmethod
-    def layers(self) -> nn.ModuleList:
-        """The decoder's layers."""
-
-    @property
-    @abstractmethod
-    def tok_embeddings(self) -> nn.Embedding:
-        """The embeddings."""
-
-    @property
-    @abstractmethod
-    def left_out(self) -> frozenset[str]:
-        """Names of the modules that the folder's whole model has beside this decoder's, such as a vision tower's."""
+    layers: nn.ModuleList
+    tok_embeddings: nn.Embedding
+    left_out: frozenset[str]
+    published_modules: frozenset[str]
 
     @abstractmethod
     def hidden_states(self, batch: MicroBatch) -> Tensor:
@@ -74,12 +75,20 @@ class ForeignDecoder(nn.Module, ABC):
         """
 
     @abstractmethod
-    def converted(self, state: Mapping[str, Tensor]) -> ForeignWeights:
-        """Return a checkpoint's tensors by this model's names."""
+    def place_buffers(self, device: torch.device) -> None:
+        """Put the buffers of a model that is built on the meta device on ``device``."""
+
+    @abstractmethod
+    def converted(self, state: Mapping[str, Tensor]) -> ConvertedWeights | None:
+        """Return a checkpoint's tensors by this model's names; None: they have these names."""
 
     @abstractmethod
     def buffers_to_load(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint holds, by name."""
+
+    def joined_weights(self) -> list[list[str]]:
+        """Return the names of weights whose rows should lie one after the other, because sampling multiplies by all."""
+        return []
 
     @abstractmethod
     def check_sampling(self) -> int:
@@ -93,17 +102,12 @@ class ForeignDecoder(nn.Module, ABC):
         """
 
     @abstractmethod
-    def copied_bytes(self, merge: bool | None) -> int:
-        """Upper bound on the bytes that :meth:`sampler` adds to the model's; arguments as there."""
-
-    @abstractmethod
-    def sampler(self, merge: bool | None, rounded: Callable[[int], int], together: bool) -> Any:
-        """Return a copy of the model for sampling, which shares the weights that no adapter changes.
+    def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> Any:
+        """Return a copy for sampling, see :class:`rocm_ext.model.sampler.Sampler`.
 
         Args:
             merge: add the adapters' updates to the weights; None: only to fp32 weights.
-            rounded: returns the number of cache positions that a sliding window takes.
-            together: compute prompts together where the model allows it, up to rounding.
+            device: that samples; None: the weights' own.
 
         Raises:
             UserError: the model cannot be sampled from in this process.
