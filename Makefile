@@ -16,7 +16,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 HAS_GPU_TORCH := import torch, sys; sys.exit(not (torch.version.hip or torch.version.cuda))
 
-.PHONY: setup demo gpu test test-slow test-torch test-real lint clean
+.PHONY: setup demo gpu test test-slow test-torch test-real lint docs pictures dist clean
 
 setup: $(VENV)/.ready
 
@@ -74,5 +74,23 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
+# The site, in build/site. A broken link, a link to no heading and an unknown name in docs/reference.md are errors.
+docs: setup
+	@$(BIN)/python -c "import zensical, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install -q -e ".[docs]"
+	$(BIN)/python tools/site.py
+	$(BIN)/zensical build --strict --clean
+
+# The pictures in docs/pictures, from the runs of `make demo`; without Chromium, those that need none.
+pictures: demo
+	$(BIN)/python tools/pictures.py demo/sft demo/raft
+
+# sdist and wheel in dist, checked; the wheel is installed and tried in a new environment, in a folder far from here.
+dist: setup
+	@$(BIN)/python -c "import build, twine" 2>/dev/null || $(BIN)/python -m pip install -q -e ".[dist]"
+	rm -rf dist build/lib build/bdist.*
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" tools/try_wheel.sh dist/*.whl
+
 clean:
-	rm -rf $(VENV) .venv-torch-* .real demo build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* .real demo build dist .cache *.egg-info

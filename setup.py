@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: an editable install copies one module instead of linking to it.
 
-torch fails to import without ``torchtune_rocm_hook``, so that module must outlive the checkout.
+torch fails to import without ``rocm_ext_hook``, so that module must outlive the checkout.
 """
 
 import sys
@@ -15,5 +15,5 @@ class Project(Distribution):
 
 
 # relative to the `data` folder of a wheel; `purelib` beside it is unpacked into site-packages
-copied = [("../purelib", ["torchtune_rocm_hook.py"])]
+copied = [("../purelib", ["rocm_ext_hook.py"])]
 setup(distclass=Project, data_files=copied if "editable_wheel" in sys.argv else [])

@@ -33,9 +33,10 @@ from tqdm import tqdm
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_folder
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
+from rocm_ext.model.native import native
+from rocm_ext.model.sampler import sampler_of
 from rocm_ext.runs.scores import Score
 from rocm_ext.sampling import Request, Sampling
-from rocm_ext.sampling.decoder import merged
 from rocm_ext.sampling.local import LocalSession
 
 log = logging.getLogger(__name__)
@@ -260,7 +261,7 @@ def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[dict[str,
         Request(str(i), 0, 0, tuple(render_prompt(tokenizer, [{"role": "user", "content": row["prompt"]}])))
         for i, row in enumerate(rows)
     ]
-    with merged(model) as decoder:
+    with sampler_of(native(model)) as decoder:
         session = LocalSession(decoder, tokenizer, lambda: FREE_MEMORY)
         completions = list(session.generate(requests, Sampling(MAX_NEW_TOKENS, temperature=0)))
     right = sum(re.findall(r"\d+", c.text)[-1:] == [rows[int(c.request.prompt_id)]["answer"]] for c in completions)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from rocm_ext.rl.records import read_records
 from tests.tiny import run_config, write_model, write_rows, write_yaml
 
 SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
@@ -65,15 +66,20 @@ def cycle_row(out: Path, cycle: int) -> dict:
     return next(row for row in json.loads((out / "summary.json").read_text())["cycles"] if row["cycle"] == cycle)
 
 
+def records(out: Path, cycle: int, name: str, phase: str = "sample") -> list[dict]:
+    """Return the samples or the verdicts of a cycle."""
+    return [line for line in read_records(out / f"{name}.jsonl") if (line["step"], line["phase"]) == (cycle, phase)]
+
+
 def outcome(out: Path) -> dict:
     """Return everything that must be equal in all runs: records, adapters, training curves and scores."""
     found: dict = {"adapter": (out / WEIGHTS).read_bytes()}
+    timing = ("seconds", "tokens_per_second", "peak_memory")
+    for path in sorted([out / "samples.jsonl", out / "verdicts.jsonl", *out.glob("cycle_*/*.jsonl")]):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [{k: v for k, v in line.items() if k not in timing} for line in lines]
+        found[str(path.relative_to(out))] = sorted(map(json.dumps, lines))
     for folder in sorted(out.glob("cycle_*")):
-        for path in sorted(folder.rglob("*.jsonl")):
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            timing = ("seconds", "tokens_per_second", "peak_memory")
-            lines = [{k: v for k, v in line.items() if k not in timing} for line in lines]
-            found[f"{folder.name}/{path.relative_to(folder)}"] = sorted(map(json.dumps, lines))
         for name in (WEIGHTS, "eval.json"):
             if (folder / name).exists():
                 found[f"{folder.name}/{name}"] = (folder / name).read_bytes()

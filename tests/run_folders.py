@@ -57,6 +57,17 @@ def write_jsonl(path: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
+def append_jsonl(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def remove_lines(path: Path, step: int, phase: str) -> None:
+    """Remove the records of a phase."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    write_jsonl(path, [line for line in lines if (line["step"], line["phase"]) != (step, phase)])
+
+
 def step_lines(losses: Sequence[float], speed: float = 1000.0, memory: int = 40 << 30) -> list[dict[str, Any]]:
     """Return lines of ``metrics.jsonl``. The step determines its tokens, as its rows do in a real run."""
     lines = []
@@ -151,11 +162,11 @@ def raft(
         "max_new_tokens": 512,
     }
     write_yaml(folder / "config.yaml", config)
-    (folder / "run.json").write_text(json.dumps({"config": config, "identity": {}}))
     lines: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for number, passed in enumerate(right):
         out = folder / f"cycle_{number}"
+        out.mkdir()
         scores = _held_out(out, passed, drawn)
         row: dict[str, Any] = {"cycle": number, "held_out": scores}
         if number:
@@ -181,8 +192,10 @@ def raft(
 
 
 def _held_out(out: Path, passed: Sequence[bool], drawn: int) -> dict[str, Any]:
+    scope = {"step": int(out.name[6:]), "phase": "eval"}
     verdicts = [
         {
+            **scope,
             "prompt_id": f"held{i}",
             "sample": s,
             "verdict": "CORRECT" if ok else "WRONG",
@@ -192,9 +205,9 @@ def _held_out(out: Path, passed: Sequence[bool], drawn: int) -> dict[str, Any]:
         for i, ok in enumerate(passed)
         for s in (-1, *range(drawn))
     ]
-    write_jsonl(out / "eval" / "verdicts.jsonl", verdicts)
-    samples = [_sample(f"held{i}", -1, f"held-out answer {i}", 20) for i in range(len(passed))]
-    write_jsonl(out / "eval" / "samples.jsonl", samples)
+    append_jsonl(out.parent / "verdicts.jsonl", verdicts)
+    samples = [{**scope, **_sample(f"held{i}", -1, f"held-out answer {i}", 20)} for i in range(len(passed))]
+    append_jsonl(out.parent / "samples.jsonl", samples)
     share = sum(passed) / len(passed)
     at = {str(k): {"pass": share ** (1 / k), "interval": [0, 1]} for k in (1, 2, 4) if k <= drawn}
     scores = {
@@ -222,8 +235,9 @@ def _sampled(out: Path, cycle: int, answers: int, texts: Mapping[str, str]) -> N
         reward = {"CORRECT": 1.0, "ERROR": None}.get(verdict, 0.25 * (i % 3))
         detail = texts.get("detail", f"found {i}")
         verdicts.append({"prompt_id": prompt, "sample": sample, "verdict": verdict, "reward": reward, "detail": detail})
-    write_jsonl(out / "samples.jsonl", samples)
-    write_jsonl(out / "verdicts.jsonl", verdicts)
+    scope = {"step": cycle, "phase": "sample"}
+    append_jsonl(out.parent / "samples.jsonl", [{**scope, **line} for line in samples])
+    append_jsonl(out.parent / "verdicts.jsonl", [{**scope, **line} for line in verdicts])
     write_jsonl(out / "kept.jsonl", samples[: answers // 2 - 1])
 
 
@@ -264,7 +278,6 @@ def grpo(
     config = _config(folder, recipe="grpo_rocm", steps=planned or steps, dataset=None, **settings)
     config |= {"prompts_per_step": prompts, "samples_per_prompt": samples, "max_new_tokens": 512}
     write_yaml(folder / "config.yaml", config)
-    (folder / "run.json").write_text(json.dumps({"config": config, "identity": {}}))
     lines, answers, verdicts = [], [], []
     for step in range(steps + 1):
         if step:
@@ -348,3 +361,24 @@ def _evaluated(step: int, passed: Sequence[bool], answers: list, verdicts: list)
         answers.append({**head, **_sample(f"held{i}", -1, f"held-out answer {i}", 20), "seconds": 0.5})
         verdict = {"verdict": "CORRECT" if ok else "WRONG", "reward": float(ok), "detail": "", "seconds": 0.1}
         verdicts.append({**head, "prompt_id": f"held{i}", "sample": -1, **verdict})
+
+
+def hardware(folder: Path, gpus: int = 1, lines: int = 120, pause_at: int | None = None) -> Path:
+    """Write ``hardware.jsonl`` with GPUs of different loads."""
+    now, readings = 1.75e9, []
+    for i in range(lines):
+        now += 9 * 3600 if i == pause_at else 5
+        cards: list[dict[str, Any]] = [
+            {
+                "id": f"0000:c{gpu}:00.0", "name": "AMD Instinct MI300X", "busy": 90 - 10 * gpu + i % 5,
+                "vram_used": (40 + gpu) << 30, "gtt_used": 1 << 28, "power": 600 + i % 7, "temperature": 60 + i % 3,
+                "clock": 2000,
+            }
+            for gpu in range(gpus)
+        ]  # fmt: skip
+        if i % 10 == 3 and cards:
+            del cards[0]["power"]
+        host = {"cpu": 12.5, "memory_used": 100 << 30, "memory_total": 200 << 30, "process_memory": 9 << 30}
+        readings.append({"time": now, "gpus": cards, "host": host})
+    write_jsonl(folder / "hardware.jsonl", readings)
+    return folder

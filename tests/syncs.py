@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rocm_ext import config
+from rocm_ext.model import slots
 from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import adapter_parameters
-from rocm_ext.sampling import slots
+from rocm_ext.model.sampler import NativeSampler
 from rocm_ext.sampling.batch import SlotBatch
-from rocm_ext.sampling.decoder import Decoder
 from rocm_ext.sampling.engine import Request, Sampling
 from rocm_ext.train.trainer import Trainer
 from tests.tiny import run_config, write_yaml
@@ -126,7 +126,7 @@ def of_decoding(top: Path, sampling: Sampling) -> list[str]:
     model.to_empty(device="cpu")
     to_accelerator(model)
     with FAKE:
-        decoder = Decoder(model)
+        decoder = model.sampler()
         batch = SlotBatch(decoder, 8, 256, sampling, graphs=False)
         (prefix,) = decoder.prefill([(1, 2, 3)])
         batch.admit([Request("a", seed, seed, (1, 2, 3, 4)) for seed in range(8)], prefix)
@@ -166,8 +166,8 @@ def of_training(top: Path, key: str, recipe: type[LoRAFinetune], **changes: Any)
 
 def with_a_read(top: Path) -> list[str]:
     """Return the waits of a decoding step that also asks for a value."""
-    inner = Decoder.step
-    read = mock.patch.object(Decoder, "step", lambda *args: (out := inner(*args), bool((out > 0).any()))[0])
+    inner = NativeSampler.step
+    read = mock.patch.object(NativeSampler, "step", lambda *args: (out := inner(*args), bool((out > 0).any()))[0])
     with read:
         return of_decoding(top, Sampling(8, 0.0))
 

@@ -6,15 +6,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.gemma2 import gemma2
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.model.attention import choose_attention, use_packed_attention
+from rocm_ext.model.attention import choose_attention
+from rocm_ext.model.native import native
+from rocm_ext.model.sampler import sampler_of
 from rocm_ext.model.sdpa import sdpa
 from rocm_ext.sampling import Request, Sampling
-from rocm_ext.sampling.decoder import merged
 from rocm_ext.sampling.local import LocalSession
 from tests.hf_models import write_theirs
 from tests.test_families import our_model
 from tests.test_generation import Words, model
-from tests.test_parity import decoder_pair, hidden_states, pack, random_sequences
+from tests.test_parity import decoder_pair, pack, random_sequences
 
 FLASH, MATH, SOFTMAX = "_scaled_dot_product_flash_attention_for_cpu", "_safe_softmax", "_softmax"
 KERNELS = {"auto": FLASH, "flash": FLASH, "math": MATH, "eager": SOFTMAX}  # and an operation that only it runs
@@ -44,7 +45,7 @@ def step(decoder, kernel: str):
     choose_attention(decoder, kernel)
     decoder.zero_grad()
     sequences = random_sequences([12, 7], 0)
-    logits, names = ran(lambda: decoder.output(hidden_states(decoder, pack(sequences))))
+    logits, names = ran(lambda: decoder.output(decoder.hidden_states(pack(sequences))))
     logits.square().sum().backward()
     return logits, [p.grad for p in decoder.parameters() if p.grad is not None], names
 
@@ -83,8 +84,8 @@ def test_capped_scores_are_computed_eagerly_or_not_at_all(folders):
 
 def test_attention_in_a_models_own_code_is_refused():
     shape = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "embed_dim": 32}
-    decoder = gemma2(**shape, intermediate_dim=48, max_seq_len=64)
-    assert not use_packed_attention(decoder)
+    decoder = native(gemma2(**shape, intermediate_dim=48, max_seq_len=64))
+    assert not decoder.packs
     choose_attention(decoder, "auto")
     with pytest.raises(UserError, match="attention is 'math', but this model has its own code for attention"):
         choose_attention(decoder, "math")
@@ -94,10 +95,9 @@ def test_attention_in_a_models_own_code_is_refused():
 def test_the_sampler_uses_the_same_kernel(kernel):
     def answers(kernel: str):
         decoder = model()
-        use_packed_attention(decoder)
         choose_attention(decoder, kernel)
         requests = [Request(str(i), 0, i, tuple(range(i, i + 9)), ()) for i in range(3)]
-        with merged(decoder) as made:
+        with sampler_of(decoder) as made:
             session = LocalSession(made, Words(), lambda: 2**30, 4, False)
             done, names = ran(lambda: list(session.generate(requests, Sampling(8, temperature=0.0))))
         return {each.request.prompt_id: each.tokens for each in done}, names

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.detect import detect
 from rocm_ext.train import runtime
+from rocm_ext.train.metrics import TrackioLogger
 from tests.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
 
 REMOVED = object()
@@ -86,7 +88,7 @@ def fails(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("batch_size=0", "batch_size is 0; expected a whole number of at least 1"),
+        ("batch_size=0", "batch_size is 0; expected a whole number from 1 to"),
         ("batch_size=2.5", "batch_size is 2.5; expected a whole number"),
         ("batch_size=abc", "batch_size is 'abc'; expected a whole number"),
         ("batch_size=True", "batch_size is True"),
@@ -116,7 +118,7 @@ def fails(folder, tmp_path, capsys):
         ("batchsize=2", "unknown key batchsize; did you mean batch_size?"),
         ("optimizer.lrr=1", "unknown key optimizer.lrr"),
         ("model.lora_rnk=1", "did you mean lora_rank?"),
-        ("optimizer.lr=abc", "optimizer: torch.optim.AdamW: "),
+        ("optimizer.lr=abc", "optimizer.lr is 'abc'; expected a number"),
         ("optimizer.betas=3", "optimizer: torch.optim.AdamW: "),
         ("optimizer._component_=torch.optim.AdamWW", "optimizer._component_ 'torch.optim.AdamWW' cannot be imported"),
         ("lr_scheduler._component_=torchtune.training.lr_schedulers.linear", "lr_scheduler._component_"),
@@ -160,7 +162,7 @@ def fails(folder, tmp_path, capsys):
         ("model.lora_dropout=1.0", "model.lora_dropout is 1.0; expected a share from 0 to under 1"),
         ("model.lora_dropout=-0.1", "model.lora_dropout is -0.1"),
         ("model.lora_dropout=abc", "model.lora_dropout is 'abc'"),
-        ("model.norm_eps=abc", "cannot compute a step with these arguments: TypeError"),
+        ("model.norm_eps=abc", "model.norm_eps is 'abc'; expected a number"),
         ("model.intermediate_dim=0", "cannot compute a step with these arguments: RuntimeError"),
         ("model.use_dora=maybe", "model.use_dora is 'maybe'; expected True or False"),
         ("dataset.column_map=[1]", "incompatible container types"),
@@ -201,7 +203,10 @@ SCHEDULES = "torch.optim.lr_scheduler"
         ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": 1, "total_steps": 3}, "step 4 of 8: "),
         ({"_component_": f"{SCHEDULES}.StepLR", "step_size": 2, "gamma": -1}, "the learning rate of step 3 is -0.001"),
         ({"_component_": f"{SCHEDULES}.ExponentialLR", "gamma": float("inf")}, "the learning rate of step 2 is inf"),
-        ({"_component_": f"{SCHEDULES}.StepLR", "step_size": "two"}, f"lr_scheduler: {SCHEDULES}.StepLR: "),
+        (
+            {"_component_": f"{SCHEDULES}.StepLR", "step_size": "two"},
+            "lr_scheduler.step_size is 'two'; expected a number",
+        ),
         ({"_component_": f"{SCHEDULES}.StepLR"}, "missing a required argument: 'step_size'"),
     ],
     ids=str,
@@ -485,6 +490,30 @@ def test_metric_loggers(folder, tmp_path, logger):
     }
     assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
     assert any(p.stat().st_size for p in (tmp_path / "logs").rglob("*") if p.is_file())
+
+
+def test_trackio(folder, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out")
+    cfg["metric_logger"] = {"_component_": "rocm_ext.train.metrics.TrackioLogger", "project": "p", "name": "r"}
+    path = write_yaml(tmp_path / "run.yaml", cfg)
+    program = "import sys; from rocm_ext.recipes.lora_finetune_rocm import main; sys.argv[1:] = ['--config', " \
+        f"{str(path)!r}]; sys.exit(main())"  # fmt: skip
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == 0
+    read = "from trackio.sqlite_storage import SQLiteStorage as S; import json; " \
+        "print(json.dumps([S.get_logs('p', 'r'), S.get_run_config('p', 'r')], default=str))"  # fmt: skip
+    said = subprocess.run([sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True)
+    logs, shown = json.loads(said.stdout.splitlines()[-1])
+    written = metrics(tmp_path / "out", "loss")
+    assert [line["loss"] for line in logs if "loss" in line] == pytest.approx(written)
+    assert shown["optimizer"]["lr"] == cfg["optimizer"]["lr"]
+
+
+def test_trackio_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match=r"pip install 'torchtune-rocm\[trackio\]'"):
+        TrackioLogger("p")
 
 
 # ---- any value anywhere

@@ -4,31 +4,28 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
-from rocm_ext.recipes.lora_finetune_rocm import main as lora_main
 
 from rocm_ext import config
 from rocm_ext.base.log import log
-from rocm_ext.bench import busy, child, link, runner, spec, summary
+from rocm_ext.bench import busy, child, runner, summary
 from rocm_ext.bench.busy import OtherPrograms
 from rocm_ext.bench.context import Bench
-from rocm_ext.bench.runner import Measurement
-from rocm_ext.bench.spec import Item, Spec
-from rocm_ext.bench.sweep import Sweep
+from rocm_ext.bench.sweep import PROBES, Item, Measurement, Spec, Sweep
 from rocm_ext.cli import main
-from rocm_ext.machine import bench_file, shared_records
+from rocm_ext.machine import bench_file
 from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.profile import load_profile
 from rocm_ext.plan.speeds import figures_for
-from tests.forks import ForkedPopen, forked
+from tests import probes
+from tests.forks import ForkedPopen
 from tests.test_plan import _without_search, as_configured  # noqa: F401
-from tests.tiny import metrics
 
 GIB = 2**30
 # `runner` starts forks instead of programs, which take five seconds to import torch
@@ -36,7 +33,7 @@ FORKS = SimpleNamespace(PIPE=None, TimeoutExpired=subprocess.TimeoutExpired, Pop
 
 
 def job(budget: int = 4 * GIB) -> Spec:
-    return Spec("cpu_pocket", ("hardware=cpu",), budget, quick=True, seconds=0.01)
+    return Spec("cpu_pocket", ("hardware=cpu",), budget, seconds=0.01)
 
 
 # ------------------------------------------------------------------------------------ probes that go wrong
@@ -45,12 +42,13 @@ def misbehaving() -> tuple[list[Measurement], list[Measurement]]:
     """Return the measurements of :mod:`tests.probes`, at the end and as they came."""
     of_one = ("environment", "segfault", "hang", "noise", "raise", "out of memory", "exit", "fine")
     one, other = {"PROBED": "5"}, {"PROBED": "7"}
-    items = [Item("tests.probes", {"how": how}, one) for how in of_one]
-    items.insert(2, Item("tests.probes", {"how": "segfault"}, one, skip="locked here: hangs"))
-    items.insert(0, Item("tests.probes", {"how": "environment"}, other))
+    items = [Item("bad", {"how": how}, one) for how in of_one]
+    items.insert(2, Item("bad", {"how": "segfault"}, one, skip="locked here: hangs"))
+    items.insert(0, Item("bad", {"how": "environment"}, other))
     told: list[Measurement] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "subprocess", FORKS)
+        patch.setitem(child.PROBES, "bad", probes.measure)
         return runner.run(job(), lambda done: [] if done else items, 2, told.append, {}), told
 
 
@@ -76,13 +74,12 @@ def test_nothing_is_measured_that_does_not_fit(monkeypatch):
     items = [
         Item("gemm", {"direction": "forward", "dtype": "fp32", "library": "default"}),
         Item("bandwidth", {"what": "device copy"}),
-        Item("attention", {"backend": "math", "tokens": 512}),
         Item("training", {"rows": 4, "compile": False}),
         Item("decoding", {"slots": 64}),
     ]
     bench = Bench(job(budget=2**20))
-    rows = [child.measure(bench, item.to_dict()) for item in items]
-    assert [row["status"] for row in rows] == ["skipped"] * 5
+    rows = [child.measure(bench, asdict(item)) for item in items]
+    assert [row["status"] for row in rows] == ["skipped"] * 4
     assert all("budget" in row["detail"] for row in rows)
 
 
@@ -91,10 +88,10 @@ def test_a_training_step_with_other_settings(monkeypatch):
     bench = Bench(job())
     common = {"rows": 1, "compile": False}
     eager = {**common, "enable_activation_checkpointing": True, "attention": "eager", "dtype": "bf16"}
-    found = child.measure(bench, Item("training", eager).to_dict())
+    found = child.measure(bench, asdict(Item("training", eager)))
     assert found["status"] == "ok", found
     assert (found["result"]["checkpointed"], found["result"]["dtype"]) == (len(bench.shape.layers), "bf16")
-    found = child.measure(bench, Item("training", {**common, "attention": "efficient"}).to_dict())
+    found = child.measure(bench, asdict(Item("training", {**common, "attention": "efficient"})))
     assert found["status"] == "skipped"
     assert "torch has no efficient kernel" in found["detail"]
 
@@ -123,7 +120,7 @@ def test_other_programs_are_noticed(monkeypatch):
 def test_machines_get_their_own_measurements():
     halo = Machine("rocm", "Linux", "2.11.0+rocm7.2", "rocm", 120 * GIB, True, arch="gfx1151", unified=True)
     locked = load_profile("strix_halo").locked
-    items = spec.items(halo, locked, quick=False)
+    items = sweep(halo, locked=locked, probes=PROBES).following([])
     gemm = [item for item in items if item.probe == "gemm"]
     switches = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")  # torch may choose without rocBLAS
     assert {(item.values["library"], *map(item.environ.get, switches)) for item in gemm} == {
@@ -131,39 +128,20 @@ def test_machines_get_their_own_measurements():
         ("hipBLASLt", "1", "1"),
     }
     assert {item.values["dtype"] for item in gemm} == {"bf16", "fp16", "fp32"}
-    skipped = [item.values for item in items if item.skip]
-    assert {"num_workers": 2, "pin_memory": False} in skipped
-    assert {"num_workers": 0, "pin_memory": False} not in skipped
-    risky = spec.items(halo, {}, quick=False)
-    assert not [item for item in risky if item.skip]
-    assert not [item for item in risky if item.probe == "link"]
-    eight = Machine("rocm", "Linux", "2.11.0", "rocm", 190 * GIB, True, arch="gfx942", gpu_count=8)
-    links = [item.values for item in spec.items(eight, {}, quick=True) if item.probe == "link"]
-    assert links == [{"what": "GPU to GPU"}, {"what": "all-reduce", "ranks": 8}]
-
-
-def _check_runs(path: Path, settings: dict, model: Path, out: Path) -> None:
-    """Run the config that bench wrote with `tune`'s recipe, for two steps."""
-    written = yaml.safe_load(path.read_text())
-    keys = settings.keys() & config.defaults("lora_finetune_rocm").keys()
-    assert {key: written[key] for key in keys} == {key: settings[key] for key in keys}
-    assert "batch_size" in keys
-    path.write_text(path.read_text().replace("demo/pocket", str(model)))
-    assert forked(lora_main, path, f"output_dir={out}", "max_steps_per_epoch=2", "epochs=1")[0] == 0
-    assert len(metrics(out)) == 2
+    assert {item.probe for item in items} == {"gemm", "bandwidth", "decoding"}, "training comes last"
 
 
 @pytest.mark.slow
-def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys, pocket_dir):
-    """Run all probes on this CPU; then plan, hardware: auto and the recipe use the written files."""
+def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
+    """Run all probes on this CPU; then plan uses the written file."""
     out = tmp_path / "bench.json"
     environ = {**os.environ, "ROCM_EXT_BENCH": str(out)}
-    command = [sys.executable, "-m", "rocm_ext.cli", "bench", "--quick", "--share", str(tmp_path / "cpu.json")]
+    command = [sys.executable, "-m", "rocm_ext.cli", "bench", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
     assert done.returncode == 0, done.stderr
     content = json.loads(out.read_text())
     rows = content["rows"]
-    assert {row["item"]["probe"] for row in rows} == {*spec.PROBES} - {"link"}
+    assert {row["item"]["probe"] for row in rows} == {*PROBES}
     swept = {key: row["item"]["values"][key] for row in rows if row["item"]["probe"] == "training"
              for key in row["item"]["values"]}  # fmt: skip
     assert swept.keys() == {"rows", "compile", "dtype", "attention", "enable_activation_checkpointing"}
@@ -172,8 +150,7 @@ def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys, pocket_dir):
     for row in rows:
         if row["item"]["probe"] == "training":
             assert row["result"]["planned_memory"] == pytest.approx(row["result"]["peak_memory"], rel=0.1)
-    assert f"wrote {out}" in done.stdout
-    _check_runs(out.with_suffix(".yaml"), content["settings"], pocket_dir, tmp_path / "run")
+    assert f"wrote {out}" in done.stderr
     assert "# the fastest settings" in done.stdout
     monkeypatch.setenv("ROCM_EXT_BENCH", str(out))
     figures = figures_for(load_profile("cpu"), detect())
@@ -187,26 +164,13 @@ def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys, pocket_dir):
     assert main(["plan", "--config", "cpu_pocket", "--json", *overrides]) == 0
     step = json.loads(capsys.readouterr().out)["configured"]["step"]
     assert step["tokens_per_second"] == pytest.approx(fastest["result"]["value"], rel=1e-3)
-    # and so it does for others, once a later version brings the record
-    assert "attach it to an issue" in done.stdout
-    monkeypatch.setenv("ROCM_EXT_BENCH", str(tmp_path / "none.json"))
-    monkeypatch.setattr(shared_records, "folder", lambda: tmp_path)
-    out.unlink()
-    record = shared_records.read(tmp_path / "cpu.json")
-    assert (record.config, record.quick, record.figures) == ("cpu_pocket", True, content["figures"])
-    assert len(record.probes) == len(rows)
-    for arguments in (["--machine", record.machine.name], []):
-        assert main(["plan", "--config", "cpu_pocket", "--json", *arguments, *overrides]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["figures"]["source"].startswith(f"measured by another owner, {record.date}, torch ")
-        assert found["configured"]["step"] == step
 
 
 def test_auto_takes_measured_settings(tmp_path, monkeypatch, messages, capsys):
     path = tmp_path / "bench.json"
     monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
     machine = bench_file.machine_key(detect())
-    settings = {"num_workers": 2, "compile": True, "batch_size": 64, "engine.slots": 16}
+    settings = {"compile": True, "batch_size": 64, "engine.slots": 16}
     figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
     content = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": settings}
     path.write_text(json.dumps(content))
@@ -214,19 +178,19 @@ def test_auto_takes_measured_settings(tmp_path, monkeypatch, messages, capsys):
         monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
     monkeypatch.setattr("rocm_ext.config.layers.log.isEnabledFor", lambda level: True)
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"])
-    assert (cfg.num_workers, cfg.compile, cfg.batch_size) == (2, True, 8)  # the sizes belong to another config
+    assert (cfg.compile, cfg.batch_size) == (True, 8)  # the sizes belong to another config
     assert any("(measured 2026-11-20 by rocm-ext bench)" in line for line in messages)
     assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto", "compile=False"]).compile is False
-    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"]).num_workers == 0
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"]).compile is False
     path.write_text(json.dumps({**content, "machine": {**machine, "torch": "2.0"}}))
-    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).num_workers == 0
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).compile is False
 
 
 @pytest.mark.parametrize(
     "damaged",
     [
         "", "{", "[]", "null", '{"date": 1}', "\0\1", {"figures": {}}, {"figures": {"flops": "fast", "bandwidth": 1}},
-        {"figures": {"flops": {"fp32": 0}, "bandwidth": 1}}, {"settings": 3}, {"settings": {"num_workers": "two"}},
+        {"figures": {"flops": {"fp32": 0}, "bandwidth": 1}}, {"settings": 3}, {"settings": {"compile": "two"}},
         {"settings": {"compile": 1}}, {"machine": 3},
     ],
 )  # fmt: skip
@@ -235,11 +199,11 @@ def test_a_damaged_file_is_told_and_not_used(damaged, tmp_path, monkeypatch, mes
     monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
     figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
     machine = bench_file.machine_key(detect())
-    whole = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {"num_workers": 2}}
+    whole = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {"compile": True}}
     path.write_text(damaged if isinstance(damaged, str) else json.dumps({**whole, **damaged}))
     for module in ("rocm_ext.machine.profile", "rocm_ext.config.layers"):
         monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
-    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).num_workers == 0
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).compile is False
     assert any("measure again: rocm-ext bench" in line for line in messages)
     assert main(["plan", "--config", "cpu_pocket", "--bench", str(path)]) == 1
     assert "as a file of `rocm-ext bench`" in capsys.readouterr().err
@@ -255,7 +219,7 @@ def test_plan_takes_a_file_of_such_a_machine(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["figures"]["measured"]
     assert found["figures"]["efficiency"] == 0.8
-    assert (found["published"], found["configured"]["step"]["tokens_per_second_published"]) == (None, None)
+    assert found["published"] is None
     assert found["budget"] == 109 * GIB
     sheet = figures_for(load_profile("mi300x"), detect())  # values that bench does not measure come from the data sheet
     server = {"date": "", "machine": {"backend": "rocm", "arch": "gfx942"}, "figures": figures, "settings": {}}
@@ -275,15 +239,14 @@ def training(rows: int, value: float, spread: float = 0.01, environ: dict | None
     return row("training", value, spread, environ, **{"rows": rows, "compile": False, **values})
 
 
-def sweep(machine: Machine | None = None, quick: bool = False, locked: dict | None = None, **changes) -> Sweep:
+def sweep(machine=None, quick=False, locked=None, probes=("training",), **changes) -> Sweep:
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"])
     cfg.update(changes)
-    return Sweep(cfg, machine or detect(), locked or {}, quick)
+    return Sweep(cfg, machine or detect(), locked or {}, quick, probes)
 
 
 def won(*rows: Measurement, **changes) -> dict:
-    cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"])
-    return {winner.key: winner.value for winner in summary.winners(rows, cfg, sweep(**changes))}
+    return {winner.key: winner.value for winner in summary.winners(rows, sweep(**changes))}
 
 
 def test_the_smallest_of_equally_fast_sizes_wins():
@@ -303,13 +266,6 @@ def test_compile_wins_only_beyond_noise():
     assert won(training(4, 100), training(4, 100, compile=True), compile=True) == {}
     assert won(training(4, 100, spread=0.3), training(4, 110, compile=True, spread=0.3)) == {}
     assert won(training(2, 100), training(4, 150, compile=True)) == {}
-
-
-def test_a_loader_matters_only_where_it_is_slow():
-    slow = row("loader", 1000, num_workers=0, pin_memory=False)
-    fast = row("loader", 4000, num_workers=4, pin_memory=True)
-    assert won(slow, fast, training(4, 500)) == {"num_workers": 4, "pin_memory": True}
-    assert won(slow, fast, training(4, 20)) == {}
 
 
 def test_the_library_that_is_faster_without_wgrad_wins():
@@ -333,21 +289,6 @@ def test_without_gemm_or_copies_there_are_no_figures():
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"])
     rows = [training(1, 50), row("bandwidth", 1e9, what="device copy")]
     assert summary.figures(rows, cfg, torch.float32, torch.device("cpu")) == {}
-
-
-def test_links_are_measured_and_planned_with(monkeypatch):
-    monkeypatch.setattr(link, "_START", "fork")  # a new interpreter takes five seconds to import torch
-    bench = Bench(job())
-    for values in ({"what": "GPU to GPU"}, {"what": "all-reduce", "ranks": 2}):
-        found = child.measure(bench, Item("link", values).to_dict())
-        assert found["status"] == "ok", found
-        assert 0 < found["result"]["low"] <= found["result"]["value"] <= found["result"]["high"]
-    rows = [
-        row("gemm", 1e12, direction=direction, dtype="fp32", library="default") for direction in ("forward", "dgrad")
-    ]
-    rows += [row("bandwidth", 1e10, what="device copy"), row("link", 3e10, what="all-reduce", ranks=2)]
-    known = summary.figures(rows, bench.cfg, torch.float32, torch.device("cpu"))
-    assert known["link"] == 3e10
 
 
 @as_configured
@@ -376,12 +317,13 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
         (["--config", "cpu_pockt"], "did you mean cpu_pocket"),
         (["--output", "/"], "is a folder; name a file"),
         (["--only", "gemm", "--output", "/proc/b.json"], "cannot write /proc/b.json"),
-        (["--output", "{tmp}/b", "--share", "{tmp}/./b"], "--output and --share are the same file"),
+        (["--output", "{tmp}/old.json"], "old.json exists; name another file, or add --force"),
         (["nonsense=1", "--only", "gemm"], "unknown key nonsense"),
         (["model.lora_rank=0", "--only", "gemm", "--output", "{tmp}/b.json"], "model.lora_rank is 0; expected"),
     ],
 )
 def test_bad_input_is_one_line(arguments, found, capsys, tmp_path):
+    (tmp_path / "old.json").write_text("precious")
     assert main(["bench", "--quick", *[argument.format(tmp=tmp_path) for argument in arguments]]) != 0
     captured = capsys.readouterr()
     assert found in captured.err
@@ -389,8 +331,8 @@ def test_bad_input_is_one_line(arguments, found, capsys, tmp_path):
 
 
 @pytest.fixture
-def loader_alone(monkeypatch) -> list[Item]:
-    """Answer measurements of the loader with a figure; the list gets what was to be measured."""
+def copies_alone(monkeypatch) -> list[Item]:
+    """Answer measurements of copies with a figure; the list gets what was to be measured."""
     asked: list[Item] = []
 
     def run(job, following, timeout, tell, environ):
@@ -404,22 +346,22 @@ def loader_alone(monkeypatch) -> list[Item]:
     return asked
 
 
-def test_an_older_file_survives_a_bench_without_figures(tmp_path, loader_alone, capsys):
+def test_an_older_file_survives_a_bench_without_figures(tmp_path, copies_alone, capsys):
     path = tmp_path / "bench.json"
     path.write_text("precious")
-    assert main(["bench", "--quick", "--only", "loader", "--output", str(path)]) == 0
-    assert {item.probe for item in loader_alone} == {"loader"}
+    assert main(["bench", "--quick", "--only", "bandwidth", "--output", str(path), "--force"]) == 0
+    assert {item.probe for item in copies_alone} == {"bandwidth"}
     assert path.read_text() == "precious"
-    assert f"{path} was not written: it needs gemm and bandwidth" in capsys.readouterr().out
+    assert f"{path} was not written: it needs gemm and bandwidth" in capsys.readouterr().err
 
 
-def test_a_part_replaces_no_whole_file(tmp_path, loader_alone, monkeypatch, capsys):
+def test_a_part_replaces_no_whole_file(tmp_path, copies_alone, monkeypatch, capsys):
     monkeypatch.setenv("ROCM_EXT_BENCH", str(tmp_path / "bench.json"))
     (tmp_path / "bench.json").write_text("precious")
-    assert main(["bench", "--quick", "--only", "loader", "epochs=1"]) == 0
-    assert {item.probe for item in loader_alone} == {"loader"}
+    assert main(["bench", "--quick", "--only", "bandwidth", "epochs=1"]) == 0
+    assert {item.probe for item in copies_alone} == {"bandwidth"}
     assert (tmp_path / "bench.json").read_text() == "precious"
-    assert "To keep these: --output FILE" in capsys.readouterr().out
+    assert "To keep these: --output FILE" in capsys.readouterr().err
 
 
 def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):

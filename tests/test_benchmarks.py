@@ -16,8 +16,8 @@ from rocm_ext.losses import CrossEntropy
 from rocm_ext.model import build, lora
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.build import build_model
-from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.native import NativeDecoder
+from rocm_ext.model.transformers.decoder import TransformersDecoder
 from tests.benchmarks import __main__ as command
 from tests.benchmarks import beside, cycle, peers, protocol, sampling, sft, startup, work
 from tests.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
@@ -152,7 +152,7 @@ def test_the_twin_is_the_same_model_without_a_native_decoder(tmp_path):
     work.write_adapter(tmp_path, "qwen3-tiny")
     native, foreign = (our_model(tmp_path / name, **work.LORA_OF_FOLDER) for name in ("model", "twin"))
     assert isinstance(native, NativeDecoder)
-    assert isinstance(foreign, ForeignDecoder)
+    assert isinstance(foreign, TransformersDecoder)
     assert foreign.packs
     tokens = torch.arange(10, 40)[None]
     torch.testing.assert_close(foreign(tokens), native(tokens), rtol=1e-5, atol=1e-5)

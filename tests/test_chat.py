@@ -90,7 +90,7 @@ def test_the_answer_is_that_of_the_recipes_sampler(pocket_dir, tmp_path, monkeyp
     overrides = [f"pocket={pocket_dir}", "max_new_tokens=32"]
     arguments = ["--config", "cpu_pocket_raft", "--data", str(rows), "--output", str(tmp_path / "eval")]
     assert cli.main(["eval", *arguments, *overrides]) == 0
-    sample = json.loads((tmp_path / "eval" / "cycle_0" / "eval" / "samples.jsonl").read_text())
+    sample = json.loads((tmp_path / "eval" / "samples.jsonl").read_text())
     assert out == sample["text"] + "\n"
     capfd.readouterr()
     # from a pipe, by a config of another recipe
@@ -228,6 +228,21 @@ def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, mon
     assert expected in err
     assert err.count("\n") == 1
     assert code
+
+
+def test_a_machine_that_is_not_here_is_one_line(pocket_dir, monkeypatch, capfd):
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the profile's variables end with the test
+    assert cli.main(["chat", str(pocket_dir), "-p", "1+1?", "hardware=mi300x"]) == 1
+    err = capfd.readouterr().err
+    assert "hardware=mi300x is for AMD Instinct" in err
+    assert "Traceback" not in err
+
+
+def test_an_adapter_s_file_is_no_adapter(pocket_dir, adapter, monkeypatch, capfd):
+    file = adapter / "adapter_model.safetensors"
+    _, err, code = chat(monkeypatch, capfd, pocket_dir, "-p", "1+1?", "--adapter", file)
+    assert (code, err.count("\n")) == (1, 1)
+    assert f"the adapter {file} is a file; name its folder" in err
 
 
 @pytest.mark.parametrize(

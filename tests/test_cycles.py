@@ -11,23 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from rocm_ext.recipes.raft_rocm import main
 from safetensors.torch import load_file
 
 from rocm_ext import cli
 from rocm_ext.base import log
-from rocm_ext.rl.cycle_training import replay
-from rocm_ext.rl.cycles import Cycle
-from rocm_ext.rl.records import PhaseRecords, Sample, read_records
+from rocm_ext.rl.cycle_trainer import CycleTrainer
+from rocm_ext.rl.records import PhaseRecords, Sample
 from rocm_ext.rl.rollout import Pace
+from rocm_ext.rl.selection import replay
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.progress import progress
-from rocm_ext.train.checkpoint import Checkpoints
-from rocm_ext.train.trainer import Trainer
 from tests.forks import forked, forked_ranks, kill_before
-from tests.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, write_run, write_world
+from tests.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records, write_run, write_world
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 RESUME = "resume_from_checkpoint=True"
@@ -85,7 +82,7 @@ def test_cycles_that_keep_nothing_are_skipped_and_end_the_run(dry):
     assert [(row["cycle"], row.get("skipped")) for row in rows] == [(0, None), (1, None), (2, True), (3, True)]
     assert (rows[2]["samples"], rows[2]["kept"], rows[2]["verdicts"]) == (16, 0, {"WRONG": 16})
     assert rows[2]["seconds"]["sample"] > 0
-    asked = [{r["prompt_id"] for r in read_records(out / f"cycle_{n}" / "samples.jsonl")} for n in (1, 2, 3)]
+    asked = [{r["prompt_id"] for r in records(out, n, "samples")} for n in (1, 2, 3)]
     assert len(set.union(*asked)) == 12  # each cycle asked other prompts
     assert not (out / "cycle_4").exists()
 
@@ -123,11 +120,11 @@ def test_an_ended_run_continues_with_another_verifier(dry, make, tmp_path):
     """It judges again what it sampled, and ends as if it had begun so."""
     out, expected = tmp_path / "out", tmp_path / "expected"
     shutil.copytree(dry[0], out)
-    before = {(r["prompt_id"], r["sample"]): r["seconds"] for r in read_records(out / "cycle_2" / "samples.jsonl")}
+    before = {(r["prompt_id"], r["sample"]): r["seconds"] for r in records(out, 2, "samples")}
     ran(make, out, "cycles=3", "verifier.end=null", RESUME, **dry[1])
     ran(make, expected, "cycles=3", "verifier.end=null", **dry[1])
     assert_equal(out, expected)
-    after = {(r["prompt_id"], r["sample"]): r["seconds"] for r in read_records(out / "cycle_2" / "samples.jsonl")}
+    after = {(r["prompt_id"], r["sample"]): r["seconds"] for r in records(out, 2, "samples")}
     assert after == before  # not sampled again
     assert cycle_row(out, 2)["kept"] > 0
 
@@ -174,9 +171,9 @@ def test_a_failed_first_cycle_continues_with_another_threshold(make, tmp_path):
     assert not (out / "adapter").exists()
     assert RunFolder(out).cycles[-1].state == "skipped"
     assert not RunFolder(out).finished
-    samples = (out / "cycle_1" / "samples.jsonl").read_bytes()
+    samples = records(out, 1, "samples")
     ran(make, out, RESUME, "reward_threshold=0.3", **changes)
-    assert (out / "cycle_1" / "samples.jsonl").read_bytes() == samples
+    assert records(out, 1, "samples") == samples
     ran(make, expected, "reward_threshold=0.3", **changes)
     assert_equal(out, expected)
 
@@ -185,12 +182,12 @@ def test_fewer_and_longer_answers_on_resume(make, reference, tmp_path):
     out = tmp_path / "out"
     nothing = ("verifier.share=0", "samples_per_prompt=5", "max_new_tokens=8", "max_empty_cycles=1")
     assert forked(main, make(out), *nothing)[0] == 1
-    ended = {(r["prompt_id"], r["sample"]): r for r in read_records(out / "cycle_1" / "samples.jsonl")}
+    ended = {(r["prompt_id"], r["sample"]): r for r in records(out, 1, "samples")}
     ended = {key: r for key, r in ended.items() if r["finish_reason"] == "stop" and key[1] < 4}
     assert ended
     ran(make, out, RESUME, "verifier.share=0.5")
     assert_equal(out, reference)
-    after = {(r["prompt_id"], r["sample"]): r for r in read_records(out / "cycle_1" / "samples.jsonl")}
+    after = {(r["prompt_id"], r["sample"]): r for r in records(out, 1, "samples")}
     assert {key: after[key] for key in ended} == ended  # not sampled again
 
 
@@ -199,12 +196,13 @@ def test_settings_change_for_later_cycles_alone(make, reference, tmp_path):
     shutil.copytree(reference, out)
     ran(make, out, RESUME, "cycles=3", "samples_per_prompt=5", "max_new_tokens=16", "reward_threshold=0.6")
     for cycle in (1, 2):
-        for name in (WEIGHTS, "samples.jsonl", "kept.jsonl"):
+        for name in (WEIGHTS, "kept.jsonl"):
             path = f"cycle_{cycle}/{name}"
             assert (out / path).read_bytes() == (reference / path).read_bytes()
-    assert len(read_records(out / "cycle_3" / "samples.jsonl")) == 60
+        assert records(out, cycle, "samples") == records(reference, cycle, "samples")
+    assert len(records(out, 3, "samples")) == 60
     for cycle in range(4):  # all adapters are measured with the same limit
-        lengths = [len(r["tokens"]) for r in read_records(out / f"cycle_{cycle}" / "eval" / "samples.jsonl")]
+        lengths = [len(r["tokens"]) for r in records(out, cycle, "samples", "eval")]
         assert len(lengths) == 6
         assert max(lengths) > 12
         assert cycle_row(out, cycle)["held_out"] == json.loads((out / f"cycle_{cycle}" / "eval.json").read_text())
@@ -217,44 +215,38 @@ def sample(prompt: str, index: int, *tokens: int) -> Sample:
     return Sample(prompt, index, 0, "stop", "", list(tokens), [0.0] * len(tokens))
 
 
-def test_replayed_answers_are_the_newest_of_each_prompt(tmp_path):
-    earlier = {
-        1: [sample("a", 0, 1), sample("a", 1, 2), sample("b", 0, 3)],
-        2: [sample("a", 0, 4), sample("b", 0, 3), sample("c", 0, 5)],
-        4: [sample("a", 0, 1), sample("d", 0, 6)],
-    }
-    for number, kept in earlier.items():
-        Cycle(tmp_path, number).folder.mkdir()
-        text = "".join(json.dumps({**each.record(), "reward": 1.0, "prompt_tokens": [9]}) + "\n" for each in kept)
-        Cycle(tmp_path, number).kept.write_text(text)
+def test_replayed_answers_are_the_newest_of_each_prompt():
+    earlier = [
+        [sample("a", 0, 1), sample("a", 1, 2), sample("b", 0, 3)],
+        [sample("a", 0, 4), sample("b", 0, 3), sample("c", 0, 5)],
+        [sample("a", 0, 1), sample("d", 0, 6)],
+    ]
 
-    def replayed(**changes):
-        rules = {"replay_cycles": "all", "start_from": "previous", "deduplicate": True, "max_per_prompt": 3}
-        found = replay(OmegaConf.create({**rules, **changes}), tmp_path, [sample("a", 7, 2)], [1, 2, 4])
+    def replayed(cycles=3, **changes):
+        rules = {"deduplicate": True, "per_prompt": 3, **changes}
+        found = replay([sample("a", 7, 2)], earlier[3 - cycles :], **rules)
         return [(each.prompt_id, *each.tokens) for each in found]
 
     newest, middle = [("a", 1), ("d", 6)], [("a", 4), ("b", 3), ("c", 5)]
     assert replayed() == newest + middle  # "a" is full then, and "b" is a duplicate
-    assert replayed(max_per_prompt=None) == newest + middle
-    assert replayed(max_per_prompt=2) == [*newest, ("b", 3), ("c", 5)]
-    assert replayed(max_per_prompt=None, deduplicate=False) == newest + middle + [("a", 1), ("a", 2), ("b", 3)]
-    assert replayed(replay_cycles=1) == newest
-    assert replayed(replay_cycles=9) == newest + middle
-    assert replayed(replay_cycles=0) == replayed(replay_cycles=None) == []
-    assert replayed(replay_cycles=None, start_from="base") == newest + middle
+    assert replayed(per_prompt=None) == newest + middle
+    assert replayed(per_prompt=2) == [*newest, ("b", 3), ("c", 5)]
+    assert replayed(per_prompt=None, deduplicate=False) == newest + middle + [("a", 1), ("a", 2), ("b", 3)]
+    assert replayed(1) == newest
+    assert replayed(0) == []
 
 
 def kill_in_training() -> None:
     """Patch the trainer so that the first checkpoint of cycle 2 kills the process when it is written."""
-    original = Trainer.save_checkpoint
+    original = CycleTrainer.save_checkpoint
 
     def save_checkpoint(self):
         original(self)
-        if self.folder.path.name == "cycle_2":
-            assert self.step < self.total_steps
+        if self.step == 1 and self.done:
+            assert self.done < self.total_steps
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+    CycleTrainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
 
 
 def trained_rows(out: Path, cycle: int) -> int:
@@ -269,7 +261,7 @@ def test_base_trains_on_all_cycles(make, tmp_path):
     assert trained_rows(out, 1) == kept[0]
     assert trained_rows(out, 2) == sum(kept)  # of other prompts, so none is a duplicate
     assert forked(main, make(killed, **changes), prepare=kill_in_training)[0] == -signal.SIGKILL
-    assert (killed / "cycle_2" / "checkpoints").exists()
+    assert not (killed / "cycle_2" / "adapter").exists()
     ran(make, killed, RESUME, **changes)
     assert_equal(killed, out)
 
@@ -283,36 +275,50 @@ def test_old_log_probs_are_warned_of(make, tmp_path):
 # ---- the optimiser's state
 
 
-def moments(out: Path, cycle: int) -> dict:
-    path = out / f"cycle_{cycle}" / "optimizer" / "state.pt"
-    return torch.load(path, weights_only=True)["optimizer"]["state"][0]
+def moments(out: Path) -> dict:
+    *_, last = sorted((out / "checkpoints").glob("step_*"))
+    return torch.load(last / "state.pt", weights_only=True)["optimizer"]["state"][0]
 
 
 def test_the_optimiser_goes_on_or_begins_anew(reference, make, tmp_path):
     out = ran(make, tmp_path / "out", optimizer_state="cycle")
     assert (out / "cycle_1" / WEIGHTS).read_bytes() == (reference / "cycle_1" / WEIGHTS).read_bytes()
     assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
-    assert not list(out.glob("cycle_*/optimizer"))
-    steps = [cycle_row(reference, cycle)["steps"] for cycle in (1, 2)]
-    assert moments(reference, 1)["step"] == steps[0]
-    assert moments(reference, 2)["step"] == sum(steps)
+    assert moments(out)["step"] == cycle_row(out, 2)["steps"]
+    assert moments(reference)["step"] == sum(cycle_row(reference, cycle)["steps"] for cycle in (1, 2))
 
 
-@pytest.mark.parametrize("at", [pytest.param("checkpoint", marks=pytest.mark.slow), "clean-up"])
-def test_killed_while_the_optimisers_state_is_moved(reference, make, tmp_path, at):
-    def prepare() -> None:
-        Checkpoints.discard = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+def kill_at_the_end_of_training() -> None:
+    """Patch the trainer so that the checkpoint at the end of cycle 1 kills the process before it is written."""
+    original = CycleTrainer.save_checkpoint
 
+    def save_checkpoint(self):
+        if self.step == 1 and not self.done:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self)
+
+    CycleTrainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "prepare", [pytest.param(kill_in_training, marks=pytest.mark.slow), kill_at_the_end_of_training]
+)
+def test_killed_in_training(reference, make, tmp_path, prepare):
     out = tmp_path / "out"
-    stop = prepare if at == "clean-up" else kill_in_training
-    assert forked(main, make(out), prepare=stop)[0] == -signal.SIGKILL
-    assert list(out.glob("cycle_*/checkpoints/*"))
+    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
     ran(make, out, RESUME)
     assert_equal(out, reference)
-    assert not list(out.glob("cycle_*/checkpoints"))
     for cycle in (1, 2):
         assert [line["steps"] for line in lines(out, cycle, "train")] == [cycle_row(out, cycle)["steps"]]
-        assert moments(out, cycle)["step"] == moments(reference, cycle)["step"]
+    assert moments(out)["step"] == moments(reference)["step"]
+
+
+def test_settings_that_change_inside_a_training_wait(make, tmp_path):
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=kill_in_training)[0] == -signal.SIGKILL
+    code, messages = forked(main, make(out), RESUME, "keep=rewarded")
+    assert code == 1
+    assert "cycle 2 is being trained on answers of other settings: continue without the change of keep" in messages
 
 
 # ---- which cycles are evaluated, which adapters stay
@@ -339,10 +345,7 @@ def test_the_choice_is_printed_with_its_test(reference, make, tmp_path):
     shutil.copytree(reference, out)
     code, messages = forked(main, make(out), RESUME)
     assert code == 0, messages
-    right = [
-        {r["prompt_id"] for r in read_records(out / f"cycle_{n}" / "eval" / "verdicts.jsonl") if r["reward"]}
-        for n in range(3)
-    ]
+    right = [{r["prompt_id"] for r in records(out, n, "verdicts", "eval") if r["reward"]} for n in range(3)]
     chosen = 2 if len(right[2]) >= len(right[1]) else 1
     gained, lost = len(right[chosen] - right[0]), len(right[0] - right[chosen])
     p = mcnemar(lost, gained)
@@ -370,13 +373,13 @@ def test_seconds_and_tokens_cover_the_whole_phase(make, tmp_path, stop):
 
     out, changes = tmp_path / "out", {"cycles": 1, "eval_prompts": None, "epochs": 1}
     assert forked(main, make(out, **changes), prepare=prepare)[0] in (-signal.SIGKILL, 143)
-    spent = max(r["seconds"] for r in read_records(out / "cycle_1" / "samples.jsonl"))
+    spent = max(r["seconds"] for r in records(out, 1, "samples"))
     assert spent > 0
     ran(make, out, RESUME, **changes)
     (line,) = lines(out, 1, "sample")
-    records = read_records(out / "cycle_1" / "samples.jsonl")
-    assert line["tokens"] == sum(len(r["tokens"]) for r in records)
-    assert line["seconds"] >= max(r["seconds"] for r in records) > spent
+    samples = records(out, 1, "samples")
+    assert line["tokens"] == sum(len(r["tokens"]) for r in samples)
+    assert line["seconds"] >= max(r["seconds"] for r in samples) > spent
     assert cycle_row(out, 1)["seconds"]["sample"] == line["seconds"]
 
 
@@ -445,9 +448,7 @@ def test_evaluations_can_be_kept_and_compared(reference, make, tmp_path, capsys)
     assert cli.main(["eval", "--config", path, "--output", str(a)]) == 0
     assert cli.main(["eval", "--config", path, "--adapter", str(reference / "adapter"), "--output", str(b)]) == 0
     for out in (a, b):
-        samples, verdicts = (
-            read_records(out / "cycle_0" / "eval" / f"{name}.jsonl") for name in ("samples", "verdicts")
-        )
+        samples, verdicts = (records(out, 0, name, "eval") for name in ("samples", "verdicts"))
         assert len(samples) == len(verdicts) == 6
         assert RunFolder(out).finished
     capsys.readouterr()

@@ -3,16 +3,21 @@
 import importlib
 import re
 import shlex
+import shutil
 from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from rocm_ext import cli, config
 from rocm_ext.base import registry
+from tests.run_folders import curve, sft
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 HEADS = sorted([*(ROOT / "recipe_configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
 THEIRS = {"my_run.yaml"}  # stands for a user's own
 OF_A_USERS_RECIPE = {"recipe", "extends", "lora_plus_ratio"}
@@ -20,6 +25,19 @@ OF_A_USERS_RECIPE = {"recipe", "extends", "lora_plus_ratio"}
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+def tool(name: str) -> ModuleType:
+    """A file of tools/, which is no package."""
+    module = ModuleType(f"tools_{name}")
+    module.__file__ = str(ROOT / "tools" / f"{name}.py")
+    exec(Path(module.__file__).read_text(), module.__dict__)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    return tool("site")
 
 
 def anchors(page: Path) -> set[str]:
@@ -47,11 +65,11 @@ def commands(text: str) -> list[list[str]]:
     return [words for words in split if words]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *HEADS], ids=name)
-def test_commands_and_configs_are_real(page):
-    for words in commands(page.read_text()):
+@pytest.mark.parametrize("page", [*PAGES, *HEADS, *NOTEBOOKS], ids=name)
+def test_commands_and_configs_are_real(page, site):
+    for words in commands(page.read_text() if page in HEADS else site.page(page)):
         if words[0] == "rocm-ext":  # argparse ends the program where an argument is missing
-            args, more = cli._parser(words[1:]).parse_known_args(words[1:])
+            args, more = cli.parser_of(words[1]).parse_known_args(words[2:])
             assert all("=" in word for word in more), f"{more} of {words} are no options"
             configs = [args.config] if getattr(args, "config", None) else []
         else:
@@ -80,3 +98,70 @@ def test_keys_are_known(page):
     known = OF_A_USERS_RECIPE.union(*map(config.defaults, registry.TITLES))
     for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         assert yaml.safe_load(block).keys() <= known
+
+
+# ------------------------------------------------------------------------------------------- the first screen, the site
+def test_readme_is_short_and_says_what_has_run():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) < 1100
+    assert "No AMD GPU has run it yet" in " ".join(text.split()[:100])
+
+
+@pytest.mark.parametrize("entry", re.findall("^::: (.+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
+def test_the_reference_names_what_exists(entry):
+    module, _, attribute = entry.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute, None) or importlib.import_module(entry)
+    assert found.__doc__, "the site shows its docstring"
+
+
+def test_links_to_files_become_links_to_pages(site, monkeypatch, tmp_path):
+    """Also in a notebook and to a folder; what stands in fences stays, and a link to nothing ends it."""
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    monkeypatch.setattr(site, "STAGED", tmp_path / "build" / "docs")
+    for folder in ("docs", "code", "examples/one"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "README.md").write_text("[code](code), [a](examples/one), [n](examples/one/n.ipynb)\n")
+    (tmp_path / "docs" / "page.md").write_text("[up](../README.md#first) ![p](p.svg)\n```\n[no](no.py)\n```\n")
+    (tmp_path / "docs" / "p.svg").write_text("<svg/>")
+    (tmp_path / "code" / "a.py").write_text('"""Does it.\n\nMore."""\n')
+    (tmp_path / "code" / "b.yaml").write_text("# The machine\nkey: 1\n")
+    (tmp_path / "examples" / "one" / "README.md").write_text("[rows](rows.jsonl)\n")
+    (tmp_path / "examples" / "one" / "rows.jsonl").write_text('{"a": 1}\n')
+    shutil.copy(NOTEBOOKS[0], tmp_path / "examples" / "one" / "n.ipynb")
+    assert site.main() == 0
+    made = {str(path.relative_to(site.STAGED)): path.read_text() for path in site.STAGED.rglob("*.*")}
+    assert made["index.md"] == "[code](code/index.md), [a](examples/one/index.md), [n](examples/one/n.ipynb.md)\n"
+    assert made["docs/page.md"] == "[up](../index.md#first) ![p](p.svg)\n```\n[no](no.py)\n```\n"
+    assert "| [a.py](a.py.md) | Does it. |" in made["code/index.md"]
+    assert "| [b.yaml](b.yaml.md) | The machine |" in made["code/index.md"]
+    assert "key: 1" in made["code/b.yaml.md"]
+    assert made["examples/one/index.md"] == "[rows](rows.jsonl.md)\n"
+    assert "```sh\nrocm-ext pocket demo/pocket\n```" in made["examples/one/n.ipynb.md"]
+    (tmp_path / "docs" / "page.md").write_text("[gone](gone.py)\n")
+    assert site.main() == 1
+
+
+# ------------------------------------------------------------------------------------------- pictures
+def test_the_picture_of_the_rooms_has_them_all():
+    pytest.importorskip("tomllib")
+    picture = ElementTree.fromstring(tool("pictures").rooms())
+    drawn = {group[2].text.split()[0] for group in picture.iter("{http://www.w3.org/2000/svg}g")}
+    folders = {path.parent.name for path in ROOT.glob("rocm_ext/*/__init__.py")}
+    assert drawn == folders | {"recipes", "hook", "pocket"}
+
+
+@pytest.mark.slow
+def test_pages_of_runs_are_photographed(tmp_path, monkeypatch):
+    """Of a run of the tests; the pictures in docs are of the runs of `make demo`."""
+    pytest.importorskip("tomllib")
+    pictures = tool("pictures")
+    monkeypatch.setattr(pictures, "PICTURES", tmp_path)
+    if (program := pictures.chromium()) is None:
+        pytest.skip("no Chromium on PATH (apt-get install chromium)")
+    pictures.photograph([sft(tmp_path / "run", curve(20))], program)
+    for name in ("report.png", "live.png"):
+        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_pictures_are_small():
+    assert sum(path.stat().st_size for path in (ROOT / "docs" / "pictures").iterdir()) < 700_000

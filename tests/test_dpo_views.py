@@ -11,7 +11,7 @@ from rocm_ext.recipes.dpo_rocm import DPO
 
 from rocm_ext import config
 from rocm_ext.cli import main
-from rocm_ext.cli._dashboard import run_text
+from rocm_ext.cli.monitor import run_text
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import Figures

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -13,13 +12,12 @@ from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.engines import Engines
 from rocm_ext.sampling import LocalEngine
-from rocm_ext.sampling.decoder import Decoder
 from rocm_ext.sampling.slots import SlotMemory, slots_beside
 from tests.forks import forked
 from tests.grpo_runs import write_run
 from tests.raft_runs import write_world
 from tests.servers import Fake, Sampler, Vllm
-from tests.test_generation import GIB, TEXTS, WARM, Words, ask, assert_same, model, of, train
+from tests.test_generation import GIB, TEXTS, WARM, Words, ask, assert_same, model, of, train, watch_slots
 
 TOKENIZER = ("vocab.json", "merges.txt", "tokenizer.json")
 RANKS = Ranks(torch.device("cpu"))
@@ -88,12 +86,8 @@ def test_sessions_of_servers_end_with_their_phase(kind):
 def test_what_stays_open_leaves_training_its_memory(training, stays, told, monkeypatch, caplog):
     """The device has 6,000,000 bytes. The layout takes 360,000 of them, and the cache of 16 slots 4,194,304."""
     caplog.set_level(logging.INFO, "rocm_ext")
-    decoder, caches, opened, new_cache = model("qwen2", "lora"), [], [], Decoder.new_cache
-
-    def seen(*args):
-        cache = new_cache(*args)
-        caches.extend(map(weakref.ref, (*cache.keys, *cache.values)))
-        return cache
+    decoder, caches, opened = model("qwen2", "lora"), [], []
+    watch_slots(monkeypatch, caches, [])
 
     def taken() -> int:
         gc.collect()
@@ -101,8 +95,6 @@ def test_what_stays_open_leaves_training_its_memory(training, stays, told, monke
 
     def free() -> int:
         return 6_000_000 - taken() - 360_000 * engine.now
-
-    monkeypatch.setattr(Decoder, "new_cache", seen)
 
     engine = Opened(decoder=decoder, tokenizer=Words(), free_memory=free, slots=16)
     engines = Engines(engine, engine, RANKS, free, lambda: training)

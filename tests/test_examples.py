@@ -65,8 +65,8 @@ def test_own_verifier(example):
     assert cli.main(["verify", "--verifier", "sql_verifier.SQLQuery", "--data", "rows.jsonl"]) == 0
     assert cli.main(["verify", "--verifier", "sql_verifier.SQLQuery", "--data", "heldout.jsonl"]) == 0
     assert "nothing to train on. 24 answers: 24 UNPARSED" in run(expected=1, verify_workers=1)
-    verdicts = [json.loads(line) for line in (folder / "outputs/sql_raft/cycle_1/verdicts.jsonl").open()]
-    assert [each["detail"] for each in verdicts] == ["no ```sql block"] * 24
+    verdicts = [json.loads(line) for line in (folder / "outputs/sql_raft/verdicts.jsonl").open()]
+    assert [each["detail"] for each in verdicts if each["phase"] == "sample"] == ["no ```sql block"] * 24
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def test_what_cannot_be_exported(trained, bases, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "x").exists()
     (mine := tmp_path / "full" / "mine.Modelfile").write_text("FROM me\n")
     for option, name in (("--card", "mine"), ("--gguf", "mine.gguf"), ("--gguf-adapter", "mine.gguf")):
-        assert "exists; choose another name" in fails(trained, option, tmp_path / "full" / name)
+        assert "exists; name another file, or add --force" in fails(trained, option, tmp_path / "full" / name)
     both = ("--gguf", tmp_path / "x.f16", "--gguf-adapter", tmp_path / "x.lora")
     assert "x.Modelfile would be written twice" in fails(trained, *both)
     assert mine.read_text() == "FROM me\n"

@@ -138,7 +138,7 @@ def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, ca
     )
     assert "qwen2 has no adapter" in fails(bases("qwen2"), "--gguf-adapter", out)
     (tmp_path / "there.gguf").write_text("mine")
-    assert "there.gguf exists; choose another name" in fails(bases("qwen2"), "--gguf", tmp_path / "there.gguf")
+    assert "there.gguf exists; name another file" in fails(bases("qwen2"), "--gguf", tmp_path / "there.gguf")
 
 
 def test_the_modelfile_names_file_template_and_stops(bases, trained, tmp_path):  # noqa: F811

@@ -25,11 +25,10 @@ from rocm_ext.data.render import render_conversation, render_prompt, to_text
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_files
-from rocm_ext.model.attention import use_packed_attention
-from rocm_ext.model.build import build_model, hidden_states, load_weights, read_weights
+from rocm_ext.model.build import build_model, load_weights, read_weights
+from rocm_ext.model.sampler import sampler_of
 from rocm_ext.plan import speeds
 from rocm_ext.sampling import Request, Sampling
-from rocm_ext.sampling.decoder import merged
 from rocm_ext.sampling.local import LocalSession
 from tests.families import LLAMA3, MODELS, folder_config, id_of, write_family
 from tests.forks import forked, forked_ranks, several_ranks
@@ -115,10 +114,10 @@ def test_logits_and_gradients_equal_transformers(folders, name):
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_a_pack_equals_its_sequences_alone(folders, name):
     plain, packed = our_model(folders[name]), our_model(folders[name])
-    assert use_packed_attention(packed)
+    assert packed.packs
     lengths = [7, 1, 12, 4]
     sequences = random_sequences(lengths, 3)
-    found = packed.output(hidden_states(packed, pack(sequences, 8)))[0, : sum(lengths)]
+    found = packed.output(packed.hidden_states(pack(sequences, 8)))[0, : sum(lengths)]
     torch.testing.assert_close(found, torch.cat([plain(s[None])[0] for s in sequences]), rtol=1e-5, atol=1e-5)
 
 
@@ -218,7 +217,7 @@ class Ids:
 def greedy(decoder, prompts, count: int, merge=None) -> list[tuple[list[int], list[float]]]:
     """Return the ids and log-probs of greedy answers."""
     requests = [Request(str(i), 0, 0, tuple(prompt)) for i, prompt in enumerate(prompts)]
-    with merged(decoder, merge) as laid_out:
+    with sampler_of(decoder, merge) as laid_out:
         session = LocalSession(laid_out, Ids([10_000]), lambda: 2**30)
         completions = list(session.generate(requests, Sampling(count, temperature=0)))
     found = {int(c.request.prompt_id): (c.tokens, c.logprobs) for c in completions}
@@ -250,10 +249,9 @@ def test_greedy_answers_equal_transformers(folders, tmp_path, name, merge):
 def test_a_bf16_sampler_normalises_heads_as_training_does(folders):
     """In bf16, answers get the probabilities that training computes."""
     decoder = our_model(folders["qwen3"]).to(torch.bfloat16).eval()
-    assert use_packed_attention(decoder)
     (tokens, logprobs) = greedy(decoder, [TOKENS[0].tolist()], 12)[0]
     row = torch.cat([TOKENS[0], torch.tensor(tokens)])
-    logits = decoder.output(hidden_states(decoder, pack([row])))[0].float().log_softmax(-1)
+    logits = decoder.output(decoder.hidden_states(pack([row])))[0].float().log_softmax(-1)
     expected = logits[len(TOKENS[0]) - 1 : len(row) - 1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert (torch.tensor(logprobs) - expected).abs().max() < 0.1
 

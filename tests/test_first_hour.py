@@ -1,13 +1,17 @@
 """What a new user meets first: a typo, the wrong recipe, no model yet, a config to check, a short run."""
 
 import logging
+import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import torchtune._recipe_registry as torchtune_registry
+from nbclient import NotebookClient
 from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
 
 from rocm_ext import cli, config, hook
@@ -345,3 +349,20 @@ def test_a_run_that_changes_nothing_says_so(folder, tmp_path, messages, caplog):
         assert found == unchanged
     theirs = [record for record in caplog.records if record.name.startswith("torchtune")]
     assert not theirs
+
+
+# ------------------------------------------------------------------------------------------- the notebook
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Each cell in an empty folder, with a pocket model that is trained less; a command that fails ends it."""
+    path = Path(__file__).parents[1] / "examples" / "first_run" / "first_run.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    (make,) = (cell for cell in notebook.cells if "rocm-ext pocket" in cell.source)
+    make.source += " --accuracy 0.1"
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
+    first, last = map(float, re.search(r"([\d.]+) at first, ([\d.]+) at last", "".join(printed)).groups())
+    assert last < first
+    assert (tmp_path / "demo" / "raft" / "adapter" / "adapter_model.safetensors").is_file()
+    assert "<html" in (tmp_path / "demo" / "report.html").read_text()

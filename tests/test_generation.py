@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,9 +34,12 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import to_text
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters
+from rocm_ext.model.native import native
+from rocm_ext.model.sampler import NativeSampler, copied_bytes, sampler_of
+from rocm_ext.model.slots import SlotCache, Slots
 from rocm_ext.sampling import LocalEngine, Request, Sampling, sample_seed
-from rocm_ext.sampling.decoder import Decoder, merged
 from rocm_ext.sampling.draw import draw, uniforms
 from rocm_ext.sampling.local import LocalSession
 from tests.forks import forked_ranks, several_ranks
@@ -80,7 +84,7 @@ def model(family: str = "qwen2", lora: str | None = None, adapted=tuple(ALL_PROJ
             if isinstance(layer, Dora):
                 layer.initialize_dora_magnitude()
                 layer.magnitude.mul_(1 + 0.2 * torch.randn_like(layer.magnitude))
-    return decoder.eval()
+    return native(decoder).eval()
 
 
 def twin(decoder, family: str, tied: bool = False):
@@ -127,7 +131,7 @@ def ask(texts, samples: int = 1, cycle: int = 0) -> list[Request]:
 
 def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, merge=None, **options):
     """Sample and return completions by prompt and sample."""
-    with merged(decoder, merge) as laid_out:
+    with sampler_of(decoder, merge) as laid_out:
         session = LocalSession(laid_out, tokenizer or Words(), lambda: memory, slots, **options)
         completions = list(session.generate(requests, sampling))
     assert len(completions) == len(requests)
@@ -477,19 +481,48 @@ def test_merged_weights_are_those_that_are_exported(family, lora, tmp_path):
     decoder = model(family, lora)
     peft_files.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
     updates = peft_files.updates_by_weight(load_file(tmp_path / peft_files.ADAPTER_WEIGHTS))
-    with merged(decoder) as laid_out:
-        for i, (layer, theirs) in enumerate(zip(laid_out.layers, decoder.layers, strict=True)):
+    with sampler_of(decoder) as laid_out:
+        for i, (layer, theirs) in enumerate(zip(laid_out.decoder.layers, decoder.layers, strict=True)):
 
             def expected(ours, name, i=i):
                 return peft_files.merged_weight(ours.weight, updates[f"model.layers.{i}.{name}.weight"], 6 / 4)
 
             attention, mlp = theirs.attn, theirs.mlp
-            assert torch.equal(layer.out.weight, expected(attention.output_proj, "self_attn.o_proj"))
-            assert torch.equal(layer.down.weight, expected(mlp.w2, "mlp.down_proj"))
-            gate_up = [expected(mlp.w1, "mlp.gate_proj"), expected(mlp.w3, "mlp.up_proj")]
-            assert torch.equal(layer.gate_up.weight, torch.cat(gate_up))
-            assert torch.equal(layer.qkv.weight[-32:], expected(attention.v_proj, "self_attn.v_proj"))
-            assert not torch.equal(layer.out.weight, attention.output_proj.weight)
+            assert torch.equal(layer.attn.output_proj.weight, expected(attention.output_proj, "self_attn.o_proj"))
+            _, _, v = layer.attn.joined.weight.split(layer.attn.widths)
+            assert torch.equal(v, expected(attention.v_proj, "self_attn.v_proj"))
+            gate, up = layer.mlp.joined.weight.chunk(2)
+            assert torch.equal(gate, expected(mlp.w1, "mlp.gate_proj"))
+            assert torch.equal(layer.mlp.w2.weight, expected(mlp.w2, "mlp.down_proj"))
+            assert torch.equal(up, expected(mlp.w3, "mlp.up_proj"))
+            assert not torch.equal(layer.attn.output_proj.weight, attention.output_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("merge", "adapted"), [(False, ["q_proj", "v_proj"]), (True, ["q_proj"]), (True, ["output_proj"])]
+)
+def test_loaded_weights_are_copied_only_where_adapters_change_them(merge, adapted):
+    """q, k and v are one product, and so are gate and up; they are loaded into one tensor."""
+    cfg = {
+        "_component_": "torchtune.models.qwen2.lora_qwen2",
+        "lora_attn_modules": adapted,
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        **SHAPE,
+    }
+    decoder = build_model(OmegaConf.create(cfg), torch.float32, 0, CPU)
+    state = {name: torch.randn(p.shape) for name, p in decoder.named_parameters() if not p.requires_grad}
+    load_weights(decoder, Weights(state, "QWEN2"), Ranks(CPU))
+    assert all(torch.equal(decoder.get_parameter(name), value) for name, value in state.items())
+    loaded = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+    with sampler_of(decoder, merge) as made:
+        for layer in made.decoder.layers:
+            shared = [part.weight.untyped_storage().data_ptr() in loaded for part in
+                      (layer.attn.joined, layer.attn.output_proj, layer.mlp.joined, layer.mlp.w2)]  # fmt: skip
+            assert shared == [not merge or adapted == ["output_proj"], adapted != ["output_proj"], True, True]
+        copied = [p for p in made.decoder.parameters() if p.ndim > 1 and p.untyped_storage().data_ptr() not in loaded]
+        assert copied
+        assert sum(p.nbytes for p in copied) == copied_bytes(decoder, merge)
 
 
 @pytest.mark.parametrize("end", ["whole", "early", "error"])
@@ -497,7 +530,7 @@ def test_sampling_leaves_the_model_as_it_was(end):
     decoder = model("qwen2", "dora", tie_word_embeddings=True)
     before = {name: (p, p.detach().clone(), p.requires_grad) for name, p in decoder.named_parameters()}
     try:
-        with merged(decoder) as laid_out:
+        with sampler_of(decoder) as laid_out:
             completions = LocalSession(laid_out, Words(), lambda: GIB).generate(ask(prompts(3, 4)), Sampling(8))
             next(completions)
             if end == "error":
@@ -506,7 +539,7 @@ def test_sampling_leaves_the_model_as_it_was(end):
                 list(completions)
     except ZeroDivisionError:
         assert end == "error"
-    assert not vars(laid_out)  # a Decoder that outlives its context has no weights
+    assert not vars(laid_out)  # a Sampler that outlives its context has no weights
     after = dict(decoder.named_parameters())
     assert after.keys() == before.keys()
     for name, (parameter, value, trainable) in before.items():
@@ -515,34 +548,36 @@ def test_sampling_leaves_the_model_as_it_was(end):
         assert (parameter.requires_grad, parameter.grad) == (trainable, None)
 
 
+@torch.no_grad()
 def other_family(name: str):
-    shape = {**SHAPE, "vocab_size": 64, "num_layers": 1}
-    if name == "gemma2":
-        return gemma2(**{k: v for k, v in shape.items() if k != "norm_eps"}, head_dim=16)
+    """Make a decoder of torchtune's with modules that no native family has."""
+    torch.manual_seed(0)
     if name == "phi3":
-        return phi3(**shape)
-    decoder = qwen2(**shape)
-    attention = decoder.layers[0].attn
-    if name == "q_norm":
-        attention.q_norm = attention.k_norm = RMSNorm(16)
-    elif name == "gelu":
-        decoder.layers[0].mlp.activation = nn.GELU()
-    return decoder
+        decoder = phi3(**SHAPE)
+    else:
+        decoder = qwen2(**SHAPE)
+        for layer in decoder.layers:
+            layer.mlp.activation = nn.GELU()
+            layer.attn.q_norm = layer.attn.k_norm = RMSNorm(16)
+    for parameter in decoder.parameters():
+        parameter.normal_(std=0.1)
+    return native(decoder).eval()
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("gemma2", "embeddings GemmaNormEmbeddings"),
-        ("phi3", "position embeddings Phi3RotaryPositionalEmbeddings"),
-        ("q_norm", "q/k norms"),
-        ("gelu", "an activation other than SiLU"),
-    ],
-)
-def test_other_families_are_refused_by_name(name, what):
-    engine = LocalEngine(decoder=other_family(name), tokenizer=Words(), free_memory=lambda: GIB)
+@pytest.mark.parametrize("name", ["phi3", "norms after RoPE, and GELU"])
+def test_what_trains_is_what_samples(name):
+    decoder = other_family(name)
+    for completion in sample(decoder, ask(prompts(1, 9, 40), 4), Sampling(12)).values():
+        found = torch.tensor(completion.logprobs)
+        torch.testing.assert_close(found, teacher_forced(decoder, completion), rtol=0, atol=1e-5)
+
+
+def test_attention_that_reads_no_cache_is_refused():
+    shape = {**{key: value for key, value in SHAPE.items() if key != "norm_eps"}, "vocab_size": 64, "num_layers": 1}
+    decoder = native(gemma2(**shape, head_dim=16))
+    engine = LocalEngine(decoder=decoder, tokenizer=Words(), free_memory=lambda: GIB)
     for refused in (engine.check, engine.session().__enter__):
-        with pytest.raises(UserError, match=what):
+        with pytest.raises(UserError, match="attention Gemma2Attention"):
             refused()
 
 
@@ -641,26 +676,36 @@ def test_impossible_slots_are_refused(small, slots):
 # ---- slots and memory
 
 
+def watch_slots(monkeypatch, tensors: list, shapes: list) -> None:
+    """Collect weak references to every tensor of slots, and the slots and positions of every cache."""
+    allocate, begin = Slots.lazy_initialization, SlotCache.__init__
+
+    def seen(self, *args):
+        allocate(self, *args)
+        tensors.extend(map(weakref.ref, (self.keys, self.values)))
+
+    def made(self, layers, slots, length):
+        begin(self, layers, slots, length)
+        shapes.append((slots, length))
+
+    monkeypatch.setattr(Slots, "lazy_initialization", seen)
+    monkeypatch.setattr(SlotCache, "__init__", made)
+
+
 @pytest.fixture
 def caches(monkeypatch):
     """Record what each call prefills, and keep weak references to every tensor of a cache."""
     record = SimpleNamespace(prefilled=[], prefixes=[], slots=[], shapes=[])
-    prefill, new_cache = Decoder.prefill, Decoder.new_cache
+    prefill = NativeSampler.prefill
 
     def counted(self, given):
         made = prefill(self, given)
         record.prefilled.append([tuple(tokens) for tokens in given])
-        record.prefixes += [weakref.ref(t) for cache in made for t in (*cache.keys, *cache.values)]
+        record.prefixes += [weakref.ref(t) for cache in made for part in cache.layers for t in (part.keys, part.values)]
         return made
 
-    def seen(self, slots, length):
-        cache = new_cache(self, slots, length)
-        record.slots += [weakref.ref(t) for t in (*cache.keys, *cache.values)]
-        record.shapes.append((slots, length))
-        return cache
-
-    monkeypatch.setattr(Decoder, "prefill", counted)
-    monkeypatch.setattr(Decoder, "new_cache", seen)
+    monkeypatch.setattr(NativeSampler, "prefill", counted)
+    watch_slots(monkeypatch, record.slots, record.shapes)
     record.alive = lambda which: (gc.collect(), sum(ref() is not None for ref in which))[1]
     return record
 
@@ -673,7 +718,7 @@ def test_a_prompt_is_prefilled_once(small, caches):
 
 
 def test_slots_are_nearly_always_busy_and_answers_come_as_they_end(small, caches):
-    with merged(small) as decoder:
+    with sampler_of(small) as decoder:
         session = LocalSession(decoder, Words(), lambda: GIB, slots=16)
         requests = ask(prompts(*range(1, 21)), 10)
         lengths, sampled = [], []
@@ -708,12 +753,9 @@ def test_caches_go_when_they_are_released_or_an_answer_is_cut(small, caches, end
     assert caches.alive(caches.slots) == 0
 
 
-def tensors(thing) -> list[torch.Tensor]:
-    """Return all tensors in ``thing``."""
-    if isinstance(thing, torch.Tensor):
-        return [thing]
-    parts = thing if isinstance(thing, list) else vars(thing).values() if hasattr(thing, "__dict__") else []
-    return [tensor for part in parts for tensor in tensors(part)]
+def tensors(thing: nn.Module) -> list[torch.Tensor]:
+    """Return all tensors of a module."""
+    return [*thing.parameters(), *thing.buffers()]
 
 
 class Live(TorchDispatchMode):
@@ -756,9 +798,9 @@ class Live(TorchDispatchMode):
 )
 def test_slots_fit_into_memory(shape, lengths, sampling, memory, caches):
     requests = ask(prompts(*lengths), 45 // len(lengths))
-    with merged(model(**shape)) as decoder:
+    with sampler_of(model(**shape)) as decoder:
         session = LocalSession(decoder, Words([]), lambda: int(memory))
-        with Live(tensors(decoder)) as live:
+        with Live(tensors(decoder.decoder)) as live:
             list(session.generate(requests, sampling))
         session.release()
         gc.collect()
@@ -818,16 +860,16 @@ def test_a_refreshed_layout_equals_a_new_one_in_place(family, lora, changes, mer
     for name, parameter in decoder.named_parameters():
         if ".lora_" not in name and "magnitude" not in name:
             parameter.data = parameter.data.to(dtype)
-    with merged(decoder, merge) as kept:
-        parts = tensors(kept.layers)
+    with sampler_of(decoder, merge) as kept:
+        parts = tensors(kept.decoder)
         before, places = [part.clone() for part in parts], [part.data_ptr() for part in parts]
         train(decoder, 1)
         assert all(map(torch.equal, parts, before))  # the layout follows training only when it is refreshed
         kept.refresh()
-        assert [part.data_ptr() for part in tensors(kept.layers)] == places
-        with merged(decoder, merge) as new:
-            assert len(parts) == len(tensors(new.layers))
-            assert all(map(torch.equal, parts, tensors(new.layers)))
+        assert [part.data_ptr() for part in tensors(kept.decoder)] == places
+        with sampler_of(decoder, merge) as new:
+            assert len(parts) == len(tensors(new.decoder))
+            assert all(map(torch.equal, parts, tensors(new.decoder)))
         assert not all(map(torch.equal, parts, before))
 
 
@@ -872,12 +914,12 @@ def test_two_ranks_refresh_the_layout_of_sharded_weights(tmp_path, merge):
         ranks = Ranks.from_env(CPU)
         ranks.shard(sharded.layers, sharded, set(adapter_parameters(sharded).values()))
         assert hasattr(sharded.layers[0].attn.q_proj.weight, "full_tensor")
-        with merged(sharded, merge) as kept:
+        with sampler_of(sharded, merge) as kept:
             for decoder in (whole, sharded):
                 train(decoder, 1)
             kept.refresh()
-            with merged(whole, merge) as expected:
-                assert all(map(torch.equal, tensors(kept.layers), tensors(expected.layers)))
+            with sampler_of(whole, merge) as expected:
+                assert all(map(torch.equal, tensors(kept.decoder), tensors(expected.decoder)))
         ranks.close()
         raise SystemExit(0)
 

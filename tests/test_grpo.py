@@ -349,7 +349,7 @@ def test_an_adapter_is_evaluated_with_the_config(reference, make, tmp_path, caps
     for step, out in outs.items():
         adapter = ["--adapter", str(reference / "adapter")] if step else []
         assert cli.main(["eval", "--config", path, *adapter, "--output", str(out)]) == 0
-        verdicts = lines(out / "cycle_0" / "eval" / "verdicts.jsonl")
+        verdicts = lines(out / "verdicts.jsonl")
         recorded = [v for v in lines(reference / "verdicts.jsonl") if (v["step"], v["phase"]) == (step, "eval")]
         assert {(v["prompt_id"], v["verdict"], v["detail"]) for v in verdicts} == {
             (v["prompt_id"], v["verdict"], v["detail"]) for v in recorded

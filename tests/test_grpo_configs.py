@@ -154,8 +154,6 @@ def test_takes(changes):
         ({"max_staleness": 2}, "max_staleness is 2; expected 0 or 1"),
         ({"max_staleness": True}, "max_staleness is True; expected 0 or 1"),
         ({"max_staleness": 1}, "LocalEngine samples with the weights in training; set max_staleness=0"),
-        ({"max_staleness": 1, "engine": {"_component_": "rocm_ext.sampling.TransformersEngine"}},
-         "TransformersEngine samples with the weights in training; set max_staleness=0"),
         *[({"max_staleness": 1, "engine": SERVERS, "mismatch": "none", **more}, "set mismatch=truncate or mask, or max")
           for more in ({}, {"updates_per_step": 2}, {"old_logprobs": "sampler"})],
         ({"loss": "ppo"}, "expected grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, or a _component_"),

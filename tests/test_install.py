@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROJECT = ("pyproject.toml", "setup.py", "torchtune_rocm_hook.py", "README.md", "LICENSE", "rocm_ext", "recipes",
+PROJECT = ("pyproject.toml", "setup.py", "rocm_ext_hook.py", "README.md", "LICENSE", "rocm_ext", "recipes",
            "recipe_configs")  # fmt: skip
 # what torch does at the end of its import
 CALL_HOOKS = """

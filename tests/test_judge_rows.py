@@ -113,6 +113,11 @@ NEIGHBOURS = {  # name -> (tests, the reason why they are refused, tests like th
     "fields": ("from dataclasses import fields\nassert len(fields(f(1))) == 2", "looks into the code's objects", "def fields(x): return x\nassert fields(f(1)) == 2"),
     "log": ("def test_a(caplog):\n    f(1)\n    assert 'x' in caplog.text", "test_a.. takes caplog", "def test_a(capsys):\n    f(1)\n    assert capsys.readouterr().out == 'x'"),
     "warnings": ("import pytest\nwith pytest.warns(UserWarning): f(1)", "objects, log or warnings", "import pytest\nwith pytest.raises(UserWarning): f(1)"),
+    "skip": ("import pytest\ndef test_a():\n    if f(1) is None: pytest.skip('none')\n    assert f(1) == 2", "leaves tests out", "import pytest\ndef test_a():\n    if f(1) is None: pytest.fail('none')\n    assert f(1) == 2"),
+    "SkipTest": ("from unittest import SkipTest as Skip\ndef test_a():\n    if not f(1): raise Skip\n    assert f(1) == 2", "leaves tests out", "def test_a():\n    if not f(1): raise ValueError\n    assert f(1) == 2"),
+    "skipif": ("import pytest\nr = f(0)\n@pytest.mark.skipif(r is None, reason='none')\ndef test_a(): assert f(1) == 2", "leaves tests out|decides what is tested", "import pytest, sys\n@pytest.mark.skipif(len(sys.path) > 999, reason='x')\ndef test_a(): assert f(1) == 2"),
+    "skipif by a text": ("import pytest\nr = f(0)\n@pytest.mark.skipif('r is None')\ndef test_a(): assert f(1) == 2", "leaves tests out", "import pytest\n@pytest.mark.skip('none')\ndef test_b(): assert f(0)\ndef test_a(): assert f(1) == 2"),
+    "xfail": ("import pytest\ndef test_a():\n    if f(1) is None: pytest.xfail('none')\n    assert f(1) == 2", "leaves tests out", "import pytest\n@pytest.mark.xfail(raises=ValueError, strict=True)\ndef test_a():\n    f(0)\n    assert f(1) == 2"),
     "files": ("def test_a(tmp_path):\n    assert f(tmp_path) == 2", "test_a.. takes tmp_path", "door = f(1)\nassert door.open() == 2"),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_ext.report import render
+from rocm_ext import report
 from rocm_ext.runs import records
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.tails import Tails
@@ -39,6 +39,10 @@ RUNS = {
 }
 
 
+def drawn(run: RunFolder) -> str:
+    return report.render(report.content([run]))
+
+
 # ---- reading what is new
 
 
@@ -59,7 +63,7 @@ def test_a_growing_run_reads_as_one_that_is_read_anew(tmp_path, kind):
                 growing[path] = content[:end] + content[end:].replace(b": 0.", b": 0.1")
             with path.open("r+b") as file:
                 file.write(growing[path][:end])
-        assert render([RunFolder(run, tails)]) == render([RunFolder(run)])
+        assert drawn(RunFolder(run, tails)) == drawn(RunFolder(run))
     assert not RunFolder(run, tails).problems
 
 

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from torchtune.models.qwen2 import qwen2
 
 from rocm_ext import config
 from rocm_ext.data.batches import count_labels
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import PolicyGradient, Tally
+from rocm_ext.model.native import native
 from rocm_ext.plan import costs
-from rocm_ext.plan.costs import Kernels, simulate_loss
+from rocm_ext.plan.costs import Kernels
+from rocm_ext.plan.simulate import simulate
 from rocm_ext.train.scoring import score
 from tests.forks import forked_ranks, several_ranks
 from tests.test_policy_gradient import LENGTHS, SEQUENCE, given, logprobs, problem
@@ -105,17 +108,18 @@ def test_far_apart_policies_give_finite_numbers():
 def test_planned_memory_of_the_loss_is_the_measured_one(options, measures):
     width, words, labels = 32, 4000, 300
     objective = PolicyGradient(**options, on_policy=False, kl_coef=0.1, mismatch="truncate", chunk_tokens=64)
-    norm = torch.nn.RMSNorm(width)
+    shape = {"vocab_size": words, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": width,
+             "intermediate_dim": 48, "max_seq_len": 512}  # fmt: skip
+    decoder = native(qwen2(**shape)).requires_grad_(False)
+    head, norm = decoder.output, decoder.norm
     objective.tally = Tally() if measures else None
-    args = width, words, objective, (labels + 1,), labels, torch.float32, Kernels(True, False)
-    planned = simulate_loss(norm, *args).working
-    head = torch.nn.Linear(width, words, bias=False).requires_grad_(False)
+    planned = simulate(decoder, objective, (labels + 1,), labels, Kernels(True, False))[1].working
     hidden = torch.randn(labels + 1, width, requires_grad=True)
     columns = {name: torch.zeros(labels) for name in objective.columns}
     targets = sequence = torch.zeros(labels, dtype=torch.long)
     objective.tally = Tally() if measures else None
     live = costs.CostCounter()
-    live.ignore([hidden, head.weight, norm.weight, targets, *columns.values()])
+    live.ignore([hidden, head.weight, norm.scale, targets, *columns.values()])
     with live:
         objective(head, norm(hidden)[:labels], targets, columns, sequence).backward()
     assert planned == pytest.approx(live.peak, rel=0.1)

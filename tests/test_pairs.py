@@ -76,19 +76,19 @@ def runs(tmp_path) -> Path:
     grpo.mkdir()
     files: dict[Path, list] = {}
     for number, answers in enumerate(rounds, 1):
-        folder = raft / f"cycle_{number}"
-        (folder / "eval").mkdir(parents=True)
+        (raft / f"cycle_{number}").mkdir(parents=True)
         scope = {"step": number, "phase": "sample"}
         for prompt, index, text, judged, reason in answers:
             record = sample(prompt, index, text, finish_reason=reason)
-            files.setdefault(folder / "samples.jsonl", []).append(record)
-            files.setdefault(grpo / "samples.jsonl", []).append({**scope, **record})
-            if judged:
-                files.setdefault(folder / "verdicts.jsonl", []).append(verdict(prompt, index, judged))
-                files.setdefault(grpo / "verdicts.jsonl", []).append({**scope, **verdict(prompt, index, judged)})
+            for folder in (raft, grpo):
+                files.setdefault(folder / "samples.jsonl", []).append({**scope, **record})
+                if judged:
+                    line = {**scope, **verdict(prompt, index, judged)}
+                    files.setdefault(folder / "verdicts.jsonl", []).append(line)
     held_out = {"step": 1, "phase": "eval"}
-    files[grpo / "samples.jsonl"].append({**held_out, **sample("p2", -1, "held out")})
-    files[grpo / "verdicts.jsonl"].append({**held_out, **verdict("p2", -1, "CORRECT")})
+    for folder in (raft, grpo):
+        files[folder / "samples.jsonl"].append({**held_out, **sample("p2", -1, "held out")})
+        files[folder / "verdicts.jsonl"].append({**held_out, **verdict("p2", -1, "CORRECT")})
     for path, lines in files.items():
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for folder, recipe in ((raft, "raft_rocm"), (grpo, "grpo_rocm")):
@@ -129,6 +129,18 @@ def test_what_has_no_pairs_is_refused(runs, tmp_path, capsys):
     assert main(["pairs", str(sft)]) == 1
     assert "samples no answers; pairs needs raft_rocm or grpo_rocm" in capsys.readouterr().err
     assert main(["pairs", str(tmp_path / "nothing")]) == 1
+
+
+def test_an_older_file_stays_without_force(runs, capsys):
+    rows = runs / "rows.jsonl"
+    before = rows.read_text()
+    assert main(["pairs", str(runs / "raft"), "-o", str(rows)]) == 2
+    assert "rows.jsonl exists; name another file, or add --force" in capsys.readouterr().err
+    assert rows.read_text() == before
+    older = runs / "older.jsonl"
+    older.write_text("old")
+    assert main(["pairs", str(runs / "raft"), "-o", str(older), "--force"]) == 0
+    assert len(older.read_text().splitlines()) == 2
 
 
 def test_prompts_of_a_downloaded_run_run_no_code(runs, tmp_path, capsys):

@@ -34,9 +34,8 @@ from rocm_ext.data.rows import Rows
 from rocm_ext.losses import CrossEntropy
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.adapters.merge import merge
-from rocm_ext.model.attention import use_packed_attention
-from rocm_ext.model.build import hidden_states
 from rocm_ext.model.lora import Dora, Lora
+from rocm_ext.model.native import native
 from tests.tiny import metrics, run_config, write_model, write_rows, write_yaml
 
 STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
@@ -376,8 +375,8 @@ def decoder_pair(family: str, max_seq_len: int = 12):
              "intermediate_dim": 48, "max_seq_len": max_seq_len}  # fmt: skip
     torch.manual_seed(0)
     plain = (qwen2 if family == "qwen2" else llama3_1)(**shape)
-    packed = copy.deepcopy(plain)
-    assert use_packed_attention(packed)
+    packed = native(copy.deepcopy(plain))
+    assert packed.packs
     return plain, packed
 
 
@@ -403,7 +402,7 @@ def test_a_pack_equals_its_sequences_alone(family, lengths, seed, multiple):
     plain, packed = decoder_pair(family)
     sequences = random_sequences(lengths, seed)
     batch = pack(sequences, multiple)
-    logits = packed.output(hidden_states(packed, batch))[0, : sum(lengths)]
+    logits = packed.output(packed.hidden_states(batch))[0, : sum(lengths)]
     alone = torch.cat([plain(s[None])[0] for s in sequences])
     torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-5)
 
@@ -423,7 +422,7 @@ def test_shared_beginnings_equal_sequences_alone(family):
     assert batch.shared == (0, 20, 0, 0, 0, 16, 0, 16, 0)
     assert batch.tokens.numel() % 8 == 0
     assert batch.real_tokens == sum(map(sum, rows.lengths)) - sum(batch.shared) == sum(row_sizes(rows, True))
-    found = packed.output(hidden_states(packed, batch)[0][batch.index]).log_softmax(-1)
+    found = packed.output(packed.hidden_states(batch)[0][batch.index]).log_softmax(-1)
     found = found.gather(-1, batch.targets[:, None])[:, 0]
     alone = []
     for ids, lengths in zip(rows.tokens, rows.lengths, strict=True):
@@ -459,7 +458,7 @@ def test_no_sequence_sees_another(lengths, data):
     changed = data.draw(st.integers(0, len(lengths) - 1))
     others = list(sequences)
     others[changed] = 63 - sequences[changed]
-    before, after = (hidden_states(packed, pack(s))[0].split(lengths) for s in (sequences, others))
+    before, after = (packed.hidden_states(pack(s))[0].split(lengths) for s in (sequences, others))
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
         assert torch.equal(old, new) == (i != changed)
 

@@ -23,15 +23,15 @@ from rocm_ext.losses import CrossEntropy
 from rocm_ext.machine.bench_file import machine_key
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import profile_names
-from rocm_ext.model.attention import use_packed_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
-from rocm_ext.plan import memory, reach, speeds, workload
-from rocm_ext.plan.costs import CostCounter, Kernels, Operation, simulate_layer
+from rocm_ext.model.sampler import sampler_of
+from rocm_ext.plan import memory, speeds, workload
+from rocm_ext.plan.costs import CostCounter, Kernels, Operation
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
+from rocm_ext.plan.simulate import simulate
 from rocm_ext.plan.speeds import Figures, measure_cpu
 from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.sampling import Request, Sampling
-from rocm_ext.sampling.decoder import merged
 from rocm_ext.sampling.local import LocalSession
 from tests.tiny import run_config, write_model, write_yaml
 
@@ -139,8 +139,9 @@ def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
 
 def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run")))
-    layer = build_model(cfg.model, torch.float16, 0, torch.device("meta")).layers[0]
-    fused, math = (simulate_layer(layer, 128, [512], torch.float16, Kernels(flag, True)).kept for flag in (True, False))
+    decoder = build_model(cfg.model, torch.float16, 0, torch.device("meta"))
+    runs = (simulate(decoder, CrossEntropy(chunk_tokens=64), [512], 64, Kernels(flag, True)) for flag in (True, False))
+    fused, math = (layers[0].kept for layers, _, _ in runs)
     assert math - fused > 4 * 512 * 512 * 2  # heads x scores
 
 
@@ -170,7 +171,7 @@ def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt,
     never = SimpleNamespace(stop_tokens=[-1], decode=lambda ids: "")
     tally = CostCounter()
     tally.ignore([*decoder.parameters(), *decoder.buffers()])
-    with tally, merged(decoder) as made:
+    with tally, sampler_of(decoder) as made:
         list(LocalSession(made, never, lambda: 2**40, slots, graphs=False).generate(requests, Sampling(new)))
     cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": new})
     asked = Questions(slots, 0, prompt, prompt, new, "test")
@@ -238,7 +239,7 @@ def planner(folders, tmp_path, rows: Workload | None = None, **changes) -> Train
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run", **changes)))
     decoder = build_model(cfg.model, torch.float32, 0, torch.device("meta"))
     figures = Figures("", True, {"fp32": 1e12}, 1e10)
-    assert rows is None or use_packed_attention(decoder)
+    assert rows is None or decoder.packs
     return TrainingPlanner(
         cfg, decoder, CrossEntropy(), torch.float32, torch.device("cpu"),
         rows=rows or Workload(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures,
@@ -289,7 +290,7 @@ def test_fewest_checkpointed_layers_is_the_least_that_fits(folders, tmp_path):
     assert planned.fewest(10**15) == []
 
 
-def test_fit_prints_keys_that_help(folders, tmp_path, capsys):
+def test_a_plan_finds_keys_that_help(folders, tmp_path, capsys):
     path = write_config(folders, "qwen", tmp_path / "run", batch_size=1, sequences_per_step=32, dataset={
         "_component_": "rocm_ext.data.sft_dataset", "source": "not/here"})  # fmt: skip
     whole = OmegaConf.load(path)
@@ -298,13 +299,10 @@ def test_fit_prints_keys_that_help(folders, tmp_path, capsys):
     bench.write_text(json.dumps({"date": "2026-01-01", "machine": machine_key(detect()), "settings": {},
                                  "figures": {"flops": {"fp32": 1e13}, "bandwidth": 1e10}}))  # fmt: skip
     measured = ["--config", path, "--bench", bench]
-    assert main(["plan", *map(str, measured), "--fit"]) == 0
-    keys = OmegaConf.create(capsys.readouterr().out)
+    keys = plan(capsys, *measured)["changes"]
     assert keys
     OmegaConf.save(OmegaConf.merge(whole, keys), path)
     assert plan(capsys, *measured)["changes"] == {}
-    assert main(["plan", *map(str, measured), "--fit"]) == 0
-    assert capsys.readouterr().out.startswith("# the plan finds no better settings")
 
 
 def test_auto_micro_batches_train_the_same(folders, tmp_path):
@@ -386,20 +384,19 @@ def test_no_micro_batch_has_more_rows_than_a_step(capsys):
 def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = plan(capsys, "--config", "strix_halo_qwen7b_raft")
-    cycle, asked = found["cycle"], found["cycle"]["questions"]
+    cycle, asked = found["rollout"], found["rollout"]["asked"]
     assert (asked["prompts"], asked["held_out"], asked["answer"]) == (500, 200, 256)
     assert found["rows"]["count"] == 2000  # four of eight answers, half of them right
-    seconds = cycle["sampling_seconds"] + cycle["evaluating_seconds"] + found["training_seconds"]
+    assert cycle["round_seconds"] == cycle["sampling_seconds"] + found["training_seconds"]
+    seconds = cycle["round_seconds"] + cycle["evaluation_seconds"]
     assert 600 < seconds < 7200  # from the machine's roofline; others give 8 hours
     assert cycle["peak"] <= found["budget"]
-    assert found["published"]["runs_of_this_machine"] == 3
-    for part, shares in ((found["configured"]["step"], reach.TRAINING), (cycle["sampling"], reach.DECODING)):
-        speed = part["tokens_per_second"]
-        assert part["tokens_per_second_published"] == pytest.approx([speed * shares.low, speed * shares.high])
-    longer = plan(capsys, "--config", "strix_halo_qwen7b_raft", "--answer-tokens", "512", "--rows", "1000")["cycle"]
+    assert found["published"] == {kind: list(shares) for kind, shares in speeds.PUBLISHED.items()}
+    longer = plan(capsys, "--config", "strix_halo_qwen7b_raft", "--answer-tokens", "512", "--rows", "1000")["rollout"]
     assert longer["sampling_seconds"] == pytest.approx(4 * cycle["sampling_seconds"], rel=0.15)
     servers = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/v1]}"
-    assert plan(capsys, "--config", "strix_halo_qwen7b_raft", servers)["cycle"] is None
+    served = plan(capsys, "--config", "strix_halo_qwen7b_raft", servers)["rollout"]
+    assert (served["servers"], served["peak"], served["waiting"]) == (1, 0, None)
 
 
 def test_what_does_not_fit_ends_with_1(capsys):
@@ -414,15 +411,14 @@ def test_what_does_not_fit_ends_with_1(capsys):
 def test_tables_for_people(capsys):
     assert main(["plan", "--config", "mi50_qwen0_5b_raft", "--rows", "100"]) == 0
     said = capsys.readouterr().out
-    for part in ("weights", "optimizer", "logits and loss", "peak", "tokens/s", "keys and values", "together",
+    for part in ("weights", "optimizer", "logits and loss", "peak", "tokens/s", "keys and values", "a cycle",
                  "computed, not measured"):  # fmt: skip
         assert part in said
     words = " ".join(said.split())
-    for part in (f"{reach.TRAINING} of such figures in training", f"{reach.DECODING} in sampling",
-                 f"none of these {reach.runs()} runs was on such a machine"):  # fmt: skip
-        assert part in words
-    for row in ("tokens/s", "answer tokens/s", "together"):
-        low, high = re.search(rf"^{row} +\S+ \((.+) to (.+)\)$", said, re.MULTILINE).groups()
+    for kind, (low, high) in speeds.PUBLISHED.items():
+        assert f"{low} to {high} in {kind}" in words
+    for row in ("tokens/s", "answer tokens/s", "a cycle"):
+        low, high = re.search(rf"^{row} +(.+) to (.+)$", said, re.MULTILINE).groups()
         assert low != high
 
 
@@ -430,11 +426,11 @@ def test_tables_for_people(capsys):
 def test_a_cpu_is_not_compared_with_runs_on_gpus(folders, tmp_path, capsys):
     path = write_config(folders, "qwen", tmp_path / "run")
     found = plan(capsys, "--config", str(path), "--rows", "8")
-    assert (found["published"], found["configured"]["step"]["tokens_per_second_published"]) == (None, None)
+    assert found["published"] is None
     assert main(["plan", "--config", str(path), "--rows", "8"]) == 0
     said = capsys.readouterr().out
-    assert "computed, not measured. To measure" in said
-    assert not re.search(r"published|\(.+ to .+\)$", said, re.MULTILINE)
+    assert "To measure: `rocm-ext bench`" in said
+    assert not re.search(r"ublished| to \S+( s)?$", said, re.MULTILINE)
 
 
 @as_configured

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rocm_ext import cli, pocket
 from rocm_ext.data.prompts import check_disjoint, prompt_dataset
 from rocm_ext.data.render import render_conversation, render_prompt
+from rocm_ext.model.native import native
 from rocm_ext.runs.scores import Score, pass_at_k, wilson
 from rocm_ext.sampling import LocalEngine, Request, Sampling
 
@@ -201,7 +202,7 @@ def replies(model, tokenizer, texts: list[str]):
         Request(str(i), 0, 0, tuple(render_prompt(tokenizer, [{"role": "user", "content": text}])))
         for i, text in enumerate(texts)
     ]
-    engine = LocalEngine(decoder=model, tokenizer=tokenizer, free_memory=lambda: 2**30)
+    engine = LocalEngine(decoder=native(model), tokenizer=tokenizer, free_memory=lambda: 2**30)
     with engine.session() as session:
         completions = list(session.generate(requests, Sampling(24, temperature=0)))
     return sorted(completions, key=lambda completion: int(completion.request.prompt_id))

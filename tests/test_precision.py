@@ -21,10 +21,10 @@ HOST = torch.device("cpu")
         ("auto", STRIX, torch.bfloat16, "gfx1151 computes bf16 natively"),
         ("auto", MI50, torch.float32, "gfx906 has no native bf16"),
         ("auto", CPU, torch.float32, "this CPU"),
-        ("bf16", STRIX, torch.bfloat16, "as requested"),
+        ("bf16", STRIX, torch.bfloat16, "as configured"),
         ("bf16", CPU, torch.bfloat16, "emulates"),
         ("fp16", MI50, torch.float16, "loss scaling"),
-        ("fp32", STRIX, torch.float32, "as requested"),
+        ("fp32", STRIX, torch.float32, "as configured"),
     ],
 )
 def test_pick_dtype(requested, machine, dtype, reason):

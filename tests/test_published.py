@@ -11,7 +11,7 @@ from torchtune.models import llama3_1, llama3_2, qwen2_5
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.bench.context import Bench
-from rocm_ext.bench.spec import Spec
+from rocm_ext.bench.sweep import Spec
 from rocm_ext.cli import main
 from rocm_ext.model import from_checkpoint
 from rocm_ext.model.published import published_models
@@ -134,5 +134,5 @@ def test_nothing_is_trained_from_a_shape():
 
 
 def test_bench_measures_a_published_shape():
-    bench = Bench(Spec("strix_halo_qwen3_0_6b", ("hardware=cpu",), 2**30, quick=True, seconds=0.01))
+    bench = Bench(Spec("strix_halo_qwen3_0_6b", ("hardware=cpu",), 2**30, seconds=0.01))
     assert len(bench.shape.layers) == 28

@@ -23,10 +23,10 @@ from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.losses import ClippedRatio, CrossEntropy
-from rocm_ext.rl.records import PhaseRecords, phase_records, read_records
-from rocm_ext.train.trainer import Trainer
+from rocm_ext.rl.cycle_trainer import CycleTrainer
+from rocm_ext.rl.records import PhaseRecords, Records, read_records
 from tests.forks import forked, forked_ranks, kill_before, several_ranks
-from tests.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, write_run, write_world
+from tests.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records, write_run, write_world
 
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
 
@@ -81,14 +81,14 @@ def test_every_arrow_is_a_file(reference):
     assert (reference / "cycle_0" / "eval.json").exists()
     for cycle in (1, 2):
         folder = reference / f"cycle_{cycle}"
-        samples, verdicts, kept = (read_records(folder / f"{n}.jsonl") for n in ("samples", "verdicts", "kept"))
+        samples, verdicts = (records(reference, cycle, name) for name in ("samples", "verdicts"))
+        kept = read_records(folder / "kept.jsonl")
         keys = {(r["prompt_id"], r["sample"]) for r in samples}
         assert len(samples) == len(keys) == 12 * 4
         assert {(r["prompt_id"], r["sample"]) for r in verdicts} == keys
         right = {(r["prompt_id"], r["sample"]) for r in verdicts if r["verdict"] == "CORRECT"}
         assert {(r["prompt_id"], r["sample"]) for r in kept} <= right
         assert (folder / WEIGHTS).exists()
-        assert not (folder / "checkpoints").exists()
         row = cycle_row(reference, cycle)
         assert (row["samples"], row["kept"]) == (48, len(kept))
         assert row["verdicts"] == {"CORRECT": len(right), "WRONG": 48 - len(right)}
@@ -110,7 +110,7 @@ def test_samples_are_those_of_the_model_of_the_cycle_before(reference, make, tmp
     }))  # fmt: skip
     raft.setup()
     decoder = raft.learner.decoder.eval()
-    for record in read_records(reference / "cycle_2" / "samples.jsonl")[:12]:
+    for record in records(reference, 2, "samples")[:12]:
         prompt = raft.prompts.tokens[record["prompt_id"]]
         with torch.no_grad():
             logits = decoder(torch.tensor([prompt + record["tokens"]]))[0, len(prompt) - 1 : -1]
@@ -123,10 +123,10 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
     kept = read_records(reference / "cycle_1" / "kept.jsonl")
     seen = []
 
-    class Watched(Trainer):
-        def __init__(self, learner, rows, *args, **kwargs):
+    class Watched(CycleTrainer):
+        def train_on(self, rows, groups):
             seen.append(rows)
-            super().__init__(learner, rows, *args, **kwargs)
+            return super().train_on(rows, groups)
 
     raft = RAFT(config.load("raft_rocm", str(make(tmp_path / "out")), ["seed=1"]), trainer=Watched)
     raft.setup()
@@ -171,12 +171,15 @@ def test_an_evaluation_that_is_stopped(make, tmp_path, monkeypatch):
     assert stop.value.code == 128 + signal.SIGTERM
 
 
-def test_a_cycle_whose_files_are_deleted_is_done_again(reference, make, tmp_path):
-    """Rows of ``summary.json`` count only as long as the files are there."""
+def test_a_run_goes_on_from_an_older_checkpoint(reference, make, tmp_path):
+    """It writes the outputs of its cycles again, and reads of them the measurements in ``metrics.jsonl`` alone."""
     out = tmp_path / "out"
     shutil.copytree(reference, out)
-    shutil.rmtree(out / "cycle_2")
-    (out / "cycle_1" / "eval.json").unlink()
+    *_, last = sorted((out / "checkpoints").iterdir())
+    shutil.rmtree(last)
+    shutil.rmtree(out / "cycle_2" / "adapter")
+    for name in ("kept.jsonl", "summary.json", "selection.json", "eval.json"):
+        (out / "cycle_2" / name).unlink()
     code, messages = forked(main, make(out), "resume_from_checkpoint=True")
     assert code == 0, messages
     assert_equal(out, reference)
@@ -209,8 +212,8 @@ def test_two_ranks_sample_and_train_what_one_does(reference, make, tmp_path):
         assert code == 0, messages
     for cycle in (1, 2):
         found, expected = (
-            {(r["prompt_id"], r["sample"]): (r["tokens"], r["seed"]) for r in read_records(path)}
-            for path in (top / f"cycle_{cycle}" / "samples.jsonl" for top in (out, reference))
+            {(r["prompt_id"], r["sample"]): (r["tokens"], r["seed"]) for r in records(top, cycle, "samples")}
+            for top in (out, reference)
         )
         assert found == expected
     torch.testing.assert_close(load_file(out / WEIGHTS), load_file(reference / WEIGHTS), rtol=0, atol=1e-6)
@@ -339,14 +342,14 @@ def test_sigterm_while_training(make, reference, tmp_path, step):
     """This includes the last step, after which no step checks for the signal."""
 
     def prepare() -> None:
-        original = Trainer.save_checkpoint
+        original = CycleTrainer.save_checkpoint
 
         def save_checkpoint(self):
             original(self)
-            if self.step == (step if step > 0 else self.total_steps):
+            if self.done == step or (step < 0 and self.step == 1):
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        Trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+        CycleTrainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
 
     out = tmp_path / "out"
     code, messages = forked(main, make(out), prepare=prepare)
@@ -373,12 +376,12 @@ def test_full_disk_while_sampling(make, reference, tmp_path):
 @given(st.text(st.characters(exclude_categories=())))
 def test_any_text_can_be_recorded(tmp_path_factory, text):
     folder, alone = tmp_path_factory.mktemp("records"), Ranks(torch.device("cpu"), 0, 1, None)
-    samples, _ = phase_records(folder, alone, 1, "sample")
-    records = [{"prompt_id": text, "sample": index, "text": text} for index in range(2)]
-    for record in records:
+    samples, _ = Records.open(folder, alone, 0, -1).phase(1, "sample")
+    written = [{"prompt_id": text, "sample": index, "text": text} for index in range(2)]
+    for record in written:
         samples.append(record)
-    assert [record | {"step": 1, "phase": "sample"} for record in records] == read_records(folder / "samples.jsonl")
-    assert list(phase_records(folder, alone, 1, "sample")[0].records.values()) == records
+    assert [record | {"step": 1, "phase": "sample"} for record in written] == read_records(folder / "samples.jsonl")
+    assert list(Records.open(folder, alone, 0, -1).phase(1, "sample")[0].records.values()) == written
 
 
 def test_ctrl_c_while_sampling(make, reference, tmp_path):
@@ -395,12 +398,12 @@ def test_ctrl_c_while_sampling(make, reference, tmp_path):
     out = tmp_path / "out"
     code, messages = forked(main, make(out, eval_prompts=None), prepare=prepare)
     assert code == 130, messages
-    assert "stopped in cycle 1 sample, all saved; continue with resume_from_checkpoint=True" in messages
+    assert "stopped in cycle 1, all saved; continue with resume_from_checkpoint=True" in messages
     assert "Traceback" not in messages
-    recorded = read_records(out / "cycle_1" / "samples.jsonl")
+    recorded = records(out, 1, "samples")
     assert 9 <= len(recorded) < 48
     assert forked(main, make(out, eval_prompts=None), "resume_from_checkpoint=True")[0] == 0
-    assert read_records(out / "cycle_1" / "samples.jsonl")[: len(recorded)] == recorded
+    assert records(out, 1, "samples")[: len(recorded)] == recorded
     assert (out / "cycle_2" / WEIGHTS).read_bytes() == (reference / "cycle_2" / WEIGHTS).read_bytes()
 
 
@@ -459,7 +462,7 @@ def test_a_used_folder_is_refused(reference, make, tmp_path):
     shutil.copytree(reference, out)
     code, messages = forked(main, make(out))
     assert code == 1
-    assert "resume_from_checkpoint=True continues a RAFT run" in messages
+    assert "resume_from_checkpoint=True continues it" in messages
     assert outcome(out) == outcome(reference)
 
 
@@ -481,7 +484,8 @@ def test_base_starts_each_cycle_from_the_first_adapter(reference, make, tmp_path
     assert code == 0, messages
     assert (out / "cycle_1" / WEIGHTS).read_bytes() == (reference / "cycle_1" / WEIGHTS).read_bytes()
     # cycle 1 of both runs has the same adapter
-    assert outcome(out)["cycle_2/samples.jsonl"] == outcome(reference)["cycle_2/samples.jsonl"]
+    tokens = [{(r["prompt_id"], *r["tokens"]) for r in records(run, 2, "samples")} for run in (out, reference)]
+    assert tokens[0] == tokens[1]
     assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
 
 
@@ -498,11 +502,11 @@ def test_pass_at_k_is_measured(make, tmp_path):
     assert code == 0, messages
     scores = json.loads((out / "cycle_1" / "eval.json").read_text())
     assert list(scores["pass_at_k"]) == ["1", "2", "4"]
-    records = read_records(out / "cycle_1" / "eval" / "verdicts.jsonl")
-    right = [r["verdict"] == "CORRECT" for r in records if r["sample"] >= 0]
+    verdicts = records(out, 1, "verdicts", "eval")
+    right = [r["verdict"] == "CORRECT" for r in verdicts if r["sample"] >= 0]
     assert len(right) == 24
     assert scores["pass_at_k"]["1"]["pass"] == pytest.approx(sum(right) / 24)
-    solved = {r["prompt_id"] for r in records if r["sample"] >= 0 and r["verdict"] == "CORRECT"}
+    solved = {r["prompt_id"] for r in verdicts if r["sample"] >= 0 and r["verdict"] == "CORRECT"}
     assert scores["pass_at_k"]["4"]["pass"] == pytest.approx(len(solved) / 6)
 
 
@@ -602,14 +606,14 @@ def test_a_mended_verifier_judges_again_without_sampling_again(make, tmp_path):
     code, messages = forked(main, make(out, verifier=broken, eval_prompts=None))
     assert code == 1
     assert "max_error_share" in messages
-    samples = (out / "cycle_1" / "samples.jsonl").read_bytes()
-    assert "ERROR" not in (out / "cycle_1" / "verdicts.jsonl").read_text()
+    samples = (out / "samples.jsonl").read_bytes()
+    assert "ERROR" not in (out / "verdicts.jsonl").read_text()
     # the resumed run has the same verifier in its config, but accepts its errors
     code, messages = forked(
         main, make(out, verifier=broken, eval_prompts=None), "resume_from_checkpoint=True", "max_error_share=1",
     )  # fmt: skip
     assert code == 0, messages
-    assert (out / "cycle_1" / "samples.jsonl").read_bytes() == samples
+    assert records(out, 1, "samples") == [json.loads(line) for line in samples.splitlines()]
 
 
 def test_a_verification_is_done_once(make, tmp_path):
@@ -620,7 +624,7 @@ def test_a_verification_is_done_once(make, tmp_path):
 
 
 def test_seeds_are_hashes_of_run_cycle_prompt_and_index(reference):
-    record = read_records(reference / "cycle_2" / "samples.jsonl")[5]
+    record = records(reference, 2, "samples")[5]
     text = f"1\0{2}\0{record['prompt_id']}\0{record['sample']}".encode()
     assert record["seed"] == int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 

@@ -10,7 +10,6 @@ from torchtune import config as torchtune_config
 
 from rocm_ext import config, verifiers
 from rocm_ext.machine.profile import check_locked, load_profile
-from rocm_ext.rl.cycle_training import training_config
 from tests.test_run_configs import CONFIGS, head, text
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*raft*.yaml"))
@@ -102,7 +101,7 @@ def test_every_key_of_the_recipe_is_read():
 def test_a_trainer_inside_raft_sees_the_keys_of_a_recipe_of_ones_own():
     cfg = load("cpu_pocket_raft")
     cfg.lora_plus_ratio = 8  # as the defaults of a recipe that extends raft_rocm would add it
-    training = training_config(cfg)
+    training = RAFT(cfg).training_config()
     assert training.lora_plus_ratio == 8
     assert (training.recipe, training.dataset) == ("lora_finetune_rocm", None)
     assert not {"cycles", "verifier", "prompts"} & set(training)

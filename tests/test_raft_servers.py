@@ -12,9 +12,9 @@ from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.evaluate.answers import evaluate
-from rocm_ext.rl.records import read_records
 from rocm_ext.rl.server_check import _share
 from tests.forks import forked_ranks
+from tests.raft_runs import records
 from tests.servers import Fake, Sampler, Vllm, error, is_check
 from tests.tiny import run_config, write_model, write_rows, write_yaml
 
@@ -81,7 +81,8 @@ def train(path, *overrides):
 
 
 def sampled(out, phase):
-    return read_records(out / phase / "samples.jsonl")
+    cycle, _, kind = phase.removeprefix("cycle_").partition("/")
+    return records(out, int(cycle), "samples", kind or "sample")
 
 
 def loads(fake):
@@ -107,14 +108,14 @@ def test_each_cycle_samples_with_its_adapter(serve, make, tmp_path, messages):
     ("stale", "phase", "other"),
     [
         ("base", "cycle_1/eval", "without an adapter"),
-        pytest.param("cycle_1", "cycle_2/eval", "cycle_1", marks=pytest.mark.slow),
+        pytest.param("cycle_1", "cycle_2/eval", "the adapter of cycle 1", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_keeps_its_old_weights_is_an_error(serve, make, tmp_path, stale, phase, other):
     honest, fake = serve(), serve(stale)
     with pytest.raises(UserError, match=f"{fake.url} does not sample with the adapter that it has loaded: .*{other}"):
         train(make(honest, fake))
-    assert not (tmp_path / "out" / phase / "samples.jsonl").exists()
+    assert not sampled(tmp_path / "out", phase)
     assert honest.rules.adapters == fake.rules.adapters == {}
 
 

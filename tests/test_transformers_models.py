@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import collate
 from rocm_ext.losses import CrossEntropy
-from rocm_ext.model.attention import takes_packed_rows
 from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import adapter_parameters
 from rocm_ext.model.transformers.decoder import PACKS
@@ -90,7 +89,6 @@ def check_logits(folder: Path) -> bool:
         tokens = [s for ids, each in zip(rows.tokens, rows.lengths, strict=True) for s in torch.tensor(ids).split(each)]
         alone = torch.cat([theirs(s[None], use_cache=False).logits[0, :-1] for s in tokens])
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.std())))
-    assert takes_packed_rows(ours) == ours.packs
     return ours.packs
 
 

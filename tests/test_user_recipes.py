@@ -161,12 +161,12 @@ def test_a_recipe_that_extends_none_of_ours(folder, capsys):
 
 def test_bench_reads_a_config_that_names_a_file(folder, tiny):
     from rocm_ext.bench.context import Bench
-    from rocm_ext.bench.spec import Spec
+    from rocm_ext.bench.sweep import Spec
 
     (folder / "configs").mkdir()
     content = yaml.safe_load(write_run(folder, tiny).read_text())
     run = write_yaml(folder / "configs" / "run.yaml", {**content, "recipe": "../lora_plus.py"})
-    bench = Bench(Spec(str(run), ("hardware=cpu", "lora_plus_ratio=2"), 2**30, quick=True, seconds=0.1))
+    bench = Bench(Spec(str(run), ("hardware=cpu", "lora_plus_ratio=2"), 2**30, seconds=0.1))
     assert bench.cfg.lora_plus_ratio == 2
 
 
@@ -183,7 +183,7 @@ def test_plan_finds_its_defaults_beside_the_config(folder, tiny, stated, capsys)
     write_yaml(folder / "my_run.yaml", content if stated == "nothing" else {**content, "recipe": stated})
     override = ["recipe=lora_plus.py"] if stated == "nothing" else []
     assert rocm_ext(["plan", "--config", str(folder / "my_run.yaml"), "--json", "lora_plus_ratio=2", *override]) == 0
-    assert json.loads(capsys.readouterr().out)["cycle"] is None
+    assert json.loads(capsys.readouterr().out)["rollout"] is None
     line = fails(
         capsys, lambda: rocm_ext(["plan", "--config", str(folder / "my_run.yaml"), "lora_plus_rati=2", *override])
     )

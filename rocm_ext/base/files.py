@@ -88,7 +88,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield the path of a new file that becomes ``path`` at the end; an exception removes it.
 
-    Until then an earlier ``path`` keeps its content.
+    Until then an earlier ``path`` keeps its content. The folder is made where it is missing.
 
     Raises:
         UserError: the disk is full or read-only.
@@ -96,6 +96,7 @@ def replace_file(path: Path) -> Iterator[Path]:
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             yield aside
             _sync(aside)
             aside.replace(path)

@@ -45,7 +45,7 @@ class Progress:
         unit: the name of what is counted.
         left: estimates the seconds that the rest takes, or returns None while they are unknown; by default all units
             take equally long.
-        brief: without a terminal, print no line for the first unit and the last.
+        brief: without a terminal, print no line for the first unit, and one for the last only after others.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Progress:
         self._bar = None
         self._enabled, self._own_left = enabled, left
         self._began, self._start, self._spoke = time.monotonic(), start, time.monotonic() if brief else 0.0
-        self._ends = () if brief else (start + 1, total)
+        self._ends: tuple[int, ...] = () if brief else (start + 1, total)
         if enabled and sys.stderr.isatty():
             form = None if left is None else "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
             self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True, bar_format=form)
@@ -80,6 +80,7 @@ class Progress:
         now = time.monotonic()
         if self._enabled and (now - self._spoke >= 30 or self.done in self._ends):
             self._spoke = now
+            self._ends = (self.total,)  # the last line that is printed says the end
             log.info("%s %d/%d  %s%s", self._unit, self.done, self.total, text, self._left())
 
     def _left(self) -> str:

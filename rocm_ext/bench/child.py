@@ -2,24 +2,27 @@
 
 import json
 import sys
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.bench import decoding, device, training
 from rocm_ext.bench.context import Bench, Skipped
-from rocm_ext.bench.spec import PROBES, Spec
+from rocm_ext.bench.sweep import MARK, Spec
 
-MARK = "rocm-ext-bench "  # begins each of our lines; libraries print to stdout too
+PROBES = {
+    "gemm": device.gemm,
+    "bandwidth": device.bandwidth,
+    "training": training.measure,
+    "decoding": decoding.measure,
+}
 
 
 def measure(bench: Bench, item: dict[str, Any]) -> dict[str, Any]:
     """Measure one item: the status with its result, or with the detail of what went wrong."""
-    name = item["probe"]
-    probe = import_module(f"rocm_ext.bench.{name}" if name in PROBES else name)
     try:
-        return {"status": "ok", "result": probe.measure(bench, item["values"])}
+        return {"status": "ok", "result": PROBES[item["probe"]](bench, item["values"])}
     except Skipped as reason:
         return {"status": "skipped", "detail": str(reason)}
     except torch.OutOfMemoryError as error:

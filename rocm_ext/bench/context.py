@@ -7,12 +7,12 @@ from omegaconf import OmegaConf
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
-from rocm_ext.bench.spec import Spec
+from rocm_ext.bench.sweep import Spec
 from rocm_ext.machine import numerics
 from rocm_ext.machine.budget import open_device
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import load_profile
-from rocm_ext.model.attention import choose_attention, use_packed_attention
+from rocm_ext.model.attention import choose_attention
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_shape
 
@@ -48,7 +48,6 @@ class Bench:
     def shape(self) -> TransformerDecoder:
         """The config's model without weights."""
         decoder = build_model(self.cfg.model, self.dtype, 0, torch.device("meta"))
-        use_packed_attention(decoder)
         choose_attention(decoder, self.cfg.attention)
         return decoder
 

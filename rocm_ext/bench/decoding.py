@@ -8,12 +8,14 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.training import RandomWeights
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.model.attention import choose_attention, use_packed_attention
+from rocm_ext.model.attention import choose_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
+from rocm_ext.model.sampler import copied_bytes, sampler_of
+from rocm_ext.model.slots import span_for
 from rocm_ext.plan.memory import frozen_bytes
 from rocm_ext.sampling import Request, Sampling
-from rocm_ext.sampling.decoder import check_family, copied_bytes, merged
-from rocm_ext.sampling.local import LocalSession, slot_memory, span_for
+from rocm_ext.sampling.local import LocalSession
+from rocm_ext.sampling.slots import slot_memory
 
 _PROMPT = 64  # tokens
 _WARM_UP, _STEPS = 8, 40  # the first steps also prefill, and capture graphs
@@ -37,7 +39,7 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
     ]
     never = SimpleNamespace(stop_tokens=[-1], decode=lambda ids, **_: "")
     graphs = bench.device.type == "cuda"
-    with merged(decoder) as made:
+    with sampler_of(decoder) as made:
         length = span_for(bench.device, _PROMPT + new)
         memory = slot_memory(made, [_PROMPT] * slots, length, Sampling(new), graphs)
         bench.require(frozen_bytes(decoder) + copied_bytes(decoder) + memory.bytes(slots))
@@ -57,12 +59,11 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
 def _random_decoder(bench: Bench) -> Any:
     if not hasattr(bench, "decoder"):
         try:
-            check_family(bench.shape)
+            bench.shape.check_sampling()
         except UserError as error:
             raise Skipped(str(error)) from error
         bench.require(frozen_bytes(bench.shape) + copied_bytes(bench.shape))
         decoder = build_model(bench.cfg.model, bench.dtype, 0, bench.device)
-        use_packed_attention(decoder)
         choose_attention(decoder, bench.cfg.attention)
         weights = Weights(RandomWeights(decoder, bench.device), "random")
         load_weights(decoder, weights, Ranks(bench.device))

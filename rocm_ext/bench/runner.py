@@ -7,34 +7,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.bench.child import MARK
-from rocm_ext.bench.spec import Item, Spec
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """The outcome of one item, a row of the table.
-
-    Attributes:
-        item: what was measured.
-        status: ok, skipped, failed (the probe raised an error), out of memory, crashed or timeout.
-        result: where ok: ``value``, ``low``, ``high``, ``unit`` and further facts of the probe.
-        detail: otherwise: the reason.
-    """
-
-    item: Item
-    status: str
-    result: dict[str, Any]
-    detail: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
+from rocm_ext.bench.sweep import MARK, Item, Measurement, Spec
 
 
 def run(
@@ -116,7 +94,7 @@ class _Child:
         Raises:
             UserError: the child refuses the config.
         """
-        self._send(item.to_dict())
+        self._send(asdict(item))
         said: dict[str, Any] = {}
         for seconds in (timeout,) if self._started else (self._STARTING, timeout):
             try:

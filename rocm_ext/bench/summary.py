@@ -1,6 +1,7 @@
 """What measurements show: the machine's speeds and the fastest settings."""
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from statistics import fmean, median
 from typing import Any
 
@@ -9,18 +10,16 @@ from omegaconf import DictConfig
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
-from rocm_ext.bench.runner import Measurement
-from rocm_ext.bench.sweep import GAIN, Sweep, Winner, beats, in_words, smallest, speed
+from rocm_ext.bench.sweep import GAIN, Measurement, Sweep, Winner, in_words, smallest
 from rocm_ext.bench.training import longest_row, probe_config
 from rocm_ext.losses import objective_of
 from rocm_ext.machine.profile import load_profile
-from rocm_ext.model.attention import choose_attention, use_packed_attention
+from rocm_ext.model.attention import choose_attention
 from rocm_ext.model.build import build_model
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.planner import TrainingPlanner, decode_seconds
 from rocm_ext.plan.speeds import Figures, assumed
-from rocm_ext.sampling.decoder import Decoder
 
 
 def figures(
@@ -31,22 +30,19 @@ def figures(
     Empty where matrix products or copies were not measured.
     """
     flops = {}
-    copies = [each.result["value"] for each in _ok(measurements, "bandwidth", what="device copy")]
+    copies = [each.speed for each in _ok(measurements, "bandwidth")]
     if not copies or not _ok(measurements, "gemm"):
         return {}
     for name in dict.fromkeys(each.item.values["dtype"] for each in _ok(measurements, "gemm")):
         best = [
-            max(r.result["value"] for r in _ok(measurements, "gemm", dtype=name, direction=direction))
+            max(each.speed for each in _ok(measurements, "gemm", dtype=name, direction=direction))
             for direction in ("forward", "dgrad")
             if _ok(measurements, "gemm", dtype=name, direction=direction)
         ]
         flops[name] = 1 / fmean(1 / value for value in best)  # training computes equally many FLOPs in each direction
     known: dict[str, Any] = {"flops": flops, "bandwidth": median(copies), **assumed(load_profile(cfg.hardware).reached)}
-    if reduced := _ok(measurements, "link", what="all-reduce"):
-        known["link"] = speed(reduced[0])
     roofline = Figures("", True, **known)
     shape = build_model(cfg.model, dtype, 0, torch.device("meta"))
-    use_packed_attention(shape)
     choose_attention(shape, cfg.attention)
     known |= _training_efficiency(measurements, cfg, shape, device, roofline)
     return known | _decoding_efficiency(measurements, shape, roofline)
@@ -63,7 +59,7 @@ def _training_efficiency(
     measured = [each for each in _ok(measurements, "training") if _plain(each)]
     if not measured:
         return {}
-    fastest = max(measured, key=speed)
+    fastest = max(measured, key=attrgetter("speed"))
     count, longest = fastest.item.values["rows"], longest_row(cfg)
     planner = TrainingPlanner(
         probe_config(cfg, fastest.item.values, []),
@@ -87,17 +83,16 @@ def _decoding_efficiency(
     measured = _ok(measurements, "decoding")
     if not measured:
         return {}
-    fastest = max(measured, key=speed)
+    fastest = max(measured, key=attrgetter("speed"))
     with torch.no_grad():
-        decoder = Decoder(shape)
-    expected = decode_seconds(decoder, fastest.item.values["slots"], fastest.result["context"], roofline)
+        sampler = shape.sampler()
+    expected = decode_seconds(sampler, fastest.item.values["slots"], fastest.result["context"], roofline)
     return {"decode_efficiency": expected / fastest.result["seconds"]}
 
 
-def winners(measurements: Sequence[Measurement], cfg: DictConfig, sweep: Sweep) -> list[Winner]:
+def winners(measurements: Sequence[Measurement], sweep: Sweep) -> list[Winner]:
     """The fastest settings, where the difference exceeds the noise."""
-    found = [*_library(measurements), *_loader(measurements, cfg), *sweep.winners(measurements), _slots(measurements)]
-    return [winner for winner in found if winner is not None]
+    return [*_library(measurements), *sweep.winners(measurements), *_slots(measurements)]
 
 
 def _library(measurements: Sequence[Measurement]) -> list[Winner]:
@@ -108,7 +103,7 @@ def _library(measurements: Sequence[Measurement]) -> list[Winner]:
     for each in _ok(measurements, "gemm", dtype=dtype):
         if each.item.values["direction"] != "wgrad":
             library = each.item.values["library"]
-            seconds[library] = seconds.get(library, 0.0) + 1 / speed(each)
+            seconds[library] = seconds.get(library, 0.0) + 1 / each.speed
     if len(seconds) < 2:
         return []
     best, worst = min(seconds, key=seconds.__getitem__), max(seconds, key=seconds.__getitem__)
@@ -120,24 +115,11 @@ def _library(measurements: Sequence[Measurement]) -> list[Winner]:
     return [Winner(name, value, reason) for name, value in environ]
 
 
-def _loader(measurements: Sequence[Measurement], cfg: DictConfig) -> list[Winner]:
-    measured = _ok(measurements, "loader")
-    now = _ok(measurements, "loader", num_workers=cfg.num_workers, pin_memory=cfg.pin_memory)
-    if not measured or not now:
-        return []
-    best, current = max(measured, key=speed), now[0]
-    training = max(map(speed, _ok(measurements, "training")), default=0.0)
-    if speed(current) > 20 * training > 0 or not beats(best, current):
-        return []  # loading takes less than a twentieth of a step
-    reason = f"loads {speed(best) / speed(current):.2f} times as fast as {current.item.values}"
-    return [Winner(key, best.item.values[key], reason) for key in ("num_workers", "pin_memory")]
-
-
-def _slots(measurements: Sequence[Measurement]) -> Winner | None:
+def _slots(measurements: Sequence[Measurement]) -> list[Winner]:
     measured = _ok(measurements, "decoding")
     if len(measured) < 2:
-        return None
-    return Winner("engine.slots", smallest(measured, "slots").item.values["slots"], in_words(measured, "slots"))
+        return []
+    return [Winner("engine.slots", smallest(measured, "slots").item.values["slots"], in_words(measured, "slots"))]
 
 
 def _plain(measurement: Measurement) -> bool:

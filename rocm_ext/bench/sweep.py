@@ -1,28 +1,89 @@
-"""Which training settings to measure next, and which of those measured are the fastest.
+"""What to measure, and which of the measured settings are the fastest.
 
 All combinations of rows, dtype, attention, checkpointing and compilation are some hundreds of measurements. So first
-the number of rows is found, and then one key after another is varied around the fastest values so far. What this
+the number of rows is chosen, and then one key after another is varied around the fastest values so far. What this
 misses are pairs of keys that pay off only together; most such pairs involve memory, and checkpointing as configured
 (``auto``) is chosen anew for each measurement.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.bench.runner import Measurement
-from rocm_ext.bench.spec import Item, dtypes, refused
 from rocm_ext.machine.choices import ATTENTION
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import Lock
 
+PROBES = ("gemm", "bandwidth", "decoding", "training")  # in the order of the table
+MARK = "rocm-ext-bench "  # begins each line of a child; libraries print to stdout, too
 GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
-# TunableOp measures all kernels of a matrix product when it meets its shape for the first time
-TUNABLE_OP = {"PYTORCH_TUNABLEOP_ENABLED": "1"}
-_TUNED = re.compile("gfx9(08|0a|4|5)")  # CDNA: its libraries have many kernels for a shape
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run of ``rocm-ext bench``, as its child processes get it.
+
+    Attributes:
+        config: config whose model is measured: a name or a file.
+        overrides: ``key=value``.
+        budget: bytes that a probe may take on the device.
+        seconds: the least time of a measurement.
+    """
+
+    config: str
+    overrides: tuple[str, ...]
+    budget: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to measure.
+
+    Attributes:
+        probe: one of :data:`PROBES`.
+        values: the probe's arguments.
+        environ: environment variables of the child.
+        skip: the reason to leave this out; empty: measure it.
+    """
+
+    probe: str
+    values: dict[str, Any]
+    environ: dict[str, str] = field(default_factory=dict)
+    skip: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells items apart."""
+        return self.probe, tuple(sorted(self.values.items())), tuple(self.environ.items())
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The outcome of one item, a row of the table.
+
+    Attributes:
+        item: what was measured.
+        status: ok, skipped, failed (the probe raised an error), out of memory, crashed or timeout.
+        result: where ok: ``value``, ``low``, ``high``, ``unit`` and further facts of the probe.
+        detail: otherwise: the reason.
+    """
+
+    item: Item
+    status: str
+    result: dict[str, Any]
+    detail: str = ""
+
+    @property
+    def speed(self) -> float:
+        """The median speed, in ``result["unit"]``."""
+        return self.result["value"]
+
+    def beats(self, other: "Measurement") -> bool:
+        """Whether it is faster by more than :data:`GAIN` and than the spread of both."""
+        return self.result["low"] > other.result["high"] and self.speed > GAIN * other.speed
 
 
 @dataclass(frozen=True)
@@ -41,43 +102,48 @@ class Winner:
 
 
 class Sweep:
-    """The settings of a training step, one key after another.
+    """The measurements of one machine: those of the device, and training steps, one key after another.
 
     Args:
         cfg: config of the training.
         machine: machine to measure.
         locked: settings that are not measured.
         quick: measure fewer.
+        probes: what to measure.
     """
 
-    def __init__(self, cfg: DictConfig, machine: Machine, locked: Mapping[str, Lock], quick: bool) -> None:
-        self._cfg, self._locked = cfg, locked
-        self._sizes = sorted({*((1, 4) if quick else (1, 2, 4, 8, 16)), cfg.batch_size})
-        cpu = machine.backend == "cpu"
+    def __init__(
+        self,
+        cfg: DictConfig,
+        machine: Machine,
+        locked: Mapping[str, Lock],
+        quick: bool,
+        probes: Collection[str] = PROBES,
+    ) -> None:
+        self._cfg, self._locked, cpu = cfg, locked, machine.backend == "cpu"
+        device = (*_gemm(machine), Item("bandwidth", {"what": "device copy"}), *_decoding(quick))
+        self._device = [item for item in device if item.probe in probes]
+        self._rows = sorted({*((1, 4) if quick else (1, 2, 4, 8, 16)), cfg.batch_size}) if "training" in probes else []
         kernels = [name for name in ATTENTION if name != "efficient" or not cpu]
-        if quick:
-            kernels = ["auto", "math", "eager"]
-        checkpointing = (False, True) if quick else (False, "auto", True)
         self._values: dict[str, Sequence[Any]] = {
             "dtype": dtypes(machine),
-            "attention": kernels,
-            "enable_activation_checkpointing": checkpointing,
+            "attention": ["auto", "math", "eager"] if quick else kernels,
+            "enable_activation_checkpointing": (False, True) if quick else (False, "auto", True),
+            "compile": () if quick else (True, "max-autotune"),
         }
-        if not quick:
-            self._values |= {"compile": (True, "max-autotune"), "quantize_base": (True,)}
-        self._tunes = bool(not quick and machine.backend == "rocm" and _TUNED.match(machine.arch or ""))
 
     @property
     def most(self) -> int:
         """Measurements at most."""
-        return len(self._sizes) + sum(map(len, self._values.values())) + self._tunes
+        keys = sum(map(len, self._values.values())) if self._rows else 0
+        return len(self._device) + len(self._rows) + keys
 
     def following(self, done: Iterable[Measurement]) -> list[Item]:
-        """What to measure next; nothing if all is done or no size could be measured."""
+        """What to measure next; nothing if all is done or no number of rows could be measured."""
         done = list(done)
-        known = {_key(each.item) for each in done}
+        known = {each.item.key for each in done}
         for stage in self._walk(done)[0]:
-            if new := [item for item in stage if _key(item) not in known]:
+            if new := [item for item in stage if item.key not in known]:
                 return new
         return []
 
@@ -87,68 +153,68 @@ class Sweep:
 
     def _walk(self, done: Iterable[Measurement]) -> tuple[list[list[Item]], list[Winner]]:
         """The items of all stages, each around the best values of the stages before, and the winners."""
-        table = {_key(each.item): each for each in done if each.item.probe == "training" and each.status == "ok"}
-        sizes = [Item("training", {"rows": rows, "compile": False}) for rows in self._sizes]
-        stages, won = [sizes], []
-        if not (measured := [table[_key(item)] for item in sizes if _key(item) in table]):
+        table = {each.item.key: each for each in done if each.item.probe == "training" and each.status == "ok"}
+        sizes = [Item("training", {"rows": rows, "compile": False}) for rows in self._rows]
+        stages, won = [self._device, sizes], []
+        if not (measured := [table[item.key] for item in sizes if item.key in table]):
             return stages, []
         best = smallest(measured, "rows")
         if len(measured) > 1:
             won.append(Winner("batch_size", best.item.values["rows"], in_words(measured, "rows")))
         for key, values in self._values.items():
-            stage = [self._item(best, key, each) for each in self._others(key, values, best)]
+            now = best.result.get("dtype") if key == "dtype" else False if key == "compile" else self._cfg.get(key)
+            stage = [self._item(best, key, value) for value in values if value != now]
             stages.append(stage)
-            tried = [table[_key(item)] for item in stage if _key(item) in table]
-            if tried and key != "quantize_base":  # a 4-bit base is another model, so it is measured and never chosen
+            if tried := [table[item.key] for item in stage if item.key in table]:
                 best, winners = self._choice(key, best, tried)
                 won += winners
-        if self._tunes:
-            tuned = Item("training", dict(best.item.values), TUNABLE_OP)
-            stages.append([tuned])
-            if (faster := table.get(_key(tuned))) and beats(faster, best):
-                gain = f"{speed(faster) / speed(best):.2f} times as fast; each further length of rows is tuned anew"
-                won += [Winner(name, on, gain) for name, on in TUNABLE_OP.items()]
         return stages, won
 
-    def _others(self, key: str, values: Sequence[Any], best: Measurement) -> list[Any]:
-        now = best.result.get("dtype") if key == "dtype" else False if key == "compile" else self._cfg.get(key)
-        return [each for each in values if each != now]
-
-    def _item(self, best: Measurement, key: str, wanted: Any) -> Item:
-        changed = {key: wanted}
-        base = {**best.item.values, "compile": False} if key == "quantize_base" else best.item.values
-        return Item("training", {**base, **changed}, skip=refused(changed, self._locked))
+    def _item(self, best: Measurement, key: str, value: Any) -> Item:
+        lock = self._locked.get(key)
+        refused = lock is not None and value not in (lock.value, *lock.also)
+        skip = f"locked here: {lock.reason} (--risky measures it)" if lock and refused else ""
+        return Item("training", {**best.item.values, key: value}, skip=skip)
 
     def _choice(self, key: str, best: Measurement, tried: list[Measurement]) -> tuple[Measurement, list[Winner]]:
         """The best measurement after a stage, and the winner unless it is the configured value."""
-        configured = next((each for each in tried if each.item.values[key] == self._cfg.get(key)), best)
-        fastest = max([best, *tried], key=speed)
-        if fastest is configured or not beats(fastest, configured):
+        wanted = self._cfg.get(key)
+        configured = next((each for each in tried if each.item.values[key] == wanted), best)
+        fastest = max([best, *tried], key=lambda each: each.speed)
+        if fastest is configured or not fastest.beats(configured):
             return configured, []
-        told = f"{speed(fastest) / speed(configured):.2f} times as fast as {self._cfg.get(key)} in training steps"
-        return fastest, [Winner(key, fastest.item.values[key], told)]
+        gain = f"{fastest.speed / configured.speed:.2f} times as fast as {wanted} in training steps"
+        return fastest, [Winner(key, fastest.item.values[key], gain)]
 
 
-def speed(measurement: Measurement) -> float:
-    """The speed."""
-    return measurement.result["value"]
+def dtypes(machine: Machine) -> list[str]:
+    """The dtypes that ``machine`` computes natively; any CPU counts as having bf16."""
+    cpu = machine.backend == "cpu"
+    return ["fp32", *["bf16"] * (machine.bf16 or cpu), *["fp16"] * (not cpu)]
 
 
-def beats(best: Measurement, other: Measurement) -> bool:
-    """Whether ``best`` is faster by more than :data:`GAIN` and than the spread of both."""
-    return best.result["low"] > other.result["high"] and speed(best) > GAIN * speed(other)
+def _gemm(machine: Machine) -> Iterator[Item]:
+    libraries: list[tuple[str, dict[str, str]]] = [("default", {})]
+    if machine.backend == "rocm":  # both torch and rocBLAS may choose hipBLASLt
+        names = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")
+        libraries = [("rocBLAS", dict.fromkeys(names, "0")), ("hipBLASLt", dict.fromkeys(names, "1"))]
+    for library, environ in libraries:
+        for dtype in dtypes(machine):
+            for direction in ("forward", "dgrad", "wgrad"):
+                yield Item("gemm", {"direction": direction, "dtype": dtype, "library": library}, environ)
+
+
+def _decoding(quick: bool) -> Iterator[Item]:
+    for slots in (16, 64) if quick else (16, 32, 64, 128, 256):
+        yield Item("decoding", {"slots": slots})
 
 
 def smallest(measured: Sequence[Measurement], what: str) -> Measurement:
     """The measurement with the smallest size within :data:`GAIN` of the fastest."""
-    fastest = max(map(speed, measured))
-    return min((each for each in measured if speed(each) * GAIN >= fastest), key=lambda each: each.item.values[what])
+    fastest = max(each.speed for each in measured)
+    return min((each for each in measured if each.speed * GAIN >= fastest), key=lambda each: each.item.values[what])
 
 
 def in_words(measured: Iterable[Measurement], what: str) -> str:
     """The speeds in words, by the size ``what``."""
-    return "tokens/s: " + ", ".join(f"{speed(each):,.0f} with {each.item.values[what]}" for each in measured)
-
-
-def _key(item: Item) -> tuple[Any, ...]:
-    return item.probe, tuple(sorted(item.values.items())), tuple(item.environ.items())
+    return "tokens/s: " + ", ".join(f"{each.speed:,.0f} with {each.item.values[what]}" for each in measured)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -13,10 +14,10 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.bench.clock import measure as timed
 from rocm_ext.bench.context import Bench, Skipped
-from rocm_ext.bench.loader import random_rows
 from rocm_ext.data.batches import Update
+from rocm_ext.data.rows import Rows
 from rocm_ext.model.build import Weights
-from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import plain
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import CostCounter
@@ -38,10 +39,9 @@ class RandomWeights(Mapping[str, Tensor]):
         device: device that holds them.
     """
 
-    def __init__(self, decoder: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
         shapes: dict[str, Tensor] = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
-        if isinstance(decoder, ForeignDecoder):
-            shapes |= decoder.buffers_to_load()
+        shapes |= decoder.buffers_to_load()
         self._shapes = {plain(name): shape for name, shape in shapes.items()}  # as checkpoints name them
         self._device = device
 
@@ -76,6 +76,14 @@ class ProbeLearner(Learner):
         return Weights(RandomWeights(self.decoder, self.runtime.device), "random")
 
 
+def random_rows(count: int, shortest: int, longest: int, vocabulary: int) -> Rows:
+    """Rows of random tokens, all of them trained on, of lengths from ``shortest`` to ``longest``."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(shortest, longest + 1, count)
+    tokens = [rng.integers(0, vocabulary, length, dtype=np.int32) for length in lengths]
+    return Rows(tokens, tokens, [(int(length),) for length in lengths], {})
+
+
 def longest_row(cfg: DictConfig) -> int:
     """Tokens of the rows that are trained on."""
     return min(cfg.tokenizer.get("max_seq_len") or _LONGEST, _LONGEST)
@@ -91,7 +99,7 @@ def measure(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
             cfg.output_dir = folder
             return _measure(_trainer(cfg, runtime, values["rows"], bench.spec.budget), bench.spec.seconds)
     except UserError as error:
-        if values.keys() & {"attention", "quantize_base"}:  # which this model or machine does not have
+        if "attention" in values:  # a kernel that this machine does not have
             raise Skipped(str(error)) from error
         raise
     finally:
@@ -144,12 +152,10 @@ def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) 
         "metric_logger": None,
         "profiler": None,
         "profile_steps": None,
-        **{key: value for key, value in values.items() if key not in ("rows", "quantize_base")},
+        **{key: value for key, value in values.items() if key != "rows"},
     }
     changed = OmegaConf.create({**OmegaConf.to_container(cfg), **changes})  # type: ignore[dict-item]
     changed.checkpointer.pop("adapter_checkpoint", None)
-    if values.get("quantize_base"):
-        changed.model.quantize_base = True
     return changed
 
 

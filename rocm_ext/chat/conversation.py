@@ -216,8 +216,8 @@ def open_chat(cfg: DictConfig, seed: int | None = None, system: str = "", **samp
     with TemporaryDirectory() as folder:
         cfg.output_dir = cfg.checkpointer.output_dir = folder  # nothing is written
         recipe = RLRecipe(cfg)
+        recipe.open_model()
         try:
-            recipe.open_model()
             own = model_sampling(Path(cfg.checkpointer.checkpoint_dir))
             with recipe.engines.sample.session(None) as session:
                 yield Chat(recipe, session, Sampling(**{**own, **given}), cfg.seed, system)

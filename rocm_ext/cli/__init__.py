@@ -1,34 +1,42 @@
 """``rocm-ext``: the tools around the recipes, one subcommand each, in a file of its name.
 
-A subcommand's file has ``add(commands)``, which adds its parser, and ``run(args)``, which may return an exit code.
-Only the file of the command that is asked for is imported. What imports torch is imported where it is used: torch takes
-seconds, and --help must not.
+The file's docstring is the subcommand's help. ``add(parser)`` adds its options, and ``run(args)`` may return an exit
+code. Only the file of the command that is asked for is imported. What imports torch is imported where it is used: torch
+takes seconds, and --help must not.
 """
 
 import argparse
 import importlib
+import inspect
 import os
 import signal
 import sys
 from typing import NoReturn
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, nearest
 
 _COMMANDS = {
-    "pocket": "make a small model and its data to try the recipes offline, on any machine",
-    "chat": "talk with a model in the terminal, with or without an adapter",
-    "eval": "measure a model: loss on held-out rows, or how often its answers are right",
-    "export": "write a merged model for transformers and vLLM, or GGUF files for llama.cpp and Ollama",
-    "verify": "check a verifier on a data set's right answers",
-    "pairs": "make DPO's pairs from the verified answers of a run of RAFT or GRPO",
-    "validate": "check a config on this machine: everything that needs no weights",
-    "plan": "estimate a run's memory, work and time before anything is downloaded",
-    "bench": "measure this machine, for `rocm-ext plan` and `hardware: auto`",
-    "monitor": "watch the GPUs and the host: load, memory, power, temperature, clocks",
-    "compare": "compare a safe run with a faster one: is it faster, and does it train as well?",
-    "doctor": "check whether this machine is fit to train, and how to fix it",
-    "report": "show runs in one HTML file: curves, hardware, and scores and samples of RAFT and GRPO",
+    "before a run": {
+        "doctor": "check whether this machine is fit to train, and how to fix it",
+        "pocket": "make a small model and its data to try the recipes offline, on any machine",
+        "plan": "estimate a run's memory, work and time before anything is downloaded",
+        "bench": "measure this machine, for `rocm-ext plan` and `hardware: auto`",
+        "verify": "check a verifier on a data set's right answers",
+        "validate": "check a config on this machine: everything that needs no weights",
+    },
+    "during a run": {
+        "monitor": "watch the GPUs and the host: load, memory, power, temperature, clocks",
+    },
+    "after a run": {
+        "report": "show runs in one HTML file: curves, hardware, and scores and samples of RAFT and GRPO",
+        "compare": "compare a safe run with a faster one: is it faster, and does it train as well?",
+        "eval": "measure a model: loss on held-out rows, or how often its answers are right",
+        "chat": "talk with a model in the terminal, with or without an adapter",
+        "pairs": "make DPO's pairs from the verified answers of a run of RAFT or GRPO",
+        "export": "write a merged model for transformers and vLLM, or GGUF files for llama.cpp and Ollama",
+    },
 }
+_NAMES = [name for commands in _COMMANDS.values() for name in commands]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,32 +56,49 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int | None:
-    parser = _parser(argv)
-    args, more = parser.parse_known_args(argv)
+    if not argv or argv[0] not in _NAMES:
+        return _overview(argv)
+    parser = parser_of(argv[0])
+    args, more = parser.parse_known_args(argv[1:])
     for name in ("overrides", "arguments"):  # argparse takes those in one run only, before or after the options
         if hasattr(args, name) and all(item[0] == "~" or ("=" in item and item[0] != "-") for item in more):
             getattr(args, name).extend(more)
             more = []
     if more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    return args.run(args)
+    return sys.modules[f"rocm_ext.cli.{argv[0]}"].run(args)
 
 
-def _parser(argv: list[str]) -> argparse.ArgumentParser:
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a subcommand."""
+    command = importlib.import_module(f"rocm_ext.cli.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"rocm-ext {name}",
+        description=inspect.getdoc(command).partition("\n\n")[2],  # type: ignore[union-attr]
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add(parser)
+    return parser
+
+
+def _overview(argv: list[str]) -> NoReturn:
+    """Print the list of commands or the versions, or refuse a command that does not exist."""
+    groups = (
+        "\n".join([f"{when}:", *(f"  {name:<10}{about}" for name, about in commands.items())])
+        for when, commands in _COMMANDS.items()
+    )
     parser = argparse.ArgumentParser(
         prog="rocm-ext",
+        usage="rocm-ext [-h] [--version] COMMAND ...",
         description="Tools around the torchtune-rocm recipes. The recipes themselves run with `tune run`.",
+        epilog="\n\n".join([*groups, "`rocm-ext COMMAND --help` has a command's options."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, help="print the versions of this library, torchtune and torch"
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, about in _COMMANDS.items():
-        if argv[:1] == [name]:
-            importlib.import_module(f"rocm_ext.cli.{name}").add(commands)
-        else:
-            commands.add_parser(name, help=about)
-    return parser
+    about = "print the versions of this library, torchtune and torch"
+    parser.add_argument("--version", action=_Version, nargs=0, help=about)
+    parser.parse_known_args(argv)  # --help and --version end here
+    name = next((word for word in argv if not word.startswith("-")), None)
+    parser.error("name a command" if name is None else f"there is no command {name}{nearest(name, _NAMES)}")
 
 
 class _Version(argparse.Action):

@@ -1,7 +1,11 @@
-"""``rocm-ext chat``: talk with a model, with or without an adapter."""
+"""``rocm-ext chat``: talk with a model, with or without an adapter.
+
+The model samples in this process, as the recipes do, and the answer appears while it is sampled. With -p, or with a
+question from a pipe, it answers once: the answer goes to stdout, and everything else to stderr. In a conversation,
+/help lists commands.
+"""
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,9 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.log import setup_logging
-from rocm_ext.cli._options import add_overrides, add_trust, count
-from rocm_ext.config import startup
+from rocm_ext.cli._common import add_overrides, add_trust, count, note, number, prepare
 from rocm_ext.config.chosen_model import find_target
 
 if TYPE_CHECKING:
@@ -30,40 +32,35 @@ Ctrl-C stops an answer. """ begins a question of several lines, and """ ends it.
 '''.strip()
 
 
-def add(commands) -> None:
-    """Add the command's parser to argparse's subparsers."""
-    parser = commands.add_parser(
-        "chat",
-        description="Talk with a model. It samples in this process, as the recipes do, and the answer appears while it "
-        "is sampled. With -p, or with a question from a pipe, it answers once: the answer goes to stdout, and "
-        "everything else to stderr.",
-        epilog=f"Commands in a conversation:\n{_HELP}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     option = parser.add_argument
-    option(
-        "model",
-        metavar="MODEL",
-        help="output_dir of a run, folder of a model, model's name on the hub, or config of any recipe",
-    )
+    model = "output_dir of a run, folder of a model, model's name on the hub, or config of any recipe"
+    option("model", metavar="MODEL", help=model)
     option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
     option("-p", "--prompt", metavar="TEXT", help="answer this question and end")
     option("--system", default="", metavar="TEXT", help="system message")
-    option("--temperature", type=float, metavar="T", help="0: greedy (default: the model's own, else 0.7)")
-    option("--top-p", type=float, metavar="P", help="draw from the most probable tokens with this share of probability")
+    option(
+        "--temperature", type=number(float, 0, 100), metavar="T", help="0: greedy (default: the model's own, else 0.7)"
+    )
+    top_p = "draw from the most probable tokens with this share of probability"
+    option("--top-p", type=number(float, 1e-6, 1), metavar="P", help=top_p)
     option("--top-k", type=count, metavar="K", help="draw from the K most probable tokens")
     option("--max-new-tokens", type=count, default=2048, metavar="N", help="limit of an answer (default: 2048)")
-    option("--seed", type=int, metavar="N", help="repeat the same answers (default: others each time)")
-    add_trust(option)
+    option(
+        "--seed",
+        type=number(int, 0, 2**32 - 1),
+        metavar="N",
+        help="repeat the same answers (default: others each time)",
+    )
+    add_trust(parser)
     add_overrides(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer once, or talk until the user ends it; returns the exit code."""
     target = find_target(args.model, args.adapter, args.trust_config, _UNUSED)
-    for line in startup.prepare_for(target.hardware(args.overrides)):  # may restart this program
-        _note(line)
+    prepare(target, args.overrides)
     question = args.prompt
     if question is None and not sys.stdin.isatty():
         question = sys.stdin.read().strip()
@@ -71,12 +68,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("the question is empty", code=2)
     if any(override.startswith("seed=") for override in args.overrides):
         raise UserError("seed= is the seed of trainings; --seed N repeats the same answers", code=2)
-    setup_logging()
     from rocm_ext.chat import open_chat
 
     sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
     with open_chat(target.load([*args.overrides, "output_dir=chat"]), args.seed, args.system, **sampling) as chat:
-        chat.tell = _note
+        chat.tell = note
         if question is not None:
             return _show(chat, chat.ask(question.strip()))
         _talk(chat)
@@ -86,27 +82,27 @@ def run(args: argparse.Namespace) -> int:
 def _talk(chat: "Chat") -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 - input() then edits lines and keeps a history
-    _note(f"\n{_sampling(chat)}. /help lists commands.")
+    note(f"\n{_sampling(chat)}. /help lists commands.")
     if not chat.has_template:
-        _note("There is no chat template: the model continues each text by itself, without a history.")
+        note("There is no chat template: the model continues each text by itself, without a history.")
     while True:
         try:
-            _note("")
+            note("")
             line = _read("> ")
         except KeyboardInterrupt:
-            _note("\nCtrl-D or /quit ends")
+            note("\nCtrl-D or /quit ends")
             continue
         except EOFError:
-            _note("")
+            note("")
             return
         if line.strip() == "/quit":
             return
         try:
             _act(chat, line)
         except UserError as error:
-            _note(f"error: {error}")
+            note(f"error: {error}")
         except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the next token
-            _note("\nstopped")
+            note("\nstopped")
 
 
 def _act(chat: "Chat", line: str) -> None:
@@ -115,19 +111,19 @@ def _act(chat: "Chat", line: str) -> None:
     text = text.strip()
     if command == "/base":
         if text:
-            _note("with the adapter:")
+            note("with the adapter:")
             _show(chat, chat.ask(text))
-        _note("without the adapter:")
+        note("without the adapter:")
         _show(chat, chat.base())
     elif command == "/reset":
         chat.reset()
-        _note("the conversation is forgotten")
+        note("the conversation is forgotten")
     elif command == "/system":
         chat.system = text
         chat.reset()
-        _note(f"system message: {text or 'none'}; the conversation is forgotten")
+        note(f"system message: {text or 'none'}; the conversation is forgotten")
     elif command == "/help":
-        _note(_HELP)
+        note(_HELP)
     elif command.startswith("/") and command[1:].isalpha():
         raise UserError(f"unknown command {command}; /help lists them")
     elif line.strip():
@@ -152,7 +148,7 @@ def _show(chat: "Chat", pieces: Iterator[tuple[str, bool]]) -> int:
         told += "; stopped" if stopped else f"; cut at {answer.tokens} tokens (--max-new-tokens, or the model's limit)"
     if not answer.visible.strip():
         told += "; it is reasoning alone, so the conversation leaves it out" if answer.text.strip() else "; it is empty"
-    _note(f"[{told}]")
+    note(f"[{told}]")
     return 128 + signal.SIGINT if stopped else 0
 
 
@@ -161,12 +157,12 @@ def _stopping() -> Iterator[list[int]]:
     """Context in which Ctrl-C fills the list; a second one raises KeyboardInterrupt."""
     seen: list[int] = []
 
-    def note(signum: int, frame: object) -> None:
+    def remember(signum: int, frame: object) -> None:
         if seen:
             raise KeyboardInterrupt
         seen.append(signum)
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, remember)
     try:
         yield seen
     finally:
@@ -199,9 +195,3 @@ def _sampling(chat: "Chat") -> str:
         return "Greedy answers"
     named = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     return "Answers drawn with " + ", ".join(f"{name} {value:g}" for name, value in named.items() if value is not None)
-
-
-def _note(text: str) -> None:
-    """Write to stderr, dimmed on a terminal."""
-    dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\033[2m{text}\033[0m" if dim and text.strip() else text, file=sys.stderr, flush=True)

@@ -1,107 +1,51 @@
-"""``rocm-ext compare``: is a faster setting as good as a safe one?"""
+"""``rocm-ext compare``: is a faster setting as good as a safe one?
+
+Compares two runs, finished or not: a safe baseline A and a faster setting B. Prints their speed, memory, losses (or
+held-out scores of RAFT and GRPO) and stability, and whether to take B.
+Exit code: 0 take B, 1 keep A, 2 something to compare is missing, 3 undecided yet.
+"""
 
 import argparse
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from rocm_ext.base.errors import UserError
-from rocm_ext.cli._tables import console, table
-from rocm_ext.cli._text import printable
-from rocm_ext.runs.compare import compare
-from rocm_ext.runs.comparison import Comparison
+from rocm_ext.cli._common import add_json, console, number, print_json, printable, table
+from rocm_ext.runs.compare import Comparison, Losses, Scores, compare
 from rocm_ext.runs.decision import Decision, decide
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import Interval
 
 _SCORES = 20  # most evaluations that are shown
-Line = tuple[str, str, str, str]  # what, A, B, B against A
+Row = tuple[str, str, str, str]  # name, A's value, B's, B against A
 
 
-def add(commands) -> None:
-    """Add the parser of ``compare``."""
-    parser = commands.add_parser(
-        "compare",
-        description="Compare two runs, finished or not: a safe baseline A and a faster setting B. Prints their speed, "
-        "memory, losses (or held-out scores of RAFT and GRPO) and stability, and whether to take B.",
-        epilog="Exit code: 0 take B, 1 keep A, 2 something to compare is missing, 3 undecided yet.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of the baseline")
     parser.add_argument("b", type=Path, metavar="RUN_B", help="output_dir of the run with the faster setting")
-    parser.add_argument(
-        "--tolerance",
-        type=_percent,
-        default=0.01,
-        metavar="PERCENT",
-        help="difference of losses to ignore, in percent of A's (default: 1)",
-    )
-    parser.add_argument(
-        "--score-tolerance",
-        type=_percent,
-        default=0.05,
-        metavar="POINTS",
-        help="difference of held-out pass@1 to ignore, in percentage points (default: 5)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=run)
-
-
-def _percent(text: str) -> float:
-    if not 0 < (value := float(text)) < 100:
-        raise argparse.ArgumentTypeError("must be above 0 and under 100")
-    return value / 100
+    share = number(float, 0.001, 99)
+    losses = "difference of losses to ignore, in percent of A's (default: 1)"
+    parser.add_argument("--tolerance", type=share, default=1.0, metavar="PERCENT", help=losses)
+    scores = "difference of held-out pass@1 to ignore, in percentage points (default: 5)"
+    parser.add_argument("--score-tolerance", type=share, default=5.0, metavar="POINTS", help=scores)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare two runs; returns the exit code, which is the decision."""
-
     try:
         found = compare(RunFolder(args.a), RunFolder(args.b))
     except UserError as error:
         raise UserError(str(error), code=2) from error  # exit code 1 means: keep A
-    decision = decide(found, args.tolerance, args.score_tolerance)
+    decision = decide(found, args.tolerance / 100, args.score_tolerance / 100)
     if args.json:
-        print(json.dumps(_finite(_content(found, decision)), indent=2, default=str))
-    else:
-        _show(found, decision)
-    return decision.exit_code
-
-
-def _content(found: Comparison, decision: Decision) -> dict[str, Any]:
-
-    return {
-        "a": str(found.a.path),
-        "b": str(found.b.path),
-        "recipe": found.a.recipe,
-        "recipes": [found.a.recipe, found.b.recipe],
-        "finished": [found.a.finished, found.b.finished],
-        "settings": {key: list(values) for key, values in found.settings.items()},
-        "speed": asdict(found.speed),
-        "memory": list(found.memory),
-        "rates": {key: list(values) for key, values in found.rates.items()},
-        "stability": asdict(found.stability),
-        "losses": asdict(found.losses) if found.losses else None,
-        "scores": [asdict(each) for each in found.scores],
-        "learning": {key: list(values) for key, values in found.learning.items()},
-        "notes": found.notes,
-        "decision": {"answer": decision.answer, "text": decision.text, "exit_code": decision.exit_code},
-    }
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with None for infinity and NaN, which JSON lacks."""
-    if isinstance(value, dict):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _show(found: Comparison, decision: Decision) -> None:
-    from rich.text import Text
-
+        print_json(_content(found, decision))
+        return decision.exit_code
     out = console()
     out.print(Text(f"A  {printable(str(found.a.path))}\nB  {printable(str(found.b.path))}\n"))
     if found.settings:
@@ -117,6 +61,21 @@ def _show(found: Comparison, decision: Decision) -> None:
         out.print(Text(f"note: {printable(note)}"), soft_wrap=True)
     style = {"take": "bold green", "reject": "bold red", "unknown": "bold yellow"}[decision.answer]
     out.print(Text(f"verdict: {decision.text}", style=style), soft_wrap=True)
+    return decision.exit_code
+
+
+def _content(found: Comparison, decision: Decision) -> dict[str, Any]:
+    content = {key: value for key, value in vars(found).items() if key not in ("a", "b", "losses", "scores")}
+    return content | {
+        "a": found.a.path,
+        "b": found.b.path,
+        "recipes": [found.a.recipe, found.b.recipe],
+        "finished": [found.a.finished, found.b.finished],
+        "speed": asdict(found.speed),
+        "losses": asdict(found.losses) if found.losses else None,
+        "scores": [asdict(each) for each in found.scores],
+        "decision": {"answer": decision.answer, "text": decision.text, "exit_code": decision.exit_code},
+    }
 
 
 def _short(value: Any) -> str:
@@ -124,64 +83,50 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:28]} … {text[-28:]}"
 
 
-def _rows(found: Comparison) -> list[Line]:
-    rows: list[Line] = [("finished", _yes(found.a.finished), _yes(found.b.finished), "")]
-    for name, (a, b) in found.rates.items():
-        rows.append((name, _number(a), _number(b), "" if name in ("steps", "cycles") else _times(a, b)))
+def _rows(found: Comparison) -> list[Row]:
+    a, b = ("yes" if run.finished else "no" for run in (found.a, found.b))
+    rows = [("finished", a, b, "")]
+    for name, (x, y) in found.rates.items():
+        rows.append((name, _number(x), _number(y), "" if name in ("steps", "cycles") else _times(x, y)))
     speed = found.speed
     around = f" ({speed.low:.2f}-{speed.high:.2f})" if math.isfinite(speed.low) else ""
-    told = f"{speed.value:.2f}x{around}" if math.isfinite(speed.value) else "?"
-    rows.append(("speed", "", "", told))
-    a, b = found.memory
-    rows.append(("peak memory, MiB", _number(a / 2**20), _number(b / 2**20), _times(a, b)))
-    rows += _loss_rows(found) if found.losses else _score_rows(found)
-    rows += [(name, _number(a), _number(b), "") for name, (a, b) in found.learning.items()]
-    stability = found.stability
-    counts = {"times resumed": stability.resumed, "losses that are not finite": stability.not_finite}
-    counts["steps with a gradient that is not finite"] = stability.skipped
-    if found.losses:
-        counts["loss spikes of one run alone"] = stability.loss_spikes
-        counts["gradient spikes of one run alone"] = stability.grad_spikes
-    return rows + [(name, f"{a:,}", f"{b:,}", "") for name, (a, b) in counts.items()]
+    rows.append(("speed", "", "", f"{speed.value:.2f}x{around}" if math.isfinite(speed.value) else "?"))
+    x, y = found.memory
+    rows.append(("peak memory, MiB", _number(x / 2**20), _number(y / 2**20), _times(x, y)))
+    rows += _loss_rows(found.losses) if found.losses else []
+    every = max(1, math.ceil(len(found.scores) / _SCORES))
+    rows += [_score_row(each) for each in found.scores[::-1][::every][::-1]]  # the last one among them
+    rows += [(name, _number(x), _number(y), "") for name, (x, y) in found.learning.items()]
+    return rows + [(name, f"{x:,}", f"{y:,}", "") for name, (x, y) in found.stability.items()]
 
 
-def _loss_rows(found: Comparison) -> list[Line]:
-    losses = found.losses
-    assert losses is not None
-    rows = []
+def _loss_rows(losses: Losses) -> list[Row]:
+    rows: list[Row] = []
     if not losses.not_comparable:
-        a, b = losses.values
-        if losses.first is not None:
-            rows.append(("loss at step 1, of the same weights", "", "", _percents(losses.first)))
         rows.append((f"loss, all {losses.steps:,} steps of both", "", "", _interval(losses.all)))
-        half = losses.steps - losses.steps // 2
-        rows.append((f"loss, last {half:,} of them", _number(a), _number(b), _interval(losses.last_half)))
-    if losses.validation is not None and not losses.not_comparable:
-        step, a, b = losses.validation
-        rows.append((f"validation loss at step {step:,}", _number(a), _number(b), _percents(b / a - 1)))
+        half = f"loss, last {losses.steps - losses.steps // 2:,} of them"
+        a, b = losses.values
+        rows.append((half, _number(a), _number(b), _interval(losses.last_half)))
+        if losses.validation is not None:
+            step, a, b = losses.validation
+            rows.append((f"validation loss at step {step:,}", _number(a), _number(b), _percents(b / a - 1)))
     if losses.best_validation is not None:
         a, b = losses.best_validation
         rows.append(("best validation loss", _number(a), _number(b), _percents(b / a - 1)))
     return rows
 
 
-def _score_rows(found: Comparison) -> list[Line]:
-    rows = []
-    every = max(1, math.ceil(len(found.scores) / _SCORES))
-    for each in found.scores[::-1][::every][::-1]:  # the last one among them
-        a, b = (f"{100 * correct / total:.1f} %" for correct, total in (each.a, each.b))
-        gain = each.gain
-        told = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
-        chance = f", McNemar p = {each.p:.2g}" if each.p is not None else ""
-        answers = " and ".join(f"{count:,}" for count in each.answers) if each.after[0] != each.after[1] else ""
-        after = " and ".join(dict.fromkeys(each.after)) + (f", {answers} answers" if answers else "")
-        rows.append((f"held-out pass@1, {after}", a, b, told + chance))
-    return rows
+def _score_row(scores: Scores) -> Row:
+    a, b = (f"{100 * correct / total:.1f} %" for correct, total in (scores.a, scores.b))
+    gain = f"{100 * scores.gain.value:+.1f} points ({100 * scores.gain.low:+.1f} to {100 * scores.gain.high:+.1f})"
+    chance = f", McNemar p = {scores.p:.2g}" if scores.p is not None else ""
+    answers = " and ".join(f"{count:,}" for count in scores.answers)
+    after = " and ".join(dict.fromkeys(scores.after))
+    after += f", {answers} answers" if scores.after[0] != scores.after[1] else ""
+    return f"held-out pass@1, {after}", a, b, gain + chance
 
 
 def _interval(found: Interval) -> str:
-    if not math.isfinite(found.value):
-        return "?"
     ends = f" ({_percents(found.low)} to {_percents(found.high)})" if math.isfinite(found.low) else ""
     return _percents(found.value) + ends
 
@@ -192,10 +137,6 @@ def _percents(share: float) -> str:
 
 def _times(a: float, b: float) -> str:
     return f"{b / a:.2f}x" if a > 0 and b > 0 else ""
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _number(value: float) -> str:

@@ -1,49 +1,36 @@
-"""``rocm-ext doctor``: is this machine fit to train?"""
+"""``rocm-ext doctor``: is this machine fit to train?
+
+Checks what training depends on: system, device files, kernel parameters, firmware, memory, torch, environment,
+arithmetic (small computations whose results are known), sandbox, disk. Each row says what was found. Where something is
+wrong for this machine, it also says why, and gives a line that fixes it. The command changes nothing and needs no root.
+Exit code 0: fine, 1: warnings, 2: training will not work, or --root holds no machine.
+"""
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.cli._tables import console, table
-from rocm_ext.cli._text import printable
+from rocm_ext.cli._common import add_json, console, print_json, printable, table
 from rocm_ext.machine.doctor import exit_code, judge, verdict
 from rocm_ext.machine.doctor.facts import Facts, recorded_facts
 from rocm_ext.machine.doctor.findings import Finding
 from rocm_ext.machine.doctor.save import save
 
-_DESCRIPTION = """\
-Check everything that training depends on: system, device files, kernel parameters, firmware, memory, torch,
-environment, arithmetic (small computations whose results are known), sandbox, disk. Each row says what was found.
-Where something is wrong for this machine, it also says why, and gives a line that fixes it. The command changes nothing
-and needs no root. Exit code 0: fine, 1: warnings, 2: training will not work, or --root holds no machine."""
 
-
-def add(commands) -> None:
-    """Add the parser of ``doctor``."""
-    parser = commands.add_parser(
-        "doctor",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    root = (
+        "judge another machine: a folder made with --save, or a copy of its /proc, /sys and /etc files; missing facts "
     )
-    option = parser.add_argument
-    option(
-        "--root",
-        type=Path,
-        metavar="DIR",
-        help="judge another machine: a folder made with --save, or a copy of "
-        'its /proc, /sys and /etc files; missing facts are "not recorded" and do not count',
+    root += 'are "not recorded" and do not count'
+    parser.add_argument("--root", type=Path, metavar="DIR", help=root)
+    save_help = (
+        "also write what the checks read into a new folder, to attach to a report: no serial numbers, no users' "
     )
-    option(
-        "--save",
-        type=Path,
-        metavar="DIR",
-        help="also write what the checks read into a new folder, to attach to "
-        "a report: no serial numbers, no users' names, only variables and parameters that matter",
-    )
-    option("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=run)
+    save_help += "names, only variables and parameters that matter"
+    parser.add_argument("--save", type=Path, metavar="DIR", help=save_help)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,14 +46,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(str(error), code=2) from error  # exit code 1 means: warnings only
     findings = judge(facts)
     if args.json:
-        print(json.dumps(_document(facts, findings)))
+        print_json(_document(facts, findings))
     else:
         _print(facts, findings)
     return exit_code(findings)
 
 
 def _document(facts: Facts, findings: list[Finding]) -> dict[str, object]:
-
     return {
         "machine": facts.title,
         "profile": facts.profile and facts.profile.name,

@@ -1,8 +1,11 @@
-"""``rocm-ext eval``: measure a model on held-out rows or prompts, with or without an adapter."""
+"""``rocm-ext eval``: measure a model on held-out rows or prompts, with or without an adapter.
+
+With a config of SFT or DPO, it measures loss and perplexity on its held-out rows. With a config of RAFT or GRPO, or
+with --verifier, it samples answers to prompts, verifies them, and prints pass@1 of greedy answers, and pass@k of
+--samples drawn ones, with 95 % intervals.
+"""
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +18,18 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import is_hub_name
-from rocm_ext.base.log import setup_logging
-from rocm_ext.cli._options import add_format, add_overrides, add_trust, count
-from rocm_ext.cli._text import printable
-from rocm_ext.config import startup
+from rocm_ext.cli._common import (
+    add_format,
+    add_json,
+    add_overrides,
+    add_trust,
+    count,
+    number,
+    prepare,
+    print_json,
+    printable,
+    shortened,
+)
 from rocm_ext.config.chosen_model import ChosenModel, find_target, sampling_config
 from rocm_ext.runs.scores import Score
 
@@ -30,55 +41,38 @@ _PROMPTS = "rocm_ext.data.prompt_dataset"
 _TAIL = 200  # characters shown of a question's beginning and of an answer's end
 
 
-def add(commands) -> None:
-    """Add the command's parser to argparse's subparsers."""
-    parser = commands.add_parser(
-        "eval",
-        description="With a config of SFT or DPO, measure loss and perplexity on its held-out rows. With a config of "
-        "RAFT or GRPO, or with --verifier, sample answers to prompts, verify them, and print pass@1 of greedy answers, "
-        "and pass@k of --samples drawn ones, with 95 % intervals.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     option = parser.add_argument
-    option(
-        "--config",
-        required=True,
-        metavar="NAME",
-        help="config of any recipe, output_dir of a run, or folder of a model",
-    )
+    name = "config of any recipe, output_dir of a run, or folder of a model"
+    option("--config", required=True, metavar="NAME", help=name)
     option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
     option("--base", action="store_true", help="measure the model that the config starts from, too, and compare them")
     option("--data", metavar="FILE", help="rows to use instead of the config's: a file or a hub name")
     option("--split", help="split of a hub data set (default: test)")
     option("--name", help="configuration of a hub data set (openai/gsm8k: main)")
-    add_format(option)
+    add_format(parser)
     option("--verifier", metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
     option("--samples", type=count, metavar="N", help="answers drawn per prompt for pass@k, beside the greedy one")
-    option("--show", type=int, default=3, metavar="N", help="print this many wrong answers (default: 3)")
     option(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="keep answers, verdicts and scores, or the losses of rows, in this new folder; rocm-ext compare compares "
-        "two of them",
+        "--show", type=number(int, 0, 10**6), default=3, metavar="N", help="print this many wrong answers (default: 3)"
     )
-    option("--json", action="store_true", help="print one JSON object instead of text")
-    add_trust(option)
+    output = "keep answers, verdicts and scores, or the losses of rows, in this new folder; rocm-ext compare takes two"
+    option("--output", type=Path, metavar="DIR", help=output)
+    add_json(parser)
+    add_trust(parser)
     add_overrides(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure the model and print its scores."""
-
     unused = [*["verifier"] * bool(args.verifier), *["eval_prompts", "dataset_val"] * bool(args.data)]
     target = find_target(args.config, args.adapter, args.trust_config, unused)
     adapter, target = target.adapter, replace(target, adapter=None)  # measured beside what the config starts from
     family = registry.family(target.recipe(args.overrides))
     answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)
     _check(args, adapter, target, answers)
-    for line in startup.prepare_for(target.hardware(args.overrides)):  # may restart this program
-        print(line, file=sys.stderr)
-    setup_logging()
+    prepare(target, args.overrides)
     if answers:
         _answers(args, target, adapter)
     else:
@@ -88,12 +82,14 @@ def run(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, answers: bool) -> None:
     if args.base and adapter is None:
         raise UserError("--base compares an adapter with the model that the config starts from; name one: --adapter")
-    if answers and target.content is not None and not (args.verifier and args.data):
+    if answers and target.content is not None and not target.run and not (args.verifier and args.data):
         raise UserError("a model alone has no prompts and no verifier; set --data and --verifier")
     if args.verifier and not args.data and "eval_prompts" not in _keys(target, args.overrides):
         raise UserError("--verifier needs prompts; name them with --data")
     if not answers and (args.format or args.samples):
         raise UserError("--format and --samples are for answers that a verifier judges; set --verifier")
+    if lone := next((name for name in ("format", "split", "name") if getattr(args, name) and not args.data), None):
+        raise UserError(f"--{lone} describes the rows of --data; set --data, too", code=2)
 
 
 def _check_new(folder: Path | None) -> None:
@@ -103,7 +99,6 @@ def _check_new(folder: Path | None) -> None:
 
 
 def _keys(target: ChosenModel, overrides: Sequence[str]) -> Mapping[str, Any]:
-
     return config.defaults(target.recipe(overrides))
 
 
@@ -129,7 +124,7 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
         found = evaluate(cfg, adapter, args.base)
     content = _content(found, compare)
     if args.json:
-        print(json.dumps(content))
+        print_json(content)
         return
     for evaluation, title in zip(found, ("", "without the adapter: "), strict=False):
         _print_scores(evaluation, title)
@@ -147,7 +142,6 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
 
 def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
     """Return the config of the sampling; keys that only RAFT has may be set for any recipe's config."""
-
     known = _keys(target, args.overrides)
     more = config.defaults(registry.RAFT).keys() - known.keys()
     later = [item for item in args.overrides if item.partition("=")[0].split(".")[0] in more]
@@ -165,13 +159,11 @@ def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
 
 
 def _source(args: argparse.Namespace) -> dict[str, Any]:
-
     split = args.split or ("test" if is_hub_name(args.data) else "train")  # a file has the split train alone
     return {"source": args.data, "split": split, **({"name": args.name} if args.name else {})}
 
 
 def _print_scores(evaluation: "Evaluation", title: str) -> None:
-
     scores = evaluation.scores
     print(f"{title}pass@1 {Score(scores['correct'], scores['prompts'])}")
     for k, at in scores["pass_at_k"].items():
@@ -191,16 +183,8 @@ def _print_wrong(evaluation: "Evaluation", most: int) -> None:
     print(f"wrong greedy answers: {counts}; {cut} of them are cut at max_new_tokens")
     for each in wrong[:most]:
         print(f"  {each['prompt_id']}: {each['verdict']} {printable(each['detail'])}")
-        print(f"    asked: {_short(each['prompt'], _TAIL)}")
-        print(f"    said:  {_short(each['text'], -_TAIL)}")
-
-
-def _short(text: str, most: int) -> str:
-    """Return the first ``most`` characters of a text in one line, or the last if it is negative."""
-    line = printable(" ⏎ ".join(text.strip().splitlines()))
-    if len(line) <= abs(most):
-        return line
-    return f"{line[:most]} …" if most > 0 else f"… {line[most:]}"
+        print(f"    asked: {shortened(each['prompt'], _TAIL)}")
+        print(f"    said:  {shortened(each['text'], -_TAIL)}")
 
 
 # ---- held-out rows
@@ -226,7 +210,7 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
             keep(found[1], args.output / "base")
     content = _content(found, compare)
     if args.json:
-        print(json.dumps(content))
+        print_json(content)
         return
     for measured, title in zip(found, ("", "without the adapter: "), strict=False):
         print(f"{title}{_in_words(measured)}")

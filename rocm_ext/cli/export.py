@@ -1,4 +1,8 @@
-"""``rocm-ext export``: take what a run trained to other programs."""
+"""``rocm-ext export``: take what a run trained to other programs.
+
+Writes what a run trained: merged with its base model, or as an adapter, with the tokenizer and the chat template.
+Weights are read and written one at a time.
+"""
 
 import argparse
 from dataclasses import replace
@@ -8,16 +12,11 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.log import setup_logging
-from rocm_ext.cli._options import add_trust
+from rocm_ext.cli._common import add_force, add_trust, check_new_file
 
 
-def add(commands) -> None:
-    """Add the command's parser to argparse's subparsers."""
-    parser = commands.add_parser(
-        "export",
-        description="Write what a run trained for other programs: merged with its base model, or as an adapter, with "
-        "the tokenizer and the chat template. Weights are read and written one at a time.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     option = parser.add_argument
     option(
         "source",
@@ -26,32 +25,32 @@ def add(commands) -> None:
         help="output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter",
     )
     option("--base", type=Path, metavar="DIR", help="the base model's folder (default: the one in the run's config)")
-    add_trust(option)
+    add_trust(parser)
     option("--merged", type=Path, metavar="DIR", help="write the merged model in Hugging Face's format")
     option("--gguf", type=Path, metavar="FILE", help="write the merged model as one file for llama.cpp and Ollama")
     option("--type", choices=("f16", "bf16", "q8_0"), default="f16", help="of the weights in --gguf (default: f16)")
     option("--gguf-adapter", type=Path, metavar="FILE", help="write the adapter for llama.cpp's --lora")
     option("--card", type=Path, metavar="FILE", help="write the model card (with --merged: README.md in DIR)")
+    add_force(parser)
     option("--push", metavar="OWNER/NAME", help="upload what this command writes, or else the adapter, with its card")
     option("--private", action="store_true", help="make the new repository of --push private, or demand that it is")
     option("--base-name", metavar="OWNER/NAME", help="what the hub calls the base model (default: as its folder says)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Write what the options name, and print each path."""
+    _check_new(args)
     if not (args.merged or args.gguf or args.gguf_adapter or args.card or args.push):
         named = "--merged DIR, --gguf FILE, --gguf-adapter FILE, --card FILE or --push OWNER/NAME"
         raise UserError(f"nothing to write; set {named}", code=2)
+    if args.base_name and not is_hub_name(args.base_name):
+        raise UserError(f"--base-name {args.base_name} is no name on the hub; expected OWNER/NAME", code=2)
     from rocm_ext.export import gguf_adapter, gguf_model, open_source
     from rocm_ext.export.card import card
     from rocm_ext.export.merged import write_merged
     from rocm_ext.export.ollama import write_modelfile
     from rocm_ext.export.push import push
 
-    _check_new(args)
-    if args.base_name and not is_hub_name(args.base_name):
-        raise UserError(f"--base-name {args.base_name} is no name on the hub; expected OWNER/NAME", code=2)
     setup_logging()
     source = replace(open_source(args.source, args.base, args.trust_config), base_name=args.base_name)
     if source.adapter is None and (args.card or args.push):
@@ -84,11 +83,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _check_new(args: argparse.Namespace) -> None:
     """Refuse names of files that exist, or that two options share, before the weights are read."""
-    files = [path for path in (args.gguf, args.gguf_adapter) if path]
-    files += [path.with_suffix(".Modelfile") for path in files]
-    files += [args.card] if args.card else []
+    models = [check_new_file(path, args.force) for path in (args.gguf, args.gguf_adapter) if path]
+    files = [*models, *(path.with_suffix(".Modelfile") for path in models), *([args.card] if args.card else [])]
     for number, path in enumerate(files):
-        if path.exists():
-            raise UserError(f"{path} exists; choose another name")
-        if path in files[:number]:
-            raise UserError(f"{path} would be written twice; choose another name")
+        if check_new_file(path, args.force) in files[:number]:
+            raise UserError(f"{path} would be written twice; choose another name", code=2)

@@ -1,4 +1,8 @@
-"""``rocm-ext monitor``: shows the counters of the GPUs and the host, and runs, in a terminal or a browser."""
+"""``rocm-ext monitor``: shows the counters of the GPUs and the host, and runs, in a terminal or a browser.
+
+Shows the counters until Ctrl-C: a live table on a terminal, a line per reading elsewhere. It reads AMD GPUs from sysfs
+and NVIDIA's through nvidia-ml-py, and needs no root. A missing field is a counter that this machine does not have.
+"""
 
 import argparse
 import contextlib
@@ -8,31 +12,36 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
 from rocm_ext.base.errors import UserError
-from rocm_ext.cli._dashboard import Dashboard, line
-from rocm_ext.cli._options import count
-from rocm_ext.cli._tables import console
+from rocm_ext.base.log import duration
+from rocm_ext.cli._common import console, count, number, table
 from rocm_ext.machine.counter_log import HardwareLog
 from rocm_ext.machine.counters import Counters
+from rocm_ext.report import hardware
 from rocm_ext.runs.progress import progress
 
+_SHARES = ("held_out", "flat", "accuracy", "val_accuracy")
 _Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # shows a reading and the progress of a run
 
 
-def add(commands) -> None:
-    """Add the parser of ``monitor``."""
-    parser = commands.add_parser(
-        "monitor",
-        description="Show the counters of the GPUs and the host until Ctrl-C: a live table on a terminal, a line per "
-        "reading elsewhere. It reads AMD GPUs from sysfs and NVIDIA's through nvidia-ml-py, and needs no root. A dash "
-        "or a missing field is a counter that this machine does not have.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     option = parser.add_argument
-    option("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
+    option(
+        "--interval",
+        type=number(float, 0.1, 86400),
+        default=2.0,
+        metavar="S",
+        help="seconds between readings (default: 2)",
+    )
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
     option(
         "--run",
@@ -49,14 +58,12 @@ def add(commands) -> None:
     )
     web = parser.add_argument_group("in a browser").add_argument
     web("--web", action="store_true", help="serve the page of `rocm-ext report` and the counters; it follows the runs")
-    web("--port", type=_port, metavar="N", help="listen at this port (default: 8642, or a free one)")
     web(
-        "--host",
-        metavar="ADDRESS",
-        help="listen at this address of this machine, 0.0.0.0 for all; the page's address then has a random token "
-        "(default: 127.0.0.1, without one)",
+        "--port",
+        type=number(int, 0, 65535),
+        metavar="N",
+        help="listen at this port of 127.0.0.1 (default: 8642, or a free one)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -73,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         if args.log:
             with _log_errors(args.log):
                 log = stack.enter_context(HardwareLog(args.log))
-        show = stack.enter_context(_browser(args, counters.notes) if args.web else _screen(args))
+        show = stack.enter_context(_browser(args, counters.notes) if args.web else _terminal(args))
         for reading in _readings(counters.read, args.interval, args.count):
             if args.log:
                 with _log_errors(args.log):
@@ -89,8 +96,8 @@ def _check(args: argparse.Namespace) -> None:
     """
     if args.web and args.json:
         raise UserError("--web and --json do not go together; choose one", code=2)
-    if not args.web and (args.host is not None or args.port is not None):
-        raise UserError("--host and --port are for --web; add it", code=2)
+    if not args.web and args.port is not None:
+        raise UserError("--port is for --web; add it", code=2)
     if not args.web and args.out and len(args.out) > 1:
         raise UserError(f"--run takes one folder, not {len(args.out)}; add --web to follow several", code=2)
 
@@ -101,20 +108,6 @@ def _log_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; name another file with --log") from error
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0.1 <= number <= 86400:
-        raise argparse.ArgumentTypeError("must be from 0.1 to 86400")
-    return number
-
-
-def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number <= 65535:
-        raise argparse.ArgumentTypeError("must be from 0 to 65535; 0 is a free one")
-    return number
 
 
 def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | None) -> Iterator[dict[str, Any]]:
@@ -130,14 +123,12 @@ def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | N
 @contextlib.contextmanager
 def _browser(args: argparse.Namespace, notes: Sequence[str]) -> Iterator[_Show]:
     """Serve a page and its readings in threads."""
-    from rocm_ext.report.live import LivePage
-    from rocm_ext.report.server import PageServer
+    from rocm_ext.report.live import LivePage, PageServer
 
     page = LivePage(args.out or (), args.interval, notes)
-    with _ended_by_sigterm(), PageServer(page, args.host, args.port) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        print(f"{server.url}  (Ctrl-C ends)", flush=True)
+    with _ended_by_sigterm(), PageServer(page, args.port) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print(f"http://127.0.0.1:{server.server_port}/  (Ctrl-C ends)", flush=True)
         try:
             yield lambda reading, run: page.take(reading)
         finally:
@@ -145,23 +136,14 @@ def _browser(args: argparse.Namespace, notes: Sequence[str]) -> Iterator[_Show]:
 
 
 @contextlib.contextmanager
-def _screen(args: argparse.Namespace) -> Iterator[_Show]:
+def _terminal(args: argparse.Namespace) -> Iterator[_Show]:
     if args.json:
         yield lambda reading, run: print(json.dumps(reading if run is None else {**reading, "run": run}), flush=True)
     elif not sys.stdout.isatty():
-        yield lambda reading, run: print(line(reading, run), flush=True)
+        yield lambda reading, run: print(_line(reading, run), flush=True)
     else:
-        with _live(args.interval) as show:
-            yield show
-
-
-@contextlib.contextmanager
-def _live(interval: float) -> Iterator[_Show]:
-    from rich.live import Live
-
-    dashboard = Dashboard(interval)
-    with _ended_by_sigterm(), Live(console=console(), auto_refresh=False) as live:  # Live restores the cursor
-        yield lambda reading, run: live.update(dashboard.draw(reading, run), refresh=True)
+        with _ended_by_sigterm(), Live(console=console(), auto_refresh=False) as live:  # Live restores the cursor
+            yield lambda reading, run: live.update(_screen(reading, run, args.interval), refresh=True)
 
 
 @contextlib.contextmanager
@@ -176,3 +158,76 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, earlier)
+
+
+# ---- readings as text
+
+
+def _line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
+    """A reading as one line of text."""
+    parts = [time.strftime("%H:%M:%S", time.localtime(reading["time"]))]
+    for index, gpu in enumerate(reading["gpus"]):
+        values = [f"busy {gpu['busy']:.0f} %"] if "busy" in gpu else []
+        pools = [pool for pool in ("vram", "gtt") if f"{pool}_used" in gpu]
+        values += [f"{pool.upper()} {hardware.used(gpu, pool)} GiB" for pool in pools]
+        units = (("power", "W"), ("temperature", "°C"), ("clock", "MHz"))
+        values += [f"{gpu[key]:.0f} {unit}" for key, unit in units if key in gpu]
+        parts.append(f"GPU {index}: {', '.join(values) or 'no counters'}")
+    if not reading["gpus"]:
+        parts.append("no GPU")
+    host = reading["host"]
+    values = [f"cpu {host['cpu']:.0f} %"] if "cpu" in host else []
+    if "memory_used" in host:
+        values.append(f"memory {hardware.used(host, 'memory')} GiB")
+    if values:
+        parts.append(f"host: {', '.join(values)}")
+    if run is not None:
+        parts.append(f"run: {run_text(run)}")
+    return "  ".join(parts)
+
+
+def run_text(run: Mapping[str, Any]) -> str:
+    """The progress of a run, in words."""
+    if "problem" in run:
+        return run["problem"]
+    formats = {
+        "cycle": "cycle {}",
+        "phase": "{}",
+        "step": "step {:.0f}" + (f" of {run['steps']:.0f}" if "steps" in run else ""),
+        "epoch": "epoch {:.0f}",
+        "loss": "loss {:.4f}",
+        "margin": "margin {:.3f}",
+        "accuracy": "accuracy {:.1f} %",
+        "val_loss": "validation loss {:.4f}",
+        "val_margin": "validation margin {:.3f}",
+        "val_accuracy": "validation accuracy {:.1f} %",
+        "tokens_per_second": "{:,.0f} tok/s",
+        "reward": "reward {:.3f}",
+        "held_out": "held-out {:.1f} %",
+        "flat": "{:.0f} % of groups flat",
+        "entropy": "entropy {:.2f}",
+        "seconds": "{:.3g} s a step",
+    }
+    shares = {key: 100 * run[key] for key in _SHARES if key in run}
+    told = [text.format({**run, **shares}[key]) for key, text in formats.items() if key in run]
+    if "seconds_left" in run:
+        told.append(f"{duration(run['seconds_left'])} left")
+    if not told:
+        return "nothing written yet"
+    if "seconds_ago" in run:
+        told.append("finished" if run["finished"] else f"{run['seconds_ago']:.0f} s ago")
+    return ", ".join(told)
+
+
+def _screen(reading: Mapping[str, Any], run: Mapping[str, Any] | None, interval: float) -> Group:
+    """The content of a terminal after a reading: a table of the GPUs and the host, and the progress of the run."""
+    now = time.strftime("%H:%M:%S", time.localtime(reading["time"]))
+    columns, rows, names = hardware.table(reading)
+    counters = table("", *columns, right=tuple(columns[1:]))
+    for row in rows:
+        counters.add_row(*row)
+    if not reading["gpus"]:
+        names.append("no GPU with readable counters: AMD's need Linux and the amdgpu driver")
+    parts: list[Any] = [Text(f"{now}, every {interval:g} s; Ctrl-C ends", style="dim"), counters]
+    parts += [Text(name, style="dim") for name in names]
+    return Group(*parts, *(() if run is None else ["", Text(f"run: {run_text(run)}")]))

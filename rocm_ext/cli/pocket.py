@@ -1,29 +1,27 @@
-"""`rocm-ext pocket`: make the pocket model."""
+"""``rocm-ext pocket``: make the pocket model.
+
+Makes a Qwen2.5 model with a million parameters in Hugging Face's format, with train.jsonl and heldout.jsonl beside it.
+Training on two-digit additions and subtractions stops once about a third of the held-out answers are right. It takes a
+minute or two on two CPU cores.
+"""
 
 import argparse
 import logging
 import sys
 from pathlib import Path
 
+from rocm_ext.cli._common import number, seed
 from rocm_ext.runs.scores import Score
 
 
-def add(commands) -> None:
-    """Add the command's parser to argparse's subparsers."""
-    parser = commands.add_parser(
-        "pocket",
-        description="Make a Qwen2.5 model with a million parameters in Hugging Face's format, with "
-        "train.jsonl and heldout.jsonl beside it. Training on two-digit additions and subtractions stops once "
-        "about a third of the held-out answers are right. It takes a minute or two on two CPU cores.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("dir", type=Path, metavar="DIR", help="folder to write; an earlier pocket model is kept")
-    parser.add_argument("--seed", type=int, default=0, help="seed of problems and weights")
-    parser.add_argument(
-        "--accuracy", type=float, default=0.33, help="stop training at this share of right held-out answers"
-    )
-    parser.add_argument("--force", action="store_true", help="replace an earlier pocket model")
-    parser.set_defaults(run=run)
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    option = parser.add_argument
+    option("dir", type=Path, metavar="DIR", help="folder to write; an earlier pocket model is kept")
+    option("--seed", type=seed, default=0, metavar="N", help="seed of problems and weights (default: 0)")
+    share = number(float, 0, 1)
+    option("--accuracy", type=share, default=0.33, help="stop at this share of right held-out answers (default: 0.33)")
+    option("--force", action="store_true", help="replace an earlier pocket model")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,29 +1,25 @@
-"""``rocm-ext report``: shows runs as one HTML page."""
+"""``rocm-ext report``: shows runs as one HTML page.
+
+Writes one HTML file of one run, or of several in the same charts. Runs may be of any recipe and need not be finished.
+"""
 
 import argparse
 from pathlib import Path
 
+from rocm_ext.cli._common import add_force, check_new_file
 from rocm_ext.report import write
 
 
-def add(commands) -> None:
-    """Add the parser of ``report``."""
-    parser = commands.add_parser(
-        "report",
-        description="Write one HTML file of one run, or of several in the same charts. The page needs no network and "
-        "no script. Runs may be of any recipe and need not be finished.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help="output_dir of a run")
-    parser.add_argument(
-        "--output",
-        "-o",
-        type=Path,
-        metavar="FILE",
-        help="the file to write (default: report.html in OUTPUT_DIR, or in the current folder for several runs)",
-    )
-    parser.set_defaults(run=run)
+    output = "the file to write (default: report.html in OUTPUT_DIR, or in the current folder for several runs)"
+    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help=f"{output}; an earlier .html is replaced")
+    add_force(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the page and print its path."""
+    if args.output:
+        check_new_file(args.output, args.force or args.output.suffix == ".html")
     print(write(args.dirs, args.output))

@@ -1,26 +1,23 @@
-"""`rocm-ext validate`: let a recipe check a config, up to the weights."""
+"""``rocm-ext validate``: let a recipe check a config, up to the weights.
+
+Starts the config's recipe and ends it before it reads the weights. By then it has checked keys and values, the machine,
+data or prompts, tokenizer, verifier, optimiser and memory. Needs the model's folder without its weights. Starts no
+metric logger and trains nothing. Exits with 1 and one line if a run would end that way.
+"""
 
 import argparse
 import sys
 
 from rocm_ext import config
-from rocm_ext.cli._options import add_overrides, count
+from rocm_ext.cli._common import add_overrides, count
 
 
-def add(commands) -> None:
-    """Add the command's parser to argparse's subparsers."""
-    parser = commands.add_parser(
-        "validate",
-        description="Start the config's recipe and end it before it reads the weights. By then it has checked keys and "
-        "values, the machine, data or prompts, tokenizer, verifier, optimiser and memory. Needs the model's folder "
-        "without its weights. Starts no metric logger and trains nothing. Exits with 1 and one line if a run would end "
-        "that way.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     option = parser.add_argument
     option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
     option("--ranks", type=count, default=1, metavar="N", help="processes, as --nproc_per_node (default: 1)")
     add_overrides(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

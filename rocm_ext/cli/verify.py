@@ -1,45 +1,37 @@
-"""`rocm-ext verify`: check a verifier on right answers."""
+"""``rocm-ext verify``: check a verifier on right answers.
+
+Runs a data set's right answers through a verifier. Each must score 1.0. Prints the verdicts, the mean reward and the
+first answers that fail. Exits with 1 if any answer fails.
+"""
 
 import argparse
-import json
 
 import psutil
 import yaml
+from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.cli._options import add_format, count
+from rocm_ext.cli._common import add_format, add_json, count, print_json
+from rocm_ext.config.components import check_components
 from rocm_ext.verifiers import Verdict
 from rocm_ext.verifiers.selfcheck import self_check
 
 
-def add(commands) -> None:
-    """Add the command's parser to argparse's subparsers."""
-    parser = commands.add_parser(
-        "verify",
-        description="Run a data set's right answers through a verifier. Each must score 1.0. Prints the verdicts, the "
-        "mean reward and the first answers that fail. Exits with 1 if any answer fails.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     option = parser.add_argument
     option("--verifier", required=True, metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
-    option(
-        "--data",
-        required=True,
-        metavar="FILE",
-        help="rows of prompts as RAFT and GRPO take them: JSONL, JSON, Parquet, CSV or a hub name",
-    )
-    add_format(option)
+    rows = "rows of prompts as RAFT and GRPO take them: JSONL, JSON, Parquet, CSV or a hub name"
+    option("--data", required=True, metavar="FILE", help=rows)
+    add_format(parser)
     option("--name", help="configuration of a hub data set (openai/gsm8k: main)")
     option("--split", default="train", help="split of a hub data set (default: train)")
-    option(
-        "--gold",
-        metavar="FIELD",
-        help="column of the right answer (default: the first of solution, completion, answer)",
-    )
+    gold = "column of the right answer (default: the first of solution, completion, answer)"
+    option("--gold", metavar="FIELD", help=gold)
     option("--workers", type=count, metavar="N", help="worker processes (default: physical cores)")
     option("--limit", type=count, metavar="N", help="read only the first N rows")
-    option("--json", action="store_true", help="print one JSON object instead of text")
+    add_json(parser)
     parser.add_argument("arguments", nargs="*", metavar="key=value", help="the verifier's arguments, such as timeout=5")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -57,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
         if not equals:
             raise UserError(f"invalid argument {item!r}; expected key=value", code=2)
         node[key] = yaml.safe_load(value)
+    check_components(OmegaConf.create({"verifier": node}), {})
     prompts = prompt_dataset(source=args.data, format=args.format, name=args.name, split=args.split)
     rows = [(prompt.origin, prompt.row) for prompt in prompts]
     workers = args.workers or psutil.cpu_count(logical=False) or 1
@@ -65,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     failures = [{"origin": origin, "verdict": r.verdict.value, "detail": r.detail} for origin, r in summary.failures]
     if args.json:
         content = {"rows": summary.rows, "verdicts": verdicts, "mean_reward": summary.mean_reward}
-        print(json.dumps({**content, "failures": failures}))
+        print_json({**content, "failures": failures})
     else:
         counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
         mean = "none" if summary.mean_reward is None else f"{summary.mean_reward:.4f}"

@@ -15,7 +15,7 @@ from rocm_ext.config.components import COMPONENT, check_from_folder
 from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
 from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder
 
-_LOCAL = ("rocm_ext.sampling.LocalEngine", "rocm_ext.sampling.TransformersEngine")
+_LOCAL = ("rocm_ext.sampling.LocalEngine",)
 _OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
 # Keys of adapter_config.json and those of from_checkpoint
 _ADAPTER = {
@@ -101,6 +101,8 @@ def find_target(
         UserError: there is nothing of this name, it is another kind of folder, or its config could run code.
     """
     folder = Path(name)
+    if adapter is not None:
+        _read_adapter(adapter)
     if folder.is_dir():
         if (folder / "config.json").is_file():
             return _model(name, adapter)
@@ -145,6 +147,8 @@ def _model(name: str, adapter: Path | None) -> ChosenModel:
 
 def _read_adapter(folder: Path) -> dict[str, Any]:
     path = folder / "adapter_config.json"
+    if folder.is_file():
+        raise UserError(f"the adapter {folder} is a file; name its folder, which holds {path.name}")
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:

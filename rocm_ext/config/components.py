@@ -32,7 +32,7 @@ _BUILDERS = {
     "eval_prompts": "rocm_ext.data.prompt_dataset",
     "optimizer": "torch.optim.*",
     "loss": "rocm_ext.losses.* torchtune.modules.loss.* torchtune.rlhf.loss.*",
-    "engine": "rocm_ext.sampling.LocalEngine rocm_ext.sampling.TransformersEngine",
+    "engine": "rocm_ext.sampling.LocalEngine",
     "verifier": "rocm_ext.verifiers.All rocm_ext.verifiers.Compile rocm_ext.verifiers.ExactMatch "
     "rocm_ext.verifiers.JsonSchema rocm_ext.verifiers.MajorityAnswer rocm_ext.verifiers.MathAnswer "
     "rocm_ext.verifiers.PythonTests rocm_ext.verifiers.Regex rocm_ext.verifiers.Run rocm_ext.verifiers.Weighted",
@@ -155,8 +155,14 @@ def _check_arguments(key: str, node: DictConfig) -> None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in map(str, node):
-        if name != COMPONENT and name not in parameters:
+        if name == COMPONENT:
+            continue
+        if name not in parameters:
             raise UserError(f"unknown key {key}.{name} for {node[COMPONENT]}{nearest(name, parameters)}")
+        kinds = str(getattr(parameters[name].annotation, "__name__", parameters[name].annotation)).split(" | ")
+        value = None if OmegaConf.is_interpolation(node, name) else node[name]
+        if isinstance(value, str) and set(kinds) - {"None"} in ({"int"}, {"float"}, {"int", "float"}):
+            raise UserError(f"{key}.{name} is {value!r}; expected a number")
 
 
 def _component(node: DictConfig, key: str) -> Callable:

@@ -1,6 +1,6 @@
 """Texts from the environment, such as ``${oc.env:KEY}``: they may be secrets, so a config keeps the reference.
 
-What is written of a config (``config.yaml``, ``run.json``, ``state.pt``, metric loggers) then has the reference, too.
+What is written of a config (``config.yaml``, ``state.pt``, metric loggers) then has the reference, too.
 """
 
 import hashlib

@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+import torch
+from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_json, replace_text
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.recipe import RLRecipe
-from rocm_ext.rl.records import phase_records
+from rocm_ext.rl.records import Records, remove_records
 from rocm_ext.rl.rollout import Answers, Job
-from rocm_ext.rl.run_record import RunRecord
 from rocm_ext.runs.folder import GREEDY
 from rocm_ext.runs.intervals import mcnemar, paired_gain
 from rocm_ext.train.interrupt import Interrupted
 from rocm_ext.train.lock import hold
+from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.scoring import reference, without_adapter
 from rocm_ext.verifiers import Verdict
 
@@ -49,8 +51,8 @@ class Evaluation:
 def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Evaluation]:
     """Score a model on a config's ``eval_prompts``.
 
-    The records are those of the evaluation before a RAFT run's first cycle, in ``cycle_0`` of ``output_dir``; those of
-    the second evaluation are in ``base/cycle_0``.
+    The records are those of the evaluation before a RAFT run's first cycle, with ``cycle_0`` in ``output_dir``; those
+    of the second evaluation are in ``base``.
 
     Args:
         cfg: config of ``raft_rocm`` or ``grpo_rocm``; its ``output_dir`` receives the records, so it needs one of its
@@ -74,15 +76,17 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
     recipe = RLRecipe(cfg)
     folders = [recipe.out, *[recipe.out / "base"] * base]
     with hold(recipe.out):
-        for folder in folders:
-            RunRecord(folder).begun(resume=False, overwrite=cfg.overwrite_output_dir)
+        outs = [
+            OutputDir(out, keep=1, resume=False, overwrite=cfg.overwrite_output_dir, ranks=Ranks(torch.device("cpu")))
+            for out in folders
+        ]
         recipe.open()
         try:
             with recipe.verification():
-                found = [_evaluate(recipe, cfg, folders[0], "the evaluation")]
+                found = [_evaluate(recipe, cfg, outs[0], "the evaluation")]
                 if base:
                     with _as_it_starts(recipe, start):
-                        found.append(_evaluate(recipe, start, folders[1], "the evaluation without the adapter"))
+                        found.append(_evaluate(recipe, start, outs[1], "the evaluation without the adapter"))
             return found
         except Interrupted as stop:
             raise SystemExit(128 + stop.signum) from None
@@ -113,11 +117,13 @@ def _as_it_starts(recipe: RLRecipe, start: DictConfig) -> Iterator[None]:
         yield
 
 
-def _evaluate(recipe: RLRecipe, cfg: DictConfig, out: Path, name: str) -> Evaluation:
-    ranks, folder = recipe.ranks, out / "cycle_0"
+def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -> Evaluation:
+    ranks, out = recipe.ranks, output.path
     if ranks.is_main:
-        identity = {"base model": recipe.learner.base_fingerprint, "seed": recipe.cfg.seed}
-        RunRecord(out).take(cfg, identity, fresh=True)
+        output.create()
+        output.take(OmegaConf.to_yaml(cfg), None, lambda line: False)
+        remove_records(out)
+        (out / "cycle_0").mkdir(exist_ok=True)
     ranks.barrier()
     first, requests = cfg.checkpointer.get("adapter_checkpoint"), recipe.prompts.evaluation_requests(recipe.sampling)
     adapter = Path(first) if first else None
@@ -126,14 +132,14 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, out: Path, name: str) -> Evalua
         if adapter is not None:
             recipe.server_check.check(session, requests, adapter, None)
 
-    job = Job(name, requests, recipe.prompts.held_out, *phase_records(folder / "eval", ranks, 0, "eval"))
+    job = Job(name, requests, recipe.prompts.held_out, *Records.open(out, ranks, -1, -1).phase(0, "eval"))
     judged = recipe.rollout(job, lambda: recipe.engines.session("eval", adapter, check)).finish()
     scores, answers = evaluation.score(judged, recipe.cfg.eval_samples), _answers(recipe, judged)
     if ranks.is_main:
-        replace_text(folder / "eval.json", json.dumps(scores, indent=2) + "\n")
+        replace_text(out / "cycle_0" / "eval.json", json.dumps(scores, indent=2) + "\n")
         replace_text(out / ANSWERS, "".join(json.dumps(answer) + "\n" for answer in answers))
     ranks.barrier()
-    return Evaluation(read_json(folder / "eval.json") or {}, answers)
+    return Evaluation(read_json(out / "cycle_0" / "eval.json") or {}, answers)
 
 
 def _answers(recipe: RLRecipe, judged: Answers) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,7 @@ from rocm_ext.base.log import log
 from rocm_ext.machine.choices import COMPILE
 from rocm_ext.machine.detect import Machine
 
-_FIGURES = {"bandwidth", "efficiency", "decode_efficiency", "link", "attention", "launch"}  # beside flops
-# The settings that `hardware: auto` takes over. Sizes, dtype and attention are left out: they depend on the config
-TAKEN_OVER: dict[str, Callable[[Any], bool]] = {
-    "num_workers": lambda value: type(value) is int,
-    "pin_memory": lambda value: type(value) is bool,
-    "compile": lambda value: type(value) is not int and value in COMPILE,
-}
+_FIGURES = {"bandwidth", "efficiency", "decode_efficiency", "attention", "launch"}  # beside flops
 
 
 @dataclass(frozen=True)
@@ -30,7 +24,8 @@ class BenchFile:
         date: day of the measurement, as in 2026-01-31.
         machine: the :func:`machine_key` of the machine that was measured.
         figures: arguments of :class:`rocm_ext.plan.speeds.Figures`.
-        settings: the fastest values of the keys in :data:`TAKEN_OVER`.
+        settings: the fastest ``compile``, which `hardware: auto` takes over. Sizes, dtype and attention are left out:
+            they depend on the config.
     """
 
     date: str
@@ -47,10 +42,10 @@ class BenchFile:
         """
         try:
             content = json.loads(path.read_text())
-            figures = check_figures(content["figures"])
-            settings = {key: content["settings"][key] for key in TAKEN_OVER if key in content["settings"]}
-            if wrong := [key for key, value in settings.items() if not TAKEN_OVER[key](value)]:
-                raise ValueError(f"{wrong[0]} is {settings[wrong[0]]!r}")
+            figures = _check_figures(content["figures"])
+            settings = {key: value for key, value in content["settings"].items() if key == "compile"}
+            if any(type(value) is int or value not in COMPILE for value in settings.values()):
+                raise ValueError(f"compile is {settings['compile']!r}")
             return cls(str(content["date"]), dict(content["machine"]), figures, settings)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -58,7 +53,7 @@ class BenchFile:
             ) from error
 
 
-def check_figures(content: Any) -> dict[str, Any]:
+def _check_figures(content: Any) -> dict[str, Any]:
     """Check the figures of a measurement, and return them as arguments of :class:`rocm_ext.plan.speeds.Figures`.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -188,6 +189,7 @@ def open_device(
     if kind == "cpu":
         if memory_fraction is not None:
             raise UserError("memory_fraction caps a GPU's memory; on the CPU leave it null")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses GPU kernels, on a CPU too
         return torch.device("cpu")
     if kind != "cuda" or local_rank >= machine.gpu_count:
         raise UserError(

@@ -1,8 +1,6 @@
 """Which chip a name means, and which chip a machine has: the data sheets are in the hardware profiles."""
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.machine.profile import Chip, Profile, load_profile, profile_names
@@ -13,15 +11,12 @@ _SAYS_NOTHING = ("", "graphics", "unknown")  # "AMD Radeon Graphics" is any Rade
 _ADDED = r"(\d+gb|hbm\d?e?|sxm\d?|oam|pcie|vf|hf|mi\d+x?|graphics|dualslot|(workstation|server)edition)*"
 
 
-def find_chip(
-    name: str, hardware: str | None = None, measured: Mapping[str, tuple[str, str]] = MappingProxyType({})
-) -> tuple[str, str]:
+def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
     """Find the chip that a user means.
 
     Args:
         name: name of a chip or an architecture, in any spelling: "MI355X", "rx7900xtx", "AMD Radeon PRO W7900".
         hardware: the profile in which the chip must be; None: any.
-        measured: further machines by name, each with its profile and chip.
 
     Returns:
         The names of the profile and of the chip. Of several chips that have the name, the first.
@@ -29,7 +24,7 @@ def find_chip(
     Raises:
         UserError: no profile has such a chip, or another one than ``hardware``.
     """
-    short, found, known, near = _short(name), [], list(measured), []
+    short, found, known, near = _short(name), [], list[str](), []
     for profile in map(load_profile, profile_names()):
         for chip_name, chip in profile.chips.items():
             known += [chip_name, chip.arch]
@@ -38,7 +33,6 @@ def find_chip(
                 found.append((profile.name, chip_name))
             if short and any(short in each or each in short for each in names):
                 near.append(chip_name)
-    found = found or [chip for machine, chip in measured.items() if short == _short(machine)]
     if not found:
         guess = f"; did you mean {', '.join(near[:5])}?" if near else nearest(name, set(known))
         raise UserError(f"--machine {name} is unknown{guess}")

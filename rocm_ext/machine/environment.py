@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rocm_ext.base.errors import UserError
@@ -55,7 +55,7 @@ def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, 
     Raises:
         UserError: where the allocator's variables contradict each other.
     """
-    found = environment_conflicts(profile, machine, environ)
+    found = list(environment_conflicts(profile, machine, environ))
     if fatal := next((conflict for conflict in found if conflict.fatal), None):
         raise UserError(str(fatal))
     return [str(conflict) for conflict in found]
@@ -74,58 +74,34 @@ class Conflict:
         return f"{self.found}: {self.why}. Fix: unset {' '.join(self.variables)}"
 
 
-def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[Conflict]:
+def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> Iterator[Conflict]:
     """The variables in ``environ`` that contradict each other, do harm or do nothing on an AMD machine."""
     if machine.torch_build != "rocm" and profile.match.get("backend") != "rocm":
-        return []
-    found = _allocator_conflicts(machine, environ)
-    override = environ.get("HSA_OVERRIDE_GFX_VERSION")
-    if override and machine.native_archs and machine.has_kernels:
-        found.append(
-            Conflict(
-                ("HSA_OVERRIDE_GFX_VERSION",),
-                f"HSA_OVERRIDE_GFX_VERSION={override}",
-                f"useless, and harmful at worst: torch has kernels for {machine.arch}",
-            )
-        )
-    if environ.get("ROCR_VISIBLE_DEVICES") and environ.get("HIP_VISIBLE_DEVICES"):
-        wanted, other = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
-        if machine.system == "Windows":
-            wanted, other = other, wanted
-        found.append(
-            Conflict(
-                (other,),
-                "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set",
-                f"HIP numbers the GPUs that ROCR leaves. Set {wanted} only",
-            )
-        )
-    return found
-
-
-def _allocator_conflicts(machine: Machine, environ: Mapping[str, str]) -> list[Conflict]:
+        return
     allocator = {name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)}
-    found = []
     if len(set(allocator.values())) > 1:
-        what = ", ".join(f"{name}={value}" for name, value in allocator.items())
+        found = ", ".join(f"{name}={value}" for name, value in allocator.items())
         why = "they configure the same allocator and differ. Keep one"
-        found.append(Conflict(tuple(allocator)[1:], what, why, fatal=True))
+        yield Conflict(tuple(allocator)[1:], found, why, fatal=True)
     for name, value in allocator.items():
         if not re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
             continue
         if "max_split_size_mb" in value:
-            found.append(
-                Conflict(
-                    (name,),
-                    f"{name}={value}",
-                    "expandable_segments together with max_split_size_mb zeroes live buffers on ROCm (ROCm#6603)",
-                    fatal=True,
-                )
-            )
+            why = "expandable_segments together with max_split_size_mb zeroes live buffers on ROCm (ROCm#6603)"
+            yield Conflict((name,), f"{name}={value}", why, fatal=True)
         elif parse_version(machine.torch) < (2, 11):
-            found.append(
-                Conflict((name,), f"{name}={value}", "expandable_segments has no effect on ROCm before torch 2.11")
-            )
-    return found
+            why = "expandable_segments has no effect on ROCm before torch 2.11"
+            yield Conflict((name,), f"{name}={value}", why)
+    override = environ.get("HSA_OVERRIDE_GFX_VERSION")
+    if override and machine.native_archs and machine.has_kernels:
+        why = f"useless, and harmful at worst: torch has kernels for {machine.arch}"
+        yield Conflict(("HSA_OVERRIDE_GFX_VERSION",), f"HSA_OVERRIDE_GFX_VERSION={override}", why)
+    if environ.get("ROCR_VISIBLE_DEVICES") and environ.get("HIP_VISIBLE_DEVICES"):
+        wanted, other = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+        if machine.system == "Windows":
+            wanted, other = other, wanted
+        why = f"HIP numbers the GPUs that ROCR leaves. Set {wanted} only"
+        yield Conflict((other,), "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set", why)
 
 
 def ensure_environment(profile: Profile, machine: Machine) -> list[str]:

@@ -48,10 +48,10 @@ def pick_dtype(requested: str, machine: Machine) -> tuple[torch.dtype, str]:
                 f"dtype=bf16: {where} has no bf16 arithmetic, and emulation is slow. "
                 "Use dtype=fp32, or dtype=fp16, which trains with loss scaling"
             )
-        return torch.bfloat16, "as requested; this CPU emulates bf16, slowly"
+        return torch.bfloat16, "as configured; this CPU emulates bf16, slowly"
     if requested == "fp16":
-        return torch.float16, "as requested; trains with loss scaling, as gradients under 6e-8 vanish in fp16"
-    return DTYPES[requested], "as requested"
+        return torch.float16, "as configured; trains with loss scaling, as gradients under 6e-8 vanish in fp16"
+    return DTYPES[requested], "as configured"
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,26 @@ import contextlib
 import gzip
 import json
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import replace_file, replace_text
 from rocm_ext.base.log import log
-from rocm_ext.machine.kernels import summarize
 
 TRAINING, PREFILL, DECODING = "training", "prefill", "decoding"
 FOLDER = "profile"
 # Steps that are not recorded: the first ones compile, allocate, choose kernels and capture graphs.
 WARM_UP = {TRAINING: 3, PREFILL: 1, DECODING: 3}
+_SLOWEST = 8  # operators that a run names
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events, in Chrome's trace format
 _MOST_EVENTS = 500_000  # of a trace; browsers open about a million
 
 
@@ -36,10 +39,12 @@ class _Recording:
     Attributes:
         seen: steps done, with those of the warm-up.
         parts: the traces of the recorded steps.
+        averages: what torch's profiler says of each operator, of all recorded steps.
     """
 
     seen: int = 0
     parts: list[dict[str, Any]] = field(default_factory=list)
+    averages: list[Any] = field(default_factory=list)
 
     @property
     def events(self) -> int:
@@ -121,6 +126,7 @@ class Trace:
             profiler.stop()
             if recording.seen > WARM_UP[kind]:
                 recording.parts.append(self._exported(profiler))
+                recording.averages += profiler.key_averages()
         except (OSError, RuntimeError, ValueError) as error:
             self._give_up(kind, error)
 
@@ -156,7 +162,7 @@ class Trace:
         if recording is None:  # given up
             return
         first, count = WARM_UP[kind] + 1, len(recording.parts)
-        summary = {"steps": count, "first": first, **summarize([p["traceEvents"] for p in recording.parts], kind)}
+        summary = {"steps": count, "first": first, **summarize(recording.parts, recording.averages, kind)}
         path = self._folder / f"{kind}.rank{self._rank}.trace.json.gz"
         try:
             with replace_file(path) as aside, gzip.open(aside, "wt", compresslevel=4) as file:
@@ -188,29 +194,71 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {**whole, "traceEvents": events}
 
 
-def describe(kind: str, summary: dict[str, Any], path: Path) -> str:
-    """Return what a run logs of its profile: the slowest kernels, and the time without any.
+def summarize(parts: Sequence[Mapping[str, Any]], averages: Iterable[Any], kind: str) -> dict[str, Any]:
+    """Say where the time of recorded steps went.
+
+    Args:
+        parts: the trace of each step, in which an annotation whose name begins with ``kind`` spans the step.
+        averages: the ``key_averages()`` of torch's profiler, of all steps.
+        kind: see ``parts``.
+
+    Returns:
+        ``seconds`` of all steps; ``kernels``: whether the GPU's kernels are recorded; ``slowest``: the operators whose
+        kernels, or which themselves on the host, took the most time without the operators inside of them: ``name``,
+        ``calls``, ``seconds`` and ``share``; ``idle``: share in which no kernel ran, None without kernels; ``python``:
+        share in which the host was outside of operators.
+    """
+    total = busy = 0.0  # microseconds
+    for part in parts:
+        events = [event for event in part["traceEvents"] if "dur" in event]
+        names = (event for event in events if event.get("cat") == "user_annotation")
+        step = next(event for event in names if event["name"].startswith(kind))
+        total += step["dur"]
+        busy += _covered([event for event in events if event.get("cat") in _ON_GPU], step)
+    averages = [each for each in averages if each.device_type == DeviceType.CPU]
+    kernels = busy > 0
+    times: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for each in averages:
+        calls[each.key] += each.count
+        times[each.key] += each.self_device_time_total if kernels else each.self_cpu_time_total
+    python = sum(each.self_cpu_time_total for each in averages if each.key.startswith(kind))
+    slowest = [(name, time) for name, time in times.most_common() if time and not name.startswith(kind)][:_SLOWEST]
+    return {
+        "seconds": total / 1e6,
+        "kernels": kernels,
+        "slowest": [
+            {"name": name, "share": time / total, "calls": calls[name], "seconds": time / 1e6} for name, time in slowest
+        ],
+        "idle": 1 - busy / total if kernels else None,
+        "python": python / total,
+    }
+
+
+def _covered(events: Iterable[Mapping[str, Any]], step: Mapping[str, Any]) -> float:
+    """Return how long at least one of ``events`` went on during ``step``, in microseconds."""
+    covered, reached, end_of_step = 0.0, step["ts"], step["ts"] + step["dur"]
+    for begin, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
+        begin, end = max(begin, reached), min(end, end_of_step)
+        if end > begin:
+            covered += end - begin
+            reached = end
+    return covered
+
+
+def describe(kind: str, summary: Mapping[str, Any], path: Path) -> str:
+    """Return what a run logs of its profile: the slowest operators, and the time without any.
 
     Args:
         kind: what was recorded.
-        summary: result of :func:`rocm_ext.machine.kernels.summarize`, with ``steps`` and ``first``.
+        summary: result of :func:`summarize`, with ``steps`` and ``first``.
         path: the trace.
     """
-    steps, first, host = summary["steps"], summary["first"], summary["host"]
+    steps, first = summary["steps"], summary["first"]
     which = f"step {first}" if steps == 1 else f"steps {first} to {first + steps - 1}"
     lines = [f"profile of {kind}, {which}, {summary['seconds']:.3g} s; open {path} in https://ui.perfetto.dev"]
-    lines += [
-        f"  {each['share']:4.0%}  {each['what']}, {each['calls']:,} calls: {_short(each['name'])}"
-        for each in summary["slowest"]
-    ]
+    lines += [f"  {each['share']:4.0%}  {each['name'][:90]}, {each['calls']:,} calls" for each in summary["slowest"]]
     if summary["idle"] is not None:
         lines.append(f"  {summary['idle']:4.0%}  no kernel ran")
-    kinds = [f"{share:.0%} {what}" for what, share in summary["kinds"].items() if share >= 0.01]
-    lines.append(f"  in all: {', '.join(kinds)}")
-    waiting = f", {host['waiting']:.0%} of the time waiting for the GPU" if summary["kernels"] else ""
-    lines.append(f"  host: {host['operators']:.0%} in operators{waiting}; {host['python']:.0%} in Python between them")
+    lines.append(f"  {summary['python']:4.0%}  of the host's time was outside of operators")
     return "\n".join(lines)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 90 else f"{name[:89]}…"

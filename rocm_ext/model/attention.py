@@ -9,7 +9,8 @@ and values before those of each such sequence, so only scores are computed again
 aligned to the first query and key; few backends have one that is aligned to the last.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from torchtune.modules import MultiHeadAttention
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.rope import HalvesRoPE, rotated
 from rocm_ext.model.sdpa import sdpa
+from rocm_ext.model.slots import Prompts, Slots
 
 
 class Lengths:
@@ -55,113 +58,91 @@ class Lengths:
                 yield first, 0
 
 
-class HeadNormAttention(MultiHeadAttention):
-    """Self-attention that normalises each head of q and k before RoPE, as Qwen3 does.
+class Attention(MultiHeadAttention):
+    """torchtune's self-attention, also for packed rows and for sampling; ``mask`` says which.
 
-    torchtune's forward applies ``q_norm`` and ``k_norm`` after RoPE, which is another function.
+    Attributes:
+        kernel: that computes packed rows and sampling; see :func:`rocm_ext.model.sdpa.sdpa`.
+        norms_first: whether the norms of each head of q and k come before RoPE, as in Qwen3. torchtune's come after it,
+            which is another function.
     """
+
+    kernel = "auto"
+    norms_first = False
+
+    @classmethod
+    def of(cls, theirs: MultiHeadAttention) -> "Attention":
+        """Make one of the parts of torchtune's."""
+        numbers = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "max_seq_len", "is_causal", "attn_dropout")
+        parts = ("q_proj", "k_proj", "v_proj", "output_proj", "pos_embeddings", "q_norm", "k_norm")
+        return cls(**{name: getattr(theirs, name) for name in (*numbers, *parts)})
 
     def forward(
         self,
         x: Tensor,
         y: Tensor | None = None,
         *,
-        mask: Tensor | None = None,
+        mask: Lengths | Slots | Prompts | Tensor | None = None,
         input_pos: Tensor | None = None,
     ) -> Tensor:
-        """Attend over padded rows.
+        """Attend within each sequence.
 
         Args:
-            x: [b, s, d].
+            x: [b, s, d]; [1, s, d] of sequences end to end, unless ``mask`` is a tensor or None.
             y: same as ``x``.
-            mask: [b, s, s], True where the first attends to the second; None: causal.
-            input_pos: [b, s], each token's position; None: its index.
+            mask: lengths of packed sequences, a cache that the sampler reads or fills, or [b, s, s], True where the
+                first attends to the second; None: each row is one sequence.
+            input_pos: [b, s], each token's position in its sequence; None: its index.
 
         Returns:
             [b, s, d].
         """
         if self.kv_cache is not None:
             raise NotImplementedError("no key-value cache; rocm_ext.sampling samples from such models")
-        q, k, v = (t.transpose(1, 2) for t in heads(self, x, input_pos))
-        k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if mask is None else mask[:, None],
-            dropout_p=self.attn_dropout if self.training else 0.0,
-            is_causal=mask is None,
-        )
-        return self.output_proj(out.transpose(1, 2).flatten(2))
-
-
-class PackedAttention(MultiHeadAttention):
-    """torchtune's self-attention for packed rows; ``mask`` gives the sequence lengths.
-
-    Attributes:
-        kernel: that computes them; see :func:`rocm_ext.model.sdpa.sdpa`.
-    """
-
-    kernel = "auto"
-
-    def forward(
-        self,
-        x: Tensor,
-        y: Tensor | None = None,
-        *,
-        mask: Lengths | Tensor | None = None,
-        input_pos: Tensor | None = None,
-    ) -> Tensor:
-        """Attend within each sequence; compute padded rows where ``mask`` is not a :class:`Lengths`.
-
-        Args:
-            x: [1, s, d], sequences end to end.
-            y: same as ``x`` for self-attention. Cross-attention needs torchtune's forward.
-            mask: sequence lengths, which sum to s, or torchtune's own mask.
-            input_pos: [1, s], each token's position in its sequence.
-
-        Returns:
-            [1, s, d].
-        """
-        if not isinstance(mask, Lengths):
-            return super().forward(x, y, mask=mask, input_pos=input_pos)
-        out = attend(*heads(self, x, input_pos), mask, self.attn_dropout if self.training else 0.0, self.kernel)
+        q, k, v = self.heads(x, input_pos, mask if isinstance(mask, Slots | Prompts) else None)
+        dropout = self.attn_dropout if self.training else 0.0
+        if isinstance(mask, Slots | Prompts):
+            out = mask.attend(q, k, v, self.kernel)
+        elif isinstance(mask, Lengths):
+            out = attend(q, k, v, mask, dropout, self.kernel)
+        else:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k, v))
+            allowed, causal = None if mask is None else mask[:, None], mask is None
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal)
+            out = out.transpose(1, 2)
         return self.output_proj(out.flatten(2))
 
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Return q, k and v, without heads."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-class PackedHeadNormAttention(PackedAttention, HeadNormAttention):
-    """:class:`HeadNormAttention` for packed rows."""
+    def heads(
+        self, x: Tensor, input_pos: Tensor | None, pass_: Slots | Prompts | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x, rotate and normalise its q and k.
 
+        Args:
+            x: [b, s, d].
+            input_pos: [b, s], each token's position; None: its index.
+            pass_: of the sampler, whose layers share tables of rotations.
 
-def heads(attention: MultiHeadAttention, x: Tensor, input_pos: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Project x, rotate and normalise its q and k.
-
-    Args:
-        attention: a self-attention layer.
-        x: [b, s, d].
-        input_pos: [b, s], each token's position; None: its index.
-
-    Returns:
-        q [b, s, heads, head_dim], k and v [b, s, kv_heads, head_dim].
-    """
-    q, k, v = (
-        linear(x).unflatten(-1, (count, attention.head_dim))
-        for linear, count in (
-            (attention.q_proj, attention.num_heads),
-            (attention.k_proj, attention.num_kv_heads),
-            (attention.v_proj, attention.num_kv_heads),
-        )
-    )
-    normed = attention.q_norm is not None and attention.k_norm is not None
-    before = isinstance(attention, HeadNormAttention)
-    if normed and before:
-        q, k = attention.q_norm(q), attention.k_norm(k)  # type: ignore[misc]
-    if attention.pos_embeddings is not None:
-        q, k = (attention.pos_embeddings(t, input_pos=input_pos) for t in (q, k))
-    # torchtune applies these norms to [b, h, s, head_dim]. They act on head_dim alone, so the result is the same.
-    if normed and not before:
-        q, k = attention.q_norm(q), attention.k_norm(k)  # type: ignore[misc]
-    return q, k, v
+        Returns:
+            q [b, s, heads, head_dim], k and v [b, s, kv_heads, head_dim].
+        """
+        q, k, v = (t.view(*x.shape[:2], -1, self.head_dim) for t in self.project(x))
+        if self.norms_first:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(self.pos_embeddings, HalvesRoPE) and not torch.compiler.is_compiling():
+            make = partial(self.pos_embeddings.tables, x.dtype, x.shape[1], input_pos)
+            tables = make() if pass_ is None else pass_.once(self.pos_embeddings, make)
+            q, k = rotated(q, tables), rotated(k, tables)
+        elif self.pos_embeddings is not None:
+            q, k = (self.pos_embeddings(t, input_pos=input_pos) for t in (q, k))
+        # torchtune applies these norms to [b, h, s, head_dim]. They act on head_dim alone, so the result is the same.
+        if self.q_norm is not None and not self.norms_first:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
 
 @torch.compiler.disable
@@ -188,20 +169,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0
     return torch.cat(pieces, dim=1)
 
 
-_PACKED: dict[type, type] = {MultiHeadAttention: PackedAttention, HeadNormAttention: PackedHeadNormAttention}
-
-
-def takes_packed_rows(model: nn.Module) -> bool:
-    """Return whether :func:`use_packed_attention` made ``model`` accept packed rows."""
-    if isinstance(model, ForeignDecoder):
-        return model.packs
-    return isinstance(getattr(model.layers[0], "attn", None), PackedAttention)  # type: ignore[index]
-
-
-def shares_beginnings(model: nn.Module) -> bool:
-    """Return whether packed sequences of ``model`` may share their beginnings. Dropout draws other values for each."""
-    packed = model.shares if isinstance(model, ForeignDecoder) else takes_packed_rows(model)
-    return packed and not has_dropout(model)
+def shares_beginnings(decoder: Decoder) -> bool:
+    """Return whether packed sequences may share their beginnings. Dropout draws other values for each."""
+    return decoder.shares and not has_dropout(decoder)
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -213,28 +183,11 @@ def has_dropout(model: nn.Module) -> bool:
     )
 
 
-def use_packed_attention(model: nn.Module) -> bool:
-    """Make every self-attention of ``model`` accept packed rows.
-
-    Returns:
-        False, with ``model`` unchanged, if a layer has another attention class (Gemma 2's soft-capping).
-        Such a model needs padded rows.
-    """
-    if isinstance(model, ForeignDecoder):
-        return model.packs
-    layers = list(model.layers)  # type: ignore[arg-type]
-    if not all(type(getattr(layer, "attn", None)) in _PACKED for layer in layers):
-        return False
-    for layer in layers:
-        layer.attn.__class__ = _PACKED[type(layer.attn)]  # keeps parameters, names and hooks; as FSDP2 does
-    return True
-
-
-def choose_attention(model: nn.Module, kernel: str) -> None:
-    """Compute the attention of packed rows with ``kernel``, in training and in sampling from the same weights.
+def choose_attention(decoder: Decoder, kernel: str) -> None:
+    """Compute the attention of packed rows with ``kernel``, in training and in sampling.
 
     Args:
-        model: that :func:`use_packed_attention` has seen.
+        decoder: the model.
         kernel: see :func:`rocm_ext.model.sdpa.sdpa`.
 
     Raises:
@@ -242,10 +195,6 @@ def choose_attention(model: nn.Module, kernel: str) -> None:
     """
     if kernel == "auto":
         return
-    if not takes_packed_rows(model):
+    if not decoder.packs:
         raise UserError(f"attention is {kernel!r}, but this model has its own code for attention; set attention: auto")
-    if isinstance(model, ForeignDecoder):
-        model.kernel = kernel
-    else:
-        for layer in model.layers:  # type: ignore[union-attr]
-            layer.attn.kernel = kernel
+    decoder.kernel = kernel

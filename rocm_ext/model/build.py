@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,10 @@ from rocm_ext.data.batches import MicroBatch
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import Objective
 from rocm_ext.machine.profile import Profile, check_locked
-from rocm_ext.model.attention import Lengths
 from rocm_ext.model.checkpointer import StoredWeights, on_meta, sample
-from rocm_ext.model.foreign import ForeignDecoder
-from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, plain
-from rocm_ext.model.native import NativeDecoder
+from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, is_plain, plain
+from rocm_ext.model.native import native
 from rocm_ext.model.norm import use_fused_norms
 
 
@@ -28,37 +26,22 @@ class CausalLM(nn.Module):
     """Decoder and objective in one module, so that FSDP2 gathers the output weights once for both.
 
     Args:
-        decoder: torchtune decoder.
+        decoder: the model.
         objective: computes the loss from hidden states and labels.
     """
 
-    def __init__(self, decoder: TransformerDecoder, objective: Objective) -> None:
+    def __init__(self, decoder: Decoder, objective: Objective) -> None:
         super().__init__()
         self.decoder = decoder
         self.objective = objective
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the objective summed over ``batch.targets``: a scalar in fp32."""
-        hidden = hidden_states(self.decoder, batch).flatten(0, 1)[batch.index]
+        hidden = self.decoder.hidden_states(batch).flatten(0, 1)[batch.index]
         return self.objective(self.decoder.output, hidden, batch.targets, batch.columns, batch.sequence)
 
 
-def hidden_states(decoder: TransformerDecoder, batch: MicroBatch) -> Tensor:
-    """Run ``decoder.forward`` up to the output layer.
-
-    Returns:
-        [b, s, d], the output layer's input.
-    """
-    if isinstance(decoder, ForeignDecoder):
-        return decoder.hidden_states(batch)
-    h = decoder.tok_embeddings(batch.tokens)
-    mask = Lengths(batch.lengths, batch.shared) if batch.lengths else None
-    for layer in decoder.layers:
-        h = layer(h, mask=mask, input_pos=batch.positions)
-    return decoder.norm(h)
-
-
-def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> TransformerDecoder:
+def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> Decoder:
     """Build a torchtune LoRA model with fresh adapters and without base weights.
 
     Frozen parameters stay on the meta device. fp32 adapters and buffers are on ``device``. If ``device``
@@ -75,7 +58,9 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
     """
     with torch.device("meta"), set_default_dtype(dtype):
         decoder = config.instantiate(cfg_model, key="model")
-    if not isinstance(decoder, TransformerDecoder | ForeignDecoder):
+    if isinstance(decoder, TransformerDecoder):
+        decoder = native(decoder)
+    if not isinstance(decoder, Decoder):
         raise UserError(
             f"model {cfg_model._component_} builds a {type(decoder).__name__}; only text decoders "
             "(torchtune TransformerDecoder) are supported"
@@ -84,9 +69,7 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
         raise UserError(f"model {cfg_model._component_} builds a model without layers; set num_layers to at least 1")
     adopt(decoder, cfg_model)
     init_adapters(decoder, seed, device)
-    if isinstance(decoder, ForeignDecoder):
-        _place_buffers(decoder, device)
-    _share_rope(decoder, torch.device("cpu") if device.type == "meta" else device)  # Llama's table needs real values
+    decoder.place_buffers(device)
     use_fused_norms(decoder)
     return decoder
 
@@ -111,27 +94,6 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
     if ranks > 1:
         raise UserError("a 4-bit base model (QLoRA) runs on one rank; drop --nproc_per_node or use bf16")
     return check_locked(profile, {"quantize_base": True}, [key for key in overrides if key == "quantize_base"])
-
-
-def _place_buffers(decoder: nn.Module, device: torch.device) -> None:
-    for module in decoder.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
-
-
-def _share_rope(decoder: TransformerDecoder, device: torch.device) -> None:
-    # torchtune keeps one copy of the table per layer: 3.7 GB for 28 layers at 131k positions
-    shared: dict[Any, nn.Module] = {}
-    for module in list(decoder.modules()):
-        rope = getattr(module, "pos_embeddings", None)
-        if rope is None or not hasattr(rope, "rope_init"):
-            continue
-        plain = {k: v for k, v in vars(rope).items() if isinstance(v, int | float | str | bool | type(None))}
-        key = (type(rope), tuple(sorted(plain.items(), key=lambda item: item[0])))
-        module.pos_embeddings = shared.setdefault(key, rope)
-    with device:
-        for rope in shared.values():
-            rope.rope_init()  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -176,7 +138,7 @@ def read_weights(cfg_checkpointer) -> Weights:
     return Weights(state, str(cfg.model_type))
 
 
-def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) -> None:
+def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     """Copy ``weights`` into the frozen parameters, one tensor at a time; each rank copies its shard.
 
     Raises:
@@ -185,17 +147,16 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
     """
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
     state, shapes = weights.state, on_meta(weights.state)
-    buffers: dict[str, Tensor] = {}
-    if isinstance(decoder, ForeignDecoder):
-        converted = decoder.converted(state)
-        state, shapes, buffers = converted, converted.on_meta(), decoder.buffers_to_load()
+    buffers = decoder.buffers_to_load()
+    if (converted := decoder.converted(state)) is not None:
+        state, shapes = converted, converted.on_meta()
     owned = isinstance(state, StoredWeights)  # each access allocates; others may be maps or parts of a larger tensor
-    of_one_folder = isinstance(decoder, NativeDecoder | ForeignDecoder)
-    _check_fit({**frozen, **buffers}, shapes, _DOWNLOAD_AGAIN if of_one_folder else _OTHER_BUILDER)
+    _check_fit({**frozen, **buffers}, shapes, _OTHER_BUILDER if decoder.renames is None else _DOWNLOAD_AGAIN)
     for name, buffer in buffers.items():
         buffer.copy_(state[plain(name)])
     extremes: dict[str, Tensor] = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
+    joined = _joined(decoder, {plain(n): p for n, p in frozen.items() if plain(n) not in quantized}, ranks.device)
     for name, parameter in frozen.items():
         full = state[plain(name)]
         if plain(name) in quantized:
@@ -203,7 +164,8 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
 
             placed = to_nf4(full.to(ranks.device, torch.bfloat16).to(parameter.dtype))
         else:
-            placed = ranks.shard_like(full, parameter, copy=not owned)
+            rows = joined.get(plain(name))
+            placed = ranks.shard_like(full, parameter, copy=not owned) if rows is None else rows.copy_(full)
             if (shard := _shard_of(placed)).numel():
                 lowest, highest = shard.aminmax()  # unlike a sum, without a copy in fp32
                 extremes[plain(name)] = lowest.float() + highest.float()
@@ -213,6 +175,22 @@ def load_weights(decoder: TransformerDecoder, weights: Weights, ranks: Ranks) ->
     for _, layer in adapters(decoder):
         if isinstance(layer, Dora):
             layer.initialize_dora_magnitude()
+
+
+def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Make one tensor for the weights of each group that sampling multiplies by, so that it need not copy them.
+
+    Returns:
+        The rows of each such weight, by name; sharded weights are left out.
+    """
+    rows: dict[str, Tensor] = {}
+    for group in decoder.joined_weights():
+        if all(name in frozen and is_plain(frozen[name]) for name in group):
+            weights = [frozen[name] for name in group]
+            sizes, first = [len(weight) for weight in weights], weights[0]
+            whole = torch.empty(sum(sizes), *first.shape[1:], dtype=first.dtype, device=device)
+            rows.update(zip(group, whole.split(sizes), strict=True))
+    return rows
 
 
 _OTHER_BUILDER = "Set model._component_ to the builder of these weights (size, base or instruct)"
@@ -250,7 +228,7 @@ def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor], hint: 
         raise UserError(f"the checkpoint does not fit model: {'; '.join(problems[:3])}{more}. {hint}")
 
 
-def check_adapter(decoder: TransformerDecoder, state: Mapping[str, Tensor], source: str) -> None:
+def check_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
     """Check that adapter weights fit ``decoder``.
 
     Args:
@@ -274,7 +252,7 @@ def check_adapter(decoder: TransformerDecoder, state: Mapping[str, Tensor], sour
         raise UserError(f"adapter {source} does not fit model: {'; '.join(problems[:3])}{more}")
 
 
-def load_adapter(decoder: TransformerDecoder, state: Mapping[str, Tensor], source: str) -> None:
+def load_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
     """Copy adapter weights into ``decoder``; arguments and errors as of :func:`check_adapter`."""
     check_adapter(decoder, state, source)
     with torch.no_grad():

@@ -6,7 +6,7 @@ each: it reads the key, or refuses a value that the native decoders do not compu
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,19 +18,8 @@ CONFIG = "config.json"
 Config = Mapping[str, Any]
 
 
-_LATER = {"later": True}  # metadata of a field that came later: runs that began before must keep their fingerprint
-
-
-class _Described:
-    """A dataclass whose text is part of a run's fingerprint: it leaves out later fields that have their default."""
-
-    def __repr__(self) -> str:
-        shown = (f for f in fields(self) if not (f.metadata == _LATER and getattr(self, f.name) == f.default))  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
-
-
-@dataclass(frozen=True, repr=False)
-class Yarn(_Described):
+@dataclass(frozen=True)
+class Yarn:
     """YaRN's scaling of RoPE (arXiv:2309.00071).
 
     Attributes:
@@ -46,8 +35,8 @@ class Yarn(_Described):
     attention: float
 
 
-@dataclass(frozen=True, repr=False)
-class Rope(_Described):
+@dataclass(frozen=True)
+class Rope:
     """Rotary position embeddings.
 
     Attributes:
@@ -65,12 +54,12 @@ class Rope(_Described):
     low: float = 1.0
     high: float = 4.0
     original: int = 8192
-    yarn: Yarn | None = field(default=None, metadata=_LATER)
+    yarn: Yarn | None = None
 
 
-@dataclass(frozen=True, repr=False)
-class Architecture(_Described):
-    """What a decoder computes, but for its weights. A new field has a default and ``metadata=_LATER``.
+@dataclass(frozen=True)
+class Architecture:
+    """What a decoder computes, but for its weights.
 
     Attributes:
         name: transformers' class, such as ``Qwen3ForCausalLM``.

@@ -193,12 +193,42 @@ def factors(layer: Lora | Dora) -> tuple[Tensor, Tensor, Tensor | None]:
     return layer.lora_a.weight.detach(), layer.scale * layer.lora_b.weight.detach(), ratio
 
 
+def merged_linear(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
+    """Merge LoRA into one weight: W + s B A, and for DoRA rescale each row to length m.
+
+    Args:
+        weight: W, [out, in].
+        a, b: [r, in] and [out, r].
+        scale: s, alpha / r or, in rsLoRA, alpha / sqrt(r).
+        magnitude: DoRA's m, [out].
+
+    Returns:
+        [out, in], in W's dtype, computed in fp32.
+    """
+    full = weight.float() + scale * (b.float() @ a.float())
+    if magnitude is not None:
+        full *= (magnitude.float() / torch.linalg.vector_norm(full, dim=1))[:, None]
+    return full.to(weight.dtype)
+
+
+@torch.no_grad()
+def merged_layer(layer: Lora | Dora, weight: Tensor) -> Tensor:
+    """Return ``weight``, the layer's W as an ordinary tensor, with the layer's present update merged into it."""
+    magnitude = layer.magnitude if isinstance(layer, Dora) else None
+    return merged_linear(weight, layer.lora_a.weight, layer.lora_b.weight, layer.scale, magnitude)
+
+
 def base_linear(layer: LoRALinear | DoRALinear, x: Tensor) -> Tensor:
     """Apply the frozen layer without its adapter: [..., in_dim] -> [..., out_dim]."""
     if not layer._quantize_base:
         return F.linear(x, layer.weight, layer.bias)
     out = linear_nf4(input=x, weight=layer.weight)
     return out if layer.bias is None else out + layer.bias
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Return whether ``weight`` is an ordinary tensor, neither sharded nor in 4 bits."""
+    return not hasattr(weight, "full_tensor") and not hasattr(weight, "get_original_weight")
 
 
 def dense(weight: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """Build a torchtune decoder with LoRA from a folder in Hugging Face's format.
 
-Weights keep Hugging Face's row order in every family, so they and PEFT adapters only change their names.
+Models of a folder keep Hugging Face's row order in every family, so weights and PEFT adapters only change their names.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import (
     FeedForward,
     MultiHeadAttention,
@@ -21,22 +23,149 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.log import log
-from rocm_ext.model.attention import HeadNormAttention
-from rocm_ext.model.families import Architecture, foreign_config, read_architecture
+from rocm_ext.data.batches import MicroBatch
+from rocm_ext.model import names
+from rocm_ext.model.attention import Attention, Lengths
+from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.families import Architecture, Rope, foreign_config, read_architecture
+from rocm_ext.model.lora import plain
 from rocm_ext.model.names import LINEAR
 from rocm_ext.model.rope import HalvesRoPE
+from rocm_ext.model.sampler import NativeSampler, joined_kind
 
 _OUTPUT, _ALL = "lm_head", "all-linear"
 
 
-class NativeDecoder(TransformerDecoder):
-    """A torchtune decoder whose weights have the rows of Hugging Face's files.
+class NativeDecoder(TransformerDecoder, Decoder):
+    """A decoder of torchtune's modules; see :class:`rocm_ext.model.decoder.Decoder`.
 
     Attributes:
-        architecture: what it computes, but for its weights.
+        architecture: what it computes, but for its weights; empty: the config's builder says it.
+        renames: functions from its names to those of Hugging Face's files, and back; None: rows are not in the order of
+            these files, and torchtune's converters know it.
     """
 
-    architecture: Architecture
+    architecture: Any = ""
+    renames: tuple[Callable[[str], str], Callable[[str], str]] | None = None
+    takes_graphs = True
+    left_out: frozenset[str] = frozenset()
+    published_modules: frozenset[str] = frozenset()
+
+    @property
+    def packs(self) -> bool:  # type: ignore[override]
+        """Whether it takes packed rows. Gemma 2's attention, for instance, needs padded ones."""
+        return all(isinstance(getattr(layer, "attn", None), Attention) for layer in self.layers)
+
+    @property
+    def shares(self) -> bool:  # type: ignore[override]
+        """Whether packed sequences may share their beginnings."""
+        return self.packs
+
+    @property
+    def kernel(self) -> str:
+        """Kernel of attention, see :func:`rocm_ext.model.sdpa.sdpa`."""
+        return getattr(self.layers[0].attn, "kernel", "auto")  # type: ignore[union-attr, arg-type]
+
+    @kernel.setter
+    def kernel(self, kernel: str) -> None:
+        for layer in self.layers:
+            layer.attn.kernel = kernel  # type: ignore[union-attr, assignment]
+
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """Run the model up to its output layer.
+
+        Returns:
+            [b, s, d], the output layer's input.
+        """
+        mask = Lengths(batch.lengths, batch.shared) if batch.lengths else None
+        return self.run(batch.tokens, batch.positions, [mask] * len(self.layers))
+
+    def run(self, tokens: Tensor, positions: Tensor, masks: Sequence[Any]) -> Tensor:
+        """Run the model up to its output layer.
+
+        Args:
+            tokens: [b, s].
+            positions: [b, s], of each token in its sequence.
+            masks: of each layer; see :class:`rocm_ext.model.attention.Attention`.
+
+        Returns:
+            [b, s, d].
+        """
+        h = self.tok_embeddings(tokens)
+        for layer, mask in zip(self.layers, masks, strict=True):
+            h = layer(h, mask=mask, input_pos=positions)  # type: ignore[operator]
+        return self.norm(h)  # type: ignore[operator]
+
+    def place_buffers(self, device: torch.device) -> None:
+        """Make the tables of RoPE on ``device``; layers with equal ones share a table.
+
+        torchtune keeps one per layer: 3.7 GB for 28 layers at 131k positions.
+        """
+        shared: dict[Any, nn.Module] = {}
+        for module in list(self.modules()):
+            rope = getattr(module, "pos_embeddings", None)
+            if rope is None or not hasattr(rope, "rope_init"):
+                continue
+            plain = {k: v for k, v in vars(rope).items() if isinstance(v, int | float | str | bool | type(None))}
+            key = (type(rope), tuple(sorted(plain.items(), key=lambda item: item[0])))
+            module.pos_embeddings = shared.setdefault(key, rope)
+        # Llama's tables need real values
+        with torch.device("cpu") if device.type == "meta" else device:
+            for rope in shared.values():
+                rope.rope_init()  # type: ignore[operator]
+
+    def converted(self, state: Mapping[str, Tensor]) -> None:
+        """Return None: the checkpointer gives tensors by this model's names."""
+
+    def buffers_to_load(self) -> dict[str, Tensor]:
+        """Return no buffers: checkpoints hold none."""
+        return {}
+
+    def joined_weights(self) -> list[list[str]]:
+        """Return the names of weights whose rows should lie one after the other, because sampling multiplies by all."""
+        return [
+            [f"{plain(name)}.{part}.weight" for part in kind.parts]
+            for name, module in self.named_modules()
+            if (kind := joined_kind(module)) is not None
+        ]
+
+    def check_sampling(self) -> int:
+        """Check that the model can be sampled from in this process.
+
+        Returns:
+            The positions of the longest prompt with its answer.
+
+        Raises:
+            UserError: its attention reads no cache of slots; the message names it.
+        """
+        for layer in self.layers:
+            attention = getattr(layer, "attn", None)
+            if not isinstance(attention, Attention):
+                raise UserError(
+                    f"sampling from this model is not supported: it has attention {type(attention).__name__}. "
+                    "Sample on a server: engine._component_=rocm_ext.sampling.OpenAIEngine"
+                )
+        return self.max_seq_len
+
+    def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> NativeSampler:
+        """Return a copy for sampling, see :func:`rocm_ext.model.sampler.sampler_of`."""
+        self.check_sampling()
+        return NativeSampler(self, merge)
+
+
+def native(theirs: TransformerDecoder) -> NativeDecoder:
+    """Make a :class:`NativeDecoder` of the parts of torchtune's decoder, which keep their names and weights."""
+    if isinstance(theirs, NativeDecoder):
+        return theirs
+    for layer in theirs.layers:
+        if type(getattr(layer, "attn", None)) is MultiHeadAttention:
+            layer.attn = Attention.of(layer.attn)  # type: ignore[arg-type]
+            rope = layer.attn.pos_embeddings
+            if type(rope) is Qwen2RotaryPositionalEmbeddings:  # ours rotates the same, bit for bit, in fewer kernels
+                with rope.cache.device:
+                    layer.attn.pos_embeddings = HalvesRoPE(rope.dim, rope.max_seq_len, Rope(rope.base))
+    names = ("tok_embeddings", "layers", "max_seq_len", "num_heads", "head_dim", "norm", "output")
+    return NativeDecoder(**{name: getattr(theirs, name) for name in names}).train(theirs.training)
 
 
 def from_checkpoint(
@@ -153,7 +282,7 @@ class _Builder:
             norm=self._norm(a.width),
             output=output,
         )
-        decoder.architecture = a
+        decoder.architecture, decoder.renames = a, (names.to_hf, names.from_hf)
         return decoder
 
     def _layer(self) -> TransformerSelfAttentionLayer:
@@ -167,11 +296,10 @@ class _Builder:
             attn=self._attention(), mlp=mlp, sa_norm=self._norm(a.width), mlp_norm=self._norm(a.width)
         )
 
-    def _attention(self) -> MultiHeadAttention:
+    def _attention(self) -> Attention:
         a = self.architecture
         wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        kind = HeadNormAttention if a.head_norms else MultiHeadAttention
-        return kind(
+        attention = Attention(
             embed_dim=a.width,
             num_heads=a.heads,
             num_kv_heads=a.kv_heads,
@@ -186,6 +314,8 @@ class _Builder:
             max_seq_len=a.positions,
             attn_dropout=a.attention_dropout,
         )
+        attention.norms_first = a.head_norms
+        return attention
 
     def _norm(self, width: int) -> RMSNorm:
         return RMSNorm(width, eps=self.architecture.norm_eps)

@@ -47,10 +47,20 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         """
         if torch.compiler.is_compiling():
             return super().forward(x, input_pos=input_pos)
-        table = self.cache[: x.shape[1]][None] if input_pos is None else self.cache[input_pos]
-        cos, sin = table[:, :, None].to(x.dtype).chunk(2, dim=-1)  # [b | 1, s, 1, head_dim]
-        half = x.shape[-1] // 2
-        return _Rotation.apply(x, cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
+        return rotated(x, self.tables(x.dtype, x.shape[1], input_pos))
+
+    def tables(self, dtype: torch.dtype, length: int, input_pos: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of positions, the first half of the sines negated: [b | 1, s, 1, head_dim] each.
+
+        Args:
+            dtype: of the heads.
+            length: s.
+            input_pos: [b, s], each token's position; None: its index.
+        """
+        table = self.cache[:length][None] if input_pos is None else self.cache[input_pos]
+        cos, sin = table[:, :, None].to(dtype).chunk(2, dim=-1)
+        first, second = sin.chunk(2, dim=-1)
+        return cos, torch.cat((-first, second), dim=-1)
 
     def _scaled(self, theta: Tensor) -> Tensor:
         if self.kind == "default":
@@ -82,13 +92,22 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         return self.dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
 
+def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate heads [b, s, heads, head_dim] by :meth:`HalvesRoPE.tables`."""
+    return _Rotation.apply(x, *tables) if x.requires_grad else _rotated(x, *tables)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos).add_(_swapped(x).mul_(sin))
+
+
 class _Rotation(torch.autograd.Function):
     """``x cos + swapped(x) sin``, minus in the first half of sin, as one autograd node that keeps the tables alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(cos, sin)
-        return (x * cos).add_(_swapped(x).mul_(sin))
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

@@ -26,6 +26,8 @@ def sdpa(
     mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention with one of torch's kernels, or with its scores in memory.
 
@@ -38,15 +40,22 @@ def sdpa(
             None: causal.
         dropout: probability on attention weights.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: Gemma 2's c in ``c tanh(score / c)``.
+        sinks: scores without values (gpt-oss); they broadcast to [n, heads, queries, 1].
 
     Returns:
         [n, heads, queries, head_dim].
 
     Raises:
-        UserError: torch has no such kernel for these tensors.
+        UserError: torch has no such kernel for these tensors, or none of its kernels computes capped scores or sinks.
     """
-    if kernel == "eager":
-        return by_scores(q, k, v, _allowed(q, k, mask), dropout, scale)
+    plain = softcap is None and sinks is None
+    if not plain and kernel not in ("auto", "eager"):
+        raise UserError(
+            "attention: no kernel of torch's computes this model's capped scores or sinks; set attention: eager"
+        )
+    if kernel == "eager" or not plain:
+        return _by_scores(q, k, v, _allowed(q, k, mask), dropout, scale, softcap, sinks)
     if kernel == "flash" and mask is not None and q.device.type != "cpu":
         kernel = "auto"
     if kernel not in _BACKENDS:
@@ -74,28 +83,17 @@ def _allowed(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     return mask if mask.dtype == torch.bool else mask == 0
 
 
-def by_scores(
+def _by_scores(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     allowed: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with its scores in memory, also for what torch's kernels do not compute.
-
-    Args:
-        q: [n, heads, queries, head_dim].
-        k, v: [n, heads, keys, head_dim].
-        allowed: True where a query attends; it broadcasts to [n, heads, queries, keys].
-        dropout: probability on attention weights.
-        scaling: factor of the scores; None: 1 / sqrt(head_dim).
-        softcap: Gemma 2's c in ``c tanh(score / c)``.
-        sinks: scores without values (gpt-oss); they broadcast to [n, heads, queries, 1].
-    """
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)

@@ -6,7 +6,7 @@ fraction of a second for models of any size.
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from rocm_ext.losses import Objective
-from rocm_ext.model.attention import Lengths, PackedAttention
 from rocm_ext.model.lora import ExpertLora, adapters
 from rocm_ext.model.norm import HAS_KERNEL, FusedRMSNorm
 
@@ -176,73 +174,6 @@ class Kernels:
         return cls(attention=fused, norm=cuda and HAS_KERNEL)
 
 
-def simulate_layer(
-    layer: nn.Module,
-    width: int,
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-    kernels: Kernels,
-    shared: Sequence[int] = (),
-) -> LayerCosts:
-    """Run a layer forward and backward on fake tensors.
-
-    Args:
-        layer: layer of a torchtune decoder, without weights; it gets packed rows if its attention supports them.
-        width: width of hidden states.
-        lengths: tokens of each sequence in the micro-batch.
-        dtype: dtype of weights and activations.
-        kernels: kernels that the device has.
-        shared: tokens that each packed sequence shares, see :class:`rocm_ext.data.batches.MicroBatch`.
-    """
-    packed = isinstance(getattr(layer, "attn", None), PackedAttention)
-    shape = (1, sum(lengths)) if packed else (len(lengths), max(lengths))
-    with on_fake_tensors(layer, kernels) as (fake, tally):
-        x = torch.empty(*shape, width, dtype=dtype, requires_grad=True)
-        entry = tally.now
-        positions = torch.zeros(shape, dtype=torch.long)
-        tally.restart()
-        y: Tensor = fake(x, mask=Lengths(tuple(lengths), tuple(shared)) if packed else None, input_pos=positions)
-        kept, forward = tally.now - entry - _bytes(y), tally.operations
-        grad = torch.empty_like(y)
-        tally.restart()
-        held = tally.now - _bytes(grad)
-        y.backward(grad)
-    return LayerCosts(entry, kept, tally.peak - held, forward, tally.operations)
-
-
-def simulate_loss(
-    norm: nn.Module,
-    width: int,
-    vocabulary: int,
-    objective: Objective,
-    lengths: Sequence[int],
-    targets: int,
-    dtype: torch.dtype,
-    kernels: Kernels,
-) -> LossCosts:
-    """Run the final norm, a frozen output layer and the objective, forward and backward, on fake tensors.
-
-    Args:
-        norm: norm of a torchtune decoder, without weights.
-        width: width of hidden states.
-        vocabulary: rows of the output layer.
-        objective: computes the loss from hidden states; ``chunk_tokens`` must be set.
-        lengths: tokens of each sequence in the micro-batch.
-        targets: number of its tokens with a label.
-        dtype: dtype of weights and activations.
-        kernels: kernels that the device has.
-    """
-    output = nn.Linear(width, vocabulary, bias=False, device="meta", dtype=dtype).requires_grad_(False)
-    with on_fake_tensors(nn.ModuleList([norm, output]), kernels) as ((fake_norm, fake_output), tally):
-        x = torch.empty(1, sum(lengths), width, dtype=dtype, requires_grad=True)
-        index, labels, sequence = (torch.zeros(targets, dtype=torch.long) for _ in range(3))
-        columns = {name: torch.zeros(targets) for name in objective.columns}
-        held = tally.now
-        tally.restart()
-        objective(fake_output, fake_norm(x).flatten(0, 1)[index], labels, columns, sequence).backward()
-    return LossCosts(tally.peak - held, tally.operations)
-
-
 class _KernelNorm(FusedRMSNorm):
     """torch's RMSNorm as on a GPU: one kernel. On CPUs it is several operations."""
 
@@ -275,7 +206,7 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
             norm.__class__ = _KernelNorm
     fake = fake.to("meta").train()
     for part in fake.modules():
-        if getattr(part, "kernel", None) in ("flash", "efficient"):  # a CPU has no efficient kernel
+        if vars(part).get("kernel") in ("flash", "efficient"):  # a CPU has no efficient kernel
             part.kernel = "fused"  # type: ignore[assignment]
     # gfx906 uses torch's math path. The CPU's fused kernel keeps the same tensors as a GPU's.
     backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]

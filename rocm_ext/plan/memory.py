@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
 from rocm_ext.losses import Objective
-from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import adapter_parameters, adapters
-from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, simulate_layer, simulate_loss
-from rocm_ext.plan.foreign import simulate_foreign
+from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts
+from rocm_ext.plan.simulate import simulate
 
 # QLoRA's NF4: 4 bits per value, an 8-bit scale per 64 values, an fp32 scale per 256 of these scales
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -87,7 +86,7 @@ def spread(count: int, layers: int) -> list[int]:
 
 
 def plan_memory(
-    decoder: TransformerDecoder | ForeignDecoder,
+    decoder: Decoder,
     objective: Objective,
     lengths: Sequence[int],
     dtype: torch.dtype,
@@ -116,13 +115,7 @@ def plan_memory(
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
     chunked = copy.copy(objective)
     chunked.chunk_tokens = objective.chunk_for(device)
-    if isinstance(decoder, ForeignDecoder):
-        each, loss, tables = simulate_foreign(decoder, chunked, lengths, targets, kernels, shared)
-    else:
-        vocabulary, width = decoder.tok_embeddings.weight.shape
-        layer = simulate_layer(decoder.layers[0], width, lengths, dtype, kernels, shared)  # type: ignore[arg-type]
-        each, tables = [layer] * len(decoder.layers), 0
-        loss = simulate_loss(decoder.norm, width, vocabulary, chunked, lengths, targets, dtype, kernels)
+    each, loss, tables = simulate(decoder, chunked, lengths, targets, kernels, shared)
     return MemoryPlan(
         weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())) + tables,
         gathered=0 if ranks == 1 else _gathered(decoder),
@@ -145,7 +138,7 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors}.values())
 
 
-def _gathered(decoder: TransformerDecoder | ForeignDecoder) -> int:
+def _gathered(decoder: Decoder) -> int:
     # FSDP2 keeps the embeddings and the output layer gathered, and gathers the next layer while one computes.
     layers = [frozen_bytes(layer) for layer in decoder.layers]  # type: ignore[union-attr]
     return frozen_bytes(decoder) - sum(layers) + 2 * max(layers)

@@ -9,26 +9,22 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torchtune.modules import TransformerDecoder
 
 from rocm_ext.data.batches import Steps, cut, rows_per_step, width_multiple
 from rocm_ext.losses import Objective
 from rocm_ext.machine.numerics import DTYPES
-from rocm_ext.model.attention import takes_packed_rows
-from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes
+from rocm_ext.model.slots import span_for
 from rocm_ext.plan.costs import Kernels, Operation
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.sampling import Sampling
-from rocm_ext.sampling.decoder import Decoder
-from rocm_ext.sampling.foreign import sampler_of
-from rocm_ext.sampling.matrix import MIN_ROWS, tensors_of
-from rocm_ext.sampling.slots import SHARE, most_slots, slot_memory, slots_beside, span_for
+from rocm_ext.sampling.slots import SHARE, most_slots, slot_memory, slots_beside
 
 _GAIN = 1.02  # the speed-up that justifies another setting
 
@@ -110,7 +106,7 @@ class TrainingPlanner:
     def __init__(
         self,
         cfg: DictConfig,
-        decoder: TransformerDecoder,
+        decoder: Decoder,
         objective: Objective,
         dtype: torch.dtype,
         device: torch.device,
@@ -153,7 +149,7 @@ class TrainingPlanner:
         """
         cfg, each = self.cfg, self.rows.each
         steps = Steps(len(each), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
-        packed = takes_packed_rows(self.decoder)
+        packed = self.decoder.packs
         sizes = [lambda piece: sum(piece[0]) if packed else _padded(piece[0])]
         if self.rows.shared:
             sizes.append(lambda piece: sum(map(sum, piece)))
@@ -312,7 +308,7 @@ class SamplingPlan:
 
 
 class SamplingPlanner:
-    """Plans sampling with :class:`rocm_ext.sampling.LocalEngine` or ``TransformersEngine``.
+    """Plans sampling with :class:`rocm_ext.sampling.LocalEngine`.
 
     Attributes:
         layout: bytes of the sampler's own layout of the weights.
@@ -329,7 +325,7 @@ class SamplingPlanner:
     def __init__(
         self,
         cfg: DictConfig,
-        decoder: TransformerDecoder,
+        decoder: Decoder,
         device: torch.device,
         asked: Questions,
         *,
@@ -337,15 +333,12 @@ class SamplingPlanner:
         figures: Figures,
     ) -> None:
         merge = cfg.engine.get("merge")
-        self._decoder: Any
         with torch.no_grad():
-            if isinstance(decoder, ForeignDecoder):
-                self._decoder, own = sampler_of(decoder, merge, device), decoder.copied_bytes(merge)
-            else:
-                self._decoder = Decoder(decoder, merge)
-                own = _layout_bytes(self._decoder, decoder)
+            self._decoder = decoder.sampler(merge, device)
         # of several ranks, every one gathers a copy
-        self.layout = own if ranks == 1 else sum(p.nbytes for p in decoder.parameters() if not p.requires_grad)
+        frozen = (p.nbytes for p in decoder.parameters() if not p.requires_grad)
+        self.layout = copied_bytes(decoder, merge) if ranks == 1 else sum(frozen)
+        self._takes_graphs = decoder.takes_graphs
         self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
 
     def plan(self, free: int, reserve: int = 0) -> SamplingPlan:
@@ -357,7 +350,7 @@ class SamplingPlanner:
         """
         cfg, decoder, asked = self._cfg, self._decoder, self._asked
         length = asked.longest + cfg.max_new_tokens
-        graphs = self._device.type == "cuda" and isinstance(decoder, Decoder) and cfg.engine.get("graphs") is not False
+        graphs = self._device.type == "cuda" and self._takes_graphs and cfg.engine.get("graphs") is not False
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
         prompts = [asked.longest] * min(asked.prompts or 2**10, 2**10)
         memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, graphs)
@@ -386,19 +379,11 @@ class SamplingPlanner:
         return steps * self.step_seconds(slots) + prefill
 
 
-def _layout_bytes(made: Decoder, decoder: TransformerDecoder) -> int:
-    """Bytes of the sampler's weights that it does not share with the model."""
-    own = {p.untyped_storage()._cdata for p in decoder.parameters()}
-    parts = [tensor for layer in made.layers for matrix in vars(layer).values() for tensor in tensors_of(matrix)]
-    new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in parts}
-    return sum(size for key, size in new.items() if key not in own)
-
-
-def decode_seconds(decoder: Decoder, slots: int, context: float, figures: Figures) -> float:
+def decode_seconds(decoder: Sampler, slots: int, context: float, figures: Figures) -> float:
     """Seconds to decode one token for each answer. Reading weights and cache does not overlap with computing.
 
     Args:
-        decoder: the model's layout for sampling.
+        decoder: the model's copy for sampling.
         slots: answers decoded at once.
         context: mean tokens that an answer attends to.
         figures: the machine's speeds.
@@ -408,7 +393,7 @@ def decode_seconds(decoder: Decoder, slots: int, context: float, figures: Figure
     return (read / figures.bandwidth + computing) / figures.decode_efficiency
 
 
-def _rate(decoder: Decoder, figures: Figures) -> float:
+def _rate(decoder: Sampler, figures: Figures) -> float:
     return figures.rate(dtype_name(decoder.dtype))
 
 

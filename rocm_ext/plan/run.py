@@ -19,16 +19,15 @@ from rocm_ext.losses import objective_of
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import check_locked
 from rocm_ext.model.adapters import peft_files
-from rocm_ext.model.attention import choose_attention, shares_beginnings, use_packed_attention
+from rocm_ext.model.attention import choose_attention, shares_beginnings
 from rocm_ext.model.build import build_model, check_quantized
 from rocm_ext.model.download import use_shape
 from rocm_ext.plan.checkpointing import checkpointed_layers
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner
-from rocm_ext.plan.policy import PolicyPlan, plan_policy, rows_of_update
+from rocm_ext.plan.planner import Choice, SamplingPlanner, TrainingPlanner
+from rocm_ext.plan.rollout import RolloutPlan, plan_rollout, rows_of_update
 from rocm_ext.plan.target import Target
 from rocm_ext.plan.workload import Known, Questions, Workload, kept_rows, questions, sampled_rows, sft_rows
-from rocm_ext.sampling.foreign import use_fitting_engine
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class RunPlan:
     """The plan of one run.
 
     Attributes:
+        family: the recipe of this library that the config's recipe is or extends.
         target: the machine that the plan is for.
         ranks: processes that share the work.
         parameters: all parameters of the model, and the trained ones.
@@ -45,12 +45,12 @@ class RunPlan:
         best: the fastest training step within the budget.
         steps: optimiser steps of all epochs, in RAFT of a cycle, in GRPO of a step; None if the number of rows is
             unknown.
-        cycle: the plan of RAFT's sampling; None without sampling in this process.
-        policy: the plan of a step of GRPO; None for other recipes.
+        rollout: the plan of a cycle of RAFT or a step of GRPO; None for other recipes.
         reference: seconds to score all rows once under DPO's reference; None without one, or if the number of rows is
             unknown.
     """
 
+    family: str
     target: Target
     ranks: int
     parameters: tuple[int, int]
@@ -59,19 +59,22 @@ class RunPlan:
     now: Choice
     best: Choice
     steps: int | None
-    cycle: "CyclePlan | None"
-    policy: PolicyPlan | None
+    rollout: RolloutPlan | None
     reference: float | None = None
+
+    @property
+    def round(self) -> str:
+        """What a round of the rollout is called: a cycle of RAFT, or a step of GRPO."""
+        return "cycle" if self.family == registry.RAFT else "step"
 
     @property
     def fits(self) -> bool:
         """Whether the unchanged config stays within the budget."""
-        sampling = self.cycle or self.policy
-        return max(self.peak(self.now), sampling.peak if sampling else 0) <= self.target.budget[0]
+        return max(self.peak(self.now), self.rollout.peak if self.rollout else 0) <= self.target.budget[0]
 
     def kept(self, choice: Choice) -> int:
         """Return the bytes that the sampler keeps while training."""
-        return self.policy.kept(choice.peak, self.target.budget[0]) if self.policy else 0
+        return self.rollout.kept(choice.peak, self.target.budget[0]) if self.rollout else 0
 
     def peak(self, choice: Choice) -> int:
         """Return the peak bytes of training, with what the sampler keeps."""
@@ -90,23 +93,6 @@ class RunPlan:
         if len(self.best.checkpointed) != len(self.now.checkpointed):
             keys["enable_activation_checkpointing"] = "auto"
         return keys
-
-
-@dataclass(frozen=True)
-class CyclePlan:
-    """The plan of sampling in a cycle of RAFT.
-
-    Attributes:
-        asked: prompts and answers.
-        sampling: memory and speed.
-        peak: bytes while sampling.
-        seconds: times of sampling and of evaluating; each is None if the number of prompts is unknown.
-    """
-
-    asked: Questions
-    sampling: SamplingPlan
-    peak: int
-    seconds: tuple[float | None, float | None]
 
 
 def plan_run(
@@ -138,11 +124,8 @@ def plan_run(
     shape = use_shape(cfg)
     decoder = build_model(cfg.model, target.dtype, 0, torch.device("meta"))
     _check(cfg, target, machine, decoder, ranks)
-    use_packed_attention(decoder)
     choose_attention(decoder, cfg.attention)
     asked = questions(cfg, known) if family in (registry.RAFT, registry.GRPO) else None
-    if asked:
-        use_fitting_engine(cfg, decoder)
     samples_here = asked is not None and _samples_here(cfg)
     engine = None
     if asked and samples_here:
@@ -162,16 +145,15 @@ def plan_run(
     room = target.budget[0] - (engine.layout_bytes() if engine and family == registry.GRPO else 0)
     best = planner.fit(room)
     now = _configured(cfg, planner, best, room)
-    policy = cycle = None
-    if asked and (samples_here or family == registry.GRPO):
+    steps, rollout = _steps(cfg, family, planner), None
+    if asked:
         at_once = ranks if samples_here else 1
         sampler = SamplingPlanner(cfg, decoder, target.device, asked, ranks=at_once, figures=target.figures)
-        if family == registry.GRPO:
-            servers = 0 if samples_here else max(1, len(cfg.engine.get("urls") or []))
-            policy = plan_policy(cfg, asked, sampler, planner, now, target.budget[0], servers)
-        else:
-            cycle = _cycle(cfg, asked, sampler, best, target.budget[0], ranks)
+        servers = 0 if samples_here else max(1, len(cfg.engine.get("urls") or []))
+        updates = None if steps is None else steps * now.step.seconds
+        rollout = plan_rollout(cfg, family, asked, sampler, planner, now, target.budget[0], servers, updates)
     return RunPlan(
+        family=family,
         target=target,
         ranks=ranks,
         parameters=_parameters(decoder),
@@ -179,9 +161,8 @@ def plan_run(
         rows=planner.rows,
         now=now,
         best=planner.better(now, best, room),
-        steps=_steps(cfg, family, planner),
-        cycle=cycle,
-        policy=policy,
+        steps=steps,
+        rollout=rollout,
         reference=_reference(planner, now),
     )
 
@@ -247,7 +228,7 @@ def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget:
 
 
 def _samples_here(cfg: DictConfig) -> bool:
-    return str(cfg.engine[config.COMPONENT]).endswith(("LocalEngine", "TransformersEngine"))
+    return str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
 
 
 def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> Any:
@@ -255,13 +236,3 @@ def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questio
     if (longest := asked.longest + cfg.max_new_tokens) > (context := engine.max_seq_len):
         raise UserError(f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}")
     return engine
-
-
-def _cycle(
-    cfg: DictConfig, asked: Questions, planner: SamplingPlanner, training: Choice, budget: int, ranks: int
-) -> CyclePlan:
-    fixed = training.memory.fixed
-    sampling = planner.plan(budget - fixed)
-    answers = [(asked.prompts, cfg.samples_per_prompt), (asked.held_out, 1 + cfg.eval_samples)]
-    seconds = [n and planner.seconds(n / ranks, samples, sampling.slots) for n, samples in answers]
-    return CyclePlan(asked, sampling, fixed + sampling.peak, (seconds[0], seconds[1]))

@@ -1,6 +1,5 @@
 """A machine's speeds, measured by ``rocm-ext bench`` or taken from its data sheet."""
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,9 +14,10 @@ from rocm_ext.machine.budget import GIB
 from rocm_ext.machine.chips import chips_of, named_chips
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import Chip, Profile
-from rocm_ext.machine.shared_records import SharedRecord, cpu_name, record_of
 from rocm_ext.plan.costs import Operation
 
+# What published runs reach of speeds computed from a data sheet: the least and the most (tests/published_speeds.yaml)
+PUBLISHED = {"training": (0.65, 1.25), "sampling": (0.65, 0.85)}
 _FUSED = 0.5  # share of their time that kernels beside matrix products take once torch.compile has fused them
 
 
@@ -50,6 +50,11 @@ class Figures:
     attention: float = 1.0
     launch: float = 0.0
     sheet: str | None = None
+
+    @property
+    def published(self) -> Mapping[str, tuple[float, float]] | None:
+        """The shares of such figures that published runs reach; None for figures that are not of a data sheet."""
+        return PUBLISHED if self.sheet else None
 
     def seconds(self, operations: Iterable[Operation], dtype: str, compiled: bool = False) -> float:
         """Seconds of ``operations`` in sequence, each bound by compute or by memory, all by the host that starts them.
@@ -104,25 +109,11 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
         sheet = profile.chips.get(chip or known[0]) if chip or known else None
         source = f"measured {measured.date} by rocm-ext bench"
         return Figures(**{**_sizes(sheet, profile), **measured.figures, "source": source, "measured": True})
-    if record := _shared(profile, machine, chip):
-        chip = chip or record.chips(profile)[0]
-        sizes = {"memory": int(record.machine.memory * GIB), **_sizes(profile.chips.get(chip), profile)}
-        return Figures(**{**sizes, **record.figures, "source": record.source, "measured": True})
     if profile.match.get("backend") == "cpu":
         return measure_cpu()
     if not profile.chips:
         raise UserError(f"hardware={profile.name} has no data sheet of its machine; measure it with rocm-ext bench")
     return _from_sheet(profile, machine, chip)
-
-
-def _shared(profile: Profile, machine: Machine, chip: str | None) -> SharedRecord | None:
-    """Another owner's measurement of ``chip``; of this machine or the profile's first chip, where that is None."""
-    if chip:
-        return record_of(profile, chip)
-    if _is(profile, machine):
-        cores = os.cpu_count() if machine.backend == "cpu" else None
-        return next(filter(None, (record_of(profile, each, cores) for each in _named_here(profile, machine)[:1])), None)
-    return record_of(profile, next(iter(profile.chips), ""))
 
 
 def _from_sheet(profile: Profile, machine: Machine, chip: str | None) -> Figures:
@@ -168,8 +159,6 @@ def _chips_here(profile: Profile, machine: Machine) -> list[str]:
     """The chips of ``profile`` that this machine may have, the likeliest first."""
     if not profile.fits(machine):
         return []
-    if machine.backend == "cpu":
-        return [cpu_name()]
     return chips_of(profile, machine.arch, machine.name, None if machine.unified else machine.total_memory)
 
 

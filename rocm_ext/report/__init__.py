@@ -1,13 +1,17 @@
-"""A page that shows runs: one HTML file, self-contained and without script, or live, see :mod:`rocm_ext.report.live`.
+"""A page that shows runs: one HTML file that needs no network, or live, see :mod:`rocm_ext.report.live`.
 
 :mod:`rocm_ext.runs.folder` reads the runs. The template escapes every text, and :mod:`rocm_ext.report.text` replaces
-invisible characters. As a second line of defence, a Content-Security-Policy forbids the network and scripts; that of a
-live page allows its own script and its own server.
+invisible characters. As a second line of defence, a Content-Security-Policy allows the page's own scripts alone, and
+the network only to a live page's own server.
 """
 
+import gzip
 import time
+from base64 import b64encode
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +21,27 @@ from markupsafe import Markup, escape
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
-from rocm_ext.base.registry import DPO, GRPO
-from rocm_ext.report import cards, dpo, groups, grpo, hardware, raft, samples, updates
-from rocm_ext.report.charts import line_style
+from rocm_ext.base.registry import DPO, GRPO, RAFT
+from rocm_ext.report import cards, curves, hardware, rollouts, samples
+from rocm_ext.report.charts import Chart, library, style
 from rocm_ext.report.text import visible
 from rocm_ext.runs.folder import RunFolder
 
-HERE = Path(__file__).parent
-STYLE = (HERE / "style.css").read_text()
+_HERE = Path(__file__).parent
+_SCRIPT = (_HERE / "page.js").read_text()
+_STYLE = (_HERE / "style.css").read_text()
+_BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted"}  # plotly's names, and those of CSS
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Charts and tables of the page, and the runs in them."""
+
+    name: str
+    charts: list[Chart]
+    runs: list[RunFolder]
+    columns: Sequence[str] = ()
+    tables: list[tuple[RunFolder, list[list[str]]]] = field(default_factory=list)
 
 
 def write(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -41,91 +58,123 @@ def write(folders: Sequence[Path], output: Path | None = None) -> Path:
         UserError: a folder holds no run, or the file cannot be written. Then an earlier file stays as it is.
     """
     runs = [RunFolder(path) for path in {path.resolve(): path for path in folders}.values()]
-    name_apart(runs)
     target = output or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file, such as {target / 'report.html'}")
     # as character references: replace_text writes the machine's encoding, whatever it is
-    replace_text(target, render(runs).encode("ascii", "xmlcharrefreplace").decode("ascii"))
+    replace_text(target, render(content(runs)).encode("ascii", "xmlcharrefreplace").decode("ascii"))
     return target
 
 
-def name_apart(runs: Sequence[RunFolder]) -> None:
-    """Rename runs whose folders have the same name: add as many parent folders as tell them apart."""
-    for depth in range(2, 20):
-        names = [run.name for run in runs]
-        same = {name for name in names if names.count(name) > 1}
-        for run in runs:
-            if run.name in same:
-                run.name = str(Path(*run.path.resolve().parts[-depth:]))
+def render(shown: dict[str, Any], live: Any = None, with_script: bool = True) -> str:
+    """The page as HTML.
+
+    Args:
+        shown: what :func:`content` returns.
+        live: what a live page says beside it; None: a report.
+        with_script: whether the page is whole, or the next state of one that a browser has.
+    """
+    network = "connect-src 'self'; " if live else ""
+    policy = f"default-src 'none'; {network}script-src {_hash(_SCRIPT)} {_library()[1]}; style-src 'unsafe-inline'; "
+    policy += "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return _template().render(
+        **shown,
+        live=live,
+        style=Markup(_STYLE),
+        verdicts=rollouts.VERDICTS,
+        policy=Markup(policy),
+        script=Markup(_SCRIPT),
+        library=Markup(_library()[0]) if with_script else "",
+    )
 
 
-def render(runs: Sequence[RunFolder]) -> str:
-    """The page as HTML."""
-    return template("page").render(**content(runs), live=None)
+def _hash(script: str) -> str:
+    """An inline script as a Content-Security-Policy names it."""
+    return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
 @cache
-def template(name: str) -> Template:
-    """The template ``page``, which takes what :func:`content` returns and ``live``, or ``machine``."""
+def _library() -> tuple[str, str]:
+    """plotly.js compressed, and its hash."""
+    return b64encode(gzip.compress(library().encode(), 6, mtime=0)).decode(), _hash(library())
+
+
+@cache
+def _template() -> Template:
     page = Environment(
-        loader=FileSystemLoader(HERE),
+        loader=FileSystemLoader(_HERE),
         autoescape=True,
-        finalize=_visible,
+        finalize=lambda value: visible(value, limit=400) if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page.filters["whole"] = lambda text: escape(visible(str(text), limit=4000))
-    page.filters["short"] = lambda text: escape(visible(str(text), limit=1500))
+    page.filters["long"] = lambda text: escape(visible(text, limit=3000))
     page.filters["clock"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-    page.globals["style"] = Markup(STYLE)
-    return page.get_template(f"{name}.html.jinja")
+    return page.get_template("page.html.jinja")
 
 
 @np.errstate(all="ignore")  # damaged files may hold 1e308
 def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """What the page shows of runs, by the template's names."""
+    _name_apart(runs)
     several = len(runs) > 1
-    sections = [
-        ("Cycles", raft.charts(runs), [run for run in runs if run.cycles]),
-        ("Rewards", grpo.charts(runs), [run for run in runs if run.family == GRPO]),
-        ("Preferences", dpo.charts(runs), [run for run in runs if run.family == DPO]),
-        ("Training", updates.charts(runs), [run for run in runs if len(run.steps)]),
-        ("Hardware", hardware.charts(runs), [run for run in runs if run.hardware]),
-    ]
     shown = [(run, *samples.choose(run)) for run in runs]
+    keys = [style(i) for i in range(len(runs))]
     return {
         "title": f"{len(runs)} runs" if several else "".join(run.name for run in runs),
-        "runs": [(run, line_style(i), cards.facts(run)) for i, run in enumerate(runs)],
+        "runs": [
+            (run, f"border-color: {key['color']}; border-style: {_BORDERS[key['dash']]}", cards.facts(run))
+            for run, key in zip(runs, keys, strict=True)
+        ],
         "several": several,
-        "sections": [section for section in sections if section[1]],
-        "tables": _tables(runs),
-        "samples": [(run, of, each) for run, of, each in shown if each],
-        "groups": [(run, *found) for run in runs if run.family == GRPO and (found := groups.choose(run))[1]],
-        "verdict_styles": {verdict: f"v{i}" for i, verdict in enumerate(raft.VERDICTS)},
+        "sections": [section for section in _sections(runs) if section.charts],
+        "samples": [each for each in shown if each[2]],
         "differences": _differences(runs) if several else [],
         "settings": [(run, sorted(run.settings().items())) for run in runs if run.config],
         "problems": [problem for run in runs for problem in dict.fromkeys(run.problems)],
     }
 
 
-def _tables(runs: Sequence[RunFolder]) -> dict[str, tuple[Sequence[str], str, list[tuple[RunFolder, list[list[str]]]]]]:
-    """Columns and caption of a section's tables, and their rows."""
-    cycles = [(run, raft.table(run)) for run in runs if run.cycles]
-    evaluations = [(run, grpo.table(run)) for run in runs if run.evaluations]
-    return {
-        "Cycles": (raft.COLUMNS, "By cycle", cycles),
-        "Rewards": (grpo.COLUMNS, "Evaluations", evaluations),
-    }
+def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
+    raft, grpo = [run for run in runs if run.cycles], [run for run in runs if run.family == GRPO]
+    bars = [chart for run in grpo for chart in rollouts.step_bars(run, f", {run.name}" if len(runs) > 1 else "")]
+    return [
+        _Section(
+            "Cycles",
+            [*(rollouts.score_charts(runs, RAFT) if raft else ()), *rollouts.cycle_charts(runs)],
+            raft,
+            rollouts.CYCLE_COLUMNS,
+            [(run, rollouts.cycle_table(run)) for run in raft],
+        ),
+        _Section(
+            "Rewards",
+            [
+                *(rollouts.score_charts(runs, GRPO) if grpo else ()),
+                *curves.charts(curves.POLICY, runs, GRPO),
+                *bars,
+            ],
+            grpo,
+            rollouts.STEP_COLUMNS,
+            [(run, rollouts.step_table(run)) for run in grpo if run.evaluations],
+        ),
+        _Section("Preferences", curves.charts(curves.PREFERENCES, runs, DPO), [r for r in runs if r.family == DPO]),
+        _Section("Training", curves.charts(curves.TRAINING, runs), [run for run in runs if len(run.steps)]),
+        _Section("Hardware", hardware.charts(runs), [run for run in runs if run.hardware]),
+    ]
 
 
-def _visible(value: Any) -> Any:
-    return visible(value, limit=400) if isinstance(value, str) and not isinstance(value, Markup) else value
+def _name_apart(runs: Sequence[RunFolder]) -> None:
+    """Rename runs whose folders have the same name: add as many parent folders as tell them apart."""
+    for depth in range(2, 20):
+        names = [run.name for run in runs]
+        for run in runs:
+            if names.count(run.name) > 1:
+                run.name = str(Path(*run.path.resolve().parts[-depth:]))
 
 
-def _differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[Any]]]:
+def _differences(runs: Sequence[RunFolder]) -> list[list[Any]]:
     """Settings in which some run differs from the first, with each run's value."""
     keys = {key for run in runs[1:] for key in runs[0].differing_settings(run)}
     flat = [run.settings() for run in runs]
-    return [(key, [settings.get(key) for settings in flat]) for key in sorted(keys)]
+    return [[key, *(settings.get(key) for settings in flat)] for key in sorted(keys)]

@@ -8,9 +8,9 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from rocm_ext.base.hub import hub_name
+from rocm_ext.base.log import duration
 from rocm_ext.base.registry import DPO, GRPO, RAFT, SFT, TITLES
-from rocm_ext.report.curves import short_number
-from rocm_ext.report.hardware import gpu_names
+from rocm_ext.report.charts import memory_unit, short_number
 from rocm_ext.runs.folder import RunFolder, running_time
 from rocm_ext.runs.held_out import held_out
 from rocm_ext.runs.records import number
@@ -18,9 +18,13 @@ from rocm_ext.runs.records import number
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """Names and values of the facts that are known."""
-    own = {RAFT: _raft, GRPO: _grpo, DPO: _dpo}.get(run.family, _sft)
-    found = [*_setup(run), *_progress(run), *own(run)]
-    return [(name, value) for name, value in found if value]
+    special = {RAFT: _raft, GRPO: _grpo, DPO: _dpo}.get(run.family, _sft)
+    known = [*_setup(run), *_progress(run), *special(run)]
+    path = run.path / "adapter"
+    if path.exists():
+        kind = run.summary.get("adapter_is")
+        known.append(("Adapter", str(path) + (f" ({kind})" if isinstance(kind, str) else "")))
+    return [(name, value) for name, value in known if value]
 
 
 def _setup(run: RunFolder) -> Iterator[tuple[str, str]]:
@@ -30,11 +34,9 @@ def _setup(run: RunFolder) -> Iterator[tuple[str, str]]:
     kind = str(builder or "").rpartition(".")[2]
     names += [kind] if kind not in ("", "from_checkpoint") else []  # the folder's name says it all
     yield "Model", " · ".join(names)
-    machine = run.fact("machine")
-    if machine is None:
-        gpus = gpu_names(run)
-        machine = f"{len(gpus)} GPUs" if gpus else f"profile {run.setting('hardware')}" if run.config else ""
-    yield "Machine", str(machine)
+    gpus = f"{len(run.hardware.gpus)} GPUs" if run.hardware.gpus else ""
+    profile = f"profile {run.setting('hardware')}" if run.config else ""
+    yield "Machine", str(run.fact("machine") or gpus or profile)
     ranks = number(run.fact("ranks"))
     dtype = str(run.fact("dtype") or run.setting("dtype") or "")
     yield "Precision", dtype + (f", {ranks:.0f} ranks" if ranks > 1 else "")
@@ -49,28 +51,31 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
         of = f" of {planned:,.0f}" if planned != len(steps) and math.isfinite(planned) else ""
         yield "Steps", f"{len(steps):,}{of}{epoch}"
     tokens = float(np.nansum(run.steps["tokens"]))
-    if tokens:
-        yield "Tokens trained", short_number(tokens)
+    yield "Tokens trained", short_number(tokens) if tokens else ""
     speeds = run.steps["tokens_per_second"]
     if np.isfinite(speeds).any():
         yield "Training speed", f"{np.nanmedian(speeds):,.0f} tokens/s, median"
     if np.isfinite(padding := run.steps["padding"]).any():
         yield "Padding", f"{100 * np.nanmean(padding):.1f} % of computed tokens" if np.nanmax(padding) > 0 else "none"
-    memory = [m for m in [*run.steps["peak_memory"], number(run.summary.get("peak_memory"))] if math.isfinite(m)]
-    if memory:
-        top = max(memory)
-        yield "Peak memory", f"{top / 2**30:.1f} GiB" if top >= 2**30 else f"{top / 2**20:,.0f} MiB"
+    memory = np.array([*run.steps["peak_memory"], number(run.summary.get("peak_memory"))])
+    if np.isfinite(memory).any():
+        size, unit = memory_unit([memory])
+        yield "Peak memory", f"{np.nanmax(memory) / size:,.1f} {unit}"
     if len(run.hardware) > 1:
         clock, pauses = running_time(run.hardware)
-        times = "" if not len(pauses) else f", resumed {len(pauses)} time{'s' if len(pauses) > 1 else ''}"
+        times = f", resumed {len(pauses)} time{'s' if len(pauses) > 1 else ''}" if len(pauses) else ""
         yield "Running time", _time(float(clock[-1])) + times
     elif len(steps):
         yield "Training time", _time(float(np.nansum(run.steps["seconds"])))
 
 
+def _time(seconds: float) -> str:
+    return duration(seconds) if math.isfinite(seconds) else ""
+
+
 def _last_sign(run: RunFolder) -> str:
     """When an unfinished run last wrote a line."""
-    files = [run.path / "metrics.jsonl", *(cycle.folder / "samples.jsonl" for cycle in run.cycles)]
+    files = [run.path / "metrics.jsonl", run.path / "samples.jsonl"]
     try:
         newest = max(path.stat().st_mtime for path in files if path.exists())
     except (OSError, ValueError):
@@ -83,12 +88,9 @@ def _sft(run: RunFolder) -> Iterator[tuple[str, str]]:
     validation = run.validations["val_loss"]
     if np.isfinite(validation).any():
         best = int(np.nanargmin(validation))
+        last = "" if best == len(validation) - 1 else f", last {short_number(validation[-1])}"
         at = f"{short_number(validation[best])} at step {run.validations['step'][best]:,.0f}"
-        yield (
-            "Best validation loss",
-            at if best == len(validation) - 1 else f"{at}, last {short_number(validation[-1])}",
-        )
-    yield from _adapter(run)
+        yield "Best validation loss", at + last
 
 
 def _dpo(run: RunFolder) -> Iterator[tuple[str, str]]:
@@ -116,7 +118,6 @@ def _raft(run: RunFolder) -> Iterator[tuple[str, str]]:
         state += f", {last.state} in cycle {last.number}" if last.state not in ("complete", "skipped") else ""
         yield "Cycles", f"{sum(cycle.state == 'complete' for cycle in trained)}{state}"
     yield "Held-out pass@1", _passes(run)
-    yield from _adapter(run)
 
 
 def _grpo(run: RunFolder) -> Iterator[tuple[str, str]]:
@@ -132,30 +133,9 @@ def _grpo(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "Flat groups", f"{100 * np.nanmean(flat):.1f} %" if np.isfinite(flat).any() else ""
     stopped = run.summary.get("stopped")
     yield "Stopped early", stopped if isinstance(stopped, str) else ""
-    yield from _adapter(run)
 
 
 def _passes(run: RunFolder) -> str:
     """The first and the last held-out score with their intervals."""
-    told = []
-    found = held_out(run)
-    for each in found[:1] + found[1:][-1:]:
-        value, low, high = (100 * v for v in each.scores["pass"])
-        told.append(f"{value:.1f} % ({low:.1f} – {high:.1f})")
-    return " → ".join(told)
-
-
-def _adapter(run: RunFolder) -> Iterator[tuple[str, str]]:
-    path = run.path / "adapter"
-    if path.exists():
-        kind = run.summary.get("adapter_is")
-        yield "Adapter", str(path) + (f" ({kind})" if isinstance(kind, str) else "")
-
-
-def _time(seconds: float) -> str:
-    """75 -> 1 min 15 s; empty if it is not finite."""
-    if not math.isfinite(seconds):
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    scores = [[100 * value for value in each.scores["pass"]] for each in held_out(run)]
+    return " → ".join(f"{value:.1f} % ({low:.1f} – {high:.1f})" for value, low, high in scores[:1] + scores[1:][-1:])

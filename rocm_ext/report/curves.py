@@ -1,140 +1,150 @@
-"""Prepares numbers for charts: fewer points, smoother lines, ticks and their labels."""
+"""Charts of optimiser steps and validations, of all recipes."""
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 
 import numpy as np
 
-POINTS = 1000  # most points of a curve; a chart has no more columns of pixels
-_HUGE = 1e100  # an axis ends here, so that no arithmetic overflows
-_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+from rocm_ext.base.registry import DPO, GRPO, RAFT
+from rocm_ext.report.charts import Chart, Line, line_chart, memory_unit, smooth
+from rocm_ext.runs.folder import RunFolder
+
+_FEW = 3  # runs; the noise of more would hide the curves
 
 
-def thin(y: np.ndarray, most: int = POINTS) -> np.ndarray:
-    """Indices of about ``most`` points: the lowest, the highest and the first NaN of every stretch.
+@dataclass(frozen=True)
+class Curve:
+    """Columns of ``metrics.jsonl`` in one chart.
+
+    Attributes:
+        title, unit: of the chart; the unit ``bytes`` becomes MiB or GiB.
+        columns: their names, or ``a/b`` for a ratio, with the lines' labels; ``val_`` begins those of validations.
+        scale: factor from the columns to the unit.
+        zero: begin the y axis at 0.
+        lost: mark values that are not finite.
+        noisy: smooth the lines of many points.
+        varies: leave out a chart in which all is 0.
+    """
+
+    title: str
+    unit: str
+    columns: dict[str, str]
+    scale: float = 1.0
+    zero: bool = True
+    lost: bool = False
+    noisy: bool = True
+    varies: bool = False
+
+
+def _share(title: str, unit: str, **columns: str) -> Curve:
+    return Curve(title, unit, columns, scale=100)
+
+
+def _sides(column: str) -> dict[str, str]:
+    return {f"{column}_chosen": "chosen", f"{column}_rejected": "rejected"}
+
+
+TRAINING = (
+    Curve("Loss", "nats per token", {"loss": "loss"}, zero=False, lost=True),
+    Curve("Validation loss", "nats per token", {"val_loss": "validation loss"}, zero=False, lost=True),
+    Curve("Learning rate", "", {"lr": "learning rate"}, noisy=False),
+    Curve("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, lost=True),
+    Curve("Speed", "tokens per second", {"tokens_per_second": "speed"}),
+    Curve("Padding", "% of computed tokens", {"padding": "padding"}, scale=100, noisy=False, varies=True),
+    Curve("Peak memory", "bytes", {"peak_memory": "peak memory"}, noisy=False),
+)
+PREFERENCES = (
+    Curve(
+        "Margin",
+        "reward of the chosen answer − reward of the rejected one",
+        {"margin": "training", "val_margin": "validation"},
+    ),
+    _share("Accuracy", "% of the pairs with a margin above 0", accuracy="training", val_accuracy="validation"),
+    Curve("Rewards", "factor beta × score", _sides("reward")),
+    Curve("Validation: rewards", "factor beta × score", _sides("val_reward")),
+    Curve("Log-probs", "nats, sums over an answer", _sides("logprobs")),
+    Curve("Validation: log-probs", "nats, sums over an answer", _sides("val_logprobs")),
+    Curve("KL divergence", "from the reference, nats per token", {"kl": "training", "val_kl": "validation"}),
+)
+POLICY = (
+    Curve("Reward", "mean of the answers", {"reward": "reward"}),
+    _share("Right answers", "% of the answers", right="right"),
+    _share("Flat groups", "% with equal rewards, not trained on", flat="flat"),
+    Curve("Answer length", "tokens, mean", {"mean_tokens": "length"}),
+    _share("Answers cut off", "% at max_new_tokens", truncated="cut off"),
+    _share("Length", "% of the rewards' variance that it explains", length_share="share"),
+    Curve("Entropy", "nats per token", {"entropy": "entropy"}),
+    Curve("KL divergence", "from the first adapter, nats per token", {"kl": "KL"}),
+    Curve("Mismatch", "trainer − sampler, nats, mean", {"mismatch_mean": "mismatch"}),
+    Curve("Largest mismatch", "trainer − sampler, nats", {"mismatch_max": "mismatch"}),
+    Curve("Mismatch KL", "nats per token", {"mismatch_kl": "mismatch KL"}),
+    _share("Clipped tokens", "% of the tokens", clipped_low="low", clipped_high="high"),
+    Curve("Probability ratio", "trainer / sampler", {"ratio_mean": "mean", "ratio_max": "largest"}),
+    Curve("Age of the policy", "steps, of the one that sampled", {"policy_lag": "age"}, varies=True),
+    Curve("Sampling speed", "tokens per second", {"sampled_tokens/sample_seconds": "speed"}),
+)
+
+
+def charts(curves: Sequence[Curve], runs: Sequence[RunFolder], family: str | None = None) -> list[Chart]:
+    """The charts in which some run has values.
 
     Args:
-        y: [n] values.
-        most: keep all points if there are no more than these.
+        curves: :data:`TRAINING`, :data:`PREFERENCES` or :data:`POLICY`.
+        runs: all runs of the page.
+        family: draw those of this recipe alone; None: all.
     """
-    if len(y) <= most:
-        return np.arange(len(y))
-    kept = {0, len(y) - 1}
-    edges = np.linspace(0, len(y), most // 3 + 1).astype(int)
-    for start, end in pairwise(edges):
-        stretch = y[start:end]
-        missing = np.isnan(stretch)
-        if missing.any():
-            kept.add(int(start + missing.argmax()))
-        if not missing.all():
-            kept |= {int(start + np.nanargmin(stretch)), int(start + np.nanargmax(stretch))}
-    return np.array(sorted(kept))
+    shown = [(colour, run) for colour, run in enumerate(runs) if family in (None, run.family)]
+    marks = _cycle_marks(runs[0]) if len(runs) == 1 else []
+    drawn = [_chart(curve, shown, len(runs) > 1, marks) for curve in curves]
+    return [chart for chart in drawn if chart is not None]
 
 
-def smooth(y: np.ndarray, width: int) -> np.ndarray:
-    """The running mean of the finite values among ``width`` points; NaN if none is finite.
-
-    Args:
-        y: [n] values.
-        width: odd number of points around each.
-    """
-    finite = np.isfinite(y)
-    half = width // 2
-    low = np.maximum(np.arange(len(y)) - half, 0)
-    high = np.minimum(np.arange(len(y)) + half + 1, len(y))
-    total = np.concatenate([[0.0], np.cumsum(np.where(finite, y, 0.0))])
-    count = np.concatenate([[0], np.cumsum(finite)])
-    points = count[high] - count[low]
-    return np.where(points > 0, (total[high] - total[low]) / np.maximum(points, 1), np.nan)
-
-
-def smoothing_width(points: int) -> int:
-    """The width for :func:`smooth` for a curve of ``points`` points: a twenty-fifth of them, 1 for short curves."""
-    return 2 * (points // 50) + 1
-
-
-def value_range(curves: Sequence[np.ndarray], zero: bool) -> tuple[float, float]:
-    """The range of an axis: all values, except spikes that would flatten everything else.
-
-    Args:
-        curves: may hold values that are not finite.
-        zero: begin at 0 if no value is below. The axis does so anyway if the lowest value is near 0.
-    """
-    values = np.concatenate([c[np.isfinite(c)] for c in curves])
-    if not len(values):
-        return 0.0, 1.0
-    values = values.clip(-_HUGE, _HUGE)
-    low, high = float(values.min()), float(values.max())
-    bottom, top = np.quantile(values, [0.05, 0.95])
-    ceiling = float(top + 6 * (top - bottom))
-    if len(values) >= 50 and high > ceiling > low:
-        high = ceiling
-    zero = (zero and low >= 0) or 0 <= low < 0.3 * high
-    around = (high - low) * 0.04
-    if around <= 1e-12 * max(abs(high), abs(low)):  # a constant
-        around = abs(high) * 0.1 or 1.0
-    return 0.0 if zero else low - around, high + around
+def _chart(
+    curve: Curve, runs: Sequence[tuple[int, RunFolder]], several: bool, marks: Sequence[tuple[float, str]]
+) -> Chart | None:
+    lines, width = [], 1
+    for colour, run in runs:
+        for i, (column, label) in enumerate(curve.columns.items()):
+            x, y = _values(run, column)
+            y = y * curve.scale
+            if not len(y) or not (np.isfinite(y).any() or curve.lost) or (curve.varies and not np.nanmax(y) > 0):
+                continue
+            name = label if not several else run.name if len(curve.columns) == 1 else f"{run.name}, {label}"
+            line = Line(name, x, y, colour if several else i, i if several else 0, lost=curve.lost)
+            smoothed, width = smooth(y) if curve.noisy else (y, 1)
+            if width == 1:
+                lines.append(line)
+            elif len(runs) * len(curve.columns) <= _FEW:
+                lines += [Line(name, x, y, line.colour, line.dash, faint=True, lost=curve.lost)]
+                lines += [Line(name, x, smoothed, line.colour, line.dash)]
+            else:
+                smoothed = np.where(np.isfinite(y) | (not curve.lost), smoothed, y)
+                lines.append(Line(name, x, smoothed, line.colour, line.dash, lost=curve.lost))
+    if not lines:
+        return None
+    unit = curve.unit
+    if unit == "bytes":
+        size, unit = memory_unit([line.y for line in lines])
+        lines = [Line(line.label, line.x, line.y / size, line.colour, line.dash, line.faint) for line in lines]
+    if curve.title.endswith("oss") and any(run.family in (GRPO, DPO) for _, run in runs):
+        unit = ""  # their losses are no cross-entropies
+    unit += ", smoothed" if width > 1 else ""
+    return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks, legend=len(curve.columns) > 1)
 
 
-def ticks(low: float, high: float, most: int = 5, whole: bool = False) -> list[float]:
-    """Round numbers between ``low`` and ``high``, whose distance is 1, 2 or 5 times a power of ten.
-
-    Args:
-        low, high: ends of the axis.
-        most: the largest number of ticks.
-        whole: whole numbers only.
-    """
-    step = 10.0 ** math.floor(math.log10(max(high - low, 1e-300) / most))
-    while whole and step < 1:
-        step *= 10
-    factors = (1, 2, 5, 10, 20, 50, 100)
-    for factor in factors:
-        first, last = math.ceil(low / (step * factor) - 1e-9), math.floor(high / (step * factor) + 1e-9)
-        if last - first < most:
-            break
-    return [i * step * factor for i in range(first, last + 1)]
+def _values(run: RunFolder, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a column, at the steps that have it: a step of GRPO without an update has no loss."""
+    lines = run.validations if column.startswith("val_") else run.steps
+    name, _, divisor = column.partition("/")
+    has = lines.has(name)
+    y = lines[name] / lines[divisor] if divisor else lines[name]
+    return lines["step"][has], y[has]
 
 
-def tick_labels(values: Sequence[float]) -> list[str]:
-    """The labels of ticks, all with the same prefix and enough digits to differ: 10.0k, 12.5k; 0.02; 2e-4."""
-    top = max(map(abs, values), default=0.0)
-    if not top:
-        return ["0"] * len(values)
-    step = min((b - a for a, b in pairwise(values)), default=top)
-    if top < 0.01:
-        digits = max(0, math.floor(math.log10(top) + 1e-9) - math.floor(math.log10(step) + 1e-9))
-        return [_exponent(value, digits) for value in values]
-    size, prefix = next(((s, p) for s, p in _PREFIXES if top >= s and top >= 1e4), (1.0, ""))
-    digits = max(0, -math.floor(math.log10(step / size) + 1e-9))
-    return [f"{value / size:.{digits}f}{prefix if value else ''}" for value in values]
-
-
-def _exponent(value: float, digits: int) -> str:
-    if not value:
-        return "0"
-    mantissa, exponent = f"{value:.{digits}e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
-
-
-def short_number(value: float) -> str:
-    """``value`` with four digits and a prefix: 12.35k, 0.01234, 2e-05."""
-    if not math.isfinite(value):
-        return "not finite"
-    size, prefix = next(((s, p) for s, p in _PREFIXES if abs(value) >= s and abs(value) >= 1e4), (1.0, ""))
-    return f"{value / size:.4g}{prefix}"
-
-
-def memory_unit(values: Sequence[np.ndarray]) -> tuple[float, str]:
-    """The unit for sizes of memory: its bytes and its name.
-
-    Args:
-        values: bytes; may hold NaN.
-    """
-    top = max((float(np.nanmax(v)) for v in values if np.isfinite(v).any()), default=0.0)
-    return (2.0**30, "GiB") if top >= 2**30 else (2.0**20, "MiB")
-
-
-def time_unit(longest: float) -> tuple[float, str]:
-    """The unit for times up to ``longest`` seconds: its seconds and its name."""
-    return (3600.0, "hours") if longest > 7200 else (60.0, "minutes") if longest > 180 else (1.0, "seconds")
+def _cycle_marks(run: RunFolder) -> list[tuple[float, str]]:
+    """The step at which each cycle of a RAFT run begins, with its name; of many cycles, of some."""
+    if run.family != RAFT or not len(run.steps):
+        return []
+    cycles = run.steps["cycle"]
+    starts = np.flatnonzero(np.diff(cycles, prepend=-1))
+    return [(float(run.steps["step"][i]), f"{cycles[i]:.0f}") for i in starts[:: len(starts) // 12 + 1]]

@@ -1,41 +1,51 @@
-"""The page of runs while they go on, and of the machine's counters."""
+"""The page of runs while they go on, with the machine's counters, and its server.
 
+The server listens at the loopback address alone: everybody with an account on this machine can open the page, nobody
+else. A site that a browser visits cannot read it, since browsers keep answers of another origin from it, and since the
+``Host`` of a request must be a name of the loopback address (a site's name that leads here would be another one).
+"""
+
+import gzip
 import math
 import os
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from hashlib import blake2b
-from itertools import compress
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from threading import Lock
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration
-from rocm_ext.report import HERE, content, hardware, name_apart, template
+from rocm_ext.report import content, hardware, render
+from rocm_ext.report.charts import Chart, library
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.progress import progress
 from rocm_ext.runs.records import Readings
 from rocm_ext.runs.tails import Tails
 
-SCRIPT = (HERE / "live.js").read_text()
-_FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*", "cycle_*/eval/*.json*")  # that the page shows
-_JOURNALS = ("*.jsonl", "cycle_*/*.jsonl", "cycle_*/eval/*.jsonl")  # a run that goes on adds lines to these
+PORT = 8642
+_FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*")  # that the page shows
+_JOURNALS = ("*.jsonl", "cycle_*/*.jsonl")  # a run that goes on adds lines to these
 _MINUTES = 15  # of the machine's counters that are shown
 _SHARE, _LONGEST = 0.1, 20.0  # most of a core's time that drawing takes; most seconds without drawing
 _QUIET, _LEAST = 120.0, 30.0  # least seconds without a new line after which a run counts as silent, see _patience
 _RECORDED = 600.0  # seconds after its last reading of counters in which a run still records them
-_MACHINE = '<section id="machine" data-own></section>'  # where the template has the machine
-_COLUMNS = ("load", "memory, GiB", "GTT, GiB", "W", "°C", "MHz")
-_GIB = 2**30
 
-State = tuple[str, str, float]  # CSS class, words, and when the run last wrote (seconds since 1970)
+
+@dataclass(frozen=True)
+class _State:
+    kind: str  # a class of the style sheet
+    words: str
+    written: float  # when the run last wrote, seconds since 1970; 0: never
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,11 @@ class _Live:
 
     interval: float
     waiting: list[tuple[Path, str]]
-    states: list[State]
-    script: Markup = field(default=Markup(SCRIPT), repr=False)
+    states: list[_State]
+    columns: Sequence[str]
+    readings: Sequence[Sequence[str]]
+    notes: Sequence[str]
+    charts: Sequence[Chart]
 
 
 @dataclass
@@ -57,9 +70,7 @@ class _History:
 
 
 class LivePage:
-    """A page that is drawn when it is asked for, if something has changed since.
-
-    Drawing takes at most a tenth of a core's time if it takes at most 2 s: then the page is drawn every 20 s.
+    """A page that is drawn when it is asked for, within a tenth of a core's time: after 2 s of drawing, every 20 s.
 
     Args:
         folders: output_dirs of runs; they need not exist yet.
@@ -68,72 +79,57 @@ class LivePage:
     """
 
     def __init__(self, folders: Sequence[Path], interval: float, notes: Sequence[str] = ()) -> None:
-        self._folders = list({path.resolve(): path for path in folders}.values())
+        library()  # what is missing is said before a browser asks
+        self._folders = {path.resolve(): path for path in folders}.values()
         self._interval, self._notes = interval, notes
         self._tails = {path: Tails() for path in self._folders}
         self._readings: deque[dict[str, Any]] = deque(maxlen=math.ceil(60 * _MINUTES / interval))
         self._lock = Lock()
-        self._drawn, self._recorded = "", False
-        self._machine: tuple[object, str] = object(), ""  # of which readings, and what was drawn
-        self._patience: dict[Path, float] = {}
-        self._of: object = None  # state of the files that was drawn
+        self._runs: list[RunFolder] = []
+        self._waiting: list[tuple[Path, str]] = []
+        self._shown: dict[str, Any] = {}
+        self._live: _Live | None = None
+        self._page = ""
+        self._files: object = None  # what was drawn: the state of the runs' files
         self._due = 0.0  # time.monotonic() before which nothing is drawn again
 
     def take(self, reading: dict[str, Any]) -> None:
         """Take a reading of the machine's counters."""
         self._readings.append(reading)
 
-    def whole(self) -> str:
-        """The page with the machine in it."""
-        return self.page().replace(_MACHINE, self.machine(), 1)
-
-    def page(self) -> str:
-        """The page of the runs; it has an empty place for the machine."""
+    def draw(self, with_script: bool = True) -> str:
+        """The page as HTML; without the script, the next state of one that a browser has."""
         with self._lock:
             if time.monotonic() >= self._due:
-                now = [_sign(path, self._patience.get(path, _QUIET)) for path in self._folders]
-                if now != self._of:
-                    first, begun = not self._drawn, time.thread_time()
-                    self._drawn, self._of = self._draw(), now
-                    pause = 0.0 if first else (time.thread_time() - begun) * (1 / _SHARE - 1)  # the first one imports
-                    self._due = time.monotonic() + min(pause, _LONGEST)
-            return self._drawn
+                first, begun = self._live is None, time.thread_time()
+                self._read()
+                self._page = render(self._shown, self._live, with_script=False)
+                pause = 0.0 if first else (time.thread_time() - begun) * (1 / _SHARE - 1)  # the first one imports
+                self._due = time.monotonic() + min(pause, _LONGEST)
+            return render(self._shown, self._live) if with_script else self._page
 
-    def _draw(self) -> str:
-        runs: list[RunFolder] = []
-        waiting: list[tuple[Path, str]] = []
-        for path in self._folders:
-            try:
-                runs.append(RunFolder(path, self._tails[path]))
-            except UserError as error:
-                waiting.append((path, _why(path, error)))
-        name_apart(runs)
-        shown = content(runs)
-        shown["title"] = shown["title"] or "rocm-ext monitor"
-        facts = [[fact for fact in own if fact[0] != "State"] for _, _, own in shown["runs"]]
-        shown["runs"] = [(run, style, own) for (run, style, _), own in zip(shown["runs"], facts, strict=True)]
-        self._recorded = any(run.hardware for run in runs)
-        self._patience = {run.path: _patience(run) for run in runs}
-        live = _Live(self._interval, waiting, [_state(run, self._patience[run.path]) for run in runs])
-        return template("page").render(**shown, live=live)
-
-    def machine(self) -> str:
-        """The machine's counters as HTML: the last values, and their curves unless a run has recorded them."""
-        readings = list(self._readings)
-        of = readings[-1] if readings else None, self._recorded
-        with self._lock:
-            if self._machine[0] != of:
-                self._machine = of, self._draw_machine(readings)
-            return self._machine[1]
-
-    def _draw_machine(self, readings: Sequence[dict[str, Any]]) -> str:
-        history = Readings()
+    def _read(self) -> None:
+        files = [_files(path) for path in self._folders]
+        if files != self._files:
+            self._files, self._runs, self._waiting = files, [], []
+            for path in self._folders:
+                try:
+                    self._runs.append(RunFolder(path, self._tails[path]))
+                except UserError as error:
+                    self._waiting.append((path, _why(path, error)))
+            self._shown = content(self._runs)
+            self._shown["title"] = self._shown["title"] or "rocm-ext monitor"
+            self._shown["runs"] = [
+                (run, key, [fact for fact in facts if fact[0] != "State"]) for run, key, facts in self._shown["runs"]
+            ]
+        readings, history = list(self._readings), Readings()
         for reading in readings:
             history.take(reading)
-        drawn = hardware.charts([_History(history)], from_now=True) if len(history) > 1 and not self._recorded else []
-        columns, rows = _table(readings[-1]) if readings else ([], [])
-        notes = [*self._notes, *(_names(readings[-1]) if readings else ())]
-        return template("machine").render(columns=columns, rows=rows, notes=notes, charts=drawn)
+        recorded = len(history) < 2 or any(run.hardware for run in self._runs)
+        columns, rows, names = hardware.table(readings[-1]) if readings else ([], [], [])
+        charts = [] if recorded else hardware.charts([_History(history)], from_now=True)
+        states = [_state(run) for run in self._runs]
+        self._live = _Live(self._interval, self._waiting, states, columns, rows, [*self._notes, *names], charts)
 
 
 def _why(path: Path, error: UserError) -> str:
@@ -143,20 +139,10 @@ def _why(path: Path, error: UserError) -> str:
     return "The run has written nothing yet." if path.is_dir() else f"{error}."
 
 
-def tag_of(page: str) -> str:
-    """The ETag of a page."""
-    return f'"{blake2b(page.encode(), digest_size=12).hexdigest()}"'
-
-
-def _sign(folder: Path, patience: float) -> object:
-    """Something that changes whenever the page of a run does.
-
-    Args:
-        folder: folder of the run.
-        patience: seconds without a new line after which it counts as silent.
-    """
+def _files(folder: Path) -> object:
+    """Something that changes whenever the files of a run do."""
     found = [(str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in _stats(folder, _FILES)]
-    return folder.is_dir(), time.time() - _written(folder) > patience, found
+    return folder.is_dir(), found
 
 
 def _stats(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, os.stat_result]]:
@@ -166,9 +152,19 @@ def _stats(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, os.sta
                 yield path, path.stat()
 
 
-def _written(folder: Path) -> float:
-    """When a run last wrote a line, seconds since 1970; 0 if it wrote none."""
-    return max((stat.st_mtime for _, stat in _stats(folder, _JOURNALS)), default=0.0)
+def _state(run: RunFolder) -> _State:
+    written = max((stat.st_mtime for _, stat in _stats(run.path, _JOURNALS)), default=0.0)
+    if run.finished:
+        return _State("finished", "Finished", written)
+    if not written:
+        return _State("running", "Started, nothing written yet", 0.0)
+    if time.time() - written > _patience(run):
+        return _State("silent", "Nothing new: the run has stopped, hangs or was killed", written)
+    values = progress(run.path)
+    words = [f"cycle {values['cycle']}"] if "cycle" in values else []
+    words += [str(values["phase"])] if "phase" in values else []
+    words += [f"{duration(values['seconds_left'])} left"] if "seconds_left" in values else []
+    return _State("running", "Running" + (f": {', '.join(words)}" if words else ""), written)
 
 
 def _patience(run: RunFolder) -> float:
@@ -177,51 +173,75 @@ def _patience(run: RunFolder) -> float:
     if len(gaps) and time.time() - run.hardware[-1]["time"] < _RECORDED:
         return max(_LEAST, 6 * float(np.median(gaps)))
     seconds = run.steps["seconds"][-20:]
-    return max(_QUIET, 10 * float(np.median(seconds))) if np.isfinite(seconds).any() else _QUIET
+    return max(_QUIET, 10 * float(np.nanmedian(seconds))) if np.isfinite(seconds).any() else _QUIET
 
 
-def _state(run: RunFolder, patience: float) -> State:
-    written = _written(run.path)
-    if run.finished:
-        return "finished", "Finished", written
-    if not written:
-        return "running", "Started, nothing written yet", 0.0
-    if time.time() - written > patience:
-        return "silent", "Nothing new: the run has stopped, hangs or was killed", written
-    told = progress(run.path)
-    words = [f"cycle {told['cycle']}"] if "cycle" in told else []
-    words += [str(told["phase"])] if "phase" in told else []
-    words += [f"{duration(told['seconds_left'])} left"] if "seconds_left" in told else []
-    return "running", "Running" + (f": {', '.join(words)}" if words else ""), written
+# ---- the server
 
 
-def _table(reading: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The columns with values, and names and values of each GPU and of the host."""
-    rows = []
-    for i, gpu in enumerate(reading["gpus"]):
-        cells = [_percent(gpu.get("busy")), _used(gpu, "vram"), _used(gpu, "gtt")]
-        cells += [f"{gpu[key]:.0f}" if key in gpu else "" for key in ("power", "temperature", "clock")]
-        rows.append((f"GPU {i}", cells))
-    host = reading["host"]
-    rows.append(("Host", [_percent(host.get("cpu")), _used(host, "memory"), "", "", "", ""]))
-    known = [any(cells[i] for _, cells in rows) for i in range(len(_COLUMNS))]
-    return list(compress(_COLUMNS, known)), [(name, list(compress(cells, known))) for name, cells in rows if any(cells)]
+class PageServer(ThreadingHTTPServer):
+    """An HTTP server of one page at the loopback address.
+
+    Args:
+        page: the page.
+        port: None: :data:`PORT`, or a free one if that is in use.
+
+    Raises:
+        UserError: the port cannot be used.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = os.name != "nt"  # there, two servers would share the port
+
+    def __init__(self, page: LivePage, port: int | None = None) -> None:
+        self.page = page
+        try:
+            super().__init__(("127.0.0.1", PORT if port is None else port), _Handler)
+        except OSError as error:
+            if port is not None:
+                raise UserError(f"--port {port}: {error.strerror or error}; name another with --port") from error
+            super().__init__(("127.0.0.1", 0), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind; HTTPServer's own way also looks up the machine's name, which takes seconds without a network."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Show an error, unless a browser only closed its connection."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
-def _names(reading: Mapping[str, Any]) -> list[str]:
-    """The names of the GPUs, those of one name together."""
-    found: dict[str, list[int]] = {}
-    for i, gpu in enumerate(reading["gpus"]):
-        found.setdefault(str(gpu.get("name", gpu.get("id", "unknown"))), []).append(i)
-    return [f"GPU {', '.join(map(str, numbers))}: {name}" for name, numbers in found.items()]
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    timeout = 30  # seconds for a request
+    server_version, sys_version = "rocm-ext", ""
 
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if host not in ("127.0.0.1", "localhost", "[::1]"):
+            self.send_error(HTTPStatus.FORBIDDEN, "open the address that was printed")
+        elif self.path in ("/", "/page"):
+            self._answer(self.server.page.draw(with_script=self.path == "/"))
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f} %"
+    def _answer(self, html: str) -> None:
+        body = gzip.compress(html.encode("ascii", "xmlcharrefreplace"), 1)
+        self.send_response(HTTPStatus.OK)
+        for name, value in (
+            ("Content-Type", "text/html; charset=utf-8"),
+            ("Content-Encoding", "gzip"),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("X-Frame-Options", "DENY"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
 
-
-def _used(counters: Mapping[str, Any], pool: str) -> str:
-    used, total = (counters.get(f"{pool}_{what}") for what in ("used", "total"))
-    if used is None:
-        return ""
-    return " of ".join(f"{size / _GIB:.{int(size < 100 * _GIB)}f}" for size in (used, total) if size is not None)
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""

@@ -1,79 +1,164 @@
-"""Some answers of a run, with their prompts and verdicts."""
+"""Some answers of a run with their prompts and verdicts: samples of a RAFT run, groups of a GRPO run."""
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.report.raft import VERDICTS
+import numpy as np
+
+from rocm_ext.report.rollouts import VERDICTS
 from rocm_ext.runs.cycles import CycleFolder
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import Judged, SampleKey
+from rocm_ext.runs.steps import Verdicts
 
-PER_VERDICT = 2
+_PER_VERDICT, _PER_GROUP = 2, 8  # most answers that are shown
 _PROMPTS = "rocm_ext.data.prompt_dataset"
 
 
 @dataclass(frozen=True)
-class Shown:
-    """An answer as the page shows it; ``prompt`` is None if it was not found."""
+class Answer:
+    """An answer as the page shows it; ``cut``: ``max_new_tokens`` cut it off."""
 
-    prompt_id: str
-    prompt: str | None
     text: str
     tokens: int
-    finish_reason: str
+    cut: bool
     judged: Judged
 
     @classmethod
-    def of(cls, key: SampleKey, prompt: str | None, record: Mapping[str, Any], judged: Judged) -> "Shown":
+    def of(cls, record: Mapping[str, Any], judged: Judged) -> "Answer":
         """An answer from its line of ``samples.jsonl``."""
-        return cls(
-            prompt_id=key[0],
-            prompt=prompt,
-            text=str(record.get("text", "")),
-            tokens=len(record["tokens"]) if isinstance(record.get("tokens"), list) else 0,
-            finish_reason=str(record.get("finish_reason", "")),
-            judged=judged,
-        )
+        tokens = record.get("tokens")
+        length = len(tokens) if isinstance(tokens, list) else 0
+        return cls(str(record.get("text", "")), length, record.get("finish_reason") == "length", judged)
 
 
-def choose(run: RunFolder) -> tuple[str, list[Shown]]:
-    """Answers of the newest cycle that has some: :data:`PER_VERDICT` of each verdict, chosen by a hash.
+@dataclass(frozen=True)
+class Group:
+    """A prompt with answers.
 
-    Returns:
-        a description of the choice, and the answers; both are empty if the run has none.
+    Attributes:
+        kind: step and kind of a group of GRPO; empty for a sample of RAFT, which is one answer.
+        prompt_id: id of the prompt.
+        answers: by index; of large groups, those with the highest and the lowest rewards.
+        total: how many answers the group has.
+        prompt: its text; None if it was not found.
     """
+
+    kind: str
+    prompt_id: str
+    answers: list[Answer]
+    total: int = 1
+    prompt: str | None = None
+
+
+def choose(run: RunFolder) -> tuple[str, list[Group]]:
+    """What a page shows of a run's answers: a description of the choice and the groups; both empty without answers."""
+    held_out, of, shown = _samples(run) if run.cycles else (False, *_groups(run))
+    prompts = prompt_texts(run, {group.prompt_id for group in shown}, held_out) if shown else {}
+    return of, [replace(group, prompt=prompts.get(group.prompt_id)) for group in shown]
+
+
+# ---- samples of RAFT
+
+
+def _samples(run: RunFolder) -> tuple[bool, str, list[Group]]:
+    """Answers of the newest cycle that has some, of each verdict, chosen by a hash."""
     for cycle in reversed(run.cycles):
         for judged, held_out in ((cycle.judged, False), (cycle.judged_held_out, True)):
-            shown = _choose(run, cycle, judged, held_out)
-            if shown:
-                of = "held-out answers" if held_out else "answers"
-                return f"{len(shown)} of {len(judged):,} {of} of cycle {cycle.number}", shown
-    return "", []
+            if shown := _of_cycle(cycle, judged, held_out):
+                of = f"{len(judged):,} {'held-out ' if held_out else ''}answers of cycle {cycle.number}"
+                return held_out, f"{len(shown)} of {of}, some of each verdict, chosen by a hash.", shown
+    return False, "", []
 
 
-def _choose(run: RunFolder, cycle: CycleFolder, judged: dict[SampleKey, Judged], held_out: bool) -> list[Shown]:
+def _of_cycle(cycle: CycleFolder, judged: Mapping[SampleKey, Judged], held_out: bool) -> list[Group]:
     by_verdict: dict[str, list[SampleKey]] = {}
-    for key in sorted(judged, key=key_hash):
+    for key in sorted(judged, key=_hash):
         by_verdict.setdefault(judged[key].verdict, []).append(key)
-    order = [*VERDICTS, *sorted(by_verdict.keys() - set(VERDICTS))]
-    keys = [key for verdict in order for key in by_verdict.get(verdict, ())[:PER_VERDICT]]
+    order = [*VERDICTS, *sorted(by_verdict.keys() - VERDICTS.keys())]
+    keys = [key for verdict in order for key in by_verdict.get(verdict, ())[:_PER_VERDICT]]
     texts = cycle.texts(set(keys), held_out) if keys else {}
-    prompts = prompt_texts(run, {prompt for prompt, _ in keys}, held_out) if texts else {}
-    return [
-        Shown.of(key, prompts.get(key[0]), record, judged[key])
-        for key in keys
-        if (record := texts.get(key)) is not None
-    ]
+    return [Group("", key[0], [Answer.of(texts[key], judged[key])]) for key in keys if key in texts]
 
 
-def key_hash(key: SampleKey) -> str:
-    """A number that orders answers by chance, but equally in every report."""
+def _hash(key: tuple[str, int]) -> str:
+    """A text that orders answers by chance, but equally in every report."""
     return hashlib.sha256(f"{key[0]}\0{key[1]}".encode(errors="backslashreplace")).hexdigest()
+
+
+# ---- groups of GRPO
+
+
+def _groups(run: RunFolder) -> tuple[str, list[Group]]:
+    """A group of each kind from the first and from the last step whose answers are kept."""
+    last = max(run.steps["step"], default=0)
+    kept = run.answers.steps
+    done = [step for step in kept if step <= last] or kept
+    steps = list(dict.fromkeys(done[:1] + done[-1:]))
+    shown = [group for step in steps for group in _of_step(run, step)]
+    named = f"step {steps[0]}" if len(steps) == 1 else f"steps {' and '.join(map(str, steps))}"
+    of = f"{len(shown)} groups of {named}, one of each kind: all answers that a step sampled to a prompt."
+    return (of, shown) if shown else ("", [])
+
+
+def _of_step(run: RunFolder, step: int) -> list[Group]:
+    verdicts = run.answers.verdicts
+    about = {key: (position, record.get("finish_reason")) for key, position, record in run.answers.answers(step)}
+    cut = {prompt for (prompt, _), (_, reason) in about.items() if reason == "length"}
+    rows = {verdicts.prompts[int(verdicts.prompt[group[0]])]: group for group in verdicts.groups(step)}
+    free = sorted(rows.keys() & {prompt for prompt, _ in about}, key=lambda prompt: _hash((prompt, step)))
+    shown = []
+    for kind, fit in _kinds(verdicts, rows, cut).items():
+        fits = {prompt: value for prompt in free if (value := fit(prompt)) > 0}
+        if fits:
+            prompt = max(fits, key=lambda each: fits[each])  # the first of equals
+            free.remove(prompt)
+            positions = {sample: position for (of, sample), (position, _) in about.items() if of == prompt}
+            answers = _answers(run, step, rows[prompt], positions)
+            shown.append(Group(f"Step {step}: {kind}", prompt, answers, len(rows[prompt])))
+    return shown
+
+
+def _kinds(verdicts: Verdicts, rows: Mapping[str, np.ndarray], cut: set[str]) -> dict[str, Callable[[str], float]]:
+    """Kinds of groups, each with a function that tells how well a prompt's group shows it; 0: not at all."""
+
+    def spread(prompt: str) -> float:
+        rewards = verdicts.reward[rows[prompt]]
+        finite = rewards[np.isfinite(rewards)]
+        return float(np.std(finite)) if len(finite) > 1 else 0.0
+
+    def named(prompt: str) -> set[str]:
+        return {verdicts.name(row) for row in rows[prompt]}
+
+    return {
+        "unequal rewards": spread,
+        "all wrong": lambda prompt: not {"CORRECT", "ERROR"} & named(prompt),
+        "all right": lambda prompt: named(prompt) == {"CORRECT"},
+        "with an ERROR": lambda prompt: "ERROR" in named(prompt),
+        "cut off": lambda prompt: prompt in cut,
+    }
+
+
+def _answers(run: RunFolder, step: int, rows: np.ndarray, positions: Mapping[int, int]) -> list[Answer]:
+    """The answers of a group whose texts are kept, by index; of many, those with the highest and the lowest rewards."""
+    verdicts = run.answers.verdicts
+    samples = {int(row): int(verdicts.sample[row]) for row in rows if int(verdicts.sample[row]) in positions}
+    order = sorted(samples, key=lambda row: (-np.nan_to_num(verdicts.reward[row]), samples[row]))
+    if len(order) > _PER_GROUP:
+        order = order[: _PER_GROUP // 2] + order[-(_PER_GROUP // 2) :]
+    order.sort(key=lambda row: samples[row])
+    details = run.answers.details(step, order)
+    records = {key[1]: record for key, record in run.answers.records(positions[samples[row]] for row in order).items()}
+    known = [row for row in order if samples[row] in records]
+    return [Answer.of(records[samples[row]], verdicts.judged(row, details[row])) for row in known]
+
+
+# ---- prompts
 
 
 def prompt_texts(run: RunFolder, ids: Collection[str], held_out: bool = False) -> dict[str, str]:
@@ -81,31 +166,27 @@ def prompt_texts(run: RunFolder, ids: Collection[str], held_out: bool = False) -
 
     A report downloads nothing and runs no component of the user's.
     """
-    node: Any = run.setting("eval_prompts" if held_out else "prompts")
-    if not isinstance(node, dict) or node.get("_component_") != _PROMPTS:
+    setting: Any = run.setting("eval_prompts" if held_out else "prompts")
+    if not isinstance(setting, dict) or setting.get("_component_") != _PROMPTS:
         return {}
-    source = node.get("source")
+    source = setting.get("source")
     if not isinstance(source, str) or not Path(source).is_file():
         return {}
-    try:
-        written = Path(source).stat().st_mtime_ns
-    except OSError:
-        return {}
-    found = _last_turns(json.dumps(node, sort_keys=True, default=str), written)
-    return {prompt: found[prompt] for prompt in ids if prompt in found}
+    known = _last_turns(json.dumps(setting, sort_keys=True, default=str), Path(source).stat().st_mtime_ns)
+    return {prompt: known[prompt] for prompt in ids if prompt in known}
 
 
 @lru_cache(maxsize=4)  # a live page asks again and again
-def _last_turns(node: str, written: int) -> dict[str, str]:
+def _last_turns(setting: str, written: int) -> dict[str, str]:
     """The last turns of all prompts, by id.
 
     Args:
-        node: the setting as JSON.
+        setting: the setting as JSON.
         written: when its file was.
     """
     from rocm_ext.data.prompts import prompt_dataset  # here: `datasets` takes a second to import
 
-    settings = {key: value for key, value in json.loads(node).items() if key != "_component_"}
+    settings = {key: value for key, value in json.loads(setting).items() if key != "_component_"}
     try:
         return {prompt.id: prompt.messages[-1]["content"] for prompt in prompt_dataset(**settings)}
     except Exception:  # the file may have changed since; the report is useful without prompts

@@ -1,148 +1,61 @@
-"""The files of a RAFT run's cycles, their summaries, and the totals over a run.
-
-All results here come from these files, so a resumed run has the same information as an undisturbed one. A run reads
-the files once, when it starts. After that a cycle reads only its own files, however many cycles came before. What grows
-is the text of ``summary.json``, by about a kilobyte per cycle.
-"""
+"""What is told of a RAFT run's cycles: counts, entries of ``summary.json``, and reasons to stop. Without torch."""
 
 import json
-import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import count, takewhile
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rocm_ext.base.files import read_json, replace_text
-from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.rl.records import Sample, SampleKey, entropy, read_results
-from rocm_ext.rl.selection import KeepRule
-from rocm_ext.runs.folder import PHASES, SELECTION
-from rocm_ext.train.checkpoint import FREE_KEYS
-from rocm_ext.train.metrics import Metrics, read_metrics
+from rocm_ext.base.files import replace_text
+from rocm_ext.rl.records import Sample, entropy, pass_rates
+from rocm_ext.rl.selection import Selected
+from rocm_ext.runs.folder import PHASES, SampleKey
 from rocm_ext.verifiers import Result
 
-# Keys that a resumed run may change although they affect results; see :func:`rocm_ext.rl.reopen.reopen`
-CHANGEABLE = frozenset({"samples_per_prompt", "max_new_tokens", "keep", "reward_threshold", "verifier"})
-# Keys that a resumed RAFT run may change, in addition to those that a resumed SFT run may change
-RAFT_FREE_KEYS = (
-    FREE_KEYS
-    | CHANGEABLE
-    | frozenset(
-        """
-    cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
-    max_empty_cycles eval_every_n_cycles keep_last_n_adapters
-    engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
-    """.split()  # noqa: SIM905
-    )
-)
 
-
-class Cycle:
-    """The files of one cycle.
+def rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of ``summary.json``, one for each cycle that has ended; cycle 0 is before any training.
 
     Args:
-        out: the run's output folder.
-        number: number of the cycle; 0 is the evaluation before any training.
+        lines: lines of ``metrics.jsonl``: ``cycle``, ``phase`` and measurements, for each phase that has ended.
     """
-
-    def __init__(self, out: Path, number: int) -> None:
-        self.out, self.number = out, number
-        self.folder = out / f"cycle_{number}"
-        self.adapter = self.folder / "adapter"
-        self.kept = self.folder / "kept.jsonl"
-        self.selection = self.folder / SELECTION
-        self.optimizer = self.folder / "optimizer"
-        self.eval = self.folder / "eval.json"
-
-    @property
-    def selected(self) -> bool:
-        """Whether the answers to train on are chosen."""
-        return self.kept.exists()
-
-    @property
-    def trained(self) -> bool:
-        """Whether training has written all its outputs; it writes the summary last."""
-        return (self.folder / "summary.json").exists()
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the cycle ended without training, because no answer was kept."""
-        return self.kept.exists() and not self.kept.stat().st_size
-
-    @property
-    def done(self) -> bool:
-        """Whether the cycle is trained or skipped."""
-        return self.trained or self.skipped
-
-    @property
-    def phases(self) -> dict[str, bool]:
-        """Whether each phase is complete."""
-        return {"sample": self.selected or self.trained, "train": self.trained, "eval": self.eval.exists()}
-
-    def phase(self, what: str) -> Path:
-        """Return the folder with the samples and verdicts of the phase ``what`` (``sample`` or ``eval``)."""
-        return self.folder if what == "sample" else self.folder / what
-
-    def results(self) -> dict[SampleKey, Result]:
-        """Read the verdicts on the cycle's answers."""
-        return read_results(self.folder / "verdicts.jsonl")
-
-    def scores(self) -> dict[str, Any] | None:
-        """Read ``eval.json``; return None if the file is missing."""
-        return read_json(self.eval)
-
-    def training(self) -> dict[str, Any]:
-        """Read the ``summary.json`` that the cycle's training wrote."""
-        return read_json(self.folder / "summary.json") or {}
-
-    def agrees_with(self, row: Mapping[str, Any]) -> bool:
-        """Return whether an entry of ``summary.json`` tells what is in the cycle's files.
-
-        It does not if the files were deleted, or made again under changed settings and a kill came before the entry.
-        """
-        counts = (read_json(self.selection) or {}).get("counts", {})
-        return (
-            all(row.get(key) == value for key, value in counts.items())
-            and bool(row.get("skipped")) == self.skipped
-            and row.get("held_out") == self.scores()
-        )
-
-    def row(self) -> dict[str, Any]:
-        """Compute the cycle's entry in ``summary.json``, without its ``seconds``, from its files."""
-        row: dict[str, Any] = {"cycle": self.number}
-        if self.skipped:
+    of_cycles: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    for line in lines:
+        of_cycles[line["cycle"]][line["phase"]] = line
+    found = []
+    for cycle, phases in sorted(of_cycles.items()):
+        row: dict[str, Any] = {"cycle": cycle}
+        counts = phases.get("sample", {}).get("counts", {})
+        if counts and not counts["kept"]:
             row["skipped"] = True
-        if selection := read_json(self.selection):
-            row |= selection["counts"]
-        if self.trained:
-            training = self.training()
-            row |= {key: training[key] for key in ("steps", "first_loss", "last_loss")}
-            row["lr"] = max(line["lr"] for line in read_metrics(self.folder / "metrics.jsonl") if "lr" in line)
-        if scores := self.scores():
-            row["held_out"] = scores
-        return row
+        row |= counts
+        if training := phases.get("train"):
+            row |= {key: training[key] for key in ("steps", "first_loss", "last_loss", "lr")}
+        if evaluation := phases.get("eval"):
+            row["held_out"] = evaluation["eval"]
+        row["seconds"] = {phase: phases.get(phase, {}).get("seconds", 0) for phase in PHASES}
+        if not cycle or row.get("skipped") or "train" in phases:
+            found.append(row)
+    return found
 
 
-def count_answers(
-    samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result], dropped: dict[str, int], rule: KeepRule
-) -> dict[str, Any]:
+def count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict[str, Any]:
     """Count a cycle's answers for its entry in ``summary.json``.
 
     Args:
-        samples: answers by prompt id and sample index.
-        results: verdicts under the same keys.
-        dropped: the counts of :func:`rocm_ext.rl.selection.filter_samples`.
-        rule: what an answer needs to pass.
+        selected: the answers.
+        passes: what an answer needs to count for ``pass_rate``, the mean over prompts of the share that passed.
     """
-    rates = pass_rates(results, rule)
+    samples, results, dropped = selected.samples, selected.results, selected.dropped
+    rates = [rate for rate in pass_rates(results, passes).values() if rate is not None]
     return {
         "prompts": len({prompt for prompt, _ in samples}),
         "samples": len(samples),
         "verdicts": dict(sorted(Counter(result.verdict.value for result in results.values()).items())),
-        "pass_rate": fmean(rates.values()) if rates else 0.0,
-        "filter": dropped,
+        "pass_rate": fmean(rates) if rates else 0.0,
+        "filter": dict(dropped),
         "kept": dropped["kept"],
         "mean_tokens": fmean(len(sample.tokens) for sample in samples.values()),
         "entropy": entropy(samples.values()),
@@ -172,48 +85,13 @@ def nothing_trained(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def pass_rates(results: Mapping[SampleKey, Result], rule: KeepRule) -> dict[str, float]:
-    """Compute the share of each prompt's answers that passed.
-
-    Answers without a reward (ERROR) do not count, because a verifier's failure says nothing about a prompt.
-
-    Args:
-        results: verdicts by prompt id and sample index.
-        rule: what an answer needs to pass.
-
-    Returns:
-        Share from 0 to 1 by prompt id; prompts without any reward are missing.
-    """
-    passed: dict[str, list[bool]] = {}
-    for (prompt_id, _), result in results.items():
-        if result.reward is not None:
-            passed.setdefault(prompt_id, []).append(not rule.missed(result))
-    return {prompt_id: fmean(each) for prompt_id, each in passed.items()}
-
-
 def trained_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the entries of the trained cycles among ``rows``."""
     return [row for row in rows if row["cycle"] and not row.get("skipped")]
 
 
-def best(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the trained cycle with the best held-out score.
-
-    Among equals the last one wins. If no cycle was evaluated, this is the last cycle.
-
-    Args:
-        rows: entries of ``summary.json``, at least one of them of a trained cycle.
-    """
-    return max(trained_rows(rows), key=lambda row: (_correct(row, -1), row["cycle"]))["cycle"]
-
-
 def _correct(row: Mapping[str, Any], otherwise: int) -> int:
     return row["held_out"]["correct"] if "held_out" in row else otherwise
-
-
-def empty_cycles(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many of the newest cycles in a row were skipped."""
-    return sum(1 for _ in takewhile(lambda row: row.get("skipped"), reversed(rows)))
 
 
 def stop_reason(
@@ -230,10 +108,10 @@ def stop_reason(
     Returns:
         The reason to stop, or None to continue.
     """
-    empty = empty_cycles(rows)
+    empty = sum(1 for _ in takewhile(lambda row: row.get("skipped"), reversed(rows)))
     if empty >= max_empty:
         return f"no answer was kept in {empty} cycle{'s in a row' if empty > 1 else ''} (max_empty_cycles {max_empty})"
-    now = rows[-1]["entropy"]
+    now = rows[-1]["entropy"] if rows and rows[-1]["cycle"] else None
     if min_entropy is not None and now is not None and now < min_entropy:
         return f"the answers' entropy is {now:.3f} nats per token, under min_entropy {min_entropy:g}"
     scored = [row for row in rows if "held_out" in row]
@@ -289,123 +167,3 @@ def write_kept(
         more = {"reward": results[sample.key].reward, "prompt_tokens": prompts[sample.prompt_id]}
         lines.append(json.dumps({**sample.record(), **more}) + "\n")
     replace_text(path, "".join(lines))
-
-
-def write_selection(path: Path, counts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write ``selection.json``: what the selection counted, and the settings it was made with.
-
-    Args:
-        path: path of the file.
-        counts: see :func:`rocm_ext.rl.cycles.count_answers`.
-        settings: values of the keys that a resumed run may change.
-
-    Raises:
-        UserError: the disk is full.
-    """
-    replace_text(path, json.dumps({"counts": counts, "settings": settings}, indent=2) + "\n")
-
-
-class History:
-    """The finished cycles of a run.
-
-    Args:
-        out: the run's output folder.
-        rule: what an answer needs to pass.
-        ranks: all processes of the run. All hold the same data; the main one writes ``metrics.jsonl`` and
-            ``summary.json``.
-
-    Attributes:
-        last_asked: for each prompt asked so far, the last cycle that asked it and the share of its answers that
-            passed.
-        trained: numbers of the trained cycles, in order; skipped ones are missing.
-        steps: number of optimiser steps of all trained cycles.
-        rows: entries of ``summary.json``, by cycle.
-    """
-
-    def __init__(self, out: Path, rule: KeepRule, ranks: Ranks) -> None:
-        self.out, self._rule, self._ranks = out, rule, ranks
-        self.last_asked: dict[str, tuple[int, float]] = {}
-        self.trained: list[int] = []
-        self.steps = 0
-        self._seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._metrics: Metrics | None = None
-        if ranks.is_main:
-            # a phase that is not complete writes its line again, with the work of all processes
-            self._metrics = Metrics(
-                out / "metrics.jsonl", lambda line: Cycle(out, line["cycle"]).phases.get(line["phase"], True)
-            )
-            for line in read_metrics(out / "metrics.jsonl"):
-                self._add_seconds(line)
-        last = 0
-        for number in count(1):
-            if not (cycle := Cycle(out, number)).done:
-                break
-            self.add(cycle)
-            last = number
-        self._summary = out / "summary.json"
-        written = (read_json(self._summary) or {"cycles": []})["cycles"]
-        whole = [row for row in written if row["cycle"] <= last and Cycle(out, row["cycle"]).agrees_with(row)]
-        self.rows: dict[int, dict[str, Any]] = {row["cycle"]: row for row in whole}
-        self._texts = {number: _text(row) for number, row in self.rows.items()}
-
-    def add(self, cycle: Cycle) -> None:
-        """Add a trained or skipped cycle to ``last_asked``, ``trained`` and ``steps``."""
-        for prompt, rate in pass_rates(cycle.results(), self._rule).items():
-            self.last_asked[prompt] = cycle.number, rate
-        if cycle.trained and cycle.number not in self.trained:
-            self.trained.append(cycle.number)
-            self.steps += cycle.training()["steps"]
-
-    def trained_before(self, cycle: int) -> list[int]:
-        """Return the numbers of the trained cycles before ``cycle``, in order."""
-        return [number for number in self.trained if number < cycle]
-
-    def source(self, cycle: int) -> int:
-        """Return the cycle whose adapter ``cycle`` samples with: the last trained one before it, or 0."""
-        return max(self.trained_before(cycle), default=0)
-
-    def _add_seconds(self, line: Mapping[str, Any]) -> None:
-        self._seconds[line["cycle"]][line["phase"]] += line["seconds"]
-
-    def logged(self, cycle: int, phase: str) -> bool:
-        """Return whether ``metrics.jsonl`` has a line of this phase, on the main rank."""
-        return phase in self._seconds[cycle]
-
-    def log(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
-        """Write a line of ``metrics.jsonl``, and add its seconds to the phase's time in the cycle.
-
-        Args:
-            cycle: number of the cycle.
-            phase: ``sample``, ``train``, ``eval`` or a phase of a subclass.
-            values: measurements of the phase, among them ``seconds``.
-        """
-        if self._metrics is not None:
-            line = {"cycle": cycle, "phase": phase, **values}
-            self._metrics.write(**line)
-            self._add_seconds(line)
-
-    def summarize(self, cycle: Cycle) -> None:
-        """Add a finished cycle to ``summary.json``."""
-        number, row = cycle.number, None
-        if self._ranks.is_main:
-            seconds = {phase: self._seconds[number].get(phase, 0) for phase in PHASES}
-            row = cycle.row() | {"seconds": seconds}
-        self.rows[number] = self._ranks.agree(row)
-        self._texts[number] = _text(self.rows[number])
-        self.write(number)
-
-    def until(self, cycle: int) -> list[dict[str, Any]]:
-        """Return the entries of the cycles up to ``cycle``, in order."""
-        return [row for number, row in sorted(self.rows.items()) if number <= cycle]
-
-    def write(self, last: int) -> None:
-        """Write ``summary.json`` with the cycles up to ``last``, in the format of ``json.dumps(…, indent=2)``."""
-        if not self._ranks.is_main:
-            return
-        rows = ",\n".join(text for number, text in sorted(self._texts.items()) if number <= last)
-        replace_text(self._summary, f'{{\n  "cycles": [\n{rows}\n  ]\n}}\n')
-
-
-def _text(row: Mapping[str, Any]) -> str:
-    # each entry is encoded once, because a thousand cycles take a megabyte
-    return textwrap.indent(json.dumps(row, indent=2), "    ")

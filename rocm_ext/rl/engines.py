@@ -20,10 +20,8 @@ from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import log
 from rocm_ext.distributed.ranks import Ranks, local_world_size
 from rocm_ext.machine.detect import host_memory
-from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.plan.memory import frozen_bytes
-from rocm_ext.sampling import Engine, LocalEngine, Sampling, Session, TransformersEngine
-from rocm_ext.sampling.foreign import use_fitting_engine
+from rocm_ext.sampling import Engine, LocalEngine, Sampling, Session
 from rocm_ext.train.learner import Learner
 
 
@@ -180,7 +178,6 @@ def open_engines(
         "trace": learner.runtime.trace,
     }
     room = learner.runtime.ranks, partial(free_memory, cfg, learner, True), partial(training_memory, learner)
-    use_fitting_engine(cfg, learner.decoder)
     wanted = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
     engine = config.instantiate(cfg.engine, key="engine", **wanted)
     if cfg.profile_steps and cfg.prompts is not None and "trace" not in wanted:
@@ -200,7 +197,6 @@ def open_engines(
     try:
         _check_adapters(cfg, learner, engine, samples_new_adapters)
     except UserError as error:
-        kind = TransformersEngine if isinstance(learner.decoder, ForeignDecoder) else LocalEngine
         first, training = cfg.checkpointer.get("adapter_checkpoint"), cfg.prompts is not None
         if training and (first or samples_new_adapters):
             without = "set max_staleness=0 and " if cfg.get("max_staleness") else ""
@@ -208,9 +204,9 @@ def open_engines(
                 without = "start without an adapter_checkpoint and with cycles=1, or " if first else "set cycles=1, or "
             raise UserError(
                 f"{error}. Without such a server, {without}sample in this process with "
-                f"engine._component_=rocm_ext.sampling.{kind.__name__}"
+                f"engine._component_=rocm_ext.sampling.LocalEngine"
             ) from error
-        local = kind(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=offered["free_memory"])
+        local = LocalEngine(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=offered["free_memory"])
         try:
             local.check()
         except UserError as other:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from torch import Tensor
@@ -32,21 +32,24 @@ class Policy:
         on_servers: whether servers sample.
     """
 
+    unit = "step"
+
     def __init__(self, engines: Engines, learner: Learner, server_check: ServerCheck, out: Path) -> None:
         self._engines, self._learner, self._server_check = engines, learner, server_check
         self._ranks = learner.runtime.ranks
-        self._folder = out / "policy"
+        self._out, self._folder = out, out / "policy"
         self._written: Path | None = None
         self._check_from = 0  # step
         self._checked: tuple[str, Mapping[str, Tensor]] | None = None  # name and weights at the last check
         self.on_servers = hasattr(engines.sample, "check_adapter")
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Keep the session of an engine in this process open; remove the servers' adapters at the end."""
+    def opened(self, stays_open: bool) -> Iterator[None]:
+        """Keep the session of an engine in this process open if it ``stays_open``; remove the servers' adapters at the
+        end."""
         self._remove()  # what a killed run left
         try:
-            with self._engines.keep_open():
+            with self._engines.keep_open() if stays_open else nullcontext():
                 yield
         finally:
             self._remove()
@@ -56,12 +59,13 @@ class Policy:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextmanager
-    def session(self, step: int, requests: Requests) -> Iterator[Session]:
+    def session(self, step: int, requests: Requests, phase: str = "sample") -> Iterator[Session]:
         """Open a session with the present adapter, which is that of ``step``; all ranks call this together.
 
         Args:
             step: number of steps done.
             requests: requests of the session; a check of servers chooses prompts from them.
+            phase: ``sample`` or ``eval``, for which there may be another engine.
 
         Raises:
             UserError: a server cannot load the adapter, or samples with another.
@@ -71,16 +75,20 @@ class Policy:
         def check(session: Session) -> None:
             assert adapter is not None
             if step >= self._check_from:
-                self._check_from = max(1, 2 * step)
+                self._check_from = self._next_check(step)
                 self._server_check.check(session, requests, adapter, self._checked)
-                self._checked = f"the adapter of step {step}", self._learner.adapter_state()
+                self._checked = f"the adapter of {self.unit} {step}", self._learner.adapter_state()
 
-        with self._engines.session("sample", adapter, check) as session:
+        with self._engines.session(phase, adapter, check) as session:
             yield session
 
     def check_again(self) -> None:
         """Check in the next session that the servers sample with its adapter."""
         self._check_from = 0
+
+    def _next_check(self, step: int) -> int:
+        """Return the step from which on the servers are checked again after a check at ``step``."""
+        return max(1, 2 * step)
 
     def _adapter(self, step: int) -> Path | None:
         """Write the present adapter for the servers; return its folder, None for the base model."""
@@ -99,3 +107,15 @@ class Policy:
             self._ranks.on_main(write)
             self._written = folder
         return folder
+
+
+class CyclePolicy(Policy):
+    """Opens sessions with the adapters in the folders of RAFT's cycles, and checks servers in each of them."""
+
+    unit = "cycle"
+
+    def _next_check(self, step: int) -> int:
+        return 0
+
+    def _adapter(self, step: int) -> Path | None:
+        return self._out / f"cycle_{step}" / "adapter" if step else super()._adapter(0)

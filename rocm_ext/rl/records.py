@@ -9,18 +9,20 @@ import errno
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, read_lines, rewrite_lines
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.runs.folder import SampleKey
 from rocm_ext.sampling import Completion
 from rocm_ext.verifiers import Result, Verdict
 
+_AT_ONCE = 1024  # records that a rank sends to the others at a time: those of a whole cycle would take much memory
 Scope = tuple[int, str, int]  # step or cycle, "sample" or "eval", round of a step's sampling
 
 
@@ -113,25 +115,78 @@ def entropy(samples: Iterable[Sample]) -> float | None:
     return -fmean(logprobs) if logprobs else None
 
 
-class Records:
-    """The samples and verdicts of a run.
+def is_correct(result: Result) -> bool:
+    """Return whether the verdict is CORRECT."""
+    return result.verdict is Verdict.CORRECT
+
+
+def pass_rates(
+    results: Mapping[SampleKey, Result], passes: Callable[[Result], bool] = is_correct
+) -> dict[str, float | None]:
+    """Compute the share of each prompt's answers that passed.
+
+    Answers without a reward (ERROR) do not count, because a verifier's failure says nothing about a prompt.
 
     Args:
-        out: the run's output folder.
-        ranks: all processes of the run.
-        step: steps done; later ones are unfinished.
-        evaluated: step of the last evaluation; later ones are unfinished.
+        results: verdicts by prompt id and sample index.
+        passes: what an answer needs to pass.
+
+    Returns:
+        Share from 0 to 1 by prompt id; None for prompts without any reward.
+    """
+    passed: dict[str, list[bool]] = {}
+    for (prompt, _), result in results.items():
+        of_prompt = passed.setdefault(prompt, [])
+        if result.reward is not None:
+            of_prompt.append(passes(result))
+    return {prompt: fmean(of_prompt) if of_prompt else None for prompt, of_prompt in passed.items()}
+
+
+def remove_records(out: Path) -> None:
+    """Remove the samples and verdicts of an earlier run, on all ranks together or on the main one alone."""
+    for name in ("samples", "verdicts"):
+        for file in (out / f"{name}.jsonl", *out.glob(f"{name}.rank*.jsonl")):
+            file.unlink(missing_ok=True)
+
+
+class Records:
+    """The samples and verdicts of a run; :meth:`open` opens them.
 
     Attributes:
-        asked: for each prompt, the steps that asked it and the share of its answers with the verdict CORRECT; None
-            where no answer has a verdict other than ERROR.
+        asked: for each prompt, the steps that asked it and the share of its answers that passed; None where no answer
+            has a verdict other than ERROR.
     """
 
-    def __init__(self, out: Path, ranks: Ranks, step: int, evaluated: int) -> None:
-        self._files = [_File(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts")]
+    def __init__(self, samples: "_File", verdicts: "_File", passes: Callable[[Result], bool]) -> None:
+        self._files, self._passes = (samples, verdicts), passes
         self.asked: dict[str, list[tuple[int, float | None]]] = {}
-        self._read(step, evaluated)
+
+    @classmethod
+    def open(
+        cls, out: Path, ranks: Ranks, step: int, evaluated: int, passes: Callable[[Result], bool] = is_correct
+    ) -> "Records":
+        """Open the records of a run, and join the lines of all ranks that a killed process left; all ranks call this.
+
+        Args:
+            out: the run's output folder.
+            ranks: all processes of the run.
+            step: steps done; later ones are unfinished. A step of RAFT is a cycle.
+            evaluated: step of the last evaluation; later ones are unfinished.
+            passes: what an answer needs to count for its prompt's pass rate.
+
+        Raises:
+            UserError: a line is damaged; the message names it.
+        """
+        samples, verdicts = (_File(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts"))
+        ranks.barrier()
+        if ranks.is_main:
+            samples.merge()
+            verdicts.merge()
+        ranks.barrier()
+        records = cls(samples, verdicts, passes)
+        records._read(step, evaluated)
         ranks.barrier()  # the main rank may rewrite the files next
+        return records
 
     def _read(self, step: int, evaluated: int) -> None:
         samples, verdicts = self._files
@@ -154,13 +209,8 @@ class Records:
 
     def finish(self, step: int, results: Mapping[SampleKey, Result]) -> None:
         """Add the verdicts of a finished step to ``asked``."""
-        by_prompt: dict[str, list[bool]] = {}
-        for (prompt, _), result in results.items():
-            right = by_prompt.setdefault(prompt, [])
-            if result.reward is not None:
-                right.append(result.verdict is Verdict.CORRECT)
-        for prompt, right in by_prompt.items():
-            self.asked.setdefault(prompt, []).append((step, fmean(right) if right else None))
+        for prompt, rate in pass_rates(results, self._passes).items():
+            self.asked.setdefault(prompt, []).append((step, rate))
 
     def phase(
         self, step: int, phase: str, round_: int = 0, policy: int | None = None
@@ -182,6 +232,35 @@ class Records:
         lines = (line for line in self._files[1].lines() if line["step"] == step and line["phase"] == phase)
         return {(line["prompt_id"], line["sample"]): to_result(line) for line in lines}
 
+    def samples(self, wanted: Mapping[int, Collection[SampleKey]]) -> dict[int, list[Sample]]:
+        """Read the ``wanted`` samples of finished steps, in the order of ``wanted``.
+
+        Raises:
+            UserError: one is missing.
+        """
+        keys = {(step, key) for step, of_step in wanted.items() for key in of_step}
+        lines = self._files[0].lines() if keys else ()
+        read = {
+            scoped: to_sample(line)
+            for line in lines
+            if line["phase"] == "sample" and (scoped := (line["step"], (line["prompt_id"], line["sample"]))) in keys
+        }
+        if missing := keys - read.keys():
+            raise UserError(f"samples.jsonl lacks answers that the run trained on, such as {min(missing)}; restore it")
+        return {step: [read[step, key] for key in of_step] for step, of_step in wanted.items()}
+
+    def forget(self, sample: Callable[[Mapping[str, Any]], bool], judge_again: bool) -> None:
+        """Remove records of unfinished phases, so that their answers are sampled or judged again.
+
+        Args:
+            sample: whether an answer must be sampled again.
+            judge_again: whether every answer is judged again.
+        """
+        samples, verdicts = self._files
+        samples.drop_held(lambda scope, record: sample(record))
+        left = {(scope, key) for scope, records in samples.held.items() for key in records}
+        verdicts.drop_held(lambda scope, record: judge_again or (scope, _key(record)) not in left)
+
     def keep_samples_from(self, step: int, at_once: bool = False) -> None:
         """Remove the samples of all steps before ``step`` from the file; verdicts and evaluations stay.
 
@@ -198,14 +277,6 @@ class Records:
         """Close the files."""
         for file in self._files:
             file.close()
-
-
-def phase_records(folder: Path, ranks: Ranks, step: int, phase: str) -> tuple["PhaseRecords", "PhaseRecords"]:
-    """Open ``samples.jsonl`` and ``verdicts.jsonl`` of a phase that has a folder of its own; see :meth:`Records.phase`.
-
-    A killed phase continues from its records.
-    """
-    return Records(folder, ranks, -1, -1).phase(step, phase)
 
 
 class PhaseRecords:
@@ -257,14 +328,10 @@ class _File:
         self._own = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
         self._handle: Any = None
         self._rewritten = 0  # bytes after the last rewrite
-        self._held: dict[Scope, dict[SampleKey, dict[str, Any]]] = defaultdict(dict)
+        self.held: dict[Scope, dict[SampleKey, dict[str, Any]]] = defaultdict(dict)
         self._uncollected: set[Scope] = set()  # phases with lines of this process only
-        ranks.barrier()
-        if ranks.is_main:
-            self._merge()
-        ranks.barrier()
 
-    def _merge(self) -> None:
+    def merge(self) -> None:
         """Cut a line that a kill left incomplete, and move the lines of other ranks here."""
         with disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -288,11 +355,24 @@ class _File:
         """Keep the records of unfinished phases until :meth:`take`."""
         for line in lines:
             record = {key: value for key, value in line.items() if key not in ("step", "phase", "round")}
-            self._held[_scope(line)][record["prompt_id"], record["sample"]] = record
+            self.held[_scope(line)][record["prompt_id"], record["sample"]] = record
+
+    def drop_held(self, unwanted: Callable[[Scope, Mapping[str, Any]], bool]) -> None:
+        """Remove the ``unwanted`` records of phases that nobody has taken."""
+        dropped = {
+            (scope, key)
+            for scope, records in self.held.items()
+            for key, record in records.items()
+            if unwanted(scope, record)
+        }
+        for scope, key in dropped:
+            del self.held[scope][key]
+        if dropped:
+            self.rewrite(lambda line: (_scope(line), _key(line)) not in dropped)
 
     def take(self, scope: Scope) -> dict[SampleKey, dict[str, Any]]:
         """Return the records of a phase that an earlier process left."""
-        return self._held.pop(scope, {})
+        return self.held.pop(scope, {})
 
     def append(self, scope: Scope, record: Mapping[str, Any]) -> None:
         """Write a record of a phase to this rank's file."""
@@ -316,11 +396,12 @@ class _File:
         if self._ranks.world == 1:
             self.close()
             return
-        parts = self._ranks.gather(new)
-        for record in (record for part in parts for record in part):
-            records[record["prompt_id"], record["sample"]] = record
-        if self._ranks.is_main:
-            self.write(_line(scope, record) for part in parts[1:] for record in part)
+        for start in range(0, max(self._ranks.gather(len(new))), _AT_ONCE):
+            parts = self._ranks.gather(new[start : start + _AT_ONCE])
+            for record in (record for part in parts for record in part):
+                records[record["prompt_id"], record["sample"]] = record
+            if self._ranks.is_main:
+                self.write(_line(scope, record) for part in parts[1:] for record in part)
         self._ranks.barrier()
         self._uncollected.discard(scope)
         self.close()
@@ -355,6 +436,10 @@ def _line(scope: Scope, record: Mapping[str, Any]) -> str:
 
 def _scope(line: Mapping[str, Any]) -> Scope:
     return line["step"], line["phase"], line.get("round", 0)
+
+
+def _key(line: Mapping[str, Any]) -> SampleKey:
+    return line["prompt_id"], line["sample"]
 
 
 def _size(path: Path) -> int:

@@ -480,5 +480,5 @@ def _describe(stats: Mapping[str, float], counts: Counter[str]) -> str:
     if "gb_per_second" in stats:
         parts.append(f"{stats['gb_per_second']:,.1f} GB/s")
     if judged:
-        parts.append(f"{counts[Verdict.CORRECT.value] / judged:.0%} of {judged} right")
+        parts.append(f"{judged} judged so far, {counts[Verdict.CORRECT.value] / judged:.0%} of them right")
     return "  ".join(parts)

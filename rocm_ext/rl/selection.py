@@ -1,7 +1,7 @@
 """What a step or cycle learns from: RAFT keeps right answers, GRPO compares those of a group.
 
-Both selections are pure functions of the results. They do not depend on the order of files: a hash of the seed breaks
-ties.
+Both selections are pure functions of the results, and so are the rows. They do not depend on the order of files: a hash
+of the seed breaks ties.
 """
 
 import math
@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
 
+from rocm_ext.data.render import IGNORE
+from rocm_ext.data.rows import Rows
 from rocm_ext.rl import advantages
 from rocm_ext.rl.records import Sample, entropy
 from rocm_ext.rl.rollout import Answers
@@ -104,6 +107,34 @@ def filter_samples(
     return kept, {**{reason: count for reason, count in dropped.items() if count}, "kept": len(kept)}
 
 
+def replay(
+    kept: Sequence[Sample], earlier: Sequence[Sequence[Sample]], *, per_prompt: int | None, deduplicate: bool
+) -> list[Sample]:
+    """Return the answers of earlier cycles that a cycle trains on in addition to its own.
+
+    STaR (arXiv:2203.14465) and ReST-EM (arXiv:2312.06585) train the initial model on the newest answers alone, but ask
+    every prompt each time. Cycles that ask a part of the prompts, or skip solved ones, would forget the rest; V-STaR
+    (arXiv:2402.06457) adds up the answers of all iterations, as this does.
+
+    Args:
+        kept: the cycle's own answers.
+        earlier: kept answers of the cycles before it, oldest first; newer answers go first.
+        per_prompt: limit of a prompt's answers of all cycles together; None: no limit.
+        deduplicate: leave out a prompt's answers with the same tokens as a newer one.
+    """
+    seen = {(sample.prompt_id, tuple(sample.tokens)) for sample in kept}
+    of_prompt = Counter(sample.prompt_id for sample in kept)
+    replayed = []
+    for sample in (sample for cycle in reversed(earlier) for sample in cycle):
+        key = sample.prompt_id, tuple(sample.tokens)
+        full = per_prompt is not None and of_prompt[sample.prompt_id] >= per_prompt
+        if not full and not (deduplicate and key in seen):
+            seen.add(key)
+            of_prompt[sample.prompt_id] += 1
+            replayed.append(sample)
+    return replayed
+
+
 @dataclass
 class Selected:
     """The answers of a step.
@@ -116,6 +147,7 @@ class Selected:
         asked: prompts in the order in which they were asked.
         stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
         length_share: see :func:`rocm_ext.rl.advantages.length_share`.
+        dropped: number of answers that each rule of :func:`filter_samples` dropped, and of those ``kept``.
     """
 
     samples: Mapping[SampleKey, Sample]
@@ -125,6 +157,7 @@ class Selected:
     asked: Sequence[str]
     stats: Mapping[str, float] = field(default_factory=dict)
     length_share: float | None = None
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def groups(self) -> int:
@@ -211,3 +244,22 @@ def select(rounds: Sequence[Answers], asked: Sequence[str], cfg: DictConfig) -> 
 def _summed(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = ("tokens", "seconds", "waiting", "hidden", "policy")
     return {name: sum(each.get(name, 0.0) for each in stats) for name in names}
+
+
+def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> Rows:
+    """Convert samples to training rows: the tokens of prompt and answer as sampled, with labels on the answer only.
+
+    Args:
+        samples: samples to train on.
+        prompts: token ids of each prompt, by id.
+    """
+    rows = Rows([], [], [], {"rows": len(samples)})
+    for sample in samples:
+        prompt = prompts[sample.prompt_id]
+        tokens = np.array([*prompt, *sample.tokens], dtype=np.int32)
+        labels = tokens.copy()
+        labels[: len(prompt)] = IGNORE
+        rows.tokens.append(tokens)
+        rows.labels.append(labels)
+        rows.lengths.append((len(tokens),))
+    return rows

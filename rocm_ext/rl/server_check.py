@@ -18,7 +18,7 @@ from torch import Tensor
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.rl.records import Sample
-from rocm_ext.rl.rows import to_rows
+from rocm_ext.rl.selection import to_rows
 from rocm_ext.sampling import Completion, Request, Sampling
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.scoring import reference, score

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -11,13 +10,16 @@ from omegaconf import DictConfig
 from rocm_ext.base.log import Progress
 from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
+from rocm_ext.model.adapters import peft_files
 from rocm_ext.rl.objective import updates_of_step
+from rocm_ext.rl.records import remove_records
+from rocm_ext.rl.selection import Selected
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.loop import StepStats, Training
-from rocm_ext.train.metrics import Metrics, peak_memory, read_metrics
+from rocm_ext.train.metrics import peak_memory, read_metrics
 from rocm_ext.train.output_dir import OutputDir
 
 # Keys that a resumed GRPO run may change, in addition to those that a resumed SFT run may change
@@ -37,16 +39,16 @@ class PolicyTrainer(Training):
 
     Args:
         learner: the model, set up.
-        cfg: config of ``grpo_rocm`` or of a recipe that extends it.
+        cfg: config of the recipe.
         folder: output folder from :meth:`OutputDir.open`; the run resumes the checkpoint that the folder found.
         inputs: hashes of what a run must share with the one it resumes, such as its prompts.
         metric_logger: a torchtune metric logger in addition to ``metrics.jsonl``; the caller closes it.
         interrupt: receives the user's signals to stop.
 
     Attributes:
+        first: the adapter that the run began with.
         lines: the lines of ``metrics.jsonl``, the same on all ranks.
         evaluated: step of the last evaluation; -1 before the first.
-        saved: step of the last checkpoint.
         stopped: why the run ends before its last step; None: it does not.
         fresh: whether the run began here, without a checkpoint.
     """
@@ -64,34 +66,55 @@ class PolicyTrainer(Training):
         interrupt: Interrupt | None = None,
     ) -> None:
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
-        self._inputs, self._updates_per_step = inputs, updates_of_step(cfg)
+        self._inputs, self.first = inputs, learner.adapter_state()
         self.stopped: str | None = None
         self.evaluated, self.fresh = -1, folder.resumed is None
-        self.begin(cfg.steps * self._updates_per_step)
-        self.saved = self.step
-        if self.ranks.is_main:
-            self._claim(folder.path)
-        self.lines: list[dict[str, Any]] = self.ranks.agree(read_metrics(folder.path / "metrics.jsonl"))
-        self._progress = Progress(cfg.steps, self.step, self.ranks.is_main)
+        self.lines: list[dict[str, Any]] = []
+        self._saved = (-1, -1)  # step and evaluation of the last checkpoint of this process
 
-    def _claim(self, out: Path) -> None:
-        path = out / "metrics.jsonl"
-        if self.fresh:  # of another run, or of one that was killed before its first checkpoint
-            for name in ("samples", "verdicts"):
-                for file in (out / f"{name}.jsonl", *out.glob(f"{name}.rank*.jsonl")):
-                    file.unlink(missing_ok=True)
-        (out / "samples.jsonl").touch()  # tells monitor that this is a run of GRPO
-        # an evaluation after the last checkpoint is done again, from its records
-        self.metrics = Metrics(path, lambda line: "eval" not in line or line["step"] <= self.evaluated)
+    def open(self) -> None:
+        """Continue the folder's checkpoint, or claim the folder for a run that begins; all other set-up is done.
+
+        Raises:
+            UserError: a component cannot be built, or the checkpoint belongs to another run.
+        """
+        self.begin_run()
+        if self.fresh and self.ranks.is_main:  # files of another run, or of one killed before its first checkpoint
+            self.remove_outputs()
+        if self.ranks.is_main:
+            (self.folder.path / "samples.jsonl").touch()  # tells monitor that this is a run of GRPO
+        self.ranks.barrier()
+        self.lines = self.ranks.agree(read_metrics(self.folder.path / "metrics.jsonl"))
+        if self.fresh:
+            self.save_checkpoint()
+        self._saved = self.step, self.evaluated
+
+    def begin_run(self) -> None:
+        """Build what the run has one of, and continue the checkpoint."""
+        self.begin(self.cfg.steps * updates_of_step(self.cfg))
+        self._progress = Progress(self.cfg.steps, self.step, self.ranks.is_main)
+
+    def remove_outputs(self) -> None:
+        """Remove the records that an earlier run left."""
+        remove_records(self.folder.path)
+
+    @property
+    def adapter_step(self) -> int:
+        """The last step that could change the adapter."""
+        return self.step
 
     @property
     def updates(self) -> int:
         """Optimiser updates that the steps done take in the schedule."""
-        return self.step * self._updates_per_step
+        return self.step * updates_of_step(self.cfg)
+
+    def keeps_line(self, line: dict[str, Any]) -> bool:
+        """Return whether the run does not repeat what a line is about; evaluations are repeated from their records."""
+        return line["step"] <= (self.evaluated if "eval" in line else self.step)
 
     def identity(self) -> dict[str, Any]:
         """Return what a run must share with the one it resumes, beside the config."""
-        return {**super().identity(), **self._inputs}
+        return {**super().identity(), **self._inputs, "first adapter": peft_files.fingerprint(self.first)}
 
     def extra_state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the state of every training."""
@@ -126,7 +149,7 @@ class PolicyTrainer(Training):
         for update in loader.range(0, len(minibatches)):
             done.append(self.train_step(update))
         seconds = time.perf_counter() - began
-        self.skip_updates(self._updates_per_step - len(done))
+        self.skip_updates(updates_of_step(self.cfg) - len(done))
         if not done:
             return NO_UPDATES
         tokens, computed = sum(s.tokens for s in done), sum(s.tokens / (1 - s.padding) for s in done)
@@ -144,7 +167,7 @@ class PolicyTrainer(Training):
 
     def train_on_nothing(self) -> dict[str, Any]:
         """Advance the schedule by a step without rows, and return what :meth:`train_on` returns."""
-        self.skip_updates(self._updates_per_step)
+        self.skip_updates(updates_of_step(self.cfg))
         return NO_UPDATES
 
     def _minibatches(self, rows: Rows, groups: Sequence[str]) -> list[list[int]]:
@@ -161,28 +184,43 @@ class PolicyTrainer(Training):
                     minibatches.append(indices)
         return minibatches
 
-    def finish_step(self, values: dict[str, Any]) -> None:
-        """Count a step, and log its ``values``."""
+    def finish_step(self, selected: Selected, updates: Mapping[str, Any], seconds: float) -> None:
+        """Count a step, and log it.
+
+        Args:
+            selected: its answers.
+            updates: as :meth:`train_on` returns it.
+            seconds: duration of the step.
+        """
         self.step += 1
+        lag = {"policy_lag": selected.policy_lag(self.step)}
+        values = selected.measurements() | dict(updates) | lag | {"seconds": seconds}
         if self.cfg.log_peak_memory_stats:
             values["peak_memory"] = peak_memory(self.runtime.device)
-        self._log(values, self.step % self.cfg.log_every_n_steps == 0)
+        self.log(self.step % self.cfg.log_every_n_steps == 0, **values)
         right = f"reward {values['reward']:.3f}  " if values["reward"] is not None else ""
         flat = f"{values['flat']:.0%} of {values['groups']} groups flat  {values['mean_tokens']:.0f} tokens  "
-        self._progress.update(f"{right}{flat}{values['seconds']:.1f} s")
+        self._progress.update(f"{right}{flat}{seconds:.1f} s")
 
-    def finish_evaluation(self, scores: dict[str, Any], seconds: float) -> None:
-        """Log an evaluation of the present adapter, and remember the adapter if it is the best so far."""
-        self.evaluated = self.step
-        if self.step and (self.best is None or scores["correct"] > self.best["score"]):
-            self.best = {"score": scores["correct"], "step": self.step, "adapter": self.learner.adapter_state()}
-        self._log({"eval": scores, "seconds": seconds}, False)
+    def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:
+        """Log an evaluation of the present adapter, and remember the adapter if it is the best so far.
+
+        Args:
+            step: the step that the adapter is of.
+            scores: see :func:`rocm_ext.rl.evaluation.score`.
+            stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
+        """
+        self.evaluated = step
+        if step and (self.best is None or scores["correct"] > self.best["score"]):
+            self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
+        self.log(False, eval=scores, seconds=stats["seconds"])
         if self.metric_logger is not None:
             self.metric_logger.log_dict({"eval_correct": scores["pass_at_1"]}, step=self.step)
 
-    def _log(self, values: dict[str, Any], to_logger: bool) -> None:
+    def log(self, to_logger: bool, **values: Any) -> None:
+        """Write a line of ``metrics.jsonl``, and add it to ``lines``; the metric logger gets the numbers in it."""
         self.write_metrics(False, **values)
-        self.lines.append(self.ranks.agree({"step": self.step, **values}))
+        self.lines.append(self.ranks.agree({**self.position(), **values}))
         if to_logger and self.metric_logger is not None:
             numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
             self.metric_logger.log_dict(numbers, step=self.step)
@@ -192,7 +230,12 @@ class PolicyTrainer(Training):
     def save_checkpoint(self) -> None:
         """Write a checkpoint; see :meth:`Training.save_checkpoint`."""
         super().save_checkpoint()
-        self.saved = self.step
+        self._saved = self.step, self.evaluated
+
+    @property
+    def saved(self) -> int:
+        """Step of the last checkpoint."""
+        return self._saved[0]
 
     def save_if_due(self) -> None:
         """Write a checkpoint every ``save_every_n_steps`` steps and after the last."""
@@ -201,8 +244,8 @@ class PolicyTrainer(Training):
             self.save_checkpoint()
 
     def save_if_new(self) -> None:
-        """Write a checkpoint unless the last one is of the present step."""
-        if self.saved != self.step:
+        """Write a checkpoint unless the last one has the present step and its evaluation."""
+        if self._saved != (self.step, self.evaluated):
             self.save_checkpoint()
 
     def summary(self) -> dict[str, Any]:

@@ -10,11 +10,9 @@ import math
 from dataclasses import dataclass
 
 from rocm_ext.base.registry import RAFT
-from rocm_ext.runs.comparison import Comparison, Losses, Scores
+from rocm_ext.runs.compare import Comparison, Losses
 from rocm_ext.runs.intervals import BATCHES, Interval, more_steps
 
-TOLERANCE = 0.01  # relative, of losses
-SCORE_TOLERANCE = 0.05  # of held-out scores, a share of the prompts
 _NOTICED = 0.1  # relative difference of speeds; runs with equal settings differ by as much
 _SLOW = 0.85  # of A's speed; chance does not explain less
 _PATIENCE = 100  # times the present steps; advice to run more would help nobody
@@ -48,7 +46,7 @@ class _Quality:
     text: str
 
 
-def decide(found: Comparison, tolerance: float = TOLERANCE, score_tolerance: float = SCORE_TOLERANCE) -> Decision:
+def decide(found: Comparison, tolerance: float, score_tolerance: float) -> Decision:
     """Decide whether to take B.
 
     Args:
@@ -58,15 +56,14 @@ def decide(found: Comparison, tolerance: float = TOLERANCE, score_tolerance: flo
     """
     speed, slower = _speed(found.speed), found.speed.value <= _SLOW and found.speed.high < 1
     saved = found.memory[1] / found.memory[0] if found.memory[0] > 0 else math.nan
-    if found.losses is not None and found.stability.not_finite[0] > found.losses.steps:
+    if found.losses is not None and found.stability["losses not finite"][0] > found.losses.steps:
         return Decision("unknown", "A's losses are not finite, so there is nothing to compare with")
-    if problem := found.stability.problem:
+    if problem := found.mishap:
         return Decision("reject", f"{speed}, but {problem}: do not take it")
     if found.losses is not None:
         quality = _losses(found.losses, tolerance)
     else:
-        unit = "cycle" if found.a.family == found.b.family == RAFT else "step"
-        quality = _scores(found.scores, score_tolerance, found.a.is_evaluation and found.b.is_evaluation, unit)
+        quality = _scores(found, score_tolerance)
     if quality.state == "worse":
         return Decision("reject", f"{speed}, but {quality.text}: do not take it")
     if slower and not saved < _SAVED:
@@ -87,91 +84,90 @@ def _speed(speed: Interval) -> str:
         return "the speed of B is unknown"
     if not (math.isfinite(speed.low) and math.isfinite(speed.high)):
         return f"B is {speed.value:.2f}x as fast (too few steps or cycles for an interval)"
-    around = f"({speed.low:.2f}-{speed.high:.2f})"
-    if abs(speed.value - 1) > _NOTICED:
-        return f"B is {speed.value:.2f}x as fast {around}"
-    if speed.low > 1 - _NOTICED and speed.high < 1 + _NOTICED:
-        return f"B is as fast as A {around}"
-    return f"B is about as fast as A {around}"
+    near = "about " if speed.low <= 1 - _NOTICED or speed.high >= 1 + _NOTICED else ""
+    times = f"{near}as fast as A" if abs(speed.value - 1) <= _NOTICED else f"{speed.value:.2f}x as fast"
+    return f"B is {times} ({speed.low:.2f}-{speed.high:.2f})"
 
 
 def _losses(losses: Losses, tolerance: float) -> _Quality:
-    sure = losses.attributable
     if losses.not_comparable:
         if losses.best_validation is None:
             return _Quality("unknown", f"losses cannot be compared: {losses.not_comparable}")
-        return _validation(*losses.best_validation, "best validation loss", tolerance, sure)
+        return _validation(losses, *losses.best_validation, "best validation loss", tolerance)
     if losses.steps < 2 * BATCHES:
         return _Quality("unknown", f"{losses.steps} common steps are too few; it takes at least {2 * BATCHES}")
     if losses.validation is not None:
         step, a, b = losses.validation
-        held_out = _validation(a, b, f"validation loss at step {step}", tolerance, sure)
-        if held_out.state != "same":
-            return held_out
+        quality = _validation(losses, a, b, f"validation loss at step {step}", tolerance)
+        if quality.state != "same":
+            return quality
     return _training(losses, tolerance)
 
 
 def _training(losses: Losses, tolerance: float) -> _Quality:
     found = losses.last_half
     around = f"({100 * found.low:+.1f} to {100 * found.high:+.1f} %)"
-    if found.within(tolerance) and found.excludes(0):
-        way = "higher" if found.value > 0 else "lower"
-        little = f"within the tolerance of {_percent(tolerance)}"
-        return _Quality("same", f"loss {_percent(abs(found.value))} {way}, {little}")
     if found.within(tolerance):
-        return _Quality("same", f"loss the same within {_percent(max(abs(found.low), abs(found.high)))}")
+        if not found.excludes(0):
+            return _Quality("same", f"loss the same within {_percent(max(abs(found.low), abs(found.high)))}")
+        way = "higher" if found.value > 0 else "lower"
+        return _Quality(
+            "same", f"loss {_percent(abs(found.value))} {way}, within the tolerance of {_percent(tolerance)}"
+        )
     if not (found.excludes(0) and abs(found.value) > tolerance):
         steps = 2 * more_steps(found, losses.steps - losses.steps // 2, tolerance)  # the last half of them counts
-        told = f"it is not clear yet whether its loss is the same within {_percent(tolerance)} {around}"
-        many = steps > _PATIENCE * losses.steps
-        wanted = "more steps alone will not decide" if many else f"run about {steps:,} more steps"
-        return _Quality("unknown", f"{told}: {wanted}")
+        open_ = f"it is not clear yet whether its loss is the same within {_percent(tolerance)} {around}"
+        hopeless = steps > _PATIENCE * losses.steps
+        advice = "more steps alone will not decide" if hopeless else f"run about {steps:,} more steps"
+        return _Quality("unknown", f"{open_}: {advice}")
     if not losses.attributable:
         return _Quality("unknown", f"its loss differs by {100 * found.value:+.1f} %, which different seeds can cause")
     if found.value > 0:
         return _Quality("worse", f"its loss is {_percent(found.value)} higher {around}")
     lower = f"loss {_percent(-found.value)} lower {around}"
+    if losses.validation is not None:
+        return _Quality("same", lower)
     # a mask that fails to hide labels, or rows that are cut off, look like this
-    if losses.validation is None:
-        return _Quality(
-            "unknown", f"training {lower}, which a faster setting does not explain: set validation_fraction"
-        )
-    return _Quality("same", lower)
+    return _Quality("unknown", f"training {lower}, which a faster setting does not explain: set validation_fraction")
 
 
-def _validation(a: float, b: float, what: str, tolerance: float, attributable: bool) -> _Quality:
+def _validation(losses: Losses, a: float, b: float, what: str, tolerance: float) -> _Quality:
     difference = b / a - 1
     if difference < -tolerance:
         return _Quality("same", f"{what} {_percent(-difference)} lower")
     if difference <= tolerance:
         return _Quality("same", f"{what} the same within {_percent(tolerance)}")
-    if not attributable:
+    if not losses.attributable:
         return _Quality("unknown", f"its {what} is {_percent(difference)} higher, which different seeds can cause")
     return _Quality("worse", f"its {what} is {_percent(difference)} higher")
 
 
-def _scores(scores: list[Scores], tolerance: float, evaluations: bool, unit: str) -> _Quality:
+def _scores(found: Comparison, tolerance: float) -> _Quality:
     """Judge the last evaluation that both runs have, or two evaluations by ``rocm-ext eval``.
 
     B is not worse if the whole interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
     does not explain the difference.
     """
-    if not scores or not (scores[-1].trained or evaluations):
+    evaluations = found.a.is_evaluation and found.b.is_evaluation
+    if not found.scores or not (found.scores[-1].trained or evaluations):
+        unit = "cycle" if found.a.family == found.b.family == RAFT else "step"
         return _Quality("unknown", f"no trained {unit} of both runs has held-out scores yet")
-    last = scores[-1]
+    last = found.scores[-1]
     if last.not_comparable:
         return _Quality("unknown", f"held-out scores cannot be compared: {last.not_comparable}")
-    gain, points = last.gain, 100 * tolerance
-    told = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
+    gain = last.gain
+    points = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})"
     after = " and ".join(dict.fromkeys(last.after))
     name = "held-out pass@1" if evaluations else f"held-out pass@1 after {after}"
     if gain.low > -tolerance:
-        return _Quality("same", f"{name} {told}")
+        return _Quality("same", f"{name} {points}")
     if gain.high < 0 or (last.p is not None and last.p < 0.05 and gain.value < 0):
-        return _Quality("worse", f"its {name} is worse, {told}")
+        return _Quality("worse", f"its {name} is worse, {points}")
     half, room = (gain.high - gain.low) / 2, tolerance + gain.value
     needed = f": about {math.ceil(last.a[1] * (half / room) ** 2):,} prompts are needed" if room > 0.001 else ""
-    return _Quality("unknown", f"{name} {told} does not show whether it is worse by {points:g} points{needed}")
+    return _Quality(
+        "unknown", f"{name} {points} does not show whether it is worse by {100 * tolerance:g} points{needed}"
+    )
 
 
 def _percent(share: float) -> str:

@@ -20,8 +20,7 @@ from rocm_ext.base.nested import flatten
 from rocm_ext.base.registry import DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.machine.counters import HARDWARE_LOG
 from rocm_ext.runs.cycles import PHASES as PHASES
-from rocm_ext.runs.cycles import SELECTION as SELECTION
-from rocm_ext.runs.cycles import CycleFolder, raft_finished
+from rocm_ext.runs.cycles import CycleFolder, Journal, raft_finished
 from rocm_ext.runs.records import GREEDY as GREEDY
 from rocm_ext.runs.records import Columns, Lines, Readings, is_rows, number, read_json, read_steps, read_yaml
 from rocm_ext.runs.records import SampleKey as SampleKey
@@ -50,7 +49,7 @@ class RunFolder:
         validations: ``step``, ``val_loss``.
         cycles: cycles of a RAFT run, in order.
         evaluations: evaluations of a GRPO run, in order.
-        answers: answers of a GRPO run.
+        answers: answers of a run of RAFT or GRPO.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
 
@@ -94,21 +93,22 @@ class RunFolder:
 
     def _shape(self, cycles: bool) -> str:
         """The recipe whose records the folder has. A user's recipe need not be here: they tell which one it extends."""
-        if cycles:
+        if cycles or "cycles" in self.config:
             return RAFT
         lines = list(islice(read_lines(self.path / "metrics.jsonl", problems=[]), 2))
         if (self.path / "samples.jsonl").exists() or any({"reward", "eval"} & line.keys() for line in lines):
             return GRPO
         if any("reward_chosen" in line for line in lines):
             return DPO
-        return RAFT if (self.path / "run.json").exists() else SFT
+        return SFT
 
     def _read_cycles(self, folders: Sequence[Path]) -> None:
         lines = self._tails.lines(self.path / "metrics.jsonl", Lines, self.problems)
         listed = self.summary.get("cycles")
         rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
+        journal = Journal(self.path, self.problems, self._tails)
         self.cycles = [
-            CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), self.problems, self._tails) for p in folders
+            CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), journal, self.problems, self._tails) for p in folders
         ]
         steps: list[Mapping[str, Any]] = []
         for cycle in self.cycles:

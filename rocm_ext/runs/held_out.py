@@ -39,7 +39,8 @@ def held_out(run: RunFolder) -> list[HeldOut]:
     for cycle in run.cycles:
         answers += _sampled(cycle)
         if cycle.scores is not None:
-            found.append(HeldOut(f"cycle {cycle.number}", cycle.number, answers, cycle.scores, _greedy(cycle)))
+            greedy = _greedy_of(run, cycle.number)
+            found.append(HeldOut(f"cycle {cycle.number}", cycle.number, answers, cycle.scores, greedy))
     return found
 
 
@@ -55,14 +56,6 @@ def _of_steps(run: RunFolder) -> list[HeldOut]:
 
 def _greedy_of(run: RunFolder, step: int) -> Callable[[], dict[str, bool]]:
     return lambda: run.answers.verdicts.greedy(step, GREEDY)
-
-
-def _greedy(cycle: CycleFolder) -> Callable[[], dict[str, bool]]:
-    def read() -> dict[str, bool]:
-        judged = cycle.judged_held_out.items()
-        return {prompt: each.verdict == "CORRECT" for (prompt, sample), each in judged if sample == GREEDY}
-
-    return read
 
 
 def _sampled(cycle: CycleFolder) -> int:

@@ -51,7 +51,7 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
         raise UserError(f"{run.path} is a run of {run.recipe}, which samples no answers; pairs needs {RAFT} or {GRPO}")
     found: dict[tuple[str, str], Answer] = {}
     left_out: Counter[str] = Counter()
-    for verdict, line in _of_cycles(run, last) if run.family == RAFT else _of_steps(run, last):
+    for verdict, line in _verified(run, last):
         tokens = line.get("tokens")
         if not isinstance(line.get("text"), str) or not isinstance(tokens, list) or not line["text"].strip():
             continue
@@ -106,16 +106,8 @@ def choose_pairs(
     return pairs
 
 
-def _of_cycles(run: RunFolder, last: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield verdict and sample of every verified answer of RAFT's cycles."""
-    cycles = [cycle for cycle in run.cycles if cycle.judged]
-    for cycle in cycles[-last:] if last else cycles:
-        for key, line in cycle.texts(set(cycle.judged)).items():
-            yield cycle.judged[key].verdict, line
-
-
-def _of_steps(run: RunFolder, last: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield verdict and sample of every verified answer of GRPO's steps."""
+def _verified(run: RunFolder, last: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield verdict and sample of every verified answer of the last steps; a step of RAFT is a cycle."""
     verdicts = {key: line.get("verdict") for key, line in _lines(run, "verdicts")}
     first = max((step for step, *_ in verdicts), default=0) - last if last else -1
     seen = set()

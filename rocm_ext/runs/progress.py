@@ -15,13 +15,6 @@ from rocm_ext.runs.records import MOST, is_rows, number, parse_scores, read_json
 from rocm_ext.runs.steps import steps_finished
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
-_WRITTEN_BY = {  # file of a RAFT cycle -> the phase that writes it
-    "samples.jsonl": "sampling",
-    "verdicts.jsonl": "sampling",
-    "metrics.jsonl": "training",
-    "eval/samples.jsonl": "evaluating",
-    "eval/verdicts.jsonl": "evaluating",
-}
 _RECENT = 20  # steps that tell the speed of a GRPO run
 _TOLD = ("step", "epoch", "loss", "margin", "accuracy", "tokens_per_second", "val_loss", "val_margin", "val_accuracy")
 
@@ -51,10 +44,10 @@ def progress(out: Path) -> dict[str, Any]:
         told = _last_values(lines)
     else:
         cycle, folder = cycles[-1]
-        written, file = max((_written(folder / name), name) for name in _WRITTEN_BY)
-        told = {"cycle": cycle}
+        file = max((folder / "metrics.jsonl", out / "samples.jsonl", out / "verdicts.jsonl"), key=_written)
+        written, told = _written(file), {"cycle": cycle}
         if written:
-            told["phase"] = _WRITTEN_BY[file]
+            told["phase"] = "training" if file.parent == folder else _answering(file)
         told |= _last_values(_last_lines(folder / "metrics.jsonl"))
         if _skipped(folder):
             told["phase"] = "skipped"
@@ -64,6 +57,12 @@ def progress(out: Path) -> dict[str, Any]:
     elif not cycles and not (out / "config.yaml").exists():
         told["problem"] = f"no run in {out}"
     return told
+
+
+def _answering(path: Path) -> str:
+    """What the newest line of a RAFT run's answers or verdicts is of: ``sampling`` or ``evaluating``."""
+    lines = _last_lines(path)
+    return "evaluating" if lines and lines[-1].get("phase") == "eval" else "sampling"
 
 
 def _finished(out: Path, cycles: list[tuple[int, Path]], told: dict[str, Any]) -> bool:

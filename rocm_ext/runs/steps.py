@@ -116,7 +116,7 @@ class _VerdictLines:
 
 
 class AnswerLog:
-    """``samples.jsonl`` and ``verdicts.jsonl`` of a GRPO run; in a running run, each rank has such files.
+    """``samples.jsonl`` and ``verdicts.jsonl`` of a run of RAFT or GRPO; in a running run, each rank has such files.
 
     A position is the number of the file and an offset in it.
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from rocm_ext.sampling.engine import Completion, Engine, Request, Sampling, Session, sample_seed
-from rocm_ext.sampling.foreign import TransformersEngine
 from rocm_ext.sampling.local import LocalEngine
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "Request",
     "Sampling",
     "Session",
-    "TransformersEngine",
     "sample_seed",
 ]
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.sampling.decoder import Cache, Decoder
+from rocm_ext.model.sampler import MIN_ROWS, Sampler
+from rocm_ext.model.slots import span_for
 from rocm_ext.sampling.draw import draw, uniforms
 from rocm_ext.sampling.engine import Request, Sampling
-from rocm_ext.sampling.matrix import MIN_ROWS
-from rocm_ext.sampling.slots import span_for
 
 
 @dataclass
@@ -33,14 +32,14 @@ class SlotBatch:
     """The slots of the cache; running samples occupy the first ones.
 
     Args:
-        decoder: the model's layout for sampling.
+        decoder: the model's copy for sampling.
         slots: their number.
         length: positions of a slot.
         sampling: how to draw.
         graphs: replay steps as graphs.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, length: int, sampling: Sampling, graphs: bool) -> None:
+    def __init__(self, decoder: Sampler, slots: int, length: int, sampling: Sampling, graphs: bool) -> None:
         self._decoder, self._sampling, self.slots, self.length = decoder, sampling, slots, length
         self._cache = decoder.new_cache(slots, length)
         device = decoder.device
@@ -73,7 +72,7 @@ class SlotBatch:
         return int(self.slots * self._decoder.cache_bytes(self.length)) + self._logits.nbytes
 
     @torch.no_grad()
-    def admit(self, requests: list[Request], prefix: Cache) -> None:
+    def admit(self, requests: list[Request], prefix: Any) -> None:
         """Put requests of one prompt into free slots.
 
         Args:
@@ -110,7 +109,10 @@ class SlotBatch:
         drawn = torch.stack([tokens[:n].double(), logprobs[:n].double()])  # both are exact in fp64, and come at once
         for running, token, logprob in zip(self.running, *drawn.tolist(), strict=True):
             if math.isnan(logprob):
-                raise UserError(f"the model's logits are not finite in {self._decoder.dtype}; set dtype=bf16 or fp32")
+                raise UserError(
+                    f"the model's logits are not finite in {self._decoder.dtype}: if training came before, lower "
+                    "optimizer.lr; else set dtype=bf16 or fp32"
+                )
             running.tokens.append(int(token))
             running.logprobs.append(logprob)
         return self._decoder.weight_bytes + int(rows * self._decoder.cache_bytes(span)), n

@@ -8,24 +8,22 @@ waiting samples fill the free slots at the end. A step thus computes only runnin
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from torchtune.modules import TransformerDecoder
-
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.data.render import to_text
 from rocm_ext.machine.trace import DECODING, PREFILL, Trace
-from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, sampler_of
+from rocm_ext.model.slots import span_for
 from rocm_ext.sampling.batch import RunningSample, SlotBatch
-from rocm_ext.sampling.decoder import Cache, Decoder, check_family, copied_bytes, merged
 from rocm_ext.sampling.engine import Completion, Request, Sampling
-from rocm_ext.sampling.matrix import MIN_ROWS
-from rocm_ext.sampling.slots import PREFILL_TOKENS, SHARE, SlotMemory, most_slots, slot_memory, slots_beside, span_for
+from rocm_ext.sampling.slots import PREFILL_TOKENS, SHARE, SlotMemory, most_slots, slot_memory, slots_beside
 
 
 class LocalEngine:
@@ -34,16 +32,16 @@ class LocalEngine:
     Args:
         slots: samples decoded at once; None: as many as memory allows, up to the number beyond which more
             gain nothing.
-        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU.
+        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU, if the model's code allows it.
         merge: add the adapter to the weights; None: only to fp32 weights, see
-            :func:`rocm_ext.sampling.decoder.merged`.
-        decoder: torchtune decoder, with or without adapters.
+            :func:`rocm_ext.model.sampler.sampler_of`.
+        decoder: the model, with or without adapters.
         tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
         free_memory: returns the free bytes on the device.
         trace: records steps of sampling, see ``profile_steps``.
 
     Raises:
-        UserError: ``slots`` is out of range, or transformers computes the model.
+        UserError: ``slots`` is out of range, or no graph can replay the model's code.
     """
 
     exact_tokens = has_logprobs = refreshes = True
@@ -54,30 +52,31 @@ class LocalEngine:
         graphs: bool | None = None,
         merge: bool | None = None,
         *,
-        decoder: TransformerDecoder,
+        decoder: Decoder,
         tokenizer: Any,
         free_memory: Callable[[], int],
         trace: Trace | None = None,
     ) -> None:
         if slots is not None and not (type(slots) is int and slots >= MIN_ROWS):
             raise UserError(f"engine.slots is {slots!r}; expected a whole number of at least {MIN_ROWS}, or null")
-        self._check_kind(decoder)
-        self._slots, self._graphs, self._merge = slots, graphs, merge
+        if graphs and not decoder.takes_graphs:
+            raise UserError("engine.graphs is True, but this model's code is not replayed as a graph; set graphs: null")
+        self._slots, self._graphs, self._merge = slots, graphs if decoder.takes_graphs else False, merge
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
         self._trace = trace
 
     @property
     def max_seq_len(self) -> int:
         """Positions of the longest prompt with its answer."""
-        return self._decoder.max_seq_len
+        return self._decoder.check_sampling()
 
     def check(self) -> None:
-        """Check that the model's family is supported and the tokenizer has stop tokens.
+        """Check that the model can be sampled from and the tokenizer has stop tokens.
 
         Raises:
             UserError: something is unsupported or missing; the message names it.
         """
-        self._check_family()
+        self._decoder.check_sampling()
         if not getattr(self._tokenizer, "stop_tokens", None):
             raise UserError(
                 f"tokenizer {type(self._tokenizer).__name__} has no stop_tokens, so no answer would end; "
@@ -92,39 +91,26 @@ class LocalEngine:
             adapter: ignored; the decoder already contains the adapter. Other engines load this folder.
 
         Raises:
-            UserError: the family is not supported, or the copy of the weights does not fit into memory.
+            UserError: the model is not supported, or the copy of the weights does not fit into memory.
         """
-        self._check_family()
+        self._decoder.check_sampling()
         free, needed = self._free_memory(), self.layout_bytes()
         if needed > free:
             raise UserError(
-                f"sampling needs up to {needed / 2**30:.1f} GiB for its own layout of the weights, but "
+                f"sampling needs up to {needed / 2**30:.1f} GiB for a copy of weights, but "
                 f"{free / 2**30:.1f} GiB are free; sample on a server (rocm_ext.sampling.OpenAIEngine) or use a "
                 "smaller model"
             )
-        with self._copied() as decoder:
+        with sampler_of(self._decoder, self._merge) as decoder:
             session = LocalSession(decoder, self._tokenizer, self._free_memory, self._slots, self._graphs, self._trace)
             try:
                 yield session
             finally:
                 session.release()
 
-    def _check_kind(self, decoder: Any) -> None:
-        if isinstance(decoder, ForeignDecoder):
-            raise UserError(
-                "engine LocalEngine samples from native decoders only, and transformers computes this model; use "
-                "rocm_ext.sampling.TransformersEngine"
-            )
-
-    def _check_family(self) -> None:
-        check_family(self._decoder)
-
     def layout_bytes(self) -> int:
-        """Upper bound on the bytes of the layout of weights that a session makes."""
-        return copied_bytes(self._decoder)
-
-    def _copied(self) -> AbstractContextManager[Any]:
-        return merged(self._decoder, self._merge)
+        """Upper bound on the bytes of weights that a session copies."""
+        return copied_bytes(self._decoder, self._merge)
 
 
 @dataclass
@@ -133,7 +119,7 @@ class _Prompt:
 
     tokens: tuple[int, ...]
     waiting: deque[Request]
-    cache: Cache | None = None
+    cache: Any = None
 
 
 class LocalSession:
@@ -143,7 +129,7 @@ class LocalSession:
     and the graphs stay for the next ``generate``, which uses them if they are large enough.
 
     Args:
-        decoder: the model's layout for sampling.
+        decoder: the model's copy for sampling.
         tokenizer: a torchtune model tokenizer; gives ``stop_tokens``.
         free_memory: returns the free bytes on the device.
         slots, graphs, trace: see :class:`LocalEngine`.
@@ -154,7 +140,7 @@ class LocalSession:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Sampler,
         tokenizer: Any,
         free_memory: Callable[[], int],
         slots: int | None = None,
@@ -235,28 +221,32 @@ class LocalSession:
             self._totals[name] += amount
 
     def _admit(self, batch: "SlotBatch", prompts: deque[_Prompt]) -> None:
-        """Fill free slots with waiting samples; prefill short prompts together."""
+        """Fill free slots with waiting samples."""
         while prompts and batch.free:
+            if prompts[0].cache is None:
+                self._prefill(batch.free, prompts)
             prompt = prompts[0]
-            if prompt.cache is None:
-                taken: list[_Prompt] = []
-                tokens = 0
-                for other in prompts:
-                    if taken and tokens + len(other.tokens) > PREFILL_TOKENS:
-                        break
-                    taken.append(other)
-                    tokens += len(other.tokens)
-                    if sum(len(p.waiting) for p in taken) >= batch.free:
-                        break
-                # The first step decodes the last token, which gives the logits of the first new one.
-                with self._trace.part(PREFILL):
-                    caches = self._decoder.prefill([p.tokens[:-1] for p in taken])
-                for other, cache in zip(taken, caches, strict=True):
-                    other.cache = cache
             count = min(batch.free, len(prompt.waiting))
-            batch.admit([prompt.waiting.popleft() for _ in range(count)], prompt.cache)  # type: ignore[arg-type]
+            batch.admit([prompt.waiting.popleft() for _ in range(count)], prompt.cache)
             if not prompt.waiting:
                 prompts.popleft()
+
+    def _prefill(self, free: int, prompts: deque[_Prompt]) -> None:
+        """Prefill the first prompts together, as many as fill ``free`` slots or :data:`PREFILL_TOKENS`."""
+        taken: list[_Prompt] = []
+        tokens = 0
+        for prompt in prompts:
+            if taken and tokens + len(prompt.tokens) > PREFILL_TOKENS:
+                break
+            taken.append(prompt)
+            tokens += len(prompt.tokens)
+            if sum(len(p.waiting) for p in taken) >= free:
+                break
+        # The first step decodes the last token, which gives the logits of the first new one.
+        with self._trace.part(PREFILL):
+            caches = self._decoder.prefill([p.tokens[:-1] for p in taken])
+        for prompt, cache in zip(taken, caches, strict=True):
+            prompt.cache = cache
 
     def _completion(self, running: RunningSample, sampling: Sampling) -> Completion | None:
         """Return the finished answer of a slot, or None while it is unfinished."""

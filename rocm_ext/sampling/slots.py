@@ -5,16 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_ext.sampling.decoder import Decoder
+from rocm_ext.model.sampler import MAX_ROWS, MIN_ROWS, Sampler
 from rocm_ext.sampling.draw import draw_bytes
 from rocm_ext.sampling.engine import Sampling
-from rocm_ext.sampling.matrix import MAX_ROWS, MIN_ROWS
 
 # Slots at which a step becomes compute-bound; more slots gain nothing (measured on a CPU; computed for GPUs).
 _MOST_SLOTS = {"cpu": 128, "cuda": 256}
-# Attention reads a multiple of this many cache positions. CPU: other numbers change the rounding of attention's sums
-# (see `span_for`). GPU: few distinct shapes need few graphs.
-_SPAN = {"cpu": 16, "cuda": 256}
 PREFILL_TOKENS = 2048  # enough to make a GPU compute-bound
 SHARE = 0.9  # share of the free memory for slots; the rest is for the libraries' own use
 
@@ -42,11 +38,11 @@ class SlotMemory:
         return min(free // (self.cache + self.step), (free - self.prefill) // self.cache)
 
 
-def slot_memory(decoder: Decoder, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool) -> SlotMemory:
+def slot_memory(decoder: Sampler, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool) -> SlotMemory:
     """Estimate the memory of a session.
 
     Args:
-        decoder: the model's layout for sampling.
+        decoder: the model's copy for sampling.
         prompts: tokens of each prompt.
         length: positions of a slot.
         sampling: decides what :func:`draw` holds.
@@ -87,12 +83,3 @@ def most_slots(samples: int, device: torch.device, splits_rows: bool = True) -> 
     """
     most = _MOST_SLOTS.get(device.type, 128)
     return max(MIN_ROWS, min(samples, most if splits_rows or device.type != "cpu" else MAX_ROWS))
-
-
-def span_for(on: torch.device, positions: int) -> int:
-    """Number of cache positions to read for ``positions``; it is rounded up so that the result stays bit-identical."""
-    device = on.type
-    positions += -positions % _SPAN.get(device, 256)
-    # On CPUs torch's attention works on blocks of 512 positions, and MKL sums more than 384 positions of a block in two
-    # halves (measured). So attention reads either the whole last block or its first half at most.
-    return positions + -positions % 512 if device == "cpu" and positions % 512 > 256 else positions

@@ -23,7 +23,7 @@ from rocm_ext.machine import numerics
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.adapters.merge import check_mergeable
 from rocm_ext.model.adapters.peft_config import PeftConfig
-from rocm_ext.model.attention import choose_attention, shares_beginnings, use_packed_attention
+from rocm_ext.model.attention import choose_attention, shares_beginnings
 from rocm_ext.model.build import (
     CausalLM,
     Weights,
@@ -89,7 +89,7 @@ class Learner:
             shape = self.decoder.head_dim, self.decoder.num_heads
             checks = numerics.canaries(runtime.machine, runtime.device, runtime.dtype, *shape)
             warn(numerics.require(checks))
-        self.packed = use_packed_attention(self.decoder)
+        self.packed = self.decoder.packs
         choose_attention(self.decoder, cfg.attention)
         check_kernel(cfg.attention, runtime.device, runtime.dtype, self.decoder.num_heads, self.decoder.head_dim)
         self.objective = self.setup_loss()

@@ -25,7 +25,7 @@ from rocm_ext.train import builders
 from rocm_ext.train.checkpoint import FREE_KEYS, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.interrupt import Interrupt
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.metrics import peak_memory
+from rocm_ext.train.metrics import Metrics, peak_memory
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.resume import advance, check_updates, load_for_new_length
 
@@ -54,6 +54,19 @@ class StepStats:
     padding: float
     interrupted: bool
     measurements: dict[str, float] = field(default_factory=dict)
+
+    def line(self, seconds: float) -> dict[str, float]:
+        """Return the step's values in ``metrics.jsonl``, if it took so many ``seconds``."""
+        return {
+            "loss": self.loss,
+            "lr": self.lr,
+            "grad_norm": self.grad_norm,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / seconds,
+            "padding": self.padding,
+            "seconds": seconds,
+            **self.measurements,
+        }
 
 
 class Training:
@@ -96,6 +109,7 @@ class Training:
         self.step, self.total_steps = 0, 0
         self.best: dict[str, Any] | None = None
         self._updated = False  # whether the run has done an update
+        self.metrics: Metrics | None = None  # of the main rank
 
     def begin(self, total_steps: int) -> None:
         """Build optimiser and schedule, continue the folder's checkpoint, and claim the folder.
@@ -106,16 +120,21 @@ class Training:
         Raises:
             UserError: a component cannot be built, or the checkpoint belongs to another run.
         """
+        self.build(total_steps)
+        self._identity = self.identity()
+        resumed = self._resume()
+        self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
+        if self.ranks.is_main:
+            count = self.count if resumed else None
+            self.metrics = self.folder.take(OmegaConf.to_yaml(self.cfg), count, self.keeps_line)
+
+    def build(self, total_steps: int) -> None:
+        """Build optimiser, loss scaler and schedule for ``total_steps`` updates; 0: their number is not known yet."""
         self.total_steps = total_steps
         self.optimizer = self.setup_optimizer()
         builders.check_learning_rate(self.optimizer)
         self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
-        self.scheduler = self.setup_scheduler()
-        self._identity = self.identity()
-        resumed = self._resume()
-        self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
-        yaml = OmegaConf.to_yaml(self.cfg)
-        self.metrics = self.folder.take(yaml, self.step if resumed else None) if self.ranks.is_main else None
+        self.scheduler = self.setup_scheduler() if total_steps else None
 
     @classmethod
     def try_out(cls, cfg: DictConfig, learner: Learner, total_steps: int) -> None:
@@ -156,6 +175,20 @@ class Training:
     def updates(self) -> int:
         """Optimiser updates that the steps done take in the schedule."""
         return self.step
+
+    @property
+    def where(self) -> str:
+        """Where the next update is in the run, for messages."""
+        return f"step {self.step + 1}"
+
+    @property
+    def count(self) -> int:
+        """What checkpoints are numbered by: the steps done."""
+        return self.step
+
+    def keeps_line(self, line: dict[str, Any]) -> bool:
+        """Return whether a line of ``metrics.jsonl`` stays when the run resumes: one of a step that was done."""
+        return line["step"] <= self.step
 
     def position(self) -> dict[str, int]:
         """Return what each line of ``metrics.jsonl`` begins with."""
@@ -274,7 +307,7 @@ class Training:
         measurements = tally.result(self.ranks) if measured else {}
         lr = float(self.optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimisers
         if not (math.isfinite(lr) and lr >= 0):
-            raise UserError(f"step {self.step + 1}: the learning rate is {lr}; look at optimizer.lr and lr_scheduler")
+            raise UserError(f"{self.where}: the learning rate is {lr}; look at optimizer.lr and lr_scheduler")
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -327,7 +360,7 @@ class Training:
         if not self._updated:
             cure = "No step came before, so the learning rate is not the cause: look at these rows, or set dtype=fp32"
         raise UserError(
-            f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; no weight changed. Rows of this step: "
+            f"{self.where}: loss {loss}, gradient norm {grad_norm}; no weight changed. Rows of this step: "
             f"{', '.join(map(str, rows[:32]))}{' …' if len(rows) > 32 else ''}. {cure}. "
             + (f"The last good checkpoint is {last[-1]}" if last else "There is no checkpoint yet")
         )
@@ -346,7 +379,7 @@ class Training:
         bad = [name for name, p in self.learner.adapter.items() if not p.isfinite().all()]
         if bad:
             raise UserError(
-                f"step {self.step}: {bad[0]} has values that are not finite, so nothing was saved; "
+                f"{bad[0]} has values that are not finite after step {self.count}, so nothing was saved; "
                 "lower the learning rate"
             )
 
@@ -369,7 +402,7 @@ class Training:
                 "identity": self._identity,
                 **self.extra_state(),
             }
-            self.folder.checkpoints.save(self.step, state, self.learner.write_adapter)
+            self.folder.checkpoints.save(self.count, state, self.learner.write_adapter)
         self.ranks.barrier()
 
     @property
@@ -393,6 +426,10 @@ class Training:
 
     def summary(self) -> dict[str, Any]:
         """Return the content of ``summary.json``; only the main rank calls it."""
+        return self.describe()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the memory, the machine and the numbers of the run."""
         return {
             "peak_memory": peak_memory(self.runtime.device),
             "planned_memory": self.learner.planned_peak,

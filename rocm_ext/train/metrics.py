@@ -1,14 +1,17 @@
-"""``metrics.jsonl``: a run's measurements, one line per step, and their summary."""
+"""``metrics.jsonl``: a run's measurements, one line per step, and their summary; trackio beside it."""
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune.training.metric_logging import MetricLoggerInterface
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, read_lines, replace_text
 
 
@@ -69,3 +72,40 @@ def peak_memory(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class TrackioLogger(MetricLoggerInterface):
+    """A metric logger that keeps curves in trackio, on this machine and without an account: ``trackio show``.
+
+    Args:
+        project: groups runs.
+        name: of the run; one that is resumed with its name continues its curves. None: trackio chooses one.
+        more: other arguments of ``trackio.init``, such as ``server_url``.
+
+    Raises:
+        UserError: the package trackio is missing.
+    """
+
+    def __init__(self, project: str, name: str | None = None, **more: Any) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise UserError("TrackioLogger needs the extra: pip install 'torchtune-rocm[trackio]'") from error
+        own = {"resume": "allow" if name else "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run = trackio.init(project, name, **own | more)
+
+    def log_config(self, config: DictConfig) -> None:
+        """Show the run's config; trackio takes it with the first values."""
+        self._run.config |= OmegaConf.to_container(config, resolve=True)
+
+    def log(self, name: str, data: Any, step: int) -> None:
+        """Log one value."""
+        self.log_dict({name: data}, step)
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+        """Log the values of a step."""
+        self._run.log({name: float(value) for name, value in payload.items()}, step=step)
+
+    def close(self) -> None:
+        """Wait until all values are written."""
+        self._run.finish()

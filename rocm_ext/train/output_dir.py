@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,16 @@ class OutputDir:
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    def take(self, config: str, step: int | None) -> Metrics:
+    def take(self, config: str, step: int | None, keeps: Callable[[dict[str, Any]], bool]) -> Metrics:
         """Claim the folder for this run; called once all other set-up has succeeded.
 
         This removes leftovers of killed processes and, if the run overwrites an earlier one, that run's files.
 
         Args:
             config: text of ``config.yaml``.
-            step: steps of the resumed run; ``metrics.jsonl`` loses the lines of later steps. None: a fresh run, which
-                loses all lines and ``hardware.jsonl``.
+            step: number of the checkpoint that the run resumes. None: a fresh run, for which ``metrics.jsonl`` loses
+                all lines, and ``hardware.jsonl`` goes.
+            keeps: whether a resumed run keeps a line of ``metrics.jsonl``.
 
         Returns:
             The open ``metrics.jsonl``.
@@ -115,7 +117,7 @@ class OutputDir:
             with disk_errors(self.path / HARDWARE_LOG):
                 remove_logs(self.path)
         replace_text(self.path / "config.yaml", config)
-        return Metrics(self.path / "metrics.jsonl", lambda line: step is not None and line["step"] <= step)
+        return Metrics(self.path / "metrics.jsonl", lambda line: step is not None and keeps(line))
 
 
 def pick_seed(requested: int | None, recorded: int | None, ranks: Ranks) -> int:

@@ -223,16 +223,7 @@ class Trainer(Training):
         return "validation loss" if metric == "val_loss" else metric
 
     def _log_step(self, stats: StepStats, seconds: float) -> None:
-        values: dict[str, Any] = {
-            "loss": stats.loss,
-            "lr": stats.lr,
-            "grad_norm": stats.grad_norm,
-            "tokens": stats.tokens,
-            "tokens_per_second": stats.tokens / seconds,
-            "padding": stats.padding,
-            "seconds": seconds,
-            **stats.measurements,
-        }
+        values = stats.line(seconds)
         if self.cfg.log_peak_memory_stats:
             values["peak_memory"] = peak_memory(self.runtime.device)
         self.write_metrics(self.step % self.cfg.log_every_n_steps == 0, **values)

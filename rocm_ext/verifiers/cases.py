@@ -104,11 +104,12 @@ class OutputRule:
         Raises:
             ValueError: the checker failed.
         """
-        folders, packages = interpreter(self.python)
-        task = json.dumps({"checker": row.get("checker") or self.source, "path": packages, "cases": cases}).encode()
+        python = interpreter(self.python)
+        source = row.get("checker") or self.source
+        task = json.dumps({"checker": source, "path": python.packages, "cases": cases}).encode()
         script = Path(__file__).with_name("_checker.py").read_text()
-        box, apart = Sandbox(self.kind, folders), Limits(seconds=limits.seconds, memory_mb=CHECKER_MB)
-        outcome = box.run([self.python, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, apart)
+        box, apart = Sandbox(self.kind, python.folders), Limits(seconds=limits.seconds, memory_mb=CHECKER_MB)
+        outcome = box.run([python.path, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, apart)
         if outcome.timed_out:
             raise ValueError(f"the checker is still running after {limits.seconds:g} s")
         if outcome.killed:

@@ -25,7 +25,7 @@ import numpy as np
 
 from rocm_ext import config
 from rocm_ext.base.files import read_lines
-from rocm_ext.report.charts import Line, line_chart, line_style
+from rocm_ext.report.charts import Line
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.held_out import held_out
 from tests.benchmarks.picture import write_picture
@@ -250,16 +250,14 @@ def _percent(values: tuple[float, float, float], sign: str = "") -> str:
 
 def draw(path: Path, curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]) -> None:
     """Draw the mean of each method over its seeds, with the seeds in the background."""
-    lines, legend = [], []
+    lines = []
     for place, (method, seeds) in enumerate(curves.items()):
         common = sorted(set.intersection(*({x for x, _ in curve} for curve in seeds.values())))
         each = [[100 * dict(curve)[x] for x in common] for curve in seeds.values()]
         x, name = np.array(common, dtype=float), METHODS[method].name
         lines += [Line(name, x, np.array(values), place, faint=True) for values in each if len(each) > 1]
         lines.append(Line(name, x, np.mean(each, axis=0), place))
-        legend.append((name, line_style(place)))
-    title = "Held-out sums right, %"
-    write_picture(path, [(title, line_chart(title, "", lines, x_title="samples drawn"))], legend)
+    write_picture(path, {"Held-out sums right, %": lines}, x_title="samples drawn")
 
 
 # ---- the collapse
@@ -299,14 +297,14 @@ def fell_at(reward: np.ndarray) -> int | None:
 def collapse(hot: Path, healthy: Path, rate: float, picture: Path) -> str:
     """Draw the collapsing run beside the healthy one of the same seed; return what warned of it, in Markdown."""
     a, b = steps_of(hot), steps_of(healthy)
-    charts = []
+    charts = {}
+    labels = f"learning rate {HOT * rate:g}", f"learning rate {rate:g}"
     for name, title in {"reward": "mean reward", **SIGNS}.items():
         x = [np.arange(1.0, len(lines) + 1) for lines in (a, b)]
-        lines = [Line("collapsing", x[0], values(a, name), 1), Line("healthy", x[1], values(b, name), 0)]
+        lines = [Line(labels[0], x[0], values(a, name), 1), Line(labels[1], x[1], values(b, name), 0)]
         if all(np.isfinite(line.y).any() for line in lines):
-            charts.append((title, line_chart(title, "", lines)))
-    legend = [(f"learning rate {HOT * rate:g}", line_style(1)), (f"learning rate {rate:g}", line_style(0))]
-    write_picture(picture, charts, legend, columns=2)
+            charts[title] = lines
+    write_picture(picture, charts, columns=2)
     fell = fell_at(values(a, "reward"))
     told = f"The reward falls below half of the first step's at step {fell}." if fell else "The reward does not fall."
     rows = ["| measurement | first step outside of twice the healthy run's range |", "| --- | --- |"]

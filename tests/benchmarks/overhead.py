@@ -101,7 +101,7 @@ class Synthetic:
     def __init__(self, out: Path, cfg: DictConfig, prompts: int) -> None:
         self._out, self._cfg, self._rng = out, cfg, random.Random(0)
         self._ids = [str(i) for i in range(prompts)]
-        self.records = Records(out, Ranks(torch.device("cpu")), 0, -1)
+        self.records = Records.open(out, Ranks(torch.device("cpu")), 0, -1)
         self._metrics, self._lines = Metrics(out / "metrics.jsonl"), list[dict[str, Any]]()
 
     def step(self, number: int) -> float:
@@ -153,7 +153,7 @@ def bookkeeping(steps: int, **changes: Any) -> tuple[list[float], float]:
         seconds = [synthetic.step(number) for number in range(1, steps + 1)]
         synthetic.records.close()
         began = time.perf_counter()
-        Records(Path(folder), Ranks(torch.device("cpu")), steps, steps).close()
+        Records.open(Path(folder), Ranks(torch.device("cpu")), steps, steps).close()
         return seconds, time.perf_counter() - began
 
 

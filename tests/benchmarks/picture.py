@@ -1,65 +1,55 @@
-"""Charts of :mod:`rocm_ext.report.charts` as one SVG file, with light and dark colours, for Markdown pages."""
+"""Curves as one SVG file, with light and dark colours, for Markdown pages."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from markupsafe import Markup
+from rocm_ext.report.charts import Line
 
-import rocm_ext.report
-from rocm_ext.report.charts import HEIGHT, WIDTH, tag
-
-HEAD, GAP, KEY, LINE = 24.0, 16.0, 26.0, 20.0  # heights of a title and of a row of keys; widths of gap and key
-LETTER = 6.4  # width of a letter, about
+_INK = "#1c2024"
+_COLOURS = {"#0068a8": "#5cb3f0", "#c24e00": "#f0914a", "#00855f": "#2fc596", "#a8447e": "#e391c2"}
+_DARK = _COLOURS | {_INK: "#e8eaed", "#e3e6e9": "#30363c"}  # light colour -> dark one
 
 
-def write_picture(
-    path: Path, charts: Sequence[tuple[str, Markup]], legend: Sequence[tuple[str, str]], columns: int = 1
-) -> None:
-    """Write charts in a grid, with one legend below.
+def write_picture(path: Path, charts: Mapping[str, Sequence[Line]], x_title: str = "step", columns: int = 1) -> None:
+    """Draw charts in a grid, with one legend below.
 
     Args:
         path: of the SVG file.
-        charts: title and figure, from :mod:`rocm_ext.report.charts`.
-        legend: label and CSS classes of each line, from :func:`rocm_ext.report.charts.line_style`.
+        charts: title -> lines, whose labels are the same in all charts.
+        x_title: title of the x axes.
         columns: of the grid.
     """
-    parts = []
-    for number, (title, figure) in enumerate(charts):
-        x, y = GAP + number % columns * (WIDTH + GAP), number // columns * (HEIGHT + HEAD + GAP)
-        body = re.search(r"<svg[^>]*>(.*)</svg>", figure, re.DOTALL)
-        if body is None:
-            raise ValueError(f"the chart {title!r} has no svg element")
-        head = tag("text", title, class_="head", x=0.0, y=16.0)
-        drawn = tag("g", Markup(body[1]), transform=f"translate(0 {HEAD:.0f})")
-        parts.append(tag("g", head, drawn, transform=f"translate({x:.0f} {y:.0f})"))
-    width = GAP + min(columns, len(charts)) * (WIDTH + GAP)
-    top = -(-len(charts) // columns) * (HEIGHT + HEAD + GAP)
-    keys, bottom = _legend(legend, width, top)
-    paper = tag("rect", class_="paper", x=0, y=0, width=width, height=bottom + GAP)
-    said = "; ".join(title for title, _ in charts)
-    svg = tag(
-        "svg", Markup(f"<style>{_style()}</style>"), paper, *parts, keys, xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width:.0f} {bottom + GAP:.0f}", width=width, role="img", aria_label=said,
-    )  # fmt: skip
-    path.write_text(svg + "\n")
+    import matplotlib
 
+    matplotlib.use("svg")
+    from matplotlib import pyplot
 
-def _legend(legend: Sequence[tuple[str, str]], width: float, top: float) -> tuple[Markup, float]:
-    """Draw the keys in rows; return them and the place of the last row's end."""
-    parts, x, y = [], GAP, top + LINE / 2
-    for label, style in legend:
-        needed = KEY + LETTER * len(label) + GAP
-        if x > GAP and x + needed > width:
-            x, y = GAP, y + LINE
-        parts.append(tag("path", d=f"M{x:.1f} {y:.1f}h{KEY - 8:.1f}", class_=f"line {style}"))
-        parts.append(tag("text", label, class_="tick", x=x + KEY, y=y + 4))
-        x += needed
-    return Markup("").join(parts), y + LINE / 2
-
-
-def _style() -> str:
-    """The report's style sheet with the classes of this module. The rules for the page's elements have no effect."""
-    sheet = (Path(rocm_ext.report.__file__).parent / "style.css").read_text().partition("@media print")[0]
-    own = ".paper { fill: var(--paper); }\n.head { font-size: 13px; font-weight: 600; fill: var(--ink); }\n"
-    return sheet + own
+    light = {"text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK}
+    light |= {"ytick.color": _INK, "grid.color": "#e3e6e9", "svg.fonttype": "none", "font.size": 9}
+    rows = -(-len(charts) // columns)
+    with matplotlib.rc_context(light):
+        figure, axes = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 2.7 * rows + 0.5), squeeze=False)
+        for axis, (title, lines) in zip(axes.flat, charts.items(), strict=False):
+            for line in lines:
+                look = {"alpha": 0.25, "linewidth": 0.8} if line.faint else {"label": line.label, "linewidth": 1.6}
+                style = ("-", "--", ":")[line.colour // len(_COLOURS) % 3]
+                axis.plot(line.x, line.y, style, color=list(_COLOURS)[line.colour % len(_COLOURS)], **look)
+            axis.set_title(title, loc="left", fontsize=10)
+            axis.set_xlabel(x_title)
+            axis.grid(axis="y")
+            axis.spines[["top", "right", "left"]].set_visible(False)
+        for axis in axes.flat[len(charts) :]:
+            axis.set_visible(False)
+        handles, labels = axes.flat[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
+        figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+    rules = "".join(
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }} '
+        for light, dark in _DARK.items()
+        for kind in ("stroke", "fill")
+    )
+    style = f"<style>@media (prefers-color-scheme: dark) {{ {rules}}}</style>"
+    head, _, body = path.read_text().partition("<defs>")
+    path.write_text(f"{head}{style}<defs>{body}")

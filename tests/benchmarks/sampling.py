@@ -46,7 +46,7 @@ class Peer:
     prefill: str
 
 
-ENGINE = "TransformersEngine"  # ours, for models without a native decoder
+ENGINE = "transformers' modules"  # ours, for models without a native decoder
 VLLM = "vLLM"
 PEERS = {
     ENGINE: Peer("sample_ours", "", "transformers", "ours"),

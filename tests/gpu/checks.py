@@ -15,8 +15,8 @@ from rocm_ext.machine.detect import detect
 from rocm_ext.model.attention import Lengths, attend
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.lora import adapters
+from rocm_ext.model.sampler import sampler_of
 from rocm_ext.sampling import Request, Sampling
-from rocm_ext.sampling.decoder import Decoder, merged
 from rocm_ext.sampling.local import LocalSession
 from tests.gpu.here import Here, Row, Skipped, check, speed
 from tests.gpu.training import SeededWeights
@@ -167,7 +167,7 @@ def _greedy(
 ) -> tuple[list[list[int]], list[list[float]]]:
     never = SimpleNamespace(stop_tokens=[-1], decode=lambda ids, **_: "")
     requests = [Request(str(i), 0, i, prompt, ()) for i, prompt in enumerate(prompts)]
-    with merged(decoder, merge) as made:
+    with sampler_of(decoder, merge) as made:
         session = LocalSession(made, never, lambda: 2**32, None, graphs)
         done = list(session.generate(requests, Sampling(length, 0.0)))
     done.sort(key=lambda each: int(each.request.prompt_id))
@@ -209,15 +209,15 @@ def merging(here: Here, size: str) -> Iterator[Row]:
     for merge in (True, False):
         how = "merged" if merge else "separate"
         _move_adapter(decoder, 2)
-        with merged(decoder, merge) as made:
+        with sampler_of(decoder, merge) as made:
             yield speed(f"layout of {here.size(size)} for sampling, adapter {how}", clock.lap(), "s")
             _move_adapter(decoder, 4)
             clock.lap()
             made.refresh()
             yield speed(f"refresh of the adapter of {here.size(size)}, {how}", clock.lap(), "s")
-            with torch.no_grad():
-                fresh = Decoder(decoder, merge)
-            same = all(torch.equal(a, b) for a, b in zip(_tensors(made), _tensors(fresh), strict=True))
+            fresh = decoder.sampler(merge)
+            pairs = zip(made.decoder.parameters(), fresh.decoder.parameters(), strict=True)
+            same = all(torch.equal(a, b) for a, b in pairs)
             yield check(f"a refreshed layout equals a new one, adapter {how}", same, "bit for bit" if same else "not")
             del fresh
         clock.lap()
@@ -241,11 +241,6 @@ class _Clock:
         now = time.perf_counter()
         passed, self._began = now - getattr(self, "_began", now), now
         return passed
-
-
-def _tensors(decoder: Decoder) -> list[Tensor]:
-    matrices = [m for layer in decoder.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    return [t for m in matrices for t in (m.weight, m.a, m.b, m.bias) if t is not None]
 
 
 def _sums(decoder: Any) -> list[float]:
@@ -287,9 +282,8 @@ def decode_speed(here: Here, size: str) -> Iterator[Row]:
             found = decoding.measure(bench, {"slots": slots})
         except context.Skipped as reason:
             raise Skipped(str(reason)) from reason
-        with torch.no_grad():
-            layout = Decoder(bench.shape)
-        read = layout.weight_bytes + slots * layout.cache_bytes(found["context"])
+        sampler = bench.shape.sampler()
+        read = sampler.weight_bytes + slots * sampler.cache_bytes(found["context"])
         share = "" if copy is None else f", {read / found['seconds'] / copy:.0%} of the copy bandwidth"
         yield speed(f"decode of {here.size(size)}, {slots} slots", found["value"], "tokens/s",
                     f"{1e3 * found['seconds']:.2f} ms a step, {read / found['seconds'] / 1e9:,.0f} GB/s{share}",

@@ -85,7 +85,7 @@ class Here:
             overrides: ``key=value``.
         """
         from rocm_ext.bench.context import Bench
-        from rocm_ext.bench.spec import Spec
+        from rocm_ext.bench.sweep import Spec
         from rocm_ext.machine.budget import memory_budget
         from rocm_ext.machine.detect import detect
         from rocm_ext.machine.profile import choose_profile, load_profile
@@ -94,7 +94,7 @@ class Here:
         profile = load_profile(choose_profile(machine)[0])
         budget, _ = memory_budget(profile, machine)
         given = (f"hardware={profile.name}", *(["tokenizer.max_seq_len=128"] if self.tiny else []), *overrides)
-        return Bench(Spec(CONFIGS[self.size(size)], given, budget, self.tiny, 0.05 if self.tiny else 1.0))
+        return Bench(Spec(CONFIGS[self.size(size)], given, budget, 0.05 if self.tiny else 1.0))
 
     def world(self, name: str, make: Callable[[Path], Any], gib: float = 0.0) -> tuple[Path, Any]:
         """Return a folder that all parts share, and what ``make`` returned when it filled it.

@@ -9,7 +9,7 @@ from typing import Any
 STOCK, STOCK_8, STOCK_COMPILED = "torchtune as shipped", "torchtune batch 8", "torchtune compiled"
 TRL, TRL_FIRST = "TRL + PEFT", "TRL + PEFT, reference first"
 CONTINUOUS, GENERATE = "transformers continuous batching", "transformers generate"
-ENGINE, VLLM = "TransformersEngine", "vLLM"
+ENGINE, VLLM = "transformers' modules", "vLLM"
 
 
 @dataclass(frozen=True)

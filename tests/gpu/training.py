@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rocm_ext.bench import training as probe
 from rocm_ext.bench.context import Bench
-from rocm_ext.bench.loader import random_rows
-from rocm_ext.bench.training import ProbeLearner, RandomWeights, probe_config
+from rocm_ext.bench.training import ProbeLearner, RandomWeights, probe_config, random_rows
 from rocm_ext.model.build import Weights
 from rocm_ext.plan import workload
 from rocm_ext.train.output_dir import OutputDir

@@ -160,7 +160,7 @@ def run(top: Path, recipe: str, name: str) -> Path:
 def our_answers(top: Path, name: str, *arguments: Any) -> list[Answer]:
     """Return the greedy answers of ``rocm-ext eval`` to ``CHATS``."""
     rocm_ext(top, "eval", "--config", "raft.yaml", "--data", "chats.jsonl", "--output", f"evals/{name}", *arguments)
-    lines = (top / "evals" / name / "cycle_0" / "eval" / "samples.jsonl").read_text().splitlines()
+    lines = (top / "evals" / name / "samples.jsonl").read_text().splitlines()
     found = {int(line["prompt_id"]): Answer(line["tokens"], line["logprobs"]) for line in map(json.loads, lines)}
     return [found[i] for i in range(len(CHATS))]
 

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks.kinds import (
     COMPONENT,
+    NOT_NEGATIVE,
     NULL,
     POSITIVE,
     REST,
@@ -42,7 +43,7 @@ _KINDS: dict[str, Kind] = {
     "shuffle": SWITCH,
     "too_long": one_of("truncate", "drop", "error"),
     "data_seed": whole(0, 2**63 - 1),  # torch's limit, with epochs
-    "batch_size": whole(1),
+    "batch_size": whole(1, 10**6),
     "gradient_accumulation_steps": whole(1) | NULL,
     "sequences_per_step": whole(1) | NULL,
     "tokens_per_micro_batch": whole(1) | one_of("auto") | NULL,
@@ -72,6 +73,7 @@ _MODEL: dict[str, Kind] = {
     "lora_dropout": REST,
     **dict.fromkeys(("use_dora", "quantize_base", "apply_lora_to_mlp", "apply_lora_to_output"), SWITCH),
 }
+_OPTIMIZER: dict[str, Kind] = {"lr": POSITIVE, "weight_decay": NOT_NEGATIVE}
 _CHECKPOINTER: dict[str, Kind] = {
     "checkpoint_dir": text("a text"),
     "model_type": text("a text"),
@@ -91,6 +93,7 @@ def check_values(cfg: DictConfig) -> None:
     """
     check(cfg, _KINDS)
     check(cfg.model, _MODEL, "model.")
+    check(cfg.optimizer, _OPTIMIZER, "optimizer.")
     check({"checkpoint_dir": None, "model_type": None, **cfg.checkpointer}, _CHECKPOINTER, "checkpointer.")
     _check_output_dir(cfg.output_dir)
     _check_profiler(cfg.profiler)

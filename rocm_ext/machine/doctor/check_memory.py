@@ -1,5 +1,6 @@
 """Memory, as the kernel, HIP and torch each see it."""
 
+import math
 from collections.abc import Iterator
 
 from rocm_ext.base.errors import UserError
@@ -26,36 +27,28 @@ def host_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding(name, "ok", found)
 
 
-def kernel_view(facts: Facts) -> Iterator[Finding]:
-    """VRAM and GTT. On unified memory, training uses GTT."""
-    name, cards = "GPU memory, kernel", facts.cards
-    if not facts.amd_linux:
-        return
-    sizes = [{"VRAM": card.vram, "GTT": card.gtt} for card in cards]
+def gpu_memory(facts: Facts) -> Iterator[Finding]:
+    """The GPUs' memory, as the kernel, torch and HIP report it. On unified memory, training uses GTT."""
+    name, total = "GPU memory", facts.installed_gib
+    torch = facts.said.torch.gpus if facts.said.torch else ()
+    sizes = [{"VRAM": card.vram, "GTT": card.gtt} for card in facts.cards] if facts.amd_linux else []
     told = [", ".join(f"{label} {gib(size)}" for label, size in both.items() if size is not None) for both in sizes]
-    if not any(told):
-        yield unrecorded(name)
-    else:
-        yield Finding(name, "ok", _counted(told), facts.too_little if facts.unified else "")
-
-
-def torch_view(facts: Facts) -> Iterator[Finding]:
-    """The GPUs' memory, as torch and HIP report it."""
-    name, total = "GPU memory, torch", facts.installed_gib
-    if facts.said.torch is None and facts.fit.backend != "cpu":
-        yield unrecorded(name)
-    if facts.said.torch is None or not facts.said.torch.gpus:
-        return
-    found = _counted([gib(gpu.total_memory) for gpu in facts.said.torch.gpus])
+    found = [_counted(told), f"torch: {_counted([gib(gpu.total_memory) for gpu in torch])}" if torch else ""]
     if hip := facts.said.hip_memory:
-        found += f"; HIP: {gib(hip.total)}, {gib(hip.available)} free" if facts.amd else f"; {gib(hip.available)} free"
-    seen = facts.said.torch.gpus[0].total_memory
+        found.append(f"{gib(hip.available)} free")
+    text = "; ".join(filter(None, found))
+    if facts.fit.backend == "cpu" or not (torch or facts.amd_linux or facts.said.torch is None):
+        return
+    if facts.said.torch is None or (facts.amd_linux and not any(told)):
+        yield unrecorded(name, text)
+        return
+    seen = torch[0].total_memory if torch else math.inf
     little = facts.unified and total is not None and seen < ENOUGH * total * 2**30 and facts.linux
-    why = f"of {total} GiB torch sees {gib(seen)}" if little else ""
     if little and not (facts.too_little or facts.in_carve_out):  # otherwise the check of the cause warns
-        yield Finding(name, "warning", found, why, facts.boot(facts.memory_parameters))
+        why = f"of {total} GiB torch sees {gib(seen)}"
+        yield Finding(name, "warning", text, why, facts.boot(facts.memory_parameters))
     else:
-        yield Finding(name, "ok", found, why)
+        yield Finding(name, "ok", text, facts.too_little if facts.unified else "")
 
 
 def _counted(texts: list[str]) -> str:
@@ -106,22 +99,4 @@ def budget(facts: Facts) -> Iterator[Finding]:
             yield Finding(name, "ok", f"{gib(size)} for training: {why}")
 
 
-def swap(facts: Facts) -> Iterator[Finding]:
-    """Whether much swap is in use."""
-    name, memory = "swap", facts.files.memory
-    if not facts.linux:
-        return
-    total, free = memory.get("SwapTotal"), memory.get("SwapFree")
-    if total is None or free is None:
-        yield unrecorded(name)
-        return
-    used = total - free
-    if used > max(2**30, 0.05 * memory.get("MemTotal", 0)):
-        yield Finding(name, "warning", f"{gib(used)} of {gib(total)} in use",
-                      "memory ran short; training may have to wait for pages from disk",
-                      "end other programs, then sudo swapoff -a && sudo swapon -a")  # fmt: skip
-    else:
-        yield Finding(name, "ok", f"{gib(used)} of {gib(total)} in use" if total else "none")
-
-
-CHECKS = (host_memory, kernel_view, torch_view, carve_out, budget, swap)
+CHECKS = (host_memory, gpu_memory, carve_out, budget)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.budget import before_6_16
-from rocm_ext.machine.detect import STRIX_HALO, parse_version
+from rocm_ext.machine.detect import STRIX_HALO
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.findings import Finding, gib, unrecorded
 from rocm_ext.machine.doctor.recorded import DeviceNode
@@ -27,20 +27,6 @@ _DOCKER = (
     "--group-add $(getent group render | cut -d: -f3) IMAGE"
 )
 _PODMAN = "podman run --device /dev/kfd --device /dev/dri --group-add keep-groups IMAGE"
-# kyuz0/amd-strix-halo-toolboxes#66, antirez/ds4#871
-_WITH_IOMMU = (
-    "one owner measured llama.cpp 5 to 12 % faster with amd_iommu=off, on kernel 7.0; not verified, and the NPU needs "
-    "the IOMMU"
-)
-_STORMS = (
-    "one owner saw all cores busy for 5 to 10 minutes in each evaluation of transformers' Trainer (ROCm#6297; not "
-    "verified). If that happens here, evaluate in another process: rocm-ext eval"
-)
-# noamsto/nix-amd-ai#105
-_KERNEL_7_2 = (
-    "one owner saw models misbehave with kernel 7.2 and linux-firmware 20260810, and not with the ones before; not "
-    "verified"
-)
 _ANEW = "log out and in again"
 _JOIN = "sudo usermod -aG render,video $USER  # then log out and in"
 
@@ -139,7 +125,9 @@ def device_files(facts: Facts) -> Iterator[Finding]:
     access = {path: facts.access(node) for path, node in nodes.items()}
     told = _permissions(nodes)
     if closed := [path for path, open in access.items() if open is False]:
-        yield Finding(name, "error", told, f"this user cannot read and write {', '.join(closed)}", _open_fix(facts))
+        why, fix = _membership(facts)
+        why = f"this user cannot read and write {', '.join(closed)}" + (f": {why}" if why else "")
+        yield Finding(name, "error", told, why, _container(facts, fix or _ADD_RULES))
     elif None in access.values():
         yield unrecorded(name, f"{told}; the user is not recorded")
     else:
@@ -172,65 +160,17 @@ def _container(facts: Facts, outside: str) -> str:
     return _PODMAN if facts.said.rootless else _DOCKER
 
 
-def _open_fix(facts: Facts) -> str:
-    groups = {node.group for node in facts.gpu_nodes.values()} - {"root"}
-    if facts.said.container:
-        return _container(facts, "")
-    if not groups:  # root alone: udev has to give them to a group
-        return _ADD_RULES
-    return _membership(facts, sorted(groups))[1] or _ADD_RULES
-
-
-def groups(facts: Facts) -> Iterator[Finding]:
-    """Whether this user is in the groups of the device files."""
-    name, user = "groups", facts.said.user
-    if not facts.amd_linux or facts.said.container:
-        return
-    if user is None or user.groups is None:
-        yield unrecorded(name)
-        return
-    wanted = sorted({node.group for node in facts.gpu_nodes.values()} - {"root"}) or ["render", "video"]
-    why, fix = _membership(facts, wanted)
-    nodes, found = facts.gpu_nodes.values(), ", ".join(sorted(user.groups)) or "none"
-    access = {facts.access(node) for node in nodes}
-    if user.root:
-        yield Finding(name, "ok", "root")
-    elif not fix:
-        yield Finding(name, "ok", found)
-    elif access and all(node.open_to_all for node in nodes):
-        yield Finding(name, "ok", found, f"{why}, but every user may open the device files")
-    elif access == {True}:
-        why += "; an ACL lets only this session open the device files, not ssh or services"
-        yield Finding(name, "warning", found, why, fix)
-    else:
-        yield Finding(name, "error" if False in access else "warning", found, why, fix)
-
-
-def _membership(facts: Facts, wanted: list[str]) -> tuple[str, str]:
-    """What is wrong with the user's groups, and the fix; both empty where nothing is wrong."""
+def _membership(facts: Facts) -> tuple[str, str]:
+    """What is wrong with the user's groups, and the fix; both empty where nothing is, or root alone has access."""
     user = facts.said.user
+    wanted = sorted({node.group for node in facts.gpu_nodes.values()} - {"root"})
     missing = [group for group in wanted if user and user.groups is not None and group not in user.groups]
     if user is None or not missing:
         return "", ""
     members = facts.files.groups or {}
     if all(user.name in members.get(group, ()) for group in missing):
         return f"in {' and '.join(missing)} according to /etc/group, but not in this session", _ANEW
-    return f"this user is not in {' and '.join(missing)}", _JOIN
-
-
-def udev_rule(facts: Facts) -> Iterator[Finding]:
-    """Whether udev gives /dev/kfd to a group."""
-    name, rule = "udev rule", facts.files.kfd_rule
-    if not facts.amd_linux or facts.said.container:
-        return
-    if rule is None:
-        yield unrecorded(name)
-    elif rule.get("GROUP", "root") != "root" or rule.get("MODE", "")[-1:] == "6":
-        yield Finding(name, "ok", "/dev/kfd: " + " ".join(f"{key}={value}" for key, value in sorted(rule.items())))
-    elif facts.gpu_nodes and all(facts.access(node) for node in facts.gpu_nodes.values()):
-        yield Finding(name, "ok", "none for /dev/kfd; this user can open it without one")
-    else:
-        yield Finding(name, "warning", "none for /dev/kfd", "only root can open /dev/kfd", _ADD_RULES)
+    return f"it is not in {' and '.join(missing)}", _JOIN
 
 
 def kernel(facts: Facts) -> Iterator[Finding]:
@@ -243,8 +183,7 @@ def kernel(facts: Facts) -> Iterator[Finding]:
     elif outside := below_floor(facts.profile, facts.machine).get(name):
         yield Finding(name, "warning", facts.machine.kernel, f"{outside[0]}: {outside[1]}", facts.upgrade)
     else:
-        told = facts.fit.arch == "gfx1151" and parse_version(facts.machine.kernel)[:2] == (7, 2)
-        yield Finding(name, "ok", facts.machine.kernel, _KERNEL_7_2 if told else "")
+        yield Finding(name, "ok", facts.machine.kernel)
 
 
 def kernel_parameters(facts: Facts) -> Iterator[Finding]:
@@ -270,19 +209,7 @@ def kernel_parameters(facts: Facts) -> Iterator[Finding]:
     elif facts.mappable is None or facts.installed_gib is None:
         yield unrecorded(name, ", ".join(told))
     else:
-        yield Finding(name, "ok", ", ".join(told) or "none that matters here",
-                      _WITH_IOMMU if given and given.get("amd_iommu") != "off" else "")  # fmt: skip
-
-
-def tlb(facts: Facts) -> Iterator[Finding]:
-    """Whether the CPU can flush the TLBs of all cores at once; without, each core interrupts all others."""
-    name, flags = "TLB flushes", facts.files.cpu_flags
-    if facts.fit.arch != "gfx1151" or not facts.linux or not flags:
-        return
-    if "invlpgb" in flags:
-        yield Finding(name, "ok", "by INVLPGB")
-    else:
-        yield Finding(name, "ok", "by interrupts, because this CPU lists no INVLPGB", _STORMS)
+        yield Finding(name, "ok", ", ".join(told) or "none that matters here")
 
 
 def firmware(facts: Facts) -> Iterator[Finding]:
@@ -333,5 +260,5 @@ def system_files(facts: Facts) -> Iterator[Finding]:
                       "record it again: rocm-ext doctor --save DIR")  # fmt: skip
 
 
-CHECKS = (platform, hardware_profile, gpu_driver, device_files, groups, udev_rule, kernel, kernel_parameters,
-          tlb, firmware, numa_balancing, system_files)  # fmt: skip
+CHECKS = (platform, hardware_profile, gpu_driver, device_files, kernel, kernel_parameters, firmware, numa_balancing,
+          system_files)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Programs beside the training, and programs that verifiers call."""
+"""Programs beside the training, and what it needs of the system."""
 
 from collections.abc import Iterator
 
@@ -8,18 +8,15 @@ from rocm_ext.machine.doctor.recorded import Process
 
 # free bytes: fewer than the first warn, fewer than the second are an error
 DISK = {"current folder": (10 * 2**30, 2**30), "Hugging Face cache": (20 * 2**30, 0)}
-COMPILERS = ("gcc", "g++", "clang", "clang++", "rustc", "go")
+COMPILERS = ("gcc", "clang")
 
 
 def other_processes(facts: Facts) -> Iterator[Finding]:
-    """Programs that use the GPU now."""
+    """Programs that use the AMD GPU now."""
     name = "other processes"
-    if facts.fit.backend == "cpu" or not (facts.linux or facts.said.processes):
+    processes = facts.files.processes
+    if not facts.amd_linux:  # the kernel lists those on AMD's GPUs
         return
-    if facts.fit.backend == "cuda" and facts.said.processes is None:
-        yield unrecorded(name, "needs NVML: pip install nvidia-ml-py")
-        return
-    processes = facts.files.processes if facts.amd else facts.said.processes or ()
     if not processes:
         yield Finding(name, "ok", "none on the GPU")
         return
@@ -53,22 +50,18 @@ def sandbox(facts: Facts) -> Iterator[Finding]:
         yield Finding(name, "warning", "bubblewrap does not work here", why, fix)
 
 
-def compilers(facts: Facts) -> Iterator[Finding]:
-    """The compilers that verifiers and Triton call."""
-    name, commands = "compilers", facts.said.commands
+def compiler(facts: Facts) -> Iterator[Finding]:
+    """The C compiler that Triton calls; verifiers of compiled languages name theirs themselves."""
+    name, commands = "C compiler", facts.said.commands
+    if not (facts.profile and facts.profile.settings.get("compile") is True):
+        return
     if commands is None:
         yield unrecorded(name)
-        return
-    there = [compiler for compiler in COMPILERS if compiler in commands]
-    if facts.profile and facts.profile.settings.get("compile") is True and not {"gcc", "clang"} & set(there):
-        why = f"{facts.profile.name} sets compile: True, and Triton needs a C compiler"
-        yield Finding(name, "warning", ", ".join(there) or "none", why, facts.install("gcc"))
-        return
-    rust, go = "rustc" in there, "go" in there
-    c = {"gcc", "clang"} & set(there) and {"g++", "clang++"} & set(there)
-    lacking = [language for language, has in (("C and C++", c), ("Rust", rust), ("Go", go)) if not has]
-    found = ", ".join(there) or "none"
-    yield Finding(name, "ok", found, f"verifiers of {', '.join(lacking)} need their compilers" if lacking else "")
+    elif there := [each for each in COMPILERS if each in commands]:
+        yield Finding(name, "ok", ", ".join(there))
+    else:
+        why = f"{facts.profile.name} sets compile: True, and Triton needs one"
+        yield Finding(name, "warning", "none", why, facts.install("gcc"))
 
 
 def disk(facts: Facts) -> Iterator[Finding]:
@@ -86,23 +79,4 @@ def disk(facts: Facts) -> Iterator[Finding]:
             yield Finding(f"disk: {place}", "ok", f"{gib(free)} free")
 
 
-def threads(facts: Facts) -> Iterator[Finding]:
-    """On a CPU: at most one thread per physical core that this process may use."""
-    name, said = "threads", facts.said
-    if facts.fit.backend != "cpu":
-        return
-    most = [number for number in (facts.files.cores, said.cpus, said.cpu_quota) if number]
-    if said.threads is None or not most:
-        yield unrecorded(name)
-        return
-    useful = max(1, int(min(most)))
-    limit = "" if said.cpu_quota is None else f", a cgroup allows {said.cpu_quota:g} CPUs"
-    found = f"torch uses {said.threads}; {facts.files.cores or said.cpus} physical cores{limit}"
-    if said.threads > useful:
-        yield Finding(name, "warning", found, "threads that share a core make the others wait",
-                      facts.export("OMP_NUM_THREADS", str(useful)))  # fmt: skip
-    else:
-        yield Finding(name, "ok", found)
-
-
-CHECKS = (other_processes, sandbox, compilers, disk, threads)
+CHECKS = (other_processes, sandbox, compiler, disk)

@@ -63,7 +63,7 @@ def _without_gpu(facts: Facts, torch: Torch, found: str) -> Finding:
         told = ", ".join(f"{name}={facts.environment[name]}" for name in chosen)
         return Finding(name, "error", found_none, f"{told} selects GPUs that are not here", facts.unset(*chosen))
     if facts.amd:
-        why = f"the {facts.fit.arch} is here: see the rows GPU driver, device files and groups, or ask HIP"
+        why = f"the {facts.fit.arch} is here: see the rows GPU driver and device files, or ask HIP"
         return Finding(name, "error", found_none, why, 'AMD_LOG_LEVEL=3 python -c "import torch; torch.cuda.init()"')
     if torch.build == "rocm" and AMD in facts.files.displays.values() and not facts.files.amd_gpus:
         why = "an AMD GPU is on the bus, but no driver lists it: training runs on the CPU"
@@ -157,7 +157,7 @@ def environment(facts: Facts) -> Iterator[Finding]:
     if facts.said.environment is None or profile is None:
         yield unrecorded("environment")
         return
-    conflicts = environment_conflicts(profile, facts.fit, environ)
+    conflicts = list(environment_conflicts(profile, facts.fit, environ))
     named = {name for conflict in conflicts for name in conflict.variables}
     for conflict in conflicts:
         yield Finding(" ".join(conflict.variables), "error" if conflict.fatal else "warning", conflict.found,

@@ -34,7 +34,7 @@ def main() -> None:
     _tell(torch=asdict(known))
     import torch
 
-    _tell(threads=torch.get_num_threads(), blas=_blas(machine))
+    _tell(blas=_blas(machine))
     if machine.backend != "cpu":
         free, total = torch.cuda.mem_get_info()
         _tell(hip_memory={"available": free, "total": total})

@@ -95,14 +95,10 @@ class Recorded:
     commands: tuple[str, ...] | None = None  # installed programs, of those that verifiers call
     sandbox: SandboxState | None = None
     disk_free: dict[str, int] | None = None  # bytes: "current folder", "Hugging Face cache"
-    cpus: int | None = None  # hardware threads that this process may run on
-    cpu_quota: float | None = None  # CPUs that its cgroups allow
     memory_limit: int | None = None  # bytes that its cgroups allow
     host_memory: Memory | None = None  # where there is no /proc/meminfo
-    processes: tuple[Process, ...] | None = None  # on NVIDIA GPUs; AMD's are in sysfs
     torch: Torch | None = None
     torch_error: str = ""  # why torch does not import
-    threads: int | None = None  # torch.get_num_threads()
     hip_memory: Memory | None = None  # torch.cuda.mem_get_info(), of the first GPU
     blas: str = ""  # the library that multiplies matrices
     canaries: tuple[Finding, ...] | None = None

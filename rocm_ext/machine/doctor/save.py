@@ -13,7 +13,6 @@ from pathlib import Path, PurePath
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.recorded import NAME, Recorded
-from rocm_ext.machine.doctor.system import UDEV_FOLDERS
 from rocm_ext.machine.sysfs import listing, read_text
 
 _PARAMETERS = (
@@ -65,7 +64,7 @@ def _files(facts: Facts, root: Path) -> Iterator[tuple[PurePath, str]]:
     for pattern, keep in _kept(facts).items():
         for path in _glob(root, PurePath(), pattern.split("/")):
             kept = keep(read_text(root / path))
-            if kept or path.name == "50-udev-default.rules":  # shows that udev is here, even where it has no rule
+            if kept:
                 yield path, kept
 
 
@@ -93,8 +92,8 @@ def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
 
     return {
         "proc/cmdline": _known_parameters,
-        "proc/cpuinfo": _lines(r"(processor|model name|physical id|core id|flags|Features)\s*:.*"),
-        "proc/meminfo": _lines(r"(MemTotal|MemFree|MemAvailable|SwapTotal|SwapFree):.*"),
+        "proc/cpuinfo": _lines(r"(model name|flags|Features)\s*:.*"),
+        "proc/meminfo": _lines(r"(MemTotal|MemAvailable):.*"),
         "proc/driver/nvidia/version": _lines("NVRM version.*"),
         "proc/sys/kernel/numa_balancing": str,
         "proc/sys/kernel/osrelease": str,
@@ -112,7 +111,6 @@ def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
         "etc/os-release": str,
         "usr/lib/os-release": str,
         "etc/group": group,
-        **{f"{folder}/*.rules": _lines(r'[^#]*"kfd".*') for folder in UDEV_FOLDERS},
         "opt/rocm/.info/version": str,
     }
 

@@ -9,7 +9,6 @@ from rocm_ext.machine.doctor.recorded import Process
 from rocm_ext.machine.sysfs import cards, listing, read_number, read_text, to_number
 
 AMD, NVIDIA = "0x1002", "0x10de"  # PCI vendors
-UDEV_FOLDERS = ("usr/lib/udev/rules.d", "lib/udev/rules.d", "run/udev/rules.d", "etc/udev/rules.d")
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,6 @@ class System:
     parameters: dict[str, str] | None  # of the kernel's command line
     memory: dict[str, int]  # /proc/meminfo, bytes
     cpu: str
-    cores: int | None  # physical
-    cpu_flags: frozenset[str]  # empty: unknown
     amd_gpus: tuple[str, ...]  # architectures that KFD lists, one per GPU
     cards: tuple[Card, ...]
     displays: dict[str, str]  # PCI address and vendor of all GPUs, also of those without a driver
@@ -49,7 +46,6 @@ class System:
     numa_balancing: int | None
     processes: tuple[Process, ...]  # on AMD GPUs
     groups: dict[str, tuple[str, ...]] | None  # /etc/group: members
-    kfd_rule: dict[str, str] | None  # GROUP and MODE that udev gives /dev/kfd; None: no udev rules were found
     nvidia: str  # the driver's version
     unreadable: tuple[str, ...] = field(default=())  # files with unexpected content
 
@@ -57,8 +53,7 @@ class System:
 def read_system(root: Path) -> System:
     """Parse the files below ``root``. It skips missing files and lists damaged ones in ``unreadable``."""
     reader = _Reader(root)
-    processors = reader.text("proc/cpuinfo")
-    cpu, cores = _cpu(processors)
+    cpu = re.search(r"^model name\s*:\s*(.+)$", reader.text("proc/cpuinfo"), re.MULTILINE)
     command_line = reader.text("proc/cmdline")
     ttm = ttm_module(root)
     return System(
@@ -66,9 +61,7 @@ def read_system(root: Path) -> System:
         distribution=_assignments(reader.text("etc/os-release") or reader.text("usr/lib/os-release")),
         parameters=_parameters(command_line) if command_line else None,
         memory=reader.meminfo(),
-        cpu=cpu,
-        cores=cores,
-        cpu_flags=_flags(processors),
+        cpu=cpu[1] if cpu else "",
         amd_gpus=tuple(amd_gpus(root)),
         cards=tuple(reader.card(card.relative_to(root) / "device") for card in cards(root)),
         displays=reader.displays("0x(03|12)"),  # MI300X: processing accelerator
@@ -78,7 +71,6 @@ def read_system(root: Path) -> System:
         numa_balancing=reader.number("proc/sys/kernel/numa_balancing"),
         processes=tuple(reader.processes()),
         groups=_groups(reader.text("etc/group")),
-        kfd_rule=_kfd_rule(root),
         nvidia=_nvidia(reader.text("proc/driver/nvidia/version")),
         unreadable=tuple(reader.unreadable),
     )
@@ -151,45 +143,10 @@ def _parameters(text: str) -> dict[str, str]:
     return {name.replace("-", "_"): value for name, _, value in pairs}
 
 
-def _cpu(text: str) -> tuple[str, int | None]:
-    """The CPU's name and its number of physical cores."""
-    cores, threads, package, name = set(), 0, "", ""
-    for line in text.splitlines():
-        key, _, value = (part.strip() for part in line.partition(":"))
-        if key == "processor":
-            threads += 1
-        elif key == "model name":
-            name = value
-        elif key == "physical id":
-            package = value
-        elif key == "core id":
-            cores.add((package, value))
-    return name, len(cores) or threads or None
-
-
-def _flags(text: str) -> frozenset[str]:
-    """The features of the first x86 processor."""
-    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
-
-
 def _groups(text: str) -> dict[str, tuple[str, ...]] | None:
     lines = [line.split(":") for line in text.splitlines()]
     groups = {line[0]: tuple(filter(None, line[3].split(","))) for line in lines if len(line) == 4}
     return groups or None
-
-
-def _kfd_rule(root: Path) -> dict[str, str] | None:
-    """Rules apply in the order of their files' names. A file in /etc replaces one of the same name in /usr."""
-    files = {name: root / folder / name for folder in UDEV_FOLDERS for name in listing(root / folder)}
-    if not files:
-        return None
-    rule: dict[str, str] = {}
-    for name in sorted(files):
-        for line in read_text(files[name]).replace("\\\n", " ").splitlines():
-            if re.search(r'^[^#]*(SUBSYSTEM|KERNEL)\s*==\s*"kfd"', line):
-                rule.update(re.findall(r'\b(GROUP|MODE)\s*:?=\s*"([^"]*)"', line))
-    return rule
 
 
 def _nvidia(text: str) -> str:

@@ -16,13 +16,13 @@ import psutil
 
 from rocm_ext.base import pins
 from rocm_ext.base.errors import UserError
-from rocm_ext.machine.cgroups import cgroups, cpu_quota
+from rocm_ext.machine.cgroups import cgroups
 from rocm_ext.machine.detect import VISIBLE_VARIABLES
 from rocm_ext.machine.doctor.check_tools import COMPILERS
 from rocm_ext.machine.doctor.check_torch import DEBUGGING
 from rocm_ext.machine.doctor.facts import Facts, combine
 from rocm_ext.machine.doctor.findings import Finding
-from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, Memory, Process, Recorded, SandboxState, User
+from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, Memory, Recorded, SandboxState, User
 from rocm_ext.machine.doctor.system import read_system
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES
 from rocm_ext.machine.parse import parse
@@ -45,7 +45,7 @@ def live_facts() -> Facts:
     said = Recorded(
         system=platform.system(),
         release="" if linux else platform.version(),
-        cpu="" if linux else _cpu_name(),
+        cpu="" if linux else platform.processor(),
         container=any((ROOT / path).exists() for path in (".dockerenv", "run/.containerenv")),
         rootless="rootless=1" in read_text(ROOT / "run/.containerenv").split(),
         environment={name: os.environ[name] for name in _variables() if name in os.environ},
@@ -55,11 +55,8 @@ def live_facts() -> Facts:
         commands=(*(["bwrap"] if sandbox else []), *filter(shutil.which, COMPILERS)),
         sandbox=sandbox,
         disk_free=_disk_free(),
-        cpus=len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
-        cpu_quota=_cpu_quota(),
         memory_limit=_memory_limit(),
         host_memory=None if files.memory else _host_memory(),
-        processes=_nvidia_processes() if files.nvidia or not linux else None,
     )
     return combine(replace(said, **_ask_torch()), files, ROOT)
 
@@ -146,11 +143,6 @@ def _disk_free() -> dict[str, int]:
     return free
 
 
-def _cpu_quota() -> float | None:
-    quota = cpu_quota(ROOT)
-    return None if quota is None else quota.cpus
-
-
 def _memory_limit() -> int | None:
     files = {"": "memory.max", "memory": "memory.limit_in_bytes"}
     limits = [read_number(folder / files[name]) for name, folder in cgroups(ROOT) if name in files]
@@ -162,34 +154,6 @@ def _memory_limit() -> int | None:
 def _host_memory() -> Memory:
     memory = psutil.virtual_memory()
     return Memory(memory.total, memory.available)
-
-
-def _cpu_name() -> str:
-    if sys.platform != "win32":
-        return platform.processor()
-    import winreg
-
-    try:
-        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
-            return str(winreg.QueryValueEx(key, "ProcessorNameString")[0])
-    except OSError:
-        return platform.processor()
-
-
-def _nvidia_processes() -> tuple[Process, ...] | None:
-    """None where the package nvidia-ml-py or the driver is missing."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        running = [process for handle in handles for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-    except Exception:  # NVMLError, or what ctypes makes of a library of another version
-        return None
-    memory = {process.pid: 0 for process in running}
-    for process in running:
-        memory[process.pid] += process.usedGpuMemory or 0
-    return tuple(Process(pid, read_text(ROOT / f"proc/{pid}/comm"), size) for pid, size in sorted(memory.items()))
 
 
 # ------------------------------------------------------------------------------------------------------- torch
@@ -211,9 +175,10 @@ def _ask_torch() -> dict[str, Any]:
         found = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
         last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", last)
         canary = Finding("canaries", "error", found, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
-        parts["torch_error" if "torch" not in parts else "canaries"] = (
-            f"{found}: {last}" if "torch" not in parts else (canary,)
-        )
+        if "torch" in parts:
+            parts["canaries"] = (canary,)
+        else:
+            parts["torch_error"] = f"{found}: {last}"
     return parts
 
 

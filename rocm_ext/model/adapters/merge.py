@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
 from rocm_ext.base.errors import UserError
@@ -26,7 +26,7 @@ from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.adapters.peft_config import PeftConfig
 from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, PREFIX, merged_weight, updates_by_weight
 from rocm_ext.model.checkpointer import StoredWeights, weight_files
-from rocm_ext.model.foreign import ForeignDecoder, ForeignWeights
+from rocm_ext.model.decoder import ConvertedWeights, Decoder
 from rocm_ext.model.lora import ExpertLora, adapters, merged_experts
 
 # What a merged model takes along from the folder of its base model
@@ -52,7 +52,7 @@ def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], StoredW
     return base, files, StoredWeights(base, files)
 
 
-def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: nn.Module) -> None:
+def merge(cfg_checkpointer: DictConfig, adapter: Path, out: Path, decoder: Decoder) -> None:
     """Merge a PEFT adapter into the checkpointer's base model and write a Hugging Face folder.
 
     It merges one weight at a time, in fp32, and rounds it by :func:`_round_by_chance`. It holds at most one file of the
@@ -113,7 +113,7 @@ class MergedWeights:
         adapter: PEFT folder.
     """
 
-    def __init__(self, decoder: nn.Module, state: Mapping[str, Tensor], adapter: Path) -> None:
+    def __init__(self, decoder: Decoder, state: Mapping[str, Tensor], adapter: Path) -> None:
         self._state, self._adapter = state, adapter
         config = PeftConfig.read(adapter)
         self._scale = config.scale
@@ -125,7 +125,7 @@ class MergedWeights:
             for name, layer in peft_experts.expert_loras(decoder).items()
             for ours in [name + ExpertLora.SUFFIX]
         }
-        self._converted = decoder.converted(state) if isinstance(decoder, ForeignDecoder) else None
+        self._converted = decoder.converted(state)
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that wait for their place in a file
         self._groups = {} if self._converted is None else _groups(self._converted, self._changed())
 
@@ -201,7 +201,7 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     return (bits & -(1 << dropped)).view(torch.float32).to(dtype)
 
 
-def _groups(converted: ForeignWeights, changed: Iterable[str]) -> dict[str, list[str]]:
+def _groups(converted: ConvertedWeights, changed: Iterable[str]) -> dict[str, list[str]]:
     """Map each tensor of a file whose weights change to the weights that are made of it."""
     found: dict[str, list[str]] = {}
     for name in changed:
@@ -211,7 +211,7 @@ def _groups(converted: ForeignWeights, changed: Iterable[str]) -> dict[str, list
     return found
 
 
-def check_mergeable(decoder: nn.Module, state: Mapping[str, Tensor]) -> None:
+def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
     """Check that a merged model can be written with the names and shapes of the base model's files.
 
     Args:
@@ -221,9 +221,8 @@ def check_mergeable(decoder: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         UserError: transformers cannot undo the conversion of a weight that has an adapter.
     """
-    if not isinstance(decoder, ForeignDecoder):
+    if (converted := decoder.converted(state)) is None:
         return
-    converted = decoder.converted(state)
     shapes = converted.on_meta()
     changed = [
         name.removesuffix(ExpertLora.SUFFIX) for name, layer in adapters(decoder) if isinstance(layer, ExpertLora)

@@ -9,7 +9,6 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.foreign import ForeignDecoder
 from rocm_ext.model.lora import Dora, adapters, rank_and_alpha
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -113,7 +112,7 @@ class PeftConfig:
                 f"the config has {', '.join(f'{key}={ours}' for *_, key, ours in wrong)}. "
                 f"Set {' '.join(f'{key}={theirs}' for _, theirs, key, _ in wrong)}"
             )
-        if self.parameters and not isinstance(decoder, ForeignDecoder):
+        if self.parameters and not decoder.published_modules:  # native models have no experts
             raise _unknown(folder, [f"target_parameters={list(self.parameters)}"])
         found = peft_experts.matching(decoder, self.parameters)
         if found != peft_experts.expert_loras(decoder).keys() or (self.parameters and not found):

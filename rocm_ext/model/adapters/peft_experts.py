@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from torch import Tensor, nn
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import ExpertLora, adapters, expert_factors, plain
 
 NEW_LAYOUT = "0.19.1"  # the first version of PEFT with today's layout
@@ -48,14 +48,13 @@ def modules(decoder: nn.Module) -> set[str]:
     return {theirs for theirs, _ in _names(decoder).values()}
 
 
-def target_parameters(decoder: nn.Module) -> list[str]:
+def target_parameters(decoder: Decoder) -> list[str]:
     """Name the adapted weights of experts to PEFT: by the ends of their names, unless other weights have these, too."""
     adapted = expert_loras(decoder)
     ends = {".".join(name.split(".")[-2:]) for name in adapted}
     others = matching(decoder, ends) - adapted.keys()
     modules = {end.partition(".")[0] for end in ends}
-    if isinstance(decoder, ForeignDecoder):
-        others |= {name for name in decoder.left_out if name.rpartition(".")[2] in modules}
+    others |= {name for name in decoder.left_out if name.rpartition(".")[2] in modules}
     return sorted(adapted if others else ends)
 
 

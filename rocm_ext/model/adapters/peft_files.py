@@ -11,18 +11,15 @@ import torch
 from omegaconf import DictConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torchtune.modules import TransformerDecoder
+from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import hub_name
-from rocm_ext.model import names
 from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.adapters.peft_config import ADAPTER_CONFIG, PeftConfig
 from rocm_ext.model.checkpointer import HF
-from rocm_ext.model.foreign import ForeignDecoder
-from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapter_parameters, adapters, rank_and_alpha
-from rocm_ext.model.native import NativeDecoder
+from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.lora import Dora, ExpertLora, adapter_parameters, adapters, merged_linear, rank_and_alpha
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -35,7 +32,7 @@ _PARTS = {
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
 
 
-def check_checkpointer(cfg: DictConfig, decoder: TransformerDecoder) -> None:
+def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
     """Refuse a model family without PEFT export, and weights of another row order or folder than the model's.
 
     Args:
@@ -46,7 +43,7 @@ def check_checkpointer(cfg: DictConfig, decoder: TransformerDecoder) -> None:
         UserError: the family has no PEFT format, or the checkpointer is not the model's; the message names it.
     """
     model_type = cfg.checkpointer.model_type
-    if (model_type == HF) != isinstance(decoder, NativeDecoder | ForeignDecoder):
+    if (model_type == HF) != (decoder.renames is not None):
         raise UserError(
             f"checkpointer.model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
             "rocm_ext.model.from_checkpoint, torchtune's checkpointers those of torchtune's builders. "
@@ -63,7 +60,7 @@ def check_checkpointer(cfg: DictConfig, decoder: TransformerDecoder) -> None:
         raise UserError(f"checkpointer.model_type {model_type} has no PEFT adapter format in torchtune")
 
 
-def adapter_state(decoder: TransformerDecoder) -> dict[str, Tensor]:
+def adapter_state(decoder: Decoder) -> dict[str, Tensor]:
     """Copies of the adapter's weights on the CPU, under torchtune's names."""
     return {name: p.detach().cpu().clone() for name, p in adapter_parameters(decoder).items()}
 
@@ -76,7 +73,7 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, base_model: str) -> None:
+def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: str) -> None:
     """Write ``decoder``'s adapter as a PEFT folder, which ``PeftModel.from_pretrained(base, folder)`` loads.
 
     Args:
@@ -109,14 +106,11 @@ def write_adapter(folder: Path, decoder: TransformerDecoder, model_type: str, ba
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _targets(adapted: set[str], decoder: nn.Module) -> list[str]:
+def _targets(adapted: set[str], decoder: Decoder) -> list[str]:
     """Name the layers to PEFT: by the ends of their names, unless other parts have these, too."""
     ends = {name.rpartition(".")[2] for name in adapted}
-    if isinstance(decoder, ForeignDecoder):
-        others = ({name for name, _ in decoder.named_modules()} - adapted) | decoder.left_out
-        if any(name.rpartition(".")[2] in ends for name in others):
-            return sorted(adapted)
-    return sorted(ends)
+    others = decoder.published_modules - adapted
+    return sorted(adapted if any(name.rpartition(".")[2] in ends for name in others) else ends)
 
 
 def config_folder(source: Path) -> Path | None:
@@ -140,7 +134,7 @@ def is_rslora(source: Path) -> bool:
     return folder is not None and PeftConfig.read(folder).rslora
 
 
-def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
+def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, Tensor]:
     """Read adapter weights from a PEFT folder or from torchtune's ``adapter_model.pt``.
 
     Args:
@@ -173,8 +167,8 @@ def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> 
     except FileNotFoundError as error:
         raise UserError(f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}") from error
     except (SafetensorError, UnpicklingError, ValueError, RuntimeError, OSError) as error:
-        cause = str(error).split("\n")[0]
-        raise UserError(f"cannot read the adapter in {source}: {cause}") from error
+        cause = "it is no file of tensors" if isinstance(error, UnpicklingError) else str(error).split("\n")[0]
+        raise UserError(f"cannot read the adapter in {source}: {cause}; expected a PEFT folder") from error
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
     if bad := next((name for name, tensor in state.items() if not tensor.float().isfinite().all()), None):
@@ -185,7 +179,7 @@ def read_adapter(source: Path, decoder: TransformerDecoder, model_type: str) -> 
         raise UserError(f"adapter {source} does not fit model: {error}") from error
 
 
-def to_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str) -> dict[str, Tensor]:
+def to_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str) -> dict[str, Tensor]:
     """Convert adapter weights from torchtune's names and row order to PEFT's."""
     to_hf, _ = _converters(decoder, model_type)
     experts = peft_experts.to_peft(state, decoder)
@@ -199,9 +193,7 @@ def to_peft(state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type
     return result
 
 
-def from_peft(
-    state: Mapping[str, Tensor], decoder: TransformerDecoder, model_type: str, peft_version: str
-) -> dict[str, Tensor]:
+def from_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str, peft_version: str) -> dict[str, Tensor]:
     """Convert adapter weights from PEFT's names and row order to torchtune's.
 
     Args:
@@ -237,17 +229,16 @@ def _weight_name(name: str, part: str) -> str:
 Convert = Callable[[str, Tensor, bool], tuple[str, Tensor]]
 
 
-def _converters(decoder: TransformerDecoder, model_type: str) -> tuple[Convert, Convert]:
+def _converters(decoder: Decoder, model_type: str) -> tuple[Convert, Convert]:
     """Return torchtune's converters to and from Hugging Face's names, each wrapped to convert one tensor.
 
     Most families store the rows of q and k as rotary pairs in torchtune and as halves in Hugging Face's
     format, so the converters reorder these rows. Qwen2 uses halves in both. torchtune's own PEFT export
     reorders Qwen2's adapters too, which is wrong; these converters do not. Native decoders use halves, too.
     """
-    if isinstance(decoder, ForeignDecoder):
-        return _same_name, _same_name
-    if model_type == HF:
-        return (lambda *a: _renamed(names.to_hf, *a)), (lambda *a: _renamed(names.from_hf, *a))
+    if decoder.renames is not None:
+        to_files, from_files = decoder.renames
+        return (lambda *a: _renamed(to_files, *a)), (lambda *a: _renamed(from_files, *a))
     from torchtune.models import convert_weights
     from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
     from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
@@ -284,10 +275,6 @@ def _renamed(rename: Callable[[str], str], name: str, tensor: Tensor, has_rows: 
         raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
 
 
-def _same_name(name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
-    return name, tensor
-
-
 def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
     rows = heads["num_kv_heads"] if "k_proj" in name else heads["num_heads"]
     return torch.empty(rows * heads["head_dim"], 1)
@@ -316,25 +303,6 @@ def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tens
 
 
 def merged_weight(weight: Tensor, update: Mapping[str, Tensor], scale: float) -> Tensor:
-    """Merge one weight: W + s B A, and for DoRA rescale each row to length m.
-
-    Args:
-        weight: W, [out, in].
-        update: A [r, in], B [out, r] and, for DoRA, m [out], under PEFT's suffixes.
-        scale: s, alpha / r or, in rsLoRA, alpha / sqrt(r).
-
-    Returns:
-        [out, in], in W's dtype, computed in fp32.
-    """
-    full = weight.float() + scale * (update[".lora_B.weight"].float() @ update[".lora_A.weight"].float())
-    if (magnitude := update.get(".lora_magnitude_vector")) is not None:
-        full *= (magnitude.float() / torch.linalg.vector_norm(full, dim=1))[:, None]
-    return full.to(weight.dtype)
-
-
-def merged_layer(layer: Lora | Dora, weight: Tensor) -> Tensor:
-    """Return ``weight``, the layer's W as an ordinary tensor, with the layer's present update merged into it."""
-    update = {".lora_A.weight": layer.lora_a.weight.detach(), ".lora_B.weight": layer.lora_b.weight.detach()}
-    if isinstance(layer, Dora):
-        update[".lora_magnitude_vector"] = layer.magnitude.detach()
-    return merged_weight(weight, update, layer.scale)
+    """Merge one weight, see :func:`rocm_ext.model.lora.merged_linear`; ``update`` has its parts by PEFT's suffixes."""
+    a, b = update[".lora_A.weight"], update[".lora_B.weight"]
+    return merged_linear(weight, a, b, scale, update.get(".lora_magnitude_vector"))

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from rocm_ext.base.errors import UserError
 from rocm_ext.model.attention import Lengths
-from rocm_ext.model.sdpa import by_scores, sdpa
+from rocm_ext.model.sdpa import sdpa
 
 PACKED = "rocm_ext_packed"
 _lengths: ContextVar[Lengths] = ContextVar("lengths of the packed sequences")
@@ -144,18 +143,6 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
         raise TypeError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not known here")
 
 
-def check_scores(kernel: str) -> None:
-    """Check that ``kernel`` computes what a layer adds to its scores: a cap (Gemma 2) or sinks (gpt-oss).
-
-    Raises:
-        UserError: none of torch's kernels does.
-    """
-    if kernel not in ("auto", "eager"):
-        raise UserError(
-            "attention: no kernel of torch's computes this model's capped scores or sinks; set attention: eager"
-        )
-
-
 @torch.compiler.disable
 def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> Tensor:
     groups = query.shape[1] // key.shape[1]
@@ -164,14 +151,8 @@ def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> 
         if groups > 1:  # enable_gqa falls back to the math path on backends without grouped kernels
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         allowed = mask.of(q.shape[2], q.device)
-        if softcap is None and sinks is None:
-            out = sdpa(q, k, v, mask.kernel, mask=allowed, dropout=dropout, scale=scaling)
-        else:
-            check_scores(mask.kernel)
-            if allowed is None:
-                allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-            score = None if sinks is None else sinks.view(1, -1, 1, 1)
-            out = by_scores(q, k, v, allowed, dropout, scaling, softcap, score)
+        score = None if sinks is None else sinks.view(1, -1, 1, 1)
+        out = sdpa(q, k, v, mask.kernel, mask=allowed, dropout=dropout, scale=scaling, softcap=softcap, sinks=score)
         pieces.append(out[:, :, shared:].transpose(1, 2))
     return torch.cat(pieces, dim=1)
 

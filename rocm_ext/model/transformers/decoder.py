@@ -3,7 +3,7 @@
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,12 +25,14 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
+from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import CONFIG, own_code, refuse_code
-from rocm_ext.model.foreign import ForeignDecoder
+from rocm_ext.model.sampler import Needs
 from rocm_ext.model.transformers.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.transformers.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.transformers.experts import SORTED
 from rocm_ext.model.transformers.multimodal import check_causal, is_multimodal, take_text
+from rocm_ext.model.transformers.sampling import TransformersSampler, needs_of
 from rocm_ext.model.transformers.weights import Converted, WeightNames, keep_precision, persistent_buffers
 
 # model_types whose packed rows tests hold against transformers' own. All others get padded rows.
@@ -44,8 +46,10 @@ PACKS = frozenset(
 )
 
 
-class TransformersDecoder(ForeignDecoder):
-    """A causal language model of transformers. Parameters have transformers' names.
+class TransformersDecoder(Decoder):
+    """A causal language model of transformers, see :class:`rocm_ext.model.decoder.Decoder`.
+
+    Parameters have transformers' names.
 
     Args:
         model: transformers' model; parameters are on the meta device.
@@ -62,6 +66,10 @@ class TransformersDecoder(ForeignDecoder):
     Raises:
         UserError: the model is built in a way that this class does not know.
     """
+
+    kernel = "auto"
+    takes_graphs = False  # its code may read values in a step
+    renames = (str, str)  # names are those of the files, or `converted` knows them
 
     def __init__(self, model: Any, architecture: str) -> None:
         super().__init__()
@@ -116,11 +124,11 @@ class TransformersDecoder(ForeignDecoder):
                 raise UserError(f"{name} has one weight in two places, {first} and {place}, which is not supported")
 
     @property
-    def layers(self) -> nn.ModuleList:
+    def layers(self) -> nn.ModuleList:  # type: ignore[override]
         return self.get_submodule(self.layers_name)  # type: ignore[return-value]
 
     @property
-    def tok_embeddings(self) -> nn.Embedding:
+    def tok_embeddings(self) -> nn.Embedding:  # type: ignore[override]
         return self.get_submodule(self._body).get_input_embeddings()  # type: ignore[operator]
 
     @property
@@ -167,14 +175,12 @@ class TransformersDecoder(ForeignDecoder):
         return persistent_buffers(self)
 
     @cached_property
-    def needs(self) -> Any:
-        """What the model keeps of a sequence that it decodes, see :class:`rocm_ext.model.transformers.sampling.Needs`.
+    def needs(self) -> Needs:
+        """What the model keeps of a sequence that it decodes, see :class:`rocm_ext.model.sampler.Needs`.
 
         Raises:
             UserError: the model cannot be sampled from in this process.
         """
-        from rocm_ext.model.transformers.sampling import needs_of  # it builds decoders
-
         return needs_of(self)
 
     def check_sampling(self) -> int:
@@ -188,20 +194,39 @@ class TransformersDecoder(ForeignDecoder):
         """
         return self.needs.positions
 
-    def copied_bytes(self, merge: bool | None) -> int:
-        """Upper bound on the bytes that :meth:`sampler` adds to the model's."""
-        from rocm_ext.model.transformers.sampling import copied_bytes
+    def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> TransformersSampler:
+        """Return a copy for sampling, see :class:`rocm_ext.model.transformers.sampling.TransformersSampler`."""
+        return TransformersSampler(self, merge, device)
 
-        return copied_bytes(self, merge)
+    def empty_model(self, attention: str) -> Any:
+        """Build transformers' model once more, with another attention and without weights and adapters."""
+        dtype = self.tok_embeddings.weight.dtype
+        with torch.device("cpu"), _meta_parameters():
+            model: Any = self.model_
+            return type(model)._from_config(
+                copy.deepcopy(model.config),
+                dtype=dtype,
+                attn_implementation=attention,
+                experts_implementation=SORTED,
+            )
 
-    def sampler(self, merge: bool | None, rounded: Callable[[int], int], together: bool) -> Any:
-        """Return a copy for sampling, see :class:`rocm_ext.model.transformers.sampling.Sampler`."""
-        from rocm_ext.model.transformers.sampling import Sampler
+    def wrapped(self, model: Any) -> "TransformersDecoder":
+        """Return the decoder of another model of this architecture."""
+        return TransformersDecoder(model, self.architecture)
 
-        return Sampler(self, merge, rounded, together)
+    def place_buffers(self, device: torch.device) -> None:
+        """Put all buffers on ``device``."""
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
 
     @property
-    def left_out(self) -> frozenset[str]:
+    def published_modules(self) -> frozenset[str]:  # type: ignore[override]
+        """Names of all modules of the whole model."""
+        return self.left_out.union(name for name, _ in self.named_modules())
+
+    @property
+    def left_out(self) -> frozenset[str]:  # type: ignore[override]
         """Names of the whole model's modules that this decoder leaves out."""
         return self.text_part.modules if self.text_part else frozenset()
 
@@ -401,16 +426,6 @@ def _on_meta(config: Any, attention: str | None, trust_remote_code: bool) -> Any
     if attention:
         scale_each_sequence(model)
     return model
-
-
-def empty_model(like: TransformersDecoder, attention: str) -> Any:
-    """Build the model behind ``like`` once more, with another attention and without weights and adapters."""
-    model: Any = like.model_
-    dtype = like.tok_embeddings.weight.dtype
-    with torch.device("cpu"), _meta_parameters():
-        return type(model)._from_config(
-            copy.deepcopy(model.config), dtype=dtype, attn_implementation=attention, experts_implementation=SORTED
-        )
 
 
 @contextmanager

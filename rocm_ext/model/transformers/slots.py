@@ -27,8 +27,9 @@ from transformers.cache_utils import (
 from transformers.masking_utils import causal_mask_function
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.model.sdpa import by_scores, sdpa
-from rocm_ext.model.transformers.attention import check_arguments, check_scores
+from rocm_ext.model.sdpa import sdpa
+from rocm_ext.model.slots import SlotCache, Slots
+from rocm_ext.model.transformers.attention import check_arguments
 
 SLOTS = "rocm_ext_slots"
 
@@ -72,7 +73,7 @@ _pass: ContextVar[_ForwardPass] = ContextVar("the forward pass")
 
 
 @contextmanager
-def forward_pass(positions: Tensor, kernel: str, cache: "SlotCache | None" = None) -> Iterator[AttentionUse]:
+def forward_pass(positions: Tensor, kernel: str, cache: SlotCache | None = None) -> Iterator[AttentionUse]:
     """Give ``positions`` [n, s] to the masks that a model makes inside.
 
     Args:
@@ -161,42 +162,22 @@ def attention(
         query = query.view(n, -1, groups, query.shape[-1])
     elif groups > 1:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    if softcap is None and s_aux is None:
-        out = sdpa(query, key, value, now.kernel, mask=attention_mask, scale=scaling)
-    else:
-        check_scores(now.kernel)
-        sinks = None if s_aux is None else s_aux.view(1, *((-1, groups) if s == 1 else (heads, 1)), 1)
-        out = by_scores(query, key, value, attention_mask, 0.0, scaling, softcap, sinks)
+    sinks = None if s_aux is None else s_aux.view(1, *((-1, groups) if s == 1 else (heads, 1)), 1)
+    out = sdpa(query, key, value, now.kernel, mask=attention_mask, scale=scaling, softcap=softcap, sinks=sinks)
     return out.reshape(n, heads, s, -1).transpose(1, 2), None
 
 
-class _Attention(CacheLayerMixin):
-    """Keys and values of one layer: [slots, kv_heads, places, head_dim] each."""
+class _Attention(Slots, CacheLayerMixin):
+    """Keys and values of one layer, as transformers asks for them."""
 
-    keys: Any
-    values: Any
-
-    def __init__(self, cache: "SlotCache", window: int | None) -> None:
-        super().__init__()
-        self._cache, self.is_sliding = cache, window is not None
-        self.places = cache.ring(window)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the slots in the form of one row."""
-        self.keys, self.values = (
-            t.new_zeros(self._cache.slots, t.shape[1], self.places, t.shape[3]) for t in (key_states, value_states)
-        )
-        self.is_initialized = True
+    def __init__(self, cache: "TransformersSlots", window: int | None) -> None:
+        CacheLayerMixin.__init__(self)
+        Slots.__init__(self, cache, window)
+        self.is_sliding = window is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one token's keys and values in each of the first n slots and return what these slots hold."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        rows, places = self._cache.rows, self._cache.positions % self.places
-        self.keys[rows, :, places] = key_states[:, :, 0]
-        self.values[rows, :, places] = value_states[:, :, 0]
-        n, span = len(rows), self.get_mask_sizes(1)[0]
-        return self.keys[:n, :, :span], self.values[:n, :, :span]
+        return self.write(key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of places that attention reads, and 0."""
@@ -210,28 +191,21 @@ class _Attention(CacheLayerMixin):
         """Return the number of places."""
         return self.places
 
+
+class _Nothing(DummyLayer):
+    """A layer without a cache."""
+
     def put(self, rows: slice, prefix: Any, known: int) -> None:
-        """Copy the cache of one sequence into slots; see :meth:`SlotCache.put`."""
-        if not known:
-            return
-        if not self.is_initialized:
-            self.lazy_initialization(prefix.keys, prefix.values)
-        first = max(0, known - self.places)
-        places = torch.arange(first, known, device=self.keys.device) % self.places
-        self.keys[rows, :, places] = prefix.keys[:, :, first:known]
-        self.values[rows, :, places] = prefix.values[:, :, first:known]
+        """Copy nothing."""
 
     def move(self, to: int, source: int, known: int) -> None:
-        """Copy one slot to another; see :meth:`SlotCache.move`."""
-        if self.is_initialized:
-            for tensor in (self.keys, self.values):
-                tensor[to, :, :known] = tensor[source, :, :known]
+        """Copy nothing."""
 
 
 class _Recurrent(LinearAttentionLayer):
     """States of one layer, each [slots, …]; transformers' code sees those of the running rows."""
 
-    def __init__(self, cache: "SlotCache", states: int) -> None:
+    def __init__(self, cache: "TransformersSlots", states: int) -> None:
         super().__init__(number_of_states=states)
         self._cache = cache
         self._all: dict[tuple[str, int], Tensor] = {}
@@ -242,7 +216,7 @@ class _Recurrent(LinearAttentionLayer):
             getattr(self, kind)[index] = tensor[:n]
 
     def put(self, rows: slice, prefix: Any, known: int) -> None:
-        """Copy the states of one sequence into slots; see :meth:`SlotCache.put`."""
+        """Copy the states of one sequence into slots; see :meth:`rocm_ext.model.slots.SlotCache.put`."""
         for kind, ready in (("conv_states", "is_conv_states_initialized"),
                             ("recurrent_states", "is_recurrent_states_initialized")):  # fmt: skip
             for index, tensor in getattr(prefix, kind).items():
@@ -257,7 +231,7 @@ class _Recurrent(LinearAttentionLayer):
                 self._all[kind, index][rows] = tensor if known else 0
 
     def move(self, to: int, source: int, known: int) -> None:
-        """Copy one slot to another; see :meth:`SlotCache.move`."""
+        """Copy one slot to another; see :meth:`rocm_ext.model.slots.SlotCache.move`."""
         for tensor in self._all.values():
             tensor[to] = tensor[source]
 
@@ -265,7 +239,7 @@ class _Recurrent(LinearAttentionLayer):
 class _Both(_Recurrent, _Attention):  # type: ignore[misc, override]
     """A layer with both."""
 
-    def __init__(self, cache: "SlotCache", states: int) -> None:
+    def __init__(self, cache: "TransformersSlots", states: int) -> None:
         _Attention.__init__(self, cache, None)
         _Recurrent.__init__(self, cache, states)
 
@@ -281,7 +255,7 @@ class _Both(_Recurrent, _Attention):  # type: ignore[misc, override]
         _Attention.move(self, to, source, known)
 
 
-class SlotCache(Cache):
+class TransformersSlots(SlotCache, Cache):
     """The cache of several sequences, one in each slot.
 
     Args:
@@ -290,23 +264,14 @@ class SlotCache(Cache):
         length: positions of a slot.
         rounded: returns the places of a ring for a window; None: every layer attends to all positions.
 
-    Attributes:
-        slots: their number.
-        span: places that the current step reads.
-        rows: indices of its slots, [n].
-        positions: of its tokens, [n].
-
     Raises:
         UserError: the model has a kind of layer that is not supported.
     """
 
-    span = 1
-    rows: Tensor
-    positions: Tensor
-
     def __init__(self, config: Any, slots: int, length: int, rounded: Callable[[int], int] | None) -> None:
-        self.slots, self._length, self._rounded = slots, length, rounded
-        super().__init__(layers=[self._layer(theirs) for theirs in layers_of(config)])
+        SlotCache.__init__(self, 0, slots, length)
+        self._rounded = rounded
+        Cache.__init__(self, layers=[self._layer(theirs) for theirs in layers_of(config)])
 
     def _layer(self, theirs: Any) -> Any:
         if isinstance(theirs, LinearAttentionAndFullAttentionLayer):
@@ -314,7 +279,7 @@ class SlotCache(Cache):
         if isinstance(theirs, LinearAttentionLayer):
             return _Recurrent(self, theirs.number_of_states)
         if isinstance(theirs, DummyLayer):
-            return theirs
+            return _Nothing()
         return _Attention(self, getattr(theirs, "sliding_window", None) if self._rounded else None)
 
     def ring(self, window: int | None) -> int:
@@ -329,35 +294,11 @@ class SlotCache(Cache):
         return [type(layer) is _Recurrent for layer in self.layers]
 
     def begin(self, positions: Tensor, span: int) -> None:
-        """Begin a step in the first n slots.
-
-        Args:
-            positions: of the step's tokens, [n].
-            span: more than the largest of them.
-        """
-        self.positions, self.span = positions, span
-        self.rows = torch.arange(len(positions), device=positions.device)
+        """Begin a step in the first n slots; arguments as in the base class."""
+        super().begin(positions, span)
         for layer in self.layers:
             if isinstance(layer, _Recurrent):
                 layer.begin(len(positions))
-
-    def put(self, rows: slice, prefix: Cache, known: int) -> None:
-        """Copy a prompt into slots.
-
-        Args:
-            rows: the slots.
-            prefix: cache of its first tokens.
-            known: number of these tokens.
-        """
-        for mine, theirs in zip(self.layers, prefix.layers, strict=True):
-            if not isinstance(mine, DummyLayer):
-                mine.put(rows, theirs, known)  # type: ignore[union-attr]
-
-    def move(self, to: int, source: int, known: int) -> None:
-        """Copy slot ``source``, of which the first ``known`` positions are in use, to slot ``to``."""
-        for layer in self.layers:
-            if not isinstance(layer, DummyLayer):
-                layer.move(to, source, known)  # type: ignore[union-attr]
 
 
 class _WholeWindow(DynamicLayer):

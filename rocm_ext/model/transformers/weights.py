@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.checkpointer import check_stored, on_meta
-from rocm_ext.model.foreign import ForeignWeights
+from rocm_ext.model.decoder import ConvertedWeights
 
 _OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json has what they come from
 
@@ -69,7 +69,7 @@ class WeightNames:
         return deepcopy(next(entry for entry in self._converters if pattern in entry.source_patterns))
 
 
-class Converted(ForeignWeights):
+class Converted(ConvertedWeights):
     """A checkpoint's tensors by transformers' names; those made of several are put together at each access.
 
     Args:

@@ -2,12 +2,14 @@
 
 The rule: from the code come plain data of exact library types, and handles. No class or module of the code is a value,
 and no function is one inside of data. A handle stands for an object in the code's process; every operation on it runs
-there and gives plain data or a handle again. Four things follow, which this file keeps:
+there and gives plain data or a handle again. Five things follow, which this file keeps:
 
 - A handle that the tests did not make, by calling a class, may stand in the place of data. It never answers yes or no
   by a name that data has too: whether it starts with, contains or equals something. One whose class the tests do not
   know by name has no such name at all, no length, no items and no arithmetic, and none inside of data can be called.
 - A handle is never compared with the tests' data, nor computed with it: its class would get the expected value.
+- An object whose class derives from a builtin type, such as dict or int, comes with its value, which is plain data.
+  What the class leaves to that type is done here, with the value. A ``__missing__`` gets the keys that a dict lacks.
 - Two handles are equal if the code says so and their attributes are equal.
 - An assert of the tests that fails stays a failure, whatever code it passes through.
 
@@ -15,17 +17,18 @@ What does not fit is ``Unjudged``; PythonTests turns that into a verdict. Except
 classes of this file with the name of the code's class.
 """
 
+import _operator
 import builtins
 import contextlib
 import re
 import sys
 from threading import RLock
 
-from _wire import BINARY, FUNCTIONS, Closed, Malformed, Unsendable, Wire, mutable, number, text
+from _wire import BINARY, FUNCTIONS, MUTABLE, Closed, Malformed, Unsendable, Wire, mutable, number, text
 
 VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__"}
 LIBRARIES = {*sys.stdlib_module_names, "numpy", "__main__"} - {"unittest", "doctest"}  # exceptions cross
-STOPS = {"StopIteration", "StopAsyncIteration"}
+STOPS, STEPS = {"StopIteration", "StopAsyncIteration"}, {"next", "send", "await", "anext"}
 OF_DATA = {  # types whose names data has, in modules that may not be loaded
     "builtins": "str bytes bytearray list tuple dict set frozenset int float complex range",
     **{"collections": "deque", "datetime": "date datetime timedelta", "decimal": "Decimal", "fractions": "Fraction"},
@@ -34,8 +37,9 @@ OF_DATA = {  # types whose names data has, in modules that may not be loaded
 OF_TABLES = {"all", "any", "equals", "isin", "isna", "isnull", "notna", "notnull", "between"}
 ASKS = ("is", "startswith", "endswith", "any", "all", "equals", "not", "match", "between", "exists")
 ALWAYS = ("bool", "delattr", "delitem", "dir", "format", "next", "repr", "setattr", "setitem", "str")
-KNOWN = "abs complex float getitem index int invert iter len neg pos reversed round".split()  # noqa: SIM905
-METHOD = object()  # an attribute that is a method
+KNOWN = "abs complex float index int invert iter len neg pos reversed round".split()  # noqa: SIM905
+VALUES = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+METHOD, NONE = object(), object()  # an attribute that is a method; no value
 JUDGE = None  # the connection of this process
 
 
@@ -94,9 +98,12 @@ class ErrorClass(type):
 
 
 class Handle:
-    """An object in the code's process; ``__built__``: the tests made it by calling its class."""
+    """An object in the code's process.
 
-    __slots__ = ("__built__", "__number__", "__weakref__")
+    ``__built__``: the tests made it by calling its class. ``__value__``: its plain value when it last came.
+    """
+
+    __slots__ = ("__built__", "__number__", "__value__", "__weakref__")
     __known__ = property(lambda self: self.__built__ or type(self).__open__ == "objects")
     __doc__ = property(lambda self: JUDGE.request("get", self, "__doc__"))  # type: ignore[assignment,attr-defined]
 
@@ -106,6 +113,9 @@ class Handle:
             if len(JUDGE.made.get(self.__number__, ())) > 1:
                 JUDGE.refuse(f"the code gives one object of {kind.__name__} for different arguments")
             return True
+        mine, theirs = value_of(self, "eq"), value_of(other, "eq")
+        if mine is not NONE and theirs is not NONE:
+            return mine == theirs
         if isinstance(other, Handle):
             return same(self, other)
         if kind.__compares__ and other is not None:
@@ -113,12 +123,30 @@ class Handle:
         return NotImplemented
 
     def __hash__(self):
+        if (value := value_of(self, "hash")) is not NONE:
+            return hash(value)
         return JUDGE.request("hash", self) if type(self).__compares__ else hash(self.__number__)
 
     def __contains__(self, item):
+        if (value := value_of(self, "contains")) is not NONE:
+            return item in value
         if not (isinstance(item, Handle) or self.__built__):
             taken_for_data(self)
         return JUDGE.request("contains", self, item)
+
+    def __getitem__(self, key):
+        if self.__known__:
+            return JUDGE.request("getitem", self, key)
+        if (value := value_of(self, "getitem")) is NONE:
+            taken_for_data(self)
+        if "__missing__" not in type(self).__defined__ or key in value:
+            return value[key]
+        found = JUDGE.request("getitem", self, key)
+        if type(found) is bool:
+            JUDGE.refuse("an object of the code answers for a key in the place of data")
+        if JUDGE.request("contains", self, key) is True:  # the class keeps it
+            value[key] = found
+        return found
 
     def __enter__(self):
         built, found = self.__built__, JUDGE.request("method", self, "__enter__")
@@ -135,6 +163,12 @@ class Handle:
     async def __aenter__(self):
         return await JUDGE.request("method", self, "__aenter__")
 
+    def __aiter__(self):
+        return JUDGE.request("method", self, "__aiter__")
+
+    async def __anext__(self):
+        return await JUDGE.request("method", self, "__anext__")
+
     async def __aexit__(self, kind, error, trace):
         return await JUDGE.request("method", self, "__aexit__", kind, error, None) and not is_failure(error)
 
@@ -142,6 +176,24 @@ class Handle:
 def set_slot(value, name, content):
     """Set what this side knows of a handle."""
     object.__setattr__(value, name, content)
+
+
+def value_of(value, *operations):
+    """The plain value of a handle whose class leaves these operations to a builtin type, else NONE; data as it is."""
+    if not isinstance(value, Handle):
+        return value
+    kind = type(value)
+    if kind.__data__ is None or not kind.__defined__.isdisjoint([f"__{op}__" for op in operations]):
+        return NONE
+    if not (value.__known__ and kind.__data__ in MUTABLE):
+        return getattr(value, "__value__", NONE)
+    found = JUDGE.request("value", value)  # the code may have changed it since
+    return found if type(found) is kind.__data__ else taken_for_data(value)
+
+
+def compute(op, *values):
+    """What an operation gives for plain data."""
+    return (getattr(builtins, op, None) or getattr(_operator, op))(*values)
 
 
 def taken_for_data(handle):
@@ -155,14 +207,24 @@ def always(op):
 
 
 def known(op):
-    """An operation of data, which a handle of an unknown class has not."""
-    return lambda self, *args: JUDGE.request(op, self, *args) if self.__known__ else taken_for_data(self)
+    """An operation of data, which a handle of an unknown class has for its value alone."""
+
+    def run(self, *args):
+        if self.__known__:
+            return JUDGE.request(op, self, *args)
+        value = value_of(self, op)
+        return taken_for_data(self) if value is NONE else compute(op, value, *args)
+
+    return run
 
 
 def ordered(op):
-    """A comparison by size, of objects whose classes the tests know."""
+    """A comparison by size, of values or of objects whose classes the tests know."""
 
     def compare(self, other):
+        mine, theirs = value_of(self, op), value_of(other, op)
+        if mine is not NONE and theirs is not NONE:
+            return compute(op, mine, theirs)
         if not (self.__known__ and isinstance(other, Handle) and other.__known__):
             taken_for_data(self)
         return JUDGE.request(op, self, other)
@@ -170,20 +232,28 @@ def ordered(op):
     return compare
 
 
-def binary(op, reflected=False):
-    """An operation with another value; with data alone it gives no data."""
+def binary(op, how=""):
+    """An operation with another value: also reflected ("r") or in place ("i"). With data alone it gives no data."""
+    name = op.strip("_")
+    names, asked = (name, f"r{name}", f"i{name}"), f"i{name}" if how == "i" else op
 
-    def compute(self, other):
-        if not (self.__built__ or (self.__known__ and isinstance(other, Handle) and other.__known__)):
+    def run(self, other):
+        built, kind = self.__built__, type(self)
+        mine, theirs = value_of(self, *names), value_of(other, *names)
+        changes = how == "i" and hasattr(kind.__data__, f"__i{name}__")  # the object itself
+        if not (changes or mine is NONE or theirs is NONE):
+            return compute(asked, *((theirs, mine) if how == "r" else (mine, theirs)))
+        fits = changes or (isinstance(other, Handle) and other.__known__)
+        if not (built or (self.__known__ and fits)):
             taken_for_data(self)
-        found = JUDGE.request(op, *((other, self) if reflected else (self, other)))
-        if type(found) is type(self) and self.__built__:
+        found = JUDGE.request(asked, *((other, self) if how == "r" else (self, other)))
+        if type(found) is kind and built:
             set_slot(found, "__built__", True)
         elif not (isinstance(found, Handle) or isinstance(other, Handle)):
-            JUDGE.refuse(f"an object of the code's class {type(self).__name__} computes data with the tests' data")
+            JUDGE.refuse(f"an object of the code's class {kind.__name__} computes data with the tests' data")
         return found
 
-    return compute
+    return run
 
 
 def called(self, *args, **keywords):
@@ -199,6 +269,10 @@ def attribute(target, name):
     if name[:2] == "__" and name[-2:] == "__" and name not in VISIBLE:
         raise AttributeError(name)  # numpy would read any address from __array_interface__
     of_data = not target.__built__ and name in JUDGE.of_data
+    if of_data and isinstance(target, Handle) and name not in type(target).__defined__:
+        value = value_of(target)
+        if value is not NONE and hasattr(value, name) and (name.startswith(ASKS) or not target.__known__):
+            return getattr(value, name)
     if of_data and (name.startswith(ASKS) or not target.__known__):
         JUDGE.refuse(f"an object of the code is asked .{name} in the place of data")
     value = JUDGE.request("get", target, name)
@@ -210,7 +284,8 @@ OPERATIONS = {
     **{f"__{op}__": known(op) for op in KNOWN},
     **{f"__{op}__": ordered(op) for op in ("lt", "le", "gt", "ge")},
     **{f"__{op.strip('_')}__": binary(op) for op in (*BINARY, "divmod")},
-    **{f"__r{op.strip('_')}__": binary(op, True) for op in (*BINARY, "divmod")},
+    **{f"__r{op.strip('_')}__": binary(op, "r") for op in (*BINARY, "divmod")},
+    **{f"__i{op.strip('_')}__": binary(op, "i") for op in BINARY},
     "__getattr__": attribute,
 }
 for name, operation in OPERATIONS.items():
@@ -288,7 +363,7 @@ class Judge(Wire):
         used = [module for module in OF_DATA if module == "builtins" or module in self.source]
         kinds = [getattr(__import__(module), name) for module in used for name in OF_DATA[module].split()]
         self.of_data = OF_TABLES.union(task["methods"], *map(dir, kinds))
-        self.kind(0, "function", False, True, [])
+        self.kind(0, "function", False, True, [], "", [])
 
     def refuse(self, reason):
         """Stop the tests, because they cannot be judged."""
@@ -345,26 +420,34 @@ class Judge(Wire):
         at = number(parts[0])
         if tag == "f":
             return self.things[at - 1]
-        if tag in ("y", "w"):
+        if tag in STREAMS:
             if at not in self.streams:
-                self.streams[at] = (generator if tag == "y" else coroutine)(made_handle(Handle, at))
+                self.streams[at] = STREAMS[tag](made_handle(Handle, at))
                 self.steps[id(self.streams[at])] = at
             return self.streams[at]
         if tag != "h":
             raise Malformed(f"tag {tag!r}")
         if at not in self.handles:
-            self.handles[at], self.fresh = made_handle(self.kind(*parts[1:]), at), at
-        if self.level > 1 and "__call__" in vars(type(self.handles[at])):
+            self.handles[at], self.fresh = made_handle(self.kind(*parts[1:8]), at), at
+        handle = self.handles[at]
+        if self.level > 1 and "__call__" in vars(type(handle)):
             self.refuse("the code gives a container with what can be called")
-        set_slot(self.handles[at], "__built__", False)  # what comes back may stand in the place of data
-        return self.handles[at]
+        set_slot(handle, "__built__", False)  # what comes back may stand in the place of data
+        if parts[8:]:
+            set_slot(handle, "__value__", self._decode(parts[8]))
+            if type(handle.__value__) is not type(handle).__data__:
+                raise Malformed("no value")
+        return handle
 
-    def kind(self, at, name, compares, calls, bases):
+    def kind(self, at, name, compares, calls, bases, data, defined):
         """The stand-in for a class of the code."""
         if number(at) not in self.kinds:
+            data = next((kind for kind in VALUES if kind.__name__ == data), None)
             self.kinds[at] = type.__new__(CodeClass, text(name), (Handle,), {
                 "__slots__": (), "__doc__": vars(Handle)["__doc__"], "__module__": "solution", "__class_number__": at,
                 "__open__": "", "__compares__": compares, "__lineage__": {at, *map(number, bases)},
+                "__data__": data, "__defined__": frozenset(map(text, defined)),
+                **({"__class__": property(lambda self: data)} if data else {}),
                 **({"__call__": called} if calls else {})})  # fmt: skip
         return self.kinds[at]
 
@@ -382,7 +465,7 @@ class Judge(Wire):
                 "__getattr__": attribute, "__str__": lambda error: error.__dict__.get("__says__", "")})  # fmt: skip
         return self.errors[at]
 
-    def exception(self, names, at, says, args, attributes):
+    def exception(self, names, at, says, args, attributes, cause):
         """An exception of the code."""
         kind, args = self.exception_class(names), self._decode(args)
         try:
@@ -392,6 +475,7 @@ class Judge(Wire):
             error.args = tuple(args)
         error.__dict__.update({text(n): v for n, v in self._decode(attributes).items() if n[:2] != "__"})
         error.__dict__.update(__says__=text(says), __number__=number(at))
+        error.__cause__ = self._decode(cause)
         return error
 
     # messages
@@ -488,7 +572,7 @@ class Judge(Wire):
         if not isinstance(error, Exception) and not expected:
             self.gone = f"the code raised {type(error).__name__}: {str(error)[:300]}"
             return CodeEnded(self.gone)
-        if op not in ("next", "send", "await") and names & STOPS and not expected:  # it would end a loop of the tests
+        if op not in STEPS and names & STOPS and not expected:  # it would end a loop of the tests
             found = RuntimeError(f"the code raised {type(error).__name__}")
             found.__number__ = getattr(error, "__number__", 0)
             return found
@@ -550,3 +634,16 @@ def generator(handle):
 async def coroutine(handle):
     """The result of an awaitable of the code, which runs to its end when the tests await it."""
     return JUDGE.request("await", handle)
+
+
+async def asynchronous(handle):
+    """The values of an asynchronous generator of the code, which runs a step when the tests ask for one."""
+    while True:
+        try:
+            item = JUDGE.request("anext", handle)
+        except StopAsyncIteration:
+            return
+        yield item
+
+
+STREAMS = {"y": generator, "w": coroutine, "g": asynchronous}

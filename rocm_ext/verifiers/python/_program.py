@@ -13,8 +13,14 @@ from _thread import RLock
 from _wire import BINARY, FUNCTIONS, Closed, Unsendable, Wire, mutable, program_channel
 
 PRINTED = 1 << 20  # characters between two messages; the rest is dropped
+CAUSES = 5  # of an exception, one of the other
 WRAPPERS = {"method", "partial", "_lru_cache_wrapper", "singledispatch_wrapper", "builtin_function_or_method"}
-DATA = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+LEAVES = {int: int.__int__, float: float.__float__, complex: complex.__pos__, str: str.__str__}
+ITEMS = {dict: lambda value: dict(dict.items(value))} | {
+    kind: lambda value, kind=kind: kind(kind.__iter__(value))
+    for kind in (list, tuple, set, frozenset, bytes, bytearray)
+}
+READ = LEAVES | ITEMS  # builtin type -> the plain value of an object of a class that derives from it
 OPERATORS = "lt le gt ge eq neg pos invert contains getitem setitem delitem index".split()  # noqa: SIM905
 MAY_ADD = {"__lt__", "__le__", "__gt__", "__ge__", "__annotations__"}  # to a class of the set-up, beside methods
 FUNCTION = type(lambda: None)
@@ -30,6 +36,7 @@ class Program(Wire):
         self.objects, self.numbers = [], {}
         self.theirs, self.their_numbers = {}, {}  # stand-ins for the tests' functions and exceptions
         self.depth = 0  # operations under way, one in the other
+        self.reading = False  # a value that holds others
         self.turn = RLock()  # of the code's threads: one exchange at a time
         self.loop = None
         self.set_up = []  # its classes, each with what it had before the code
@@ -37,9 +44,11 @@ class Program(Wire):
         self.module = sys.modules["solution"] = type(sys)("solution")
         self.namespace = self.module.__dict__
         self.namespace["__builtins__"] = builtins
-        self.operations = {name: getattr(_operator, name) for name in (*BINARY, *OPERATORS)}
+        in_place = ["i" + name.strip("_") for name in BINARY]
+        self.operations = {name: getattr(_operator, name) for name in (*BINARY, *in_place, *OPERATORS)}
         self.operations |= {name: getattr(builtins, name) for name in BUILTINS}
         self.operations |= {"call": lambda f, *a, **k: f(*a, **k), "await": self.finish, "state": state,
+                            "anext": lambda o: self.finish(o.__anext__()), "value": lambda o: READ[base_of(type(o))](o),
                             "method": lambda o, name, *a, **k: getattr(o, name)(*a, **k),
                             "send": lambda o, value: o.send(value)}  # fmt: skip
         self.describing = {"names": self.names, "get": self.get}  # these give JSON
@@ -51,18 +60,18 @@ class Program(Wire):
         if id(value) in self.their_numbers:
             return ["f", self.their_numbers[id(value)]]
         if isinstance(value, BaseException):
-            return self.exception(value)
+            return self.exception(value, depth)
         if isinstance(value, type) or kind is type(sys):
             raise Unsendable(f"the {'class' if isinstance(value, type) else 'module'} {value.__name__}")
         if kind.__module__ == "itertools" or (kind.__module__ == "builtins" and hasattr(kind, "__next__")):
             return ["y", self.number(value)]
-        if kind.__module__ == "builtins" and kind.__name__ == "coroutine":
-            return ["w", self.number(value)]
+        if kind.__module__ == "builtins" and kind.__name__ in ("coroutine", "async_generator"):
+            return ["w" if kind.__name__ == "coroutine" else "g", self.number(value)]
         if kind in FUNCTIONS or kind.__name__ in WRAPPERS:
             if depth:
                 raise Unsendable(f"a container with the function {getattr(value, '__name__', '')}")
-            return ["h", self.number(value), 0, "function", False, True, []]
-        return ["h", self.number(value), *self.describe(kind)]
+            return ["h", self.number(value), 0, "function", False, True, [], "", []]
+        return ["h", self.number(value), *self.describe(kind), *self.value(value, base_of(kind))]
 
     def number(self, value):
         """The number of an object, which stays alive so that no other gets its id; 0 stands for none."""
@@ -72,12 +81,24 @@ class Program(Wire):
         return self.numbers[id(value)]
 
     def describe(self, kind):
-        """Of a class: number, name, whether its objects compare by code of theirs and can be called, bases."""
+        """Of a class: number, name, whether its objects compare by code of theirs and can be called, bases; the builtin
+        type that it derives from, and what it defines in the place of that type's methods."""
         equals = next(base for base in kind.__mro__ if "__eq__" in vars(base))
         bases = [self.number(base) for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
         calls = any("__call__" in vars(base) for base in kind.__mro__)
         compares = equals is not object and equals.__module__ != "enum"
-        return [self.number(kind), kind.__name__, compares, calls, bases]
+        data = base_of(kind)
+        defined = [name for base in kind.__mro__[: kind.__mro__.index(data)] for name in vars(base)] if data else []
+        return [self.number(kind), kind.__name__, compares, calls, bases, data.__name__ if data else "", defined]
+
+    def value(self, value, base):
+        """A list with the JSON of an object's plain value; empty if it has none, or one inside of another's value."""
+        if base is None or (base in ITEMS and self.reading):  # objects that hold each other would take forever
+            return []
+        outer, self.reading = self.reading, self.reading or base in ITEMS
+        found = self.as_data(READ[base](value))
+        self.reading = outer
+        return [] if found is ... else [found]
 
     def lineage(self, kind):
         """Module, name and number of an exception class and of its bases, up to the first builtin."""
@@ -90,8 +111,8 @@ class Program(Wire):
                     break
         return found
 
-    def exception(self, error):
-        """The JSON of an exception: lineage, number, text, plain arguments and plain attributes."""
+    def exception(self, error, depth=0):
+        """The JSON of an exception: lineage, number, text, plain arguments and attributes, and its cause."""
         try:
             says = str(error)[:10_000]
         except BaseException:
@@ -99,8 +120,9 @@ class Program(Wire):
         args = (*error.args, error.filename) if isinstance(error, OSError) and len(error.args) == 2 else error.args
         args = self.as_data(args)
         attributes = {name: value for name, value in list(vars(error).items())[:50] if self.as_data(value) is not ...}
+        cause = None if error.__cause__ is None or depth > CAUSES else self.exception(error.__cause__, depth + 1)
         return ["x", self.lineage(type(error)), self.number(error), says,
-                self.as_data((says,)) if args is ... else args, self.encode(attributes, 1)]  # fmt: skip
+                self.as_data((says,)) if args is ... else args, self.encode(attributes, 1), cause]  # fmt: skip
 
     def as_data(self, value):
         """The JSON of a value; ``...`` if it may not cross."""
@@ -278,13 +300,19 @@ class Program(Wire):
         return ""
 
 
+def base_of(kind):
+    """The builtin type that a class of the code derives from alone; None if there is none."""
+    found = next((base for base in kind.__mro__ if base.__module__ not in ("solution", "enum")), None)
+    return found if found in READ else None
+
+
 def state(value):
     """The attributes of an object.
 
     Raises:
         Unsendable: its class derives from a builtin type, so that it has a value beside them.
     """
-    if isinstance(value, DATA):
+    if isinstance(value, tuple(READ)):
         raise Unsendable(f"an object of {type(value).__name__}, which is data with code of its own")
     found = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:

@@ -38,6 +38,7 @@ REFUSED = {  # reason -> calls, modules and fixtures; a dot before a name: metho
         .assertWarns .assertWarnsRegex warnings.catch_warnings pytest.warns caplog recwarn""",
     "needs coroutines that run beside each other": """asyncio.gather asyncio.wait asyncio.wait_for asyncio.create_task
         asyncio.ensure_future asyncio.as_completed asyncio.timeout asyncio.TaskGroup .create_task""",
+    "leaves tests out while they run": "pytest.skip pytest.xfail unittest.SkipTest .skipTest",
     "uses files": "tmp_path tmpdir tmp_path_factory open .mkdtemp .write_text .write_bytes",
     "uses tables, which do not cross": "pandas",
     "gives the code an object of the tests": """unittest.mock.Mock unittest.mock.MagicMock unittest.mock.AsyncMock
@@ -228,6 +229,8 @@ class Tests:
                         self._no(node, REASONS["pandas"], apart=True)
                 case ast.Call():
                     self._refuse_call(node)
+                case ast.Raise(exc=ast.Name() | ast.Attribute() as kind) if reason := REASONS.get(self.name(kind)):
+                    self._no(node, reason, apart=True)
                 case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
                     self._refuse_change(node, node)
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -240,6 +243,10 @@ class Tests:
         reason = REASONS.get(name) or REASONS.get("." + name.split(".")[-1])
         if reason and (reason != TEXT or not all(isinstance(arg, ast.Constant) for arg in args)):
             self._no(node, reason, apart=reason != TEXT)
+        if name.endswith((".skipif", ".skipIf", ".skipUnless", ".mark.xfail")):
+            known = self.imports.keys() | vars(builtins)
+            if not _ids(_walk(node)) <= known or isinstance((args or [node])[0], ast.Constant):
+                self._no(node, REASONS["pytest.skip"], apart=True)
         if name.endswith("TextTestRunner"):
             self._no(node, "is not needed: write the TestCase at the top level")
         if name.endswith((".format", ".format_map")) and not isinstance(node.func.value, ast.Constant):

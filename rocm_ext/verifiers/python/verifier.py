@@ -60,24 +60,20 @@ class PythonTests(Verifier):
     rule. Containers cross as copies; after a call, the tests' own have the content that the code left in them. An
     assert that fails is a failure, whatever catches its error.
 
-    ``check_row`` refuses rows that would not run, could not fail, or need one process: those that patch a library or
-    the answer, mock its arguments, use files or pandas, look into the answer's objects, derive classes from the
-    answer's, or run text.
-
-    These asserts trust the code: one that compares with a value that the code's own classes or helper functions
-    compute; one that computes the expected value from an argument after the call, which may have changed it; and one
-    that asks an object that it made by calling a class of the code. A class of the set-up stays as it is: code that
+    ``check_row`` refuses rows that would not run, could not fail, or need one process. docs/verifiers.md lists what
+    cannot be judged, and SECURITY.md the asserts that trust the code. A class of the set-up stays as it is: code that
     changes it cannot be judged, but for methods and an order that it adds.
 
     Args:
         timeout: seconds of wall time for one completion, all its tests together.
-        memory_mb: for the code; the tests have 1,024 MB. With ``same_process`` the code and the tests share it.
+        memory_mb: for the code, at least 128, which numpy needs; the tests have 1,024 MB. With ``same_process`` both
+            share it.
         partial_credit: the reward is the share of tests that pass; else it is 1 or 0. Each assert and each loop at the
             top level counts as a test, and each test function, also ``check``.
         sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
         isolation: ``two_processes``; or ``same_process``, which runs the code and the tests in one interpreter, in the
-            sandbox, and judges all that Python can. The code can then read the tests and forge its verdict: it is for
-            benchmarks of code that you trust, not for training.
+            sandbox, and judges all that Python can. The code can then forge its verdict: it is for benchmarks of code
+            that you trust, not for training.
         unjudged: the verdict of an answer that gives what the tests cannot judge across the two processes, such as an
             object where they take data: ``wrong``, so that no answer escapes its verdict; or ``error``, to look for
             rows that need ``same_process``.
@@ -98,8 +94,8 @@ class PythonTests(Verifier):
         tolerance: float | None = None,
         checker: str | None = None,
     ) -> None:
-        if timeout <= 0 or memory_mb < 64:
-            raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 64, found {timeout} and {memory_mb}")
+        if timeout <= 0 or memory_mb < 128:
+            raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
         if isolation not in ISOLATIONS:
             raise UserError(f"isolation {isolation!r} is unknown{nearest(isolation, ISOLATIONS)}")
         if unjudged not in UNJUDGED:
@@ -112,13 +108,14 @@ class PythonTests(Verifier):
 
     @cached_property
     def _sandbox(self) -> Sandbox:
-        return Sandbox(self.kind, interpreter(self.python)[0])
+        return Sandbox(self.kind, interpreter(self.python).folders)
 
     def check(self) -> None:
         self._sandbox.check()
-        outcome = self._sandbox.run([self.python, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20))
+        path = interpreter(self.python).path
+        outcome = self._sandbox.run([path, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20))
         if outcome.stdout.strip() != b"42":
-            raise UserError(f"{self.python} does not run in the sandbox: {short(outcome.stderr.decode(), 200)}")
+            raise UserError(f"{path} does not run in the sandbox: {short(outcome.stderr.decode(), 200)}")
         if self.isolation == "same_process":
             log.warning(
                 "PythonTests with isolation: same_process: code can forge its verdict; use it for code you trust"
@@ -160,11 +157,11 @@ class PythonTests(Verifier):
             tests = tests_of(row) if row.get("cases") is None else ""
         except ValueError as problem:
             return error(problem)
-        packages = interpreter(self.python)[1]
+        _, packages, path = interpreter(self.python)
         if not tests and calls is None:
             boot = f"import builtins,runpy,sys;sys.path+={list(packages)!r};builtins.exit=builtins.quit=sys.exit;"
             boot += f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
-            argv = [self.python, "-s", "-S", "-c", boot]
+            argv = [path, "-s", "-S", "-c", boot]
             results = run_cases(self._sandbox, argv, {"solution.py": code}, row, self.limits, self.partial_credit,
                                 self.comparison)  # fmt: skip
             return results.result(self.partial_credit)
@@ -191,7 +188,7 @@ class PythonTests(Verifier):
             "program": program if self.isolation == "same_process" else None,
         }
         try:
-            with self._judges.one(self._sandbox, self.python, packages) as judge:
+            with self._judges.one(self._sandbox, path, packages) as judge:
                 return self._judged(judge, task, program)
         except JudgeEnded as problem:
             return error(problem)
@@ -207,7 +204,8 @@ class PythonTests(Verifier):
                 theirs.callback(os.close, fd)
             running = None
             if task["program"] is None:
-                running = start("program", self._sandbox, self.python, program, self.limits, (asked, answer))
+                path = interpreter(self.python).path
+                running = start("program", self._sandbox, path, program, self.limits, (asked, answer))
                 ours.callback(running.close)
             judge.give(task, heard, ask, tell)
             theirs.close()

@@ -35,7 +35,6 @@ class Child:
     Attributes:
         stdout, stderr: the output so far.
         killed: the limit for which we killed it; empty if we did not.
-        too_big: that limit was the memory.
     """
 
     process: subprocess.Popen
@@ -48,7 +47,6 @@ class Child:
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     killed: str = ""
-    too_big: bool = False
 
     @property
     def returncode(self) -> int | None:
@@ -199,7 +197,6 @@ def _look(child: Child) -> None:
     if child.inodes is not None and pids and _inodes(f"/proc/{pids[0]}/root") > child.inodes:
         child.kill(f"made more than {child.inodes} files")
     if child.memory_mb is not None and used > child.memory_mb << 20:
-        child.too_big = True
         child.kill(f"used more than {child.memory_mb} MB of memory")
 
 

@@ -1,31 +1,9 @@
 """Running code that nobody has read: a model's.
 
-``Sandbox("bubblewrap")`` runs each program under bubblewrap. The program has
-
-- its own namespaces: no network, and all its processes, daemons too, end with the run. It can open sockets of Unix,
-  IPv4 and IPv6 alone, which the network namespace contains
-- a read-only system: /usr, the libraries, the interpreter's or compiler's folder. It sees no home, no repository, and
-  of /etc what the loader needs
-- a /tmp in memory, of limited size and number of files, that vanishes with the run
-- an empty environment, no capabilities, an unprivileged user id, and a filter of system calls (x86-64 and AArch64)
-- limits on wall and CPU time, memory, processes, file size, open files and output
-
-If you are root, the run has a real user id from 2 000 000 000 up, so that the kernel can limit its number of processes.
-Runs at the same time have different ids, as long as no process starts more than 23 at a time (3,051 where pids end at
-32,768). If not, it has a user namespace; since Linux 5.14 the kernel counts processes there
-apart from the user's others. On older kernels we count the processes from outside, every 50 ms.
-
-The sandbox does not protect against
-
-- security holes in the kernel or in bubblewrap, since the run shares the kernel. A virtual machine protects more
-- side channels: CPU caches, timing, load. The code can see the machine's CPU and kernel version
-- short peaks of memory. The address space limits each process; all processes of a run together are limited by checks
-  of their resident memory, 50 ms apart. Between two checks they may use up to processes x memory. There is no cgroup.
-  What the kernel holds for the run is limited by the numbers of files, of processes and of open files (pipes, sockets,
-  page tables), and for locks on files by the time alone
-- reading what is installed in the interpreter's folder: keep secrets out of site-packages
-- nested user namespaces and AF_VSOCK sockets on machines other than x86-64 and AArch64, which have no filter of system
-  calls
+``Sandbox("bubblewrap")`` runs each program under bubblewrap; SECURITY.md says what that promises and what not. If you
+are root, a run has a real user id from 2 000 000 000 up, which no other run has at the time, so that the kernel can
+limit its number of processes. If not, it has a user namespace, where Linux counts processes apart since 5.14; on older
+kernels we count them from outside, every 50 ms.
 
 ``Sandbox("rlimits")`` sets the limits, a temporary working folder and an empty environment, and isolates nothing: the
 code can read and write all your files, use the network, and signal or outlive your processes. Use it for code that you
@@ -46,6 +24,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.verifiers.sandbox import bubblewrap
@@ -72,7 +51,6 @@ class Outcome:
         timed_out: it exceeded the wall or CPU time.
         started: False if the sandbox itself failed; ``stderr`` says why.
         killed: the limit for which we killed it, other than time; empty if we did not.
-        too_big: that limit was the memory.
     """
 
     returncode: int
@@ -82,7 +60,6 @@ class Outcome:
     timed_out: bool
     started: bool
     killed: str
-    too_big: bool
 
 
 class RunningProgram:
@@ -235,7 +212,6 @@ class Sandbox:
                 timed_out=not in_time or child.returncode in (128 + 24, -24),  # SIGXCPU
                 started=not in_time or bool(child.killed) or running.started(),
                 killed=child.killed,
-                too_big=child.too_big,
             )
         finally:
             running.close()
@@ -291,19 +267,34 @@ def _working_folder(files: Mapping[str, bytes]) -> tuple[str, str]:
     return folder, work
 
 
+class Interpreter(NamedTuple):
+    """A Python interpreter as the sandbox runs it.
+
+    Attributes:
+        folders: those that it must be able to read.
+        packages: the folders with its installed packages.
+        path: its file, without the links that lead to it, since the sandbox may not show their folders.
+    """
+
+    folders: tuple[str, ...]
+    packages: tuple[str, ...]
+    path: str
+
+
 @functools.cache
-def interpreter(executable: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The folders that a Python interpreter must be able to read, and those with its installed packages.
+def interpreter(executable: str) -> Interpreter:
+    """Ask a Python interpreter for its folders.
 
     Raises:
         UserError: the interpreter does not run.
     """
     code = "import os,site,sys;p=[sys.prefix,sys.base_prefix,os.path.realpath(sys.base_prefix)];"
-    code += "print(*p,sep='\\0',end='\\1');print(*site.getsitepackages(),sep='\\0',end='')"
+    code += "print(*p,sep='\\0',end='\\1');print(*site.getsitepackages(),sep='\\0',end='\\1');"
+    code += "print(os.path.realpath(sys.executable),end='')"
     try:
         result = subprocess.run([executable, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"python {executable!r} does not run: {error}") from error
-    folders, packages = result.stdout.split("\1")
+    folders, packages, path = result.stdout.split("\1")
     found = [folder for folder in dict.fromkeys(folders.split("\0")) if folder not in ("/usr", "/")]
-    return tuple(found), tuple(packages.split("\0"))
+    return Interpreter(tuple(found), tuple(packages.split("\0")), path)

@@ -10,7 +10,7 @@ from typing import Any
 from rocm_ext.recipes import raft_rocm
 
 from rocm_ext.sampling.local import LocalSession
-from rocm_ext.train.trainer import Trainer
+from rocm_ext.train.loop import Training
 from tests.benchmarks.sides.talk import hear, pipe
 
 SECONDS = {"generation": 0.0, "training": 0.0, "cycles": 0.0}
@@ -43,8 +43,8 @@ def timed_iterator(what: str, function: Callable) -> Callable:
 
 if __name__ == "__main__":
     LocalSession.generate = timed_iterator("generation", LocalSession.generate)  # type: ignore[method-assign]
-    Trainer.train_step = timed("training", Trainer.train_step)  # type: ignore[method-assign]
-    raft_rocm.RAFT.cycle = timed("cycles", raft_rocm.RAFT.cycle)  # type: ignore[method-assign]
+    Training.train_step = timed("training", Training.train_step)  # type: ignore[method-assign]
+    raft_rocm.RAFT.step = timed("cycles", raft_rocm.RAFT.step)  # type: ignore[method-assign]
     try:
         raft_rocm.main()
     except SystemExit as left:

@@ -5,24 +5,23 @@ Each sample ends at the trace's limit instead of ``max_new_tokens``. Slots have 
 
 import json
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rocm_ext.model.native import native
+from rocm_ext.model.sampler import sampler_of
 from rocm_ext.sampling import Request, Sampling, sample_seed
-from rocm_ext.sampling.decoder import merged
-from rocm_ext.sampling.foreign import sampler_of
 from rocm_ext.sampling.local import LocalSession
 from tests.benchmarks.sides.sample import DEVICE, DTYPES, Answers, serve, torchtune_decoder
 
-FOREIGN = sys.argv[4:5] == ["transformers"]
+TRANSFORMERS = sys.argv[4:5] == ["transformers"]
 MOST = int(sys.argv[3])
 LOGPROBS: list[float] = []
 
 
-def foreign_decoder(folder: Path, dtype: torch.dtype) -> Any:
+def transformers_decoder(folder: Path, dtype: torch.dtype) -> Any:
     """Load a Hugging Face folder as transformers' model."""
     from safetensors.torch import load_file
     from torchtune.training import set_default_dtype
@@ -44,12 +43,8 @@ def foreign_decoder(folder: Path, dtype: torch.dtype) -> Any:
     return made
 
 
-DECODER = (foreign_decoder if FOREIGN else torchtune_decoder)(Path(sys.argv[1]), DTYPES[sys.argv[2]])
-
-
-def opened() -> AbstractContextManager[Any]:
-    """Return the sampler's context; the adapter, which is zero, is merged."""
-    return nullcontext(sampler_of(DECODER, True, DEVICE)) if FOREIGN else merged(DECODER)
+FOLDER, DTYPE = Path(sys.argv[1]), DTYPES[sys.argv[2]]
+DECODER = transformers_decoder(FOLDER, DTYPE) if TRANSFORMERS else native(torchtune_decoder(FOLDER, DTYPE))
 
 
 class NoText:
@@ -79,8 +74,8 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
         for i, prompt in enumerate(prompts)
         for k in range(samples)
     ]
-    with opened() as decoder:
-        session = Traced(decoder, NoText(), free_memory, graphs=False if FOREIGN else None)
+    with sampler_of(DECODER, True) as decoder:  # the adapter, which is zero, is merged
+        session = Traced(decoder, NoText(), free_memory, graphs=False if TRANSFORMERS else None)
         session.limits = {
             (request.prompt_id, request.sample): Sampling(length, temperature)
             for request, length in zip(requests, trace, strict=True)

@@ -1,0 +1,145 @@
+"""What the subcommands share: options, tables, JSON, and files that they write."""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors
+from rocm_ext.base.log import setup_logging
+
+if TYPE_CHECKING:
+    from rocm_ext.config.chosen_model import ChosenModel
+
+_PIPE_WIDTH = 160  # columns; rich would take 80 and wrap every row
+
+
+# ---- options
+
+
+def number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[str], Any]:
+    """A type for argparse: numbers from ``least`` to ``most``, read by ``kind`` (int or float)."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what} from {least:,} to {most:,}")
+        return value
+
+    return parse
+
+
+count = number(int, 1, 10**9)
+seed = number(int, 0, 2**63 - 1)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``; :func:`print_json` prints it."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Add ``--format``; :func:`rocm_ext.data.prompt_dataset` knows the names."""
+    names = "gsm8k, mbpp, mbppplus, humaneval, apps, taco or livecodebench"
+    parser.add_argument("--format", metavar="NAME", help=f"read the columns of a data set: {names}")
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add ``key=value …``, as in ``tune run``."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add ``--trust-config``."""
+    about = "use the run's config also where it names code that is not this library's; read it first"
+    parser.add_argument("--trust-config", action="store_true", help=about)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """Add ``--force``, for :func:`check_new_file`."""
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+
+
+def check_new_file(path: Path, force: bool = False) -> Path:
+    """Return ``path`` if a file may be written there.
+
+    Raises:
+        UserError: it is a folder, it exists and ``force`` is not set, or it cannot be written.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file", code=2)
+    if path.exists() and not force:
+        raise UserError(f"{path} exists; name another file, or add --force to replace it", code=2)
+    with disk_errors(path):
+        TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())).close()
+    return path
+
+
+def prepare(target: "ChosenModel", overrides: Sequence[str]) -> None:
+    """Get ready to compute with a model: its machine's environment, which may restart this program, and messages."""
+    from rocm_ext.config import startup
+
+    for line in startup.prepare_for(target.hardware(overrides)):
+        note(line)
+    setup_logging()
+
+
+# ---- what is printed
+
+
+def note(text: str) -> None:
+    """Write to stderr, dimmed on a terminal."""
+    dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    print(f"\033[2m{text}\033[0m" if dim and text.strip() else text, file=sys.stderr, flush=True)
+
+
+def print_json(content: Any) -> None:
+    """Print one JSON value; NaN and infinity, which JSON lacks, become null."""
+    print(json.dumps(_finite(content), default=str))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def console() -> Console:
+    """Standard output, for rich."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table with these columns; those in ``right`` are right-aligned."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters: files of a run or of a recorded machine may hold any."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def shortened(text: str, most: int) -> str:
+    """The first ``most`` characters of a text in one line, or the last ones if ``most`` is negative."""
+    line = printable(" ⏎ ".join(text.strip().splitlines()))
+    if len(line) <= abs(most):
+        return line
+    return f"{line[:most]} …" if most > 0 else f"… {line[most:]}"

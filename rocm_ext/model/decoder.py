@@ -1,0 +1,114 @@
+"""What training, planning, sampling and export need of a model: torchtune's modules, or those of transformers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rocm_ext.data.batches import MicroBatch
+
+
+class ConvertedWeights(Mapping[str, Tensor]):
+    """A checkpoint's tensors by the names of a decoder; those made of several are put together at each access."""
+
+    @abstractmethod
+    def on_meta(self) -> dict[str, Tensor]:
+        """Return all tensors without their values, at no cost of memory."""
+
+    @abstractmethod
+    def group(self, name: str) -> tuple[list[str], list[str]]:
+        """Return the weights that are made of the same tensors as ``name``, and the checkpoint's names of these."""
+
+    @abstractmethod
+    def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the checkpoint's tensors that make up a group's ``weights``.
+
+        Raises:
+            UserError: the conversion cannot be undone.
+        """
+
+
+class Decoder(nn.Module, ABC):
+    """A causal language model with adapters.
+
+    Attributes:
+        packs: whether it takes packed rows; otherwise rows are padded on the right, which no causal model sees.
+        shares: whether packed sequences may share their beginnings, see :class:`rocm_ext.data.batches.MicroBatch`.
+        kernel: that computes attention of packed rows; see :func:`rocm_ext.model.sdpa.sdpa`.
+        max_seq_len: positions that it supports.
+        num_heads, head_dim: of attention.
+        layers: the decoder's layers.
+        tok_embeddings: the embeddings.
+        output: maps hidden states [n, d] to logits [n, v], with the model's own scaling or capping.
+        architecture: what the model computes, but for its weights; empty: the config's builder says it.
+        takes_graphs: whether a CUDA/HIP graph can replay a decoding step.
+        renames: functions from the model's names to those of Hugging Face's files, and back; they raise KeyError for
+            unknown names. None: torchtune's converters know them.
+        left_out: names of the modules that the folder's whole model has beside these, such as a vision tower's.
+        published_modules: names of all modules of this whole model; empty: PEFT's names of its layers are unique.
+    """
+
+    packs: bool
+    shares: bool
+    kernel: str
+    max_seq_len: int
+    num_heads: int
+    head_dim: int
+    output: Any
+    architecture: Any
+    takes_graphs: bool
+    renames: tuple[Callable[[str], str], Callable[[str], str]] | None
+
+    layers: nn.ModuleList
+    tok_embeddings: nn.Embedding
+    left_out: frozenset[str]
+    published_modules: frozenset[str]
+
+    @abstractmethod
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """Run the model up to its output layer.
+
+        Returns:
+            [b, s, d], the output layer's input.
+        """
+
+    @abstractmethod
+    def place_buffers(self, device: torch.device) -> None:
+        """Put the buffers of a model that is built on the meta device on ``device``."""
+
+    @abstractmethod
+    def converted(self, state: Mapping[str, Tensor]) -> ConvertedWeights | None:
+        """Return a checkpoint's tensors by this model's names; None: they have these names."""
+
+    @abstractmethod
+    def buffers_to_load(self) -> dict[str, Tensor]:
+        """Return the buffers that a checkpoint holds, by name."""
+
+    def joined_weights(self) -> list[list[str]]:
+        """Return the names of weights whose rows should lie one after the other, because sampling multiplies by all."""
+        return []
+
+    @abstractmethod
+    def check_sampling(self) -> int:
+        """Check that the model can be sampled from in this process.
+
+        Returns:
+            The positions of the longest prompt with its answer.
+
+        Raises:
+            UserError: it cannot; the message names the reason.
+        """
+
+    @abstractmethod
+    def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> Any:
+        """Return a copy for sampling, see :class:`rocm_ext.model.sampler.Sampler`.
+
+        Args:
+            merge: add the adapters' updates to the weights; None: only to fp32 weights.
+            device: that samples; None: the weights' own.
+
+        Raises:
+            UserError: the model cannot be sampled from in this process.
+        """

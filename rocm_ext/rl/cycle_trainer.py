@@ -1,0 +1,310 @@
+"""Updates of the adapter in RAFT's cycles: an optimiser, a schedule and some epochs for each of them."""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torchtune import training
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.files import disk_errors, remove_folder, replace_folder, replace_text
+from rocm_ext.base.log import Progress, log
+from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
+from rocm_ext.data.rows import Rows
+from rocm_ext.rl import cycles
+from rocm_ext.rl.selection import Selected
+from rocm_ext.rl.trainer import PolicyTrainer
+from rocm_ext.runs.folder import SampleKey
+from rocm_ext.sampling import sample_seed
+from rocm_ext.train.builders import nothing_changed
+from rocm_ext.train.checkpoint import FREE_KEYS
+from rocm_ext.train.interrupt import Interrupted
+from rocm_ext.train.loop import StepStats
+from rocm_ext.train.metrics import Metrics, peak_memory, read_metrics, summarize
+
+# Keys that a resumed run may change although they affect results: those of a cycle's sampling and selection
+CHANGEABLE = frozenset({"samples_per_prompt", "max_new_tokens", "keep", "reward_threshold", "verifier"})
+# Keys that a resumed RAFT run may change, in addition to those that a resumed SFT run may change
+RAFT_FREE_KEYS = (
+    FREE_KEYS
+    | CHANGEABLE
+    | frozenset(
+        """
+    cycles prompts eval_prompts verify_workers verify_timeout max_error_share stop_after_no_gain min_entropy
+    max_empty_cycles eval_every_n_cycles keep_last_n_adapters
+    engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
+    """.split()  # noqa: SIM905
+    )
+)
+
+
+class CycleTrainer(PolicyTrainer):
+    """Trains the adapter for some epochs on the kept answers of each cycle.
+
+    A step is a cycle. Each has a folder of its own, ``cycle_k``, with outputs that no run reads again but the adapter,
+    which servers load and changed evaluations measure.
+
+    Attributes:
+        done: updates of the unfinished cycle.
+        trained: the cycles that were trained, in order; the others kept nothing.
+        kept: answers that each trained cycle kept, if a later one trains on them again.
+        earlier_updates: updates of all finished cycles.
+        changed: keys of :data:`CHANGEABLE` whose value is another than when the run was saved, with their old values.
+    """
+
+    free_keys = RAFT_FREE_KEYS
+
+    def begin_run(self) -> None:
+        """Build an optimiser, and continue the checkpoint, which may be inside a cycle."""
+        self.done = self.earlier_updates = 0
+        self.trained: list[int] = []
+        self.kept: dict[int, list[SampleKey]] = {}
+        self.changed: dict[str, Any] = {}
+        self.begin(self.folder.resumed[1]["total_steps"] if self.folder.resumed else 0)
+
+    def remove_outputs(self) -> None:
+        """Remove the records and the cycles that an earlier run left."""
+        super().remove_outputs()
+        for folder in self.folder.path.glob("cycle_*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def cycle_folder(self, cycle: int) -> Path:
+        """Create and return the folder of a cycle."""
+        folder = self.folder.path / f"cycle_{cycle}"
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+        return folder
+
+    @property
+    def adapter_step(self) -> int:
+        """The last trained cycle, or 0."""
+        return self.trained[-1] if self.trained else 0
+
+    @property
+    def where(self) -> str:
+        """Where the next update is in the run, for messages."""
+        return f"cycle {self.step + 1}, step {self.done + 1}"
+
+    @property
+    def count(self) -> int:
+        """What checkpoints are numbered by: the updates of all cycles."""
+        return self.earlier_updates + self.done
+
+    @property
+    def updates(self) -> int:
+        """Updates that the unfinished cycle has done in its schedule."""
+        return self.done
+
+    def position(self) -> dict[str, int]:
+        """Return nothing: each line of ``metrics.jsonl`` names its cycle."""
+        return {}
+
+    def keeps_line(self, line: dict[str, Any]) -> bool:
+        """Return whether the run does not repeat what a line is about; evaluations are repeated from their records."""
+        return line["cycle"] <= (self.evaluated if line["phase"] == "eval" else self.step)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run must share with the one it resumes, beside the config."""
+        return {**super().identity(), "rows per step": rows_per_step(self.cfg, self.ranks.world)}
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the state of every training."""
+        kept = {cycle: [list(key) for key in keys] for cycle, keys in self.kept.items()}
+        return super().extra_state() | {
+            # a resumed run selects the answers of the skipped cycles since the last trained one again
+            "step": self.step if self.done else self.adapter_step,
+            "done": self.done,
+            "trained": self.trained,
+            "kept": kept,
+            "earlier_updates": self.earlier_updates,
+        }
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`extra_state` put into a checkpoint, and see which settings changed since.
+
+        Raises:
+            UserError: a setting changed while a cycle was being trained.
+        """
+        super().load_extra_state(state)
+        self.done, self.trained, self.earlier_updates = state["done"], state["trained"], state["earlier_updates"]
+        self.kept = {cycle: [(prompt, sample) for prompt, sample in keys] for cycle, keys in state["kept"].items()}
+        was, now = state["config"], OmegaConf.to_container(self.cfg)
+        self.changed = {key: was[key] for key in sorted(CHANGEABLE) if was[key] != now[key]}  # type: ignore[index, call-overload]
+        if not self.changed:
+            return
+        if self.done:
+            raise UserError(
+                f"cycle {self.step + 1} is being trained on answers of other settings: continue without the change of "
+                f"{', '.join(self.changed)}, and make it once the cycle is done"
+            )
+        log.info("changed: %s", ", ".join(self.changed))
+        if self.changed.keys() & {"max_new_tokens", "verifier"}:  # all cycles must be measured alike
+            self.evaluated, self.best = -1, None
+
+    # ---- a cycle
+
+    def train_on(self, rows: Rows, groups: Sequence[str]) -> dict[str, Any]:
+        """Train on the rows of a cycle, from where a checkpoint stopped.
+
+        Args:
+            rows: rows to train on.
+            groups: not used; rows are dealt out by chance.
+
+        Returns:
+            Measurements of the training.
+
+        Raises:
+            UserError: a loss is not finite, or the training changes nothing.
+            Interrupted: the user asked to stop; the last update is saved.
+        """
+        cfg, cycle = self.cfg, self.step + 1
+        self.learner.check_rows(rows)
+        limits = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle
+        steps = Steps(len(rows), rows_per_step(cfg, self.ranks.world), *limits)
+        log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", steps.per_step, steps.per_epoch)
+        before = None if self.done else self._begin_cycle(steps.per_epoch * cfg.epochs)
+        path, lines = self.cycle_folder(cycle) / "metrics.jsonl", None
+        if self.ranks.is_main:
+            lines = Metrics(path, lambda line: line["step"] <= self.done)
+        loader = StepLoader(rows, steps, self.learner.layout, cfg.num_workers, cfg.pin_memory)
+        self.learner.model.train()
+        began = time.perf_counter()
+        with contextlib.closing(Progress(self.total_steps, self.done, self.ranks.is_main)) as progress:
+            for update in loader.range(self.done, self.total_steps):
+                stats = self.train_step(update)
+                self.done += 1
+                seconds, began = time.perf_counter() - began, time.perf_counter()
+                self._log_update(lines, stats, seconds, (self.done - 1) // steps.per_epoch + 1)
+                progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
+                every = cfg.save_every_n_steps or steps.per_epoch
+                if stats.interrupted or (self.done % every == 0 and self.done < self.total_steps):
+                    self.save_checkpoint()
+                if stats.interrupted:
+                    raise Interrupted(f"in cycle {cycle} at step {self.done}", self.interrupt.agree(self.ranks))
+        if before is not None and all(torch.equal(before[k], v) for k, v in self.learner.adapter_state().items()):
+            raise UserError(f"cycle {cycle}: {nothing_changed(self.total_steps, 'the cycle')}")
+
+        def measured() -> dict[str, Any]:
+            rate = max(line["lr"] for line in read_metrics(path))
+            return {**summarize(path), "lr": rate, "rows": rows.counts, **self.describe()}
+
+        return self.ranks.on_main(measured)
+
+    def train_on_nothing(self) -> dict[str, Any]:
+        """Leave the adapter as it is, because the cycle kept no answer."""
+        return {}
+
+    def _begin_cycle(self, updates: int) -> Mapping[str, torch.Tensor]:
+        """Begin the training of a cycle with the adapter, the learning rate and the moments that the config says.
+
+        Returns:
+            The adapter before the training.
+        """
+        cfg, lr = self.cfg, self.cfg.optimizer.lr
+        training.set_seed(
+            seed=sample_seed(cfg.seed, self.step + 1, "train", 0) % 2**31, debug_mode=cfg.cudnn_deterministic_mode
+        )
+        if cfg.start_from == "base":
+            self.learner.load_adapter(self.first, "the first adapter")
+        moments, scale = self.optimizer.state_dict()["state"], self.scaler.state_dict()
+        cfg.optimizer.lr = max(lr * cfg.lr_decay ** len(self.trained), min(cfg.lr_floor, lr))
+        self.build(updates)
+        cfg.optimizer.lr = lr
+        if cfg.optimizer_state == "run" and self.trained:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+            self.scaler.load_state_dict(scale)
+        return self.learner.adapter_state()
+
+    def _log_update(self, lines: Metrics | None, stats: StepStats, seconds: float, epoch: int) -> None:
+        values = stats.line(seconds)
+        if self.cfg.log_peak_memory_stats:
+            values["peak_memory"] = peak_memory(self.runtime.device)
+        if lines is not None:
+            lines.write(step=self.done, epoch=epoch, **values)
+        if self.metric_logger is not None and self.done % self.cfg.log_every_n_steps == 0:
+            self.metric_logger.log_dict(values, step=self.count)
+
+    def finish_step(self, selected: Selected, updates: Mapping[str, Any], seconds: float) -> None:
+        """Write the outputs of a cycle, and save; a cycle without updates is skipped."""
+        self.step += 1
+        if updates:
+            self.log_phase(self.step, "train", updates)
+            self.trained.append(self.step)
+            if count := self.replayed:
+                self.kept[self.step] = [sample.key for sample in selected.trained]
+                self.kept = {cycle: self.kept[cycle] for cycle in self.trained[-count:]}
+            self.earlier_updates += self.done
+            self.done = 0
+            if self.ranks.is_main:
+                folder = self.cycle_folder(self.step)
+                with replace_folder(folder / "adapter") as adapter:
+                    self.learner.write_adapter(adapter)
+                replace_text(folder / "summary.json", json.dumps(updates, indent=2) + "\n")
+            self.save_checkpoint()
+        self._write_summary()
+
+    @property
+    def replayed(self) -> int:
+        """Number of earlier cycles whose kept answers a cycle trains on again."""
+        count = self.cfg.replay_cycles
+        if count is None:
+            count = "all" if self.cfg.start_from == "base" else 0
+        return self.cfg.cycles if count == "all" else count
+
+    def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:
+        """Write the scores of a cycle's adapter, and remember the adapter if none before it is better."""
+        self.evaluated = max(step, self.evaluated)
+        if step and (self.best is None or scores["correct"] >= self.best["score"]):
+            self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
+        self.log_phase(step, "eval", {"eval": scores, **stats})
+        if self.metric_logger is not None:
+            self.metric_logger.log_dict({"eval_correct": scores["pass_at_1"]}, step=self.count)
+        if self.ranks.is_main:
+            replace_text(self.cycle_folder(step) / "eval.json", json.dumps(scores, indent=2) + "\n")
+        self._write_summary()
+
+    def log_phase(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
+        """Write a line of ``metrics.jsonl`` about a phase; the metric logger gets the numbers in it."""
+        self.log(False, cycle=cycle, phase=phase, **values)
+        if self.metric_logger is not None:
+            numbers = {f"{phase}_{name}": value for name, value in values.items() if isinstance(value, int | float)}
+            self.metric_logger.log_dict(numbers, step=self.count)
+
+    # ---- the outputs
+
+    def save_if_due(self) -> None:
+        """Do nothing: a cycle saves after its training."""
+
+    def _write_summary(self) -> None:
+        """Write ``summary.json``, and remove adapters that ``keep_last_n_adapters`` does not keep."""
+        if not self.ranks.is_main:
+            return
+        replace_text(self.folder.path / "summary.json", json.dumps(self.summary(), indent=2) + "\n")
+        if keep := self.cfg.keep_last_n_adapters:
+            kept = {self.best["step"] if self.best else 0, *self.trained[-keep:]}
+            for cycle in self.trained:
+                if cycle not in kept and (folder := self.cycle_folder(cycle) / "adapter").exists():
+                    remove_folder(folder)
+
+    def write_outputs(self) -> None:
+        """Write ``adapter/``, ``summary.json`` and, if the config asks for it, ``merged/``.
+
+        Raises:
+            UserError: no cycle was trained.
+        """
+        rows = cycles.rows(self.lines)
+        if not self.trained:
+            raise UserError(cycles.nothing_trained(rows))
+        if self.ranks.is_main:
+            log.info("%s", cycles.table(rows))
+        super().write_outputs()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of ``summary.json``."""
+        return {"cycles": cycles.rows(self.lines)}

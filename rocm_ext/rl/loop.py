@@ -1,0 +1,290 @@
+"""The loop of a run that learns from sampled answers; RAFT and GRPO are two presets of it."""
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rocm_ext.base.log import log
+from rocm_ext.data.prompts import Prompt
+from rocm_ext.data.rows import Rows
+from rocm_ext.rl import evaluation, stopping
+from rocm_ext.rl.policy import Policy
+from rocm_ext.rl.recipe import RLRecipe
+from rocm_ext.rl.records import Records, is_correct
+from rocm_ext.rl.rollout import Answers, BackgroundRollout, Job, Rollout
+from rocm_ext.rl.selection import Selected
+from rocm_ext.rl.trainer import PolicyTrainer
+from rocm_ext.runs.scores import Score
+from rocm_ext.train.builders import log_config
+from rocm_ext.train.interrupt import Interrupted
+from rocm_ext.train.learner import Learner
+from rocm_ext.train.output_dir import OutputDir
+from rocm_ext.verifiers import Result
+
+
+class Loop(RLRecipe):
+    """Sample, verify, select, make rows, update, evaluate and save, and again.
+
+    A preset makes four choices: :meth:`select` says which answers are trained on and what each is worth,
+    :meth:`training_config` has the objective, the trainer says how long optimiser and adapter live, and :meth:`choose`
+    and :meth:`more_prompts` how large a step is.
+
+    ``samples.jsonl`` and ``verdicts.jsonl`` have every answer with its step, ``metrics.jsonl`` what was measured, and
+    ``checkpoints`` the state. A stopped run goes on from its last checkpoint, and takes the answers that it sampled
+    after it from the records.
+
+    Args:
+        cfg: config of the recipe.
+        learner: class that builds the model.
+        trainer: class that updates the adapter.
+
+    Attributes:
+        steps: steps of the run.
+        prompts_of_step: prompts that a step asks at first, at most.
+        evaluate_every: steps from one evaluation to the next.
+    """
+
+    unit = "step"  # what messages and ``metrics.jsonl`` call a step
+    policy_class = Policy
+    steps: int
+    prompts_of_step: int
+    evaluate_every: int
+
+    def __init__(self, cfg: DictConfig, learner: type[Learner], trainer: type[PolicyTrainer]) -> None:
+        super().__init__(cfg, learner)
+        self.trainer_cls = trainer
+
+    # ---- what a preset says
+
+    def passes(self, result: Result) -> bool:
+        """Return whether an answer counts for its prompt's pass rate."""
+        return is_correct(result)
+
+    def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
+        """Choose the prompts of a step.
+
+        Args:
+            step: number of the step, from 1.
+            count: number of prompts, at most.
+            exclude: ids of prompts that the step has asked already.
+        """
+        raise NotImplementedError
+
+    def more_prompts(self, step: int, rounds: int, selected: Selected, asked: Sequence[Prompt]) -> list[Prompt]:
+        """Choose the prompts of another round of the step's sampling; none: the step has enough answers.
+
+        Args:
+            step: number of the step.
+            rounds: number of rounds so far.
+            selected: what was selected of their answers.
+            asked: their prompts.
+        """
+        return []
+
+    def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
+        """Choose the answers to train on, and say what each is worth.
+
+        Args:
+            rounds: answers of each round of the step's sampling.
+            asked: ids of their prompts, in order.
+        """
+        raise NotImplementedError
+
+    def finish_sampling(self, step: int, selected: Selected) -> None:
+        """Do what is due between a step's sampling and its updates."""
+
+    def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
+        """Convert the answers to train on to rows, with the columns that the objective needs or measures.
+
+        Returns:
+            The rows, and the prompt of each.
+        """
+        raise NotImplementedError
+
+    def stop_reason(self) -> str | None:
+        """Return why the run ends before its last step; None to continue.
+
+        Raises:
+            UserError: the run cannot learn anything.
+        """
+        raise NotImplementedError
+
+    # ---- set-up
+
+    def recorded_seed(self) -> int | None:
+        """Open the output folder, and return the seed of the run that it continues."""
+        self.folder = OutputDir.open(self.cfg, self.ranks)
+        return self.cfg.seed
+
+    def setup(self) -> None:
+        """Prepare the run, cheap steps first, so that a user's mistake ends the run early.
+
+        Raises:
+            UserError: the config, the prompts, the weights or the machine do not allow this run.
+        """
+        self.open()
+        self.trainer = self.trainer_cls(
+            self.learner,
+            self.cfg,
+            self.folder,
+            inputs={
+                "prompts": self.prompts.fingerprint(self.prompts.training),
+                "eval prompts": self.prompts.fingerprint(self.prompts.held_out),
+            },
+            metric_logger=self.metric_logger,
+            interrupt=self.interrupt,
+        )
+        self.trainer.open()
+        self.records = Records.open(self.out, self.ranks, self.trainer.step, self.trainer.evaluated, self.passes)
+        self.policy = self.policy_class(self.engines, self.learner, self.server_check, self.out)
+        self.prefetched: BackgroundRollout | None = None  # the next step's answers
+        log_config(self.metric_logger, self.cfg)
+
+    # ---- the run
+
+    def train(self) -> None:
+        """Do all steps, then write the outputs.
+
+        Raises:
+            Interrupted: the user asked to stop; all finished work is saved.
+            UserError: a step cannot continue; the message says why.
+        """
+        trainer = self.trainer
+        with self.interrupt, self.verification(), self.policy.opened(self.sessions_stay_open):
+            try:
+                self.begin()
+                while trainer.step < self.steps and not self.stops():
+                    self.step()
+                self.stop_sampling()
+                self.evaluate_if_due(last=True)
+                trainer.save_if_new()
+                self.drop_old_samples(trainer.step, last=True)
+            except Interrupted:
+                trainer.save_if_new()
+                self.stop_sampling()
+                raise
+            finally:
+                if self.prefetched is not None:
+                    self.prefetched.abandon()
+                self.records.close()
+        if trainer.stopped:
+            log.info("stopped: %s", trainer.stopped)
+        trainer.write_outputs()
+        self.report_gain()
+
+    def begin(self) -> None:
+        """Do what comes before the first step of this process."""
+        self.evaluate_if_due()
+
+    def stops(self) -> bool:
+        """Return whether the run ends before its last step; ``trainer.stopped`` then says why."""
+        self.trainer.stopped = self.stop_reason()
+        return self.trainer.stopped is not None
+
+    def step(self) -> None:
+        """Do one step: sample, verify, select, update, log; perhaps evaluate and save.
+
+        Raises:
+            Interrupted: the user asked to stop; all finished work is saved.
+            UserError: the step cannot continue; the message says why.
+        """
+        began, trainer, number = time.perf_counter(), self.trainer, self.trainer.step + 1
+        selected = self.sample(number)
+        self.records.finish(number, selected.results)
+        self.finish_sampling(number, selected)
+        updates = trainer.train_on(*self.rows(selected)) if selected.advantages else trainer.train_on_nothing()
+        trainer.finish_step(selected, updates, time.perf_counter() - began)
+        self.warn_if_sampler_drifts()
+        self.evaluate_if_due()
+        trainer.save_if_due()
+        if signum := self.interrupt.agree(self.ranks):
+            raise Interrupted(f"at {self.unit} {number}", signum)
+
+    def drop_old_samples(self, step: int, last: bool = False) -> None:
+        """Remove samples that neither the user nor a resumed run needs.
+
+        Args:
+            step: the newest step with samples.
+            last: whether the run ends here; then all old ones go.
+        """
+
+    # ---- sampling
+
+    def sample(self, step: int) -> Selected:
+        """Sample and verify the answers of a step, until there are enough to train on."""
+        rollout, self.prefetched = self.prefetched, None
+        if rollout is None:
+            rollout = self.rollout_of(self.job(step, 0, self.choose(step, self.prompts_of_step)))
+        asked, rounds = list(rollout.job.prompts), [rollout.finish()]
+        selected = self.select(rounds, [prompt.id for prompt in asked])
+        while more := self.more_prompts(step, len(rounds), selected, asked):
+            asked += more
+            rounds.append(self.rollout_of(self.job(step, len(rounds), more, len(selected.samples))).finish())
+            selected = self.select(rounds, [prompt.id for prompt in asked])
+        return selected
+
+    def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
+        """Return what a round of a step's sampling does; ``earlier`` answers came before it in the step."""
+        return Job(
+            f"{self.unit} {step}" + (f" refill {round_}" if round_ else ""),
+            [(request, self.sampling) for request in self.prompts.requests(prompts, step)],
+            prompts,
+            *self.records.phase(step, "sample", round_, policy=self.trainer.adapter_step),
+            self.logprobs_for(),
+            earlier,
+        )
+
+    def rollout_of(
+        self, job: Job, kind: type[Rollout] = Rollout, phase: str = "sample", step: int | None = None
+    ) -> Any:
+        """Begin a rollout with the present adapter, which is that of ``step``; None: of the last step."""
+        step = self.trainer.adapter_step if step is None else step
+        return self.rollout(job, lambda: self.policy.session(step, job.requests, phase), kind)
+
+    def stop_sampling(self) -> None:
+        """Stop sampling in the background, on all ranks together; a resumed run uses the answers so far."""
+        if self.prefetched is not None:
+            self.prefetched.stop()
+            self.prefetched = None
+
+    def warn_if_sampler_drifts(self) -> None:
+        """Warn if sampler and trainer differ more than in earlier steps, and check the servers' adapters again."""
+        if warning := stopping.mismatch_warning(self.trainer.lines):
+            if self.ranks.is_main:
+                log.warning("%s", warning)
+            self.policy.check_again()
+
+    # ---- evaluation
+
+    def evaluate_if_due(self, last: bool = False) -> None:
+        """Evaluate the present adapter on the held-out prompts, every so many steps and after the last.
+
+        Args:
+            last: whether the run ends here.
+        """
+        step = self.trainer.adapter_step
+        due = last or step % self.evaluate_every == 0 or step == self.steps
+        if self.prompts.held_out and due and self.trainer.evaluated != step:
+            self.evaluate(step)
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the present adapter, which is that of ``step``, on the held-out prompts."""
+        if self.prefetched is not None:
+            self.prefetched.wait()  # a server must not exchange adapters while it answers
+        requests, name = self.prompts.evaluation_requests(self.sampling), f"evaluation at {self.unit} {step}"
+        job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
+        answers = self.rollout_of(job, phase="eval", step=step).finish()
+        scores = evaluation.score(answers, self.cfg.eval_samples)
+        self.trainer.finish_evaluation(step, scores, answers.stats)
+        log.info("%s %d: held-out %s", self.unit, step, Score(scores["correct"], scores["prompts"]))
+
+    def report_gain(self) -> None:
+        """Log how the best adapter does on the held-out prompts against the initial model."""
+        best = self.trainer.best
+        if best is None or not self.ranks.is_main:
+            return
+        before, after = (evaluation.greedy(self.records.verdicts(step, "eval")) for step in (0, best["step"]))
+        looks = sum("eval" in line and line[self.unit] > 0 for line in self.trainer.lines)
+        evaluation.report_gain(before, after, f"{self.unit} {best['step']}", looks)
