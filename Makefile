@@ -52,14 +52,14 @@ test-slow: setup
 
 # Checks that need a GPU, and a benchmark table: gpu.md and gpu.json. make gpu GPU="--minutes 10 --parts sft-7b" runs some.
 gpu: setup
-	$(BIN)/python -m tests.gpu $(GPU)
+	$(BIN)/python -m tools.gpu $(GPU)
 
 # With another torch: make test-torch TORCH=2.9.1; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where pip finds its build.
 test-torch:
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install -q torch==$(VERSION) $(wordlist 2,9,$(TORCH))
 	$(OTHER)/bin/python -m pip install -q -e ".[test]"
-	$(OTHER)/bin/python -m pytest -n $(JOBS) --dist worksteal $(CORE:%=tests/test_%.py)
+	$(OTHER)/bin/python -m pytest -n $(JOBS) --dist worksteal $(wildcard $(CORE:%=tests/*/test_%.py))
 
 # With a pretrained model of 135 million parameters: 93 MB once, then ten minutes on two slow cores.
 test-real: setup

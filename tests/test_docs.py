@@ -13,7 +13,7 @@ import yaml
 
 from rocm_ext import cli, config
 from rocm_ext.base import registry
-from tests.run_folders import curve, sft
+from tests.kit.run_folders import curve, sft
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])

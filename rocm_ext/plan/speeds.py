@@ -16,7 +16,8 @@ from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import Chip, Profile
 from rocm_ext.plan.costs import Operation
 
-# What published runs reach of speeds computed from a data sheet: the least and the most (tests/published_speeds.yaml)
+# The least and the most that published runs reach of speeds computed from a data sheet, see
+# tests/plan/published_speeds.yaml
 PUBLISHED = {"training": (0.65, 1.25), "sampling": (0.65, 0.85)}
 _FUSED = 0.5  # share of their time that kernels beside matrix products take once torch.compile has fused them
 

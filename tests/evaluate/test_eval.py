@@ -1,0 +1,292 @@
+"""`rocm-ext eval`: the recipes' own numbers on held-out rows, and verified answers, with an adapter and without."""
+
+import json
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from rocm_ext.recipes.dpo_rocm import DPO
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from safetensors.torch import save_file
+
+from rocm_ext import cli, config
+from rocm_ext.runs.intervals import paired_ratio
+from tests.kit.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
+
+RECIPES = {"lora_finetune_rocm": LoRAFinetune, "dpo_rocm": DPO}
+
+
+def evaluate(capsys, *arguments) -> dict:
+    """Return the output of ``rocm-ext eval --json``."""
+    code = cli.main(["eval", "--json", *map(str, arguments)])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    return json.loads(out.out)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---- held-out rows
+
+
+def write_pairs(path: Path) -> None:
+    rows = []
+    for i in range(20):
+        words = " ".join(TEXT[i % 3].split()[: 4 + i * 7 % 13])
+        chosen, rejected = f"It is {i * 37 % 101}." + " So it is." * (i % 3), f"She sold {i * 53 % 89} clips."
+        rows.append({"prompt": f"{words} {i}?", "chosen": chosen, "rejected": rejected})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def run(request, tmp_path_factory) -> Path:
+    """A run of SFT or DPO that has validated before its end."""
+    top = tmp_path_factory.mktemp("eval")
+    model, out = write_model(top / "base", initializer_range=0.1), top / "out"
+    cfg = run_config(model, write_rows(top / "rows.jsonl", 24), out, recipe=request.param, validation_fraction=0.3)
+    if request.param == "dpo_rocm":
+        write_pairs(top / "rows.jsonl")
+        cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(top / "rows.jsonl")}
+    cfg["optimizer"]["lr"] = 1e-2
+    recipe = RECIPES[request.param](config.load(request.param, str(write_yaml(top / "run.yaml", cfg))))
+    recipe.setup()
+    before = recipe.trainer.validate()
+    recipe.train()
+    recipe.cleanup()
+    (top / "before").write_text(str(before))
+    return out
+
+
+def test_the_loss_is_the_recipes_own(run, tmp_path, capsys):
+    said = evaluate(capsys, "--config", run, "--base", "--output", tmp_path / "kept")
+    expected = {name: metrics(run, f"val_{name}")[-1] for name in said if metrics(run, f"val_{name}")}
+    assert {"loss", "tokens"} <= expected.keys()
+    assert {name: said[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert said["base"]["loss"] == pytest.approx(float((run.parent / "before").read_text()), rel=1e-5)
+    assert said["base"]["loss"] > said["loss"]
+    rows, before = lines(tmp_path / "kept" / "rows.jsonl"), lines(tmp_path / "kept" / "base" / "rows.jsonl")
+    assert len(rows) == said["rows"] == len(before)
+    if "loss" in rows[0]:
+        nll, tokens = [row["loss"] * row["tokens"] for row in rows], [row["tokens"] for row in rows]
+        assert sum(nll) / sum(tokens) == pytest.approx(said["loss"], rel=1e-5)
+        assert said["perplexity"] == pytest.approx(math.exp(said["loss"]), rel=1e-4)
+        assert said["paired"]["difference"] == pytest.approx(said["loss"] - said["base"]["loss"], rel=1e-4)
+    else:
+        assert "accuracy" in expected
+        chosen = [row["logprob_chosen"] for row in rows]
+        assert sum(chosen) / len(chosen) == pytest.approx(said["logprobs_chosen"], rel=1e-5)
+        margins = [  # DPO's accuracy, from the rows and those of the reference
+            row["logprob_chosen"] - row["logprob_rejected"] - old["logprob_chosen"] + old["logprob_rejected"]
+            for row, old in zip(rows, before, strict=True)
+        ]
+        assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(said["accuracy"])
+        prefers = [[row["logprob_chosen"] > row["logprob_rejected"] for row in each] for each in (rows, before)]
+        assert said["paired"]["gained"] - said["paired"]["lost"] == sum(prefers[0]) - sum(prefers[1])
+    low, high = said["paired"]["interval"]
+    assert low < said["paired"]["difference"] < high
+
+
+def test_files_of_the_user_stay(run, tmp_path, capsys):
+    (mine := tmp_path / "rows.jsonl").write_text("{}\n")
+    rows, adapter = ["--data", str(run.parent / "rows.jsonl")], ["--adapter", str(run / "adapter")]
+    for more in ([], ["--verifier", "MathAnswer", *rows]):
+        assert cli.main(["eval", "--config", str(run), *adapter, "--output", str(tmp_path), *more]) == 1
+        assert f"{tmp_path} exists and is not empty; choose a new folder" in capsys.readouterr().err
+    assert mine.read_text() == "{}\n"
+    assert list(tmp_path.iterdir()) == [mine]
+
+
+def test_a_file_takes_the_place_of_a_hub_data_set(run, tmp_path, capsys):
+    rows = (run.parent / "rows.jsonl").read_text().splitlines()[:4]
+    (tmp_path / "some.jsonl").write_text("\n".join(rows))
+    on_hub = ["dataset.source=someone/rows", "dataset.name=main"]
+    assert evaluate(capsys, "--config", run, "--data", tmp_path / "some.jsonl", *on_hub)["rows"] == 4
+
+
+def test_rows_can_be_named(run, tmp_path, capsys):
+    rows = (run.parent / "rows.jsonl").read_text().splitlines()[:6]
+    (tmp_path / "some.jsonl").write_text("\n".join(rows))
+    said = evaluate(capsys, "--config", run, "--data", tmp_path / "some.jsonl")
+    assert said["rows"] == 6
+    assert cli.main(["eval", "--config", str(run), "--data", str(tmp_path / "some.jsonl")]) == 0
+    first, worst = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith(f"loss {said['loss']:.4f}, perplexity {said['perplexity']:.3f} (6 rows, ")
+    assert worst.startswith(("highest losses: row ", "rejected answers that are the more probable ones: row "))
+
+
+def test_an_interval_of_paired_rows_covers_the_truth_at_its_rate():
+    rng, hits = np.random.default_rng(0), 0
+    for _ in range(2000):
+        sizes = rng.integers(1, 40, 60).astype(float)
+        hits += not paired_ratio(sizes * rng.normal(-0.1, 0.3, 60), sizes).excludes(-0.1)
+    assert hits / 2000 == pytest.approx(0.95, abs=0.02)
+
+
+def own(run: Path, folder: Path, **changes: object) -> Path:
+    """A copy of a run whose config names other components."""
+    copy = Path(shutil.copytree(run, folder / "copy"))
+    content = yaml.safe_load((run / "config.yaml").read_text())
+    write_yaml(copy / "config.yaml", {**content, **changes})
+    return copy
+
+
+def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
+    (tmp_path / "own_rows.py").write_text("from rocm_ext.data import preference_dataset, sft_dataset\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rows", raising=False)
+    dataset = yaml.safe_load((run / "config.yaml").read_text())["dataset"]
+    name = f"own_rows.{dataset['_component_'].rpartition('.')[2]}"
+    copy = own(run, tmp_path, dataset={**dataset, "_component_": name})
+    assert cli.main(["eval", "--config", str(copy)]) == 1
+    assert f"dataset._component_ is '{name}'" in capsys.readouterr().err
+    assert "own_rows" not in sys.modules
+    assert evaluate(capsys, "--config", copy, "--trust-config") == evaluate(capsys, "--config", run)
+
+
+VERIFIERS = "rocm_ext.verifiers"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"verifier": {"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}},
+        {"verifier": {"_component_": f"{VERIFIERS}.RewardFunction", "function": "os.abort"}},
+        {
+            "verifier": {
+                "_component_": f"{VERIFIERS}.All",
+                "verifiers": [{"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}],
+            }
+        },
+        {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "sandbox": "rlimits"}},
+        {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "python": "./evil"}},
+        {"verifier": {"_component_": f"{VERIFIERS}.LLMJudge", "base_url": "http://localhost", "api_key_env": "TOKEN"}},
+        {"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "api_key_env": "TOKEN"}},
+        {"eval_prompts": {"_component_": "os.system", "command": "touch MARK"}},
+    ],
+)
+def test_a_downloaded_run_runs_no_code(changes, tmp_path, capsys):
+    mark, run = tmp_path / "mark", tmp_path / "run"
+    (run / "adapter").mkdir(parents=True)
+    (run / "adapter" / "adapter_config.json").write_text("{}")
+    content = {"recipe": "raft_rocm", "model": {"_component_": "rocm_ext.model.from_checkpoint"}, **changes}
+    (run / "config.yaml").write_text(json.dumps(content).replace("MARK", str(mark)))
+    assert cli.main(["eval", "--config", str(run)]) == 1
+    error = capsys.readouterr().err
+    assert f"{run}/config.yaml: {next(iter(changes))}." in error
+    assert "--trust-config" in error
+    assert error.count("\n") == 1
+    assert not mark.exists()
+
+
+# ---- answers
+
+
+@pytest.fixture
+def few(pocket_dir, tmp_path) -> Path:
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(f"{line}\n" for line in (pocket_dir / "heldout.jsonl").read_text().splitlines()[:16]))
+    return path
+
+
+@pytest.mark.slow
+def test_a_model_alone_answers_for_a_verifier(pocket_dir, few, tmp_path, capsys):
+    own = ["--data", few, "--samples", "2", "max_new_tokens=32", "verify_workers=1", "seed=0"]
+    raft = evaluate(capsys, "--config", "cpu_pocket_raft", *own, f"pocket={pocket_dir}")
+    judged = [*own, "--verifier", "MathAnswer"]
+    assert evaluate(capsys, "--config", pocket_dir, *judged, "hardware=cpu") == raft
+    assert raft["prompts"] == 16
+    assert list(raft["pass_at_k"]) == ["1", "2"]
+
+
+def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_path, capsys):
+    """Answers of the same model with a large random adapter: it loses what the base gets right."""
+    adapter, kept = tmp_path / "adapter", tmp_path / "kept"
+    write_random_adapter(pocket_dir, adapter)
+    chosen = right_rows(pocket_dir, few, tmp_path, capsys)
+    arguments = ["--config", "cpu_pocket", "--verifier", "MathAnswer", "--data", chosen, "--adapter", adapter, "--base"]
+    arguments += ["max_new_tokens=32", "verify_workers=1", f"pocket={pocket_dir}", "model.lora_rank=2"]
+    arguments += ["model.lora_attn_modules=[q_proj]", "model.apply_lora_to_mlp=False", "model.lora_alpha=32"]
+    said = evaluate(capsys, *arguments, "--output", kept)
+    assert said["base"]["correct"] == said["base"]["prompts"] == 16
+    paired = said["paired"]
+    assert (paired["gained"], paired["lost"]) == (0, 16 - said["correct"])
+    assert paired["lost"] > 0
+    assert paired["p"] == pytest.approx(min(1.0, 2 * 0.5 ** paired["lost"]))
+    with_adapter, without = (lines(folder / "answers.jsonl") for folder in (kept, kept / "base"))
+    assert [each["prompt_id"] for each in with_adapter] == [each["prompt_id"] for each in without]
+    assert sum(each["verdict"] == "CORRECT" for each in with_adapter) == said["correct"]
+    assert all(each["verdict"] == "CORRECT" for each in without)
+    code = cli.main(["compare", str(kept / "base"), str(kept), "--json"])
+    assert json.loads(capsys.readouterr().out)["decision"]["exit_code"] == code
+    assert cli.main(["eval", *map(str, arguments), "--show", "1"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    wrong = next(each for each in with_adapter if each["verdict"] != "CORRECT")
+    at = next(i for i, line in enumerate(out) if line.startswith("wrong greedy answers: "))
+    assert out[at + 1].startswith(f"  {wrong['prompt_id']}: {wrong['verdict']} ")
+    assert out[at + 2] == f"    asked: {wrong['prompt']}"
+    assert any(line.startswith("the adapter gains 0 prompts and loses") for line in out)
+
+
+def write_random_adapter(model: Path, folder: Path) -> None:
+    """Write an adapter of rank 2 on q_proj, as PEFT does."""
+    generator = torch.Generator().manual_seed(0)
+    shape = json.loads((model / "config.json").read_text())
+    state = {}
+    for layer in range(shape["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        for key, size in (("A", (2, shape["hidden_size"])), ("B", (shape["hidden_size"], 2))):
+            state[f"{name}.lora_{key}.weight"] = torch.randn(size, generator=generator) * 0.3
+    folder.mkdir()
+    save_file(state, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def right_rows(model: Path, rows: Path, folder: Path, capsys) -> Path:
+    """Return rows whose answers are what the model says greedily."""
+    out, path = folder / "said", folder / "right.jsonl"
+    arguments = ["--config", model, "--data", rows, "--verifier", "MathAnswer", "--output", out, "hardware=cpu"]
+    evaluate(capsys, *arguments, "max_new_tokens=32", "verify_workers=1")
+    said = lines(out / "answers.jsonl")
+    path.write_text(
+        "".join(json.dumps({"prompt": each["prompt"], "answer": last_number(each)}) + "\n" for each in said)
+    )
+    return path
+
+
+def last_number(answer: dict) -> str:
+    return re.findall(r"\d+", answer["text"])[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "cpu_pocket", "--base"], "--base compares an adapter"),
+        (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "--verifier needs prompts"),
+        (["--config", "cpu_pocket", "--samples", "2"], "set --verifier"),
+        (["--config", "cpu_pocket"], "the config has no held-out rows"),
+        (["--config", "MODEL"], "a model alone has no prompts and no verifier"),
+        (["--config", "cpu_pocket_raft", "--format", "gsm8k"], "--format describes the rows of --data; set --data"),
+    ],
+)
+def test_what_is_missing_is_named(arguments, said, pocket_dir, capsys):
+    arguments = [str(pocket_dir) if word == "MODEL" else word for word in arguments]
+    assert cli.main(["eval", *arguments, f"pocket={pocket_dir}"]) in (1, 2)
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_shows_single_percent_signs(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "95 % intervals" in out
+    assert "%%" not in out

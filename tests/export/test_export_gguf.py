@@ -1,0 +1,210 @@
+"""GGUF files of `rocm-ext export` in llama.cpp itself: the same tokens, probabilities and prompts as here."""
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, processors, trainers
+from transformers import AutoModelForCausalLM
+
+from rocm_ext.data.render import render_prompt
+from rocm_ext.export import open_source
+from rocm_ext.sampling import Request, Sampling
+from rocm_ext.sampling.server.openai import OpenAIEngine
+from tests.export.test_export import MISTRAL, bases, export, trained  # noqa: F401 - fixtures
+from tests.kit.families import MODELS
+from tests.kit.llama_cpp import LlamaCpp, llama_cpp
+from tests.kit.tiny import TEXT as WORDS
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
+PROMPT = [5, 17, 99, 3, 250, 42, 8, 8, 120, 61, 33, 7]
+TEXT = "system hello\n\n 12345 it's 3.5  \u4f60\u597d <|im_start|>user\n<tool_call> x<|im_end|>"
+
+
+def their_logprobs(folder: Path, tokens: list[int], adapter: Path | None = None) -> torch.Tensor:
+    """Return transformers' log-probs of each next token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        return model.eval()(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def check_answers(server: LlamaCpp, folder: Path, adapter: Path | None = None, within: float = 0.01) -> list[int]:
+    """Check llama.cpp's greedy tokens and log-probs against transformers'; return the tokens."""
+    tokens, told = server.greedy(PROMPT, 16)
+    expected = their_logprobs(folder, PROMPT + tokens, adapter)[len(PROMPT) - 1 : -1]
+    drawn = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert (expected.max(-1).values - drawn).max() < within, "each token is the most probable one, up to rounding"
+    assert len(told) >= 4
+    at = 0
+    for number, logprob in told:
+        at = tokens.index(number, at)
+        assert logprob == pytest.approx(drawn[at].item(), abs=within)
+        at += 1
+    return tokens
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_answers_equal_transformers(bases, tmp_path, name):  # noqa: F811
+    base, out = bases(name), tmp_path / "base.gguf"
+    assert export(base, "--gguf", out) == 0
+    with llama_cpp(out) as server:
+        check_answers(server, base)
+        assert server.tokens(TEXT) == Tokenizer.from_file(str(base / "tokenizer.json")).encode(TEXT).ids
+        chat = [
+            {"role": "user", "content": "Hi  there"},
+            {"role": "assistant", "content": "a\n"},
+            {"role": "user", "content": "b"},
+        ]
+        assert server.tokens(server.rendered(chat), special=True) == render_prompt(open_source(base).tokenizer, chat)
+
+
+def test_the_merged_file_and_the_adapters_answer_as_the_trained_model(bases, trained, tmp_path):  # noqa: F811
+    base = bases("llama")
+    assert export(trained, "--gguf", tmp_path / "merged.gguf", "--gguf-adapter", tmp_path / "adapter.gguf") == 0
+    assert export(base, "--gguf", tmp_path / "base.gguf") == 0
+    most: list[list[float]] = []  # log-probs of the most probable token behind each beginning
+    for files in (["merged.gguf"], ["base.gguf", "adapter.gguf"], ["base.gguf"]):
+        with llama_cpp(*(tmp_path / file for file in files)) as server:
+            if files != ["base.gguf"]:
+                check_answers(server, base, trained / "adapter", within=0.05)
+            answers = [server.greedy(PROMPT[:count], 1)[1] for count in range(1, 13)]
+            most.append([told[0][1] if told else 0.0 for told in answers])
+    merged, adapted, plain = map(torch.tensor, most)
+    assert ((merged - adapted).abs() < 0.02).sum() >= 10, (
+        "others may be ties, of a token that is shown and one that is not"
+    )
+    assert ((merged - plain).abs() > 0.05).sum() >= 6
+
+
+def test_q8_0_and_bf16_are_close_to_the_weights(bases, tmp_path):  # noqa: F811
+    base = bases("qwen2")  # heads and MLP have rows of 64 and 96 values
+    expected = their_logprobs(base, PROMPT)[-1]
+    for kind, within in (("bf16", 0.1), ("q8_0", 0.1)):
+        assert export(base, "--gguf", tmp_path / f"{kind}.gguf", "--type", kind) == 0
+        with llama_cpp(tmp_path / f"{kind}.gguf") as server:
+            _, told = server.greedy(PROMPT, 1)
+        for number, logprob in told:
+            assert logprob == pytest.approx(expected[number].item(), abs=within)
+    types = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "q8_0.gguf").tensors}
+    assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == types["output.weight"] == "Q8_0"
+    assert types["blk.0.attn_q.bias"] == types["blk.0.attn_norm.weight"] == "F32"
+
+
+def test_a_full_disk_leaves_nothing(bases, tmp_path, capsys):  # noqa: F811
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        assert export(bases("qwen2"), "--gguf", tmp_path / "base.gguf") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"no space left to write {tmp_path / 'base.gguf'}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, capsys):  # noqa: F811
+    out = tmp_path / "x.gguf"
+
+    def fails(*arguments: object) -> str:
+        assert export(*arguments) == 1
+        assert not out.exists()
+        return capsys.readouterr().err
+
+    def changed(name: str, change) -> Path:
+        base = shutil.copytree(bases("qwen2"), tmp_path / f"base_{name}")
+        file = base / name
+        content = json.loads(file.read_text())
+        change(content)
+        file.write_text(json.dumps(content))
+        return base
+
+    gemma = changed("config.json", lambda c: c.update(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text"))
+    assert "Gemma3ForCausalLM is not written to GGUF files here; python convert_hf_to_gguf.py" in fails(
+        gemma, "--gguf", out
+    )
+    split = changed("tokenizer.json", lambda c: c["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="a+"))
+    assert "pre_tokenizer Split and ByteLevel has unknown rules, which this command" in fails(split, "--gguf", out)
+    adapter = shutil.copytree(trained / "adapter", tmp_path / "dora")
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({**json.loads((adapter / "adapter_config.json").read_text()), "use_dora": True})
+    )
+    assert "is DoRA, which llama.cpp does not compute" in fails(
+        adapter, "--base", bases("llama"), "--gguf-adapter", out
+    )
+    assert "qwen2 has no adapter" in fails(bases("qwen2"), "--gguf-adapter", out)
+    (tmp_path / "there.gguf").write_text("mine")
+    assert "there.gguf exists; name another file" in fails(bases("qwen2"), "--gguf", tmp_path / "there.gguf")
+
+
+def test_the_modelfile_names_file_template_and_stops(bases, trained, tmp_path):  # noqa: F811
+    assert export(trained, "--gguf", tmp_path / "m.gguf", "--gguf-adapter", tmp_path / "a.gguf") == 0
+    lines = (tmp_path / "m.Modelfile").read_text()
+    assert "\nFROM ./m.gguf\n" in lines
+    assert '\nTEMPLATE """{{ if .System }}<|im_start|>system\n{{ .System }}' in lines
+    assert lines.endswith('PARAMETER stop "<|im_end|>"\n')
+    assert f"\nFROM {bases('llama')}\nADAPTER ./a.gguf\n" in (tmp_path / "a.Modelfile").read_text()
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_the_openai_engine_samples_with_the_adapter_of_the_servers_start(bases, trained, tmp_path, endpoint):  # noqa: F811
+    base, source = bases("llama"), open_source(trained)
+    assert export(base, "--gguf", tmp_path / "base.gguf") == 0
+    assert export(trained, "--gguf-adapter", tmp_path / "adapter.gguf") == 0
+    chats = [({"role": "user", "content": text},) for text in ("Hi", "How many?", "It is 72.", "in May", "a", "clips")]
+    prompts = [tuple(render_prompt(source.tokenizer, chat)) for chat in chats]
+    requests = [Request(f"p{i}", 0, 1, *each) for i, each in enumerate(zip(prompts, chats, strict=True))]
+    with llama_cpp(tmp_path / "base.gguf", tmp_path / "adapter.gguf") as server:
+        engine = OpenAIEngine(source.tokenizer, urls=[server.url], endpoint=endpoint, concurrency=2)
+        with engine.session(None) as session:
+            found = list(session.generate(requests, Sampling(max_new_tokens=6, temperature=0.0)))
+    assert len(found) == len(requests)
+    exact = [each for each in found if each.logprobs]  # the others have characters of several tokens
+    assert len(exact) >= 2
+    for each in exact:
+        prompt = list(each.request.tokens)
+        expected = their_logprobs(base, prompt + each.tokens, trained / "adapter")[len(prompt) - 1 : -1]
+        drawn = expected.gather(1, torch.tensor(each.tokens)[:, None])[:, 0]
+        assert (expected.max(-1).values - drawn).max() < 0.02, "each token is the most probable one, up to rounding"
+        assert each.logprobs == pytest.approx(drawn.tolist(), abs=0.02)
+
+
+def write_sentencepiece(folder: Path) -> Tokenizer:
+    """Replace a model's tokenizer by one that was converted from SentencePiece, as Mistral 7B's."""
+    spaces = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    learnt = Tokenizer(models.BPE())
+    learnt.normalizer = spaces
+    learnt.train_from_iterator(WORDS, trainers.BpeTrainer(vocab_size=110, show_progress=False))
+    content = json.loads(learnt.to_str())["model"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += sorted(content["vocab"], key=content["vocab"].__getitem__)
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    merges = [tuple(each.split(" ")) if isinstance(each, str) else tuple(each) for each in content["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = spaces
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (folder / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
+    (folder / "chat_template.jinja").write_text(MISTRAL)
+    return tokenizer
+
+
+def test_a_tokenizer_from_sentencepiece(bases, tmp_path):  # noqa: F811
+    base, out = shutil.copytree(bases("mistral"), tmp_path / "base"), tmp_path / "base.gguf"
+    tokenizer = write_sentencepiece(base)
+    assert export(base, "--gguf", out) == 0
+    with llama_cpp(out) as server:
+        for text in [*WORDS, "48/2 = 24", "  two  spaces ", "\u4f60\u597d\n\n\u0001", "unseen w\u00f6rds Z"]:
+            assert server.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
+            assert server.tokens(text, special=True) == tokenizer.encode(text).ids
+        chat = [{"role": "user", "content": "In May?"}, {"role": "assistant", "content": "No"}]
+        chat += [{"role": "user", "content": "Why"}]
+        assert server.tokens(server.rendered(chat), special=True) == render_prompt(open_source(base).tokenizer, chat)
+    modelfile = out.with_suffix(".Modelfile").read_text()
+    assert 'TEMPLATE """{{ range .Messages }}{{ if eq .Role "user" }}[INST] ' in modelfile

@@ -1,0 +1,93 @@
+"""Small runs of RAFT for tests: a model with random weights, its prompts, and what must be equal in equal runs."""
+
+import json
+from pathlib import Path
+
+from rocm_ext.rl.records import read_records
+from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
+
+SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
+WEIGHTS = "adapter/adapter_model.safetensors"
+
+
+def write_world(top: Path) -> Path:
+    """Write base models of peaked distributions, 12 prompts and 6 held-out prompts."""
+    write_model(top / "base", initializer_range=0.1)
+    write_model(top / "llama", "llama", initializer_range=0.1)
+    write_rows(top / "prompts.jsonl", 12)
+    write_rows(top / "heldout.jsonl", 6, start=100)
+    return top
+
+
+def sampling_config(folder: Path, out: Path, base: str) -> dict:
+    """Return what configs of runs that sample in a folder of :func:`write_world` have in common."""
+
+    def prompts(name: str) -> dict:
+        component = "rocm_ext.data.prompt_dataset"
+        return {"_component_": component, "source": str(folder / name), "column_map": {"prompt": "question"}}
+
+    cfg = run_config(folder / base, folder / "prompts.jsonl", out)
+    return {key: value for key, value in cfg.items() if key not in SFT_ONLY} | {
+        "prompts": prompts("prompts.jsonl"),
+        "eval_prompts": prompts("heldout.jsonl"),
+        "verifier": {"_component_": "tests.kit.judges.Coin"},
+        "verify_workers": 1,
+        "samples_per_prompt": 4,
+        "max_new_tokens": 12,
+        "save_every_n_steps": 2,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 5e-3},
+    }
+
+
+def write_run(folder: Path, out: Path, base: str = "base", **changes) -> Path:
+    """Write the YAML of a run: 2 cycles of 12 prompts with 4 answers each.
+
+    Args:
+        folder: from :func:`write_world`.
+        out: output folder of the run; the YAML lies beside it.
+        base: folder of the model.
+        changes: other values.
+    """
+    cfg = {
+        **sampling_config(folder, out, base),
+        "cycles": 2,
+        "drop_truncated": False,
+        "skip_solved": False,
+        "retry_unsolved_after": 1,
+        "epochs": 2,
+        "optimizer_state": "cycle" if changes.get("start_from") == "base" else "run",
+        **changes,
+    }
+    out.parent.mkdir(exist_ok=True, parents=True)
+    return write_yaml(out.with_suffix(f".{len(changes)}.yaml"), cfg)
+
+
+def cycle_row(out: Path, cycle: int) -> dict:
+    return next(row for row in json.loads((out / "summary.json").read_text())["cycles"] if row["cycle"] == cycle)
+
+
+def records(out: Path, cycle: int, name: str, phase: str = "sample") -> list[dict]:
+    """Return the samples or the verdicts of a cycle."""
+    return [line for line in read_records(out / f"{name}.jsonl") if (line["step"], line["phase"]) == (cycle, phase)]
+
+
+def outcome(out: Path) -> dict:
+    """Return everything that must be equal in all runs: records, adapters, training curves and scores."""
+    found: dict = {"adapter": (out / WEIGHTS).read_bytes()}
+    timing = ("seconds", "tokens_per_second", "peak_memory")
+    for path in sorted([out / "samples.jsonl", out / "verdicts.jsonl", *out.glob("cycle_*/*.jsonl")]):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [{k: v for k, v in line.items() if k not in timing} for line in lines]
+        found[str(path.relative_to(out))] = sorted(map(json.dumps, lines))
+    for folder in sorted(out.glob("cycle_*")):
+        for name in (WEIGHTS, "eval.json"):
+            if (folder / name).exists():
+                found[f"{folder.name}/{name}"] = (folder / name).read_bytes()
+    return found
+
+
+def assert_equal(out: Path, reference: Path) -> None:
+    found, expected = outcome(out), outcome(reference)
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name in expected:
+        assert found[name] == expected[name], name

@@ -1,0 +1,464 @@
+"""Profiles, detection from recorded sysfs trees, checks, and HIP's environment."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.machine.budget import memory_budget, nominal_budget, open_device
+from rocm_ext.machine.detect import Machine, detect, gfx_name
+from rocm_ext.machine.environment import ALLOCATOR_VARIABLES, apply_environment, check_environment, environment_for
+from rocm_ext.machine.profile import check_locked, check_profile, choose_profile, load_profile, profile_names
+from rocm_ext.rl.engines import free_memory
+from rocm_ext.train.runtime import Runtime
+
+REPO = Path(__file__).parents[2]
+GIB = 2**30
+STRIX = Machine(
+    "rocm", "Linux", "2.12.0+rocm7.2", "rocm", 120 * GIB, True, "gfx1151", "Radeon 8060S", 1, True,
+    kernel="6.18.9", rocm="7.2", native_archs=("gfx942", "gfx1151"), amd_archs=("gfx1151",),
+)  # fmt: skip
+MI300X = replace(STRIX, arch="gfx942", name="MI300X", gpu_count=8, unified=False, total_memory=192 * GIB)
+MI50 = replace(STRIX, arch="gfx906", name="MI50", unified=False, bf16=False, torch="2.9.1+rocm6.3",
+               rocm="6.3", native_archs=("gfx906",), total_memory=32 * GIB)  # fmt: skip
+CPU = Machine("cpu", "Linux", "2.13.0+cpu", "cpu", 16 * GIB, False)
+H200 = replace(CPU, backend="cuda", torch_build="cuda", arch="sm_90", gpu_count=1, bf16=True)
+
+
+# ------------------------------------------------------------------------------------------ recorded machines
+def record(root: Path, archs: list, kernel: str = "6.18.9-arch1", gtt: int | None = None) -> Path:
+    """Write a sysfs and procfs tree with one CPU node and these (gfx_target_version, simd_count) GPU nodes."""
+
+    def write(path: str, text: str) -> None:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text + "\n")
+
+    for node, (version, simds) in enumerate([(0, 0), *archs]):
+        path = f"sys/class/kfd/kfd/topology/nodes/{node}/properties"
+        write(path, f"cpu_cores_count 0\nsimd_count {simds}\ngfx_target_version {version}\nname")
+    if gtt is not None:
+        write("sys/class/drm/card1/device/mem_info_gtt_total", str(gtt))
+    write("proc/sys/kernel/osrelease", kernel)
+    write("proc/meminfo", f"MemTotal:  {124 * 2**20} kB\nMemFree: 1 kB\nMemAvailable:  {118 * 2**20} kB")
+    write("proc/cpuinfo", "flags : fpu avx2 avx512f")
+    return root
+
+
+@pytest.fixture
+def fake_torch(monkeypatch):
+    """Make torch look like a build that sees `count` GPUs with these properties."""
+
+    def fake(version="2.12.0+rocm7.2", hip="7.2.1", cuda=None, count=1, archs=(), **properties):
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(archs))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
+
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    for name in ("HSA_OVERRIDE_GFX_VERSION", *(f"{api}_VISIBLE_DEVICES" for api in ("HIP", "ROCR", "CUDA"))):
+        monkeypatch.delenv(name, raising=False)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("gcn", "node", "unified", "bf16", "profile"),
+    [
+        ("gfx1151", 110501, True, True, "strix_halo"),
+        ("gfx942:sramecc+:xnack-", 90402, False, True, "mi300x"),
+        ("gfx950:sramecc+:xnack-", 90500, False, True, "mi300x"),
+        ("gfx90a:sramecc+:xnack-", 90010, False, True, "mi200"),
+        ("gfx906:sramecc-:xnack-", 90006, False, False, "mi50"),
+        ("gfx1100", 110000, False, True, "radeon"),
+        ("gfx1201", 120001, False, True, "radeon"),
+    ],
+)
+def test_amd_gpus_are_found_and_get_their_profile(fake_torch, tmp_path, gcn, node, unified, bf16, profile):
+    fake_torch(gcnArchName=gcn, name="a GPU", total_memory=32 * GIB)
+    machine = detect(record(tmp_path, [(node, 80)]))
+    assert machine.arch == gcn.split(":")[0] == machine.amd_archs[0]
+    assert (machine.backend, machine.unified, machine.bf16, machine.rocm) == ("rocm", unified, bf16, "7.2")
+    name, reason = choose_profile(machine)
+    assert name == profile
+    assert machine.arch in reason
+    check_profile(load_profile(name), machine)
+
+
+def test_sysfs_says_the_arch_where_torch_does_not_or_is_overridden(fake_torch, tmp_path, monkeypatch):
+    root = record(tmp_path, [(100306, 4), (110501, 80)])
+    fake_torch(name="a GPU", total_memory=GIB)  # no gcnArchName on some wheels
+    assert detect(root).arch == "gfx1151", "the largest GPU, not the first"
+    fake_torch(gcnArchName="gfx1100", name="a GPU", total_memory=GIB)
+    monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", "11.0.0")
+    assert detect(root).arch == "gfx1151"
+
+
+@pytest.mark.parametrize(("version", "cuda", "kind"), [("2.13.0+cu130", "13.0", "CUDA"), ("2.13.0+cpu", None, "CPU")])
+def test_the_wrong_torch_on_an_amd_machine_is_named_with_the_cure(fake_torch, tmp_path, version, cuda, kind):
+    fake_torch(version=version, hip=None, cuda=cuda, count=0)
+    machine = detect(record(tmp_path, [(90006, 240)]))
+    wanted = rf"gfx906.*{kind} build; install .*rocm6\.3"
+    with pytest.raises(UserError, match=wanted):
+        choose_profile(machine)
+    with pytest.raises(UserError, match=wanted):
+        check_profile(load_profile("mi50"), machine)
+    assert check_profile(load_profile("cpu"), machine) == []
+
+
+def test_a_rocm_torch_without_access_to_the_gpu(fake_torch, tmp_path, monkeypatch):
+    fake_torch(count=0)
+    root = record(tmp_path, [(110501, 80)])
+    with pytest.raises(UserError, match="/dev/kfd"):
+        choose_profile(detect(root))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")  # hidden on purpose
+    assert choose_profile(detect(root)) == ("cpu", "HIP_VISIBLE_DEVICES hides all GPUs")
+
+
+def test_machines_without_a_gpu_to_train_on_use_the_cpu(fake_torch, tmp_path):
+    fake_torch(version="2.13.0+cpu", hip=None, count=0)
+    assert choose_profile(detect(record(tmp_path / "none", []))) == ("cpu", "no GPU found")
+    name, reason = choose_profile(detect(record(tmp_path / "small", [(100306, 4)])))
+    assert name == "cpu"
+    assert "gfx1036" in reason
+    assert choose_profile(H200)[0] == "cuda"
+
+
+def test_wsl_is_recognised_and_its_kernel_not_judged(fake_torch, tmp_path):
+    fake_torch(gcnArchName="gfx1151", name="a GPU", total_memory=GIB)
+    machine = detect(record(tmp_path, [], kernel="6.6.87.2-microsoft-standard-WSL2"))
+    assert machine.wsl
+    assert check_profile(load_profile("strix_halo"), machine) == []
+
+
+@given(st.sampled_from([9, 10, 11, 12]), st.integers(0, 9), st.integers(0, 15))
+def test_target_versions_decode(major, minor, stepping):
+    assert gfx_name(major * 10000 + minor * 100 + stepping) == f"gfx{major}{minor}{stepping:x}"
+
+
+# --------------------------------------------------------------------------------------------------- profiles
+@pytest.mark.parametrize("name", profile_names())
+def test_profiles_are_whole(name):
+    defaults = OmegaConf.create(config.defaults("lora_finetune_rocm"))
+    profile = load_profile(name)
+    assert set(profile.settings) <= set(defaults), "a profile may only set keys that the recipe reads"
+    assert {"device", "dtype", "num_workers", "pin_memory"} <= set(profile.settings)
+    assert all(lock.reason for lock in profile.locked.values())
+    for variable in profile.environment.values():
+        assert variable.reason
+        assert isinstance(variable.value, str)
+    assert all(limits["fix"] for limits in profile.floor.values())
+    assert bool(profile.install) == (profile.match["backend"] == "rocm")
+    assert check_locked(profile, profile.settings, []) == []
+    for user in ({}, {"WORLD_SIZE": "8"}):
+        ours = {key: value for key, (value, _) in environment_for(profile, STRIX, user).items()}
+        check_environment(profile, STRIX, ours)  # does not contradict itself
+
+
+def test_unknown_names_and_broken_files(tmp_path):
+    with pytest.raises(UserError, match="did you mean strix_halo"):
+        load_profile("strix_hallo")
+    own = tmp_path / "own.yaml"
+    own.write_text("title: mine\nmemory: {of: host}\nsettings: {device: cpu}\n")
+    assert load_profile(str(own)).title == "mine"
+    host = "memory: {of: host}\n"
+    never = host + "environment: {A: {value: '1', reason: r, when: never}}"
+    for broken, told in (
+        ("", "lacks 'memory'"),
+        ("memory: {of: moon}", "memory.of is 'moon', expected host or device or unified"),
+        ("memory: host", "memory is 'host', expected an object"),
+        ("memory: {of: device}", "memory.fraction is None, expected float"),
+        (host + "typo: 1", "unknown key 'typo'; known: name, title"),
+        (host + "locked: {compile: {value: 1}}", "locked.compile lacks 'reason'"),
+        (host + "environment: {A: {value: 1, reason: r}}", "environment.A.value is 1, expected str"),
+        (never, "environment.A.when is 'never', expected one of always, arch_missing"),
+        ("memory: {of", "is not YAML"),
+    ):
+        own.write_text("title: mine\n" + broken)
+        with pytest.raises(UserError, match=f"hardware profile .*own.*{re.escape(told)}"):
+            load_profile(str(own))
+
+
+def test_an_arch_without_profile_is_named_and_may_borrow_one():
+    strix_point = replace(STRIX, arch="gfx1150", name="Radeon 890M")
+    with pytest.raises(UserError, match=r"gfx1150.*hardware=strix_halo"):
+        choose_profile(strix_point)
+    (line, *_) = check_profile(load_profile("strix_halo"), strix_point)
+    assert "gfx1150" in line
+
+
+@pytest.mark.parametrize(
+    ("arch", "unified", "near"),
+    [("gfx1250", False, "mi300x"), ("gfx1251", False, "mi300x"), ("gfx1030", False, "radeon"),
+     ("gfx1203", False, "radeon"), ("gfx1153", True, "strix_halo"), ("gfx908", False, "mi200")],
+)  # fmt: skip
+def test_the_nearest_profile_is_of_the_same_family(fake_torch, tmp_path, arch, unified, near):
+    """gfx125x is CDNA5, an Instinct, in spite of its number (bitsandbytes#2023)."""
+    fake_torch(gcnArchName=arch, name="a GPU", total_memory=32 * GIB)
+    machine = detect(record(tmp_path, []))
+    assert machine.unified == unified
+    with pytest.raises(UserError, match=f"{arch}.*Name the nearest, as in hardware={near},"):
+        choose_profile(machine)
+
+
+@pytest.mark.parametrize(
+    ("profile", "machine", "world", "message"),
+    [
+        ("mi300x", CPU, 1, "MI300X.*found Linux without a GPU.*hardware=cpu"),
+        ("mi300x", STRIX, 1, "found 1 x Radeon 8060S.*hardware=strix_halo"),
+        ("cuda", STRIX, 1, "NVIDIA.*gfx1151"),
+        ("strix_halo", replace(STRIX, system="Windows"), 1, "hardware=strix_halo_windows"),
+        ("mi300x", MI300X, 9, "9 processes need 9 GPUs.*--nproc_per_node 8"),
+        ("strix_halo_windows", replace(STRIX, system="Windows"), 2, "one process only"),
+    ],
+)
+def test_profiles_that_do_not_describe_this_machine(profile, machine, world, message):
+    with pytest.raises(UserError, match=message):
+        check_profile(load_profile(profile), machine, world)
+
+
+def test_ranks_and_floors():
+    assert check_profile(load_profile("mi300x"), MI300X, 8) == []
+    assert check_profile(load_profile("cpu"), CPU, 4) == []
+    old = replace(STRIX, kernel="6.14.0-37-generic", rocm="6.4")
+    kernel, rocm = check_profile(load_profile("strix_halo"), old)
+    assert kernel.startswith("kernel 6.14.0-37-generic is older than 6.18.4: ")
+    for patched in ("6.14.0-1018-oem", "6.17.0-1012-oem", "6.17.0-19-generic"):
+        assert check_profile(load_profile("strix_halo"), replace(STRIX, kernel=patched)) == []
+    for older in ("6.14.0-1017-oem", "6.17.0-18-generic", "6.17.0-19-lowlatency", "6.17.9"):
+        assert len(check_profile(load_profile("strix_halo"), replace(STRIX, kernel=older))) == 1
+    assert rocm.startswith("rocm 6.4 is older than 7.2: ")
+    (line,) = check_profile(load_profile("mi50"), replace(MI50, torch="2.10.0+rocm7.0"))
+    assert "not below 2.10" in line
+    (line,) = check_profile(load_profile("mi50"), replace(MI50, native_archs=("gfx942",)))
+    assert "no kernels for gfx906; install" in line
+
+
+def test_locked_settings():
+    profile = load_profile("strix_halo")
+    settings = {**profile.settings, "num_workers": 4, "pin_memory": True, "quantize_base": True}
+    with pytest.raises(UserError, match=r"num_workers=4.*wants 0: .*pin_memory=True.*NF4.*_overrides: \[num"):
+        check_locked(profile, settings, [])
+    lines = check_locked(profile, settings, ["num_workers", "pin_memory", "quantize_base"])
+    assert [line.split("=")[0] for line in lines] == ["num_workers", "pin_memory", "quantize_base"]
+    mi50 = load_profile("mi50")
+    assert mi50.settings["dtype"] == "fp32"
+    for allowed in ("fp32", "fp16", "auto"):
+        assert check_locked(mi50, {"dtype": allowed}, []) == []
+    with pytest.raises(UserError, match="dtype=bf16 on mi50, which wants fp32 or fp16 or auto: gfx906"):
+        check_locked(mi50, {"dtype": "bf16"}, [])
+    (line,) = check_locked(mi50, {}, ["num_workers"])
+    assert "does not lock num_workers" in line
+
+
+# ------------------------------------------------------------------------------------------------ environment
+def test_the_user_s_environment_comes_first():
+    profile = load_profile("strix_halo")
+    ours = environment_for(profile, STRIX, {})
+    assert ours["HSA_ENABLE_SDMA"][0] == "0"
+    assert "unproven" in ours["HSA_ENABLE_SDMA"][1]
+    assert "HSA_OVERRIDE_GFX_VERSION" not in ours, "harmful where torch has kernels"
+    foreign = replace(STRIX, native_archs=("gfx942",))
+    assert "HSA_OVERRIDE_GFX_VERSION" in environment_for(profile, foreign, {})
+    other = replace(foreign, arch="gfx1150")
+    assert "HSA_OVERRIDE_GFX_VERSION" not in environment_for(profile, other, {}), "it is no gfx1151"
+    assert "HSA_ENABLE_SDMA" not in environment_for(profile, STRIX, {"HSA_ENABLE_SDMA": "1"})
+    several = environment_for(load_profile("mi300x"), MI300X, {"WORLD_SIZE": "8"})
+    assert several["GPU_MAX_HW_QUEUES"][0] == "2"
+    assert environment_for(load_profile("mi300x"), MI300X, {}) == {}
+    cpu = {"GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
+    assert set(environment_for(load_profile("cpu"), CPU, {})) == cpu
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_the_user_s_allocator_settings_are_never_mixed_with_ours(name):
+    profile = load_profile("strix_halo")
+    ours = environment_for(profile, STRIX, {name: "expandable_segments:True"})
+    assert not set(ours) & set(ALLOCATOR_VARIABLES)
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize("profile", ["strix_halo", "mi300x"])
+def test_the_combination_that_zeroes_buffers_is_refused(name, profile):
+    user = {name: "max_split_size_mb:512,expandable_segments: true"}
+    with pytest.raises(UserError, match="zeroes live buffers"):
+        environment_for(load_profile(profile), MI300X, user)
+    safe = {name: "max_split_size_mb:512,expandable_segments:False"}
+    environment_for(load_profile(profile), MI300X, safe)
+    assert environment_for(load_profile("cuda"), H200, user) == {}, "NVIDIA is not affected"
+
+
+def test_other_contradictions_and_warnings():
+    profile = load_profile("mi300x")
+    two = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:1", "PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:2"}
+    with pytest.raises(UserError, match=r"differ.*Keep one"):
+        environment_for(profile, MI300X, two)
+    user = {"HSA_OVERRIDE_GFX_VERSION": "9.4.2", "ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # fmt: skip
+    old = replace(MI300X, torch="2.9.1+rocm7.0")
+    segments, override, visible = check_environment(profile, old, user)
+    assert "before torch 2.11" in segments
+    assert "torch has kernels for gfx942" in override
+    assert "Set ROCR_VISIBLE_DEVICES only" in visible
+    assert check_environment(profile, MI300X, {}) == []
+
+
+SCRIPT = """
+import os, sys
+from rocm_ext.machine.environment import ensure_environment
+from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.profile import load_profile
+print("start", os.getpid(), flush=True)
+profile = load_profile(sys.argv[1])
+machine = Machine("cpu", "Linux", "2.13", "cpu", 0, False)
+lines = ensure_environment(profile, machine)
+print("ran", os.getpid(), os.environ["FAKE_HIP"], sys.argv[2:], lines, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "-c", "stdin"])
+def test_start_runs_the_same_command_again_once_with_the_variables_set(tmp_path, how):
+    (tmp_path / "own.yaml").write_text(
+        "title: t\nmemory: {of: host}\nenvironment: {FAKE_HIP: {value: '7', reason: why}}"
+    )
+    (tmp_path / "script.py").write_text(SCRIPT)
+    head = {"file": ["script.py"], "-c": ["-c", SCRIPT], "stdin": ["-"]}[how]
+    environ = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", *head, "own.yaml", "a b", "--x=1"], cwd=tmp_path, env=environ,
+        input=SCRIPT if how == "stdin" else None, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    *starts, ran = run.stdout.splitlines()
+    pids = {line.split()[1] for line in [*starts, ran]}
+    assert len(pids) == 1, "exec keeps the process"
+    assert len(starts) == (1 if how == "stdin" else 2), "stdin is used up and cannot run again"
+    assert ran.split(maxsplit=2)[2] == "7 ['a b', '--x=1'] ['FAKE_HIP=7 (why)']"
+
+
+def test_programs_that_must_not_be_replaced_are_told_what_came_too_late(monkeypatch):
+    for name in ("ROCM_EXT_ENVIRONMENT", "GPU_MAX_HW_QUEUES"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    reason, late = apply_environment(load_profile("mi300x"), MI300X)
+    assert os.environ["GPU_MAX_HW_QUEUES"] == "2"
+    assert reason.startswith("GPU_MAX_HW_QUEUES=2 (")
+    assert late.endswith("export GPU_MAX_HW_QUEUES=2")
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+@pytest.mark.parametrize(
+    ("total", "gtt", "budget", "reason"),
+    [
+        (128 * GIB, 128 * GIB, 108 * GIB, "MemTotal 124.0 GiB less 16.0 GiB for the host"),
+        (128 * GIB, 62 * GIB, 0.9 * 62 * GIB, "90% of GTT 62.0 GiB"),
+        (100 * GIB, None, 90 * GIB, "90% of total_memory 100.0 GiB"),  # WSL has no such file
+    ],
+)
+def test_unified_memory_budget(tmp_path, total, gtt, budget, reason):
+    root = record(tmp_path, [(110501, 80)], gtt=gtt)
+    machine = replace(STRIX, total_memory=total)
+    found, why = memory_budget(load_profile("strix_halo"), machine, root)
+    assert found == pytest.approx(budget, abs=2)
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("total", "available", "budget"),
+    [
+        (124, 118, 108),  # the host keeps 16 GiB, its desktop's 6 included
+        (124, 90, 82),  # a desktop that uses 34 GiB gets 8 more
+        (62, 57, 49.6),  # smaller machines keep a fifth
+        (62, 40, 33.8),
+        (31, 28, 24.8),
+        (200, 190, 180),  # never more than 0.9 of the memory
+    ],
+)
+def test_the_host_s_share_of_unified_memory(tmp_path, total, available, budget):
+    root = record(tmp_path, [(110501, 80)], gtt=total * GIB)
+    meminfo = f"MemTotal: {total * 2**20} kB\nMemAvailable: {available * 2**20} kB"
+    (root / "proc/meminfo").write_text(meminfo)
+    machine, profile = replace(STRIX, total_memory=total * GIB), load_profile("strix_halo")
+    assert memory_budget(profile, machine, root)[0] == pytest.approx(budget * GIB, abs=2)
+    if available > total - 16:  # what a plan for such a machine says
+        assert nominal_budget(profile, total * GIB)[0] == pytest.approx(budget * GIB, abs=2)
+    for taken in (2, 20):  # the budget stays the same while the process takes its memory
+        (root / "proc/meminfo").write_text(meminfo.replace(f"{available * 2**20}", f"{(available - taken) * 2**20}"))
+        assert memory_budget(profile, machine, root, taken * GIB)[0] == pytest.approx(budget * GIB, abs=2)
+    (root / "proc/meminfo").write_text(meminfo.replace(f"{available * 2**20}", f"{3 * 2**20}"))
+    with pytest.raises(UserError, match=r"MemAvailable is 3\.0 GiB, the host keeps .*Free host memory"):
+        memory_budget(profile, machine, root)
+
+
+def test_a_carve_out_larger_than_gtt_is_the_budget(tmp_path):
+    root = record(tmp_path, [(110501, 80)], gtt=15 * GIB)
+    (root / "sys/class/drm/card1/device/mem_info_vram_total").write_text(f"{96 * GIB}\n")
+    machine, profile = replace(STRIX, total_memory=96 * GIB), load_profile("strix_halo")
+    assert memory_budget(profile, machine, root) == (int(96 * GIB * 0.95), "95% of the carve-out's 96.0 GiB")
+    discrete = root / "sys/class/drm/card2/device"  # beside an integrated GPU that maps host memory
+    discrete.mkdir(parents=True)
+    (discrete / "mem_info_vram_total").write_text(f"{96 * GIB}\n")
+    (root / "sys/class/drm/card1/device/mem_info_vram_total").write_text(f"{GIB}\n")
+    (root / "sys/class/drm/card1/device/device").write_text("0x1586\n")
+    assert memory_budget(profile, machine, root)[0] == int(0.9 * 15 * GIB)
+
+
+def test_other_memory_budgets(tmp_path):
+    root = record(tmp_path, [], gtt=128 * GIB)
+    assert memory_budget(load_profile("mi50"), MI50, root)[0] == int(32 * GIB * 0.9)
+    assert memory_budget(load_profile("cpu"), CPU, root)[0] == 118 * GIB
+
+
+def test_open_device_caps_unified_memory_and_what_the_user_says(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: calls.append(args))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 240 * GIB))
+    monkeypatch.setattr("rocm_ext.machine.budget.memory_budget", lambda *args: (60 * GIB, ""))
+    strix, mi300x = load_profile("strix_halo"), load_profile("mi300x")
+    assert open_device(strix, STRIX) == torch.device("cuda", 0)
+    open_device(strix, replace(STRIX, torch="2.9.1+rocm7.0"))
+    open_device(mi300x, MI300X, local_rank=3)
+    open_device(mi300x, MI300X, local_rank=3, memory_fraction=0.5)
+    assert calls == [0, (0.5, 0), 0, (0.25, 0), 3, 3, (0.5, 3)]
+    assert open_device(strix, STRIX, device="cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match="local rank 8"):
+        open_device(mi300x, MI300X, local_rank=8)
+    with pytest.raises(UserError, match="memory_fraction"):
+        open_device(load_profile("cpu"), CPU, memory_fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("total", "taken", "free"),
+    [
+        (124, 40, 68),  # the host's share counts once, whoever has taken the rest
+        (62, 40, 0.9 * 62 - 40),  # the GPU may map half of the memory, and this process has most of that
+    ],
+)
+def test_what_is_left_of_unified_memory_for_sampling(total, taken, free, monkeypatch):
+    available = {"MemTotal": 124 * GIB, "MemAvailable": (118 - taken) * GIB}
+    monkeypatch.setattr("rocm_ext.machine.budget.host_memory", lambda root, key: available[key])
+    monkeypatch.setattr("rocm_ext.machine.budget.shared_memory", lambda root: (total * GIB, None))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: taken * GIB)
+    machine = replace(STRIX, total_memory=total * GIB)
+    runtime = Runtime(
+        load_profile("strix_halo"), machine, torch.device("cuda"), torch.bfloat16, Ranks(torch.device("cpu"))
+    )
+    cfg = OmegaConf.create({"memory_fraction": None})
+    assert free_memory(cfg, SimpleNamespace(runtime=runtime)) == pytest.approx(free * GIB, abs=2)

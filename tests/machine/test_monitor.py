@@ -1,0 +1,832 @@
+"""Counters of recorded machines, ``rocm-ext monitor``, and ``hardware.jsonl`` of real runs."""
+
+import builtins
+import contextlib
+import errno
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
+
+from rocm_ext import cli
+from rocm_ext.base.errors import UserError
+from rocm_ext.machine import counters
+from rocm_ext.machine.counter_log import HardwareLog, recording
+from rocm_ext.machine.counters import Counters
+from rocm_ext.machine.sysfs import cards
+from rocm_ext.machine.trace import Trace
+from tests.kit import sysfs
+from tests.kit.forks import forked
+from tests.kit.sysfs import GIB
+from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
+
+COMMAND = [sys.executable, "-m", "rocm_ext.cli", "monitor"]
+THREAD = "hardware counters"
+UNITS = {"id", "name", *counters._MOST}
+
+
+def hwmon(root: Path) -> Path:
+    """Return the folder with the only card's sensors."""
+    return next(root.glob("sys/devices/pci*/*/hwmon/hwmon*"))
+
+
+def gpus(root: Path) -> list[dict]:
+    return Counters(root).read()["gpus"]
+
+
+def monitor(capsys, *arguments: object) -> list[dict]:
+    """Return the objects that ``rocm-ext monitor --json`` prints."""
+    assert cli.main(["monitor", "--json", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def read_lines(path: Path) -> list[dict]:
+    text = path.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# -------------------------------------------------------------------------------------------------- AMD
+def test_strix_halo(tmp_path, capsys):
+    (reading,) = monitor(capsys, "--count", 1, "--root", sysfs.strix_halo(tmp_path))
+    assert abs(reading["time"] - time.time()) < 5
+    assert reading["gpus"] == [
+        {
+            "id": "0000:c3:00.0",
+            "name": "Radeon 8060S Graphics",
+            "busy": 97,
+            "vram_used": GIB // 4,
+            "vram_total": GIB // 2,
+            "gtt_used": 61 * GIB,
+            "gtt_total": 120 * GIB,
+            "power": 120.021,
+            "temperature": 89.0,
+            "clock": 2876.0,
+        }
+    ]
+    assert reading["host"] == {}, "this host is not the one whose files these are"
+
+
+def test_eight_mi300x(tmp_path, capsys):
+    (reading,) = monitor(capsys, "--count", 1, "--root", sysfs.mi300x(tmp_path))
+    found = reading["gpus"]
+    assert [gpu["id"] for gpu in found] == [f"0000:{slot}:00.0" for slot in sysfs.MI300X_SLOTS], "PCI order, no others"
+    for number, gpu in enumerate(found):
+        assert gpu["name"] == "AMD Instinct MI300X OAM"
+        assert (gpu["busy"], gpu["vram_used"], gpu["vram_total"]) == (number * 10, number * GIB, 192 * GIB)
+        assert (gpu["power"], gpu["temperature"], gpu["memory_temperature"]) == (140 + number, 40 + number, 30 + number)
+        assert (gpu["clock"], gpu["memory_clock"]) == (2100, 1300)
+        assert "fan" not in gpu
+
+
+def test_the_hottest_spot_is_the_temperature(tmp_path):
+    (gpu,) = gpus(sysfs.mi50(tmp_path))
+    assert (gpu["temperature"], gpu["memory_temperature"], gpu["fan"]) == (93, 88, 3321)
+    assert gpu["name"] == "AMD GPU 66A1", "no list of names there"
+    assert not {"gtt_used", "gtt_total"} & set(gpu)
+    (hwmon(tmp_path) / "temp2_input").unlink()
+    assert gpus(tmp_path)[0]["temperature"] == 71, "the edge"
+
+
+def test_sensors_without_labels(tmp_path):
+    root = sysfs.strix_halo(tmp_path)
+    (hwmon(root) / "temp1_label").unlink()
+    assert gpus(root)[0]["temperature"] == 89
+
+
+def test_a_card_without_hwmon(tmp_path):
+    root = sysfs.strix_halo(tmp_path)
+    shutil.rmtree(hwmon(root).parent)
+    (gpu,) = gpus(root)
+    assert gpu["busy"] == 97
+    assert not {"power", "temperature", "clock"} & set(gpu)
+
+
+def test_a_sleeping_gpu_is_left_asleep(tmp_path, monkeypatch):
+    root = sysfs.strix_halo(tmp_path)
+    (hwmon(root).parents[1] / "power/runtime_status").write_text("suspended\n")
+    opened = []
+
+    def noted(path, *args, **kwargs):
+        opened.append(path)
+        return builtins.open(path, *args, **kwargs)
+
+    monkeypatch.setattr("rocm_ext.machine.sysfs.open", noted, raising=False)
+    (gpu,) = gpus(root)
+    assert gpu["gtt_total"] == 120 * GIB
+    assert "busy" not in gpu
+    assert not [path for path in opened if "hwmon" in str(path) or "busy" in str(path)]
+
+
+def test_files_that_vanish_and_come_back(tmp_path):
+    root = sysfs.strix_halo(tmp_path)
+    open_counters = Counters(root)
+    whole = open_counters.read()["gpus"]
+    power = hwmon(root) / "power1_average"
+    power.rename(power.with_name("gone"))
+    without = open_counters.read()["gpus"][0]
+    assert without == {key: value for key, value in whole[0].items() if key != "power"}
+    power.with_name("gone").rename(power.with_name("power1_input"))
+    assert open_counters.read()["gpus"] == whole
+    (root / "sys/devices").rename(root / "sys/reset")
+    assert open_counters.read()["gpus"] == [], "the driver is being loaded again"
+    (root / "sys/reset").rename(root / "sys/devices")
+    assert open_counters.read()["gpus"] == whole
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EIO, errno.ENODATA, errno.EPERM, errno.EOPNOTSUPP])
+def test_read_errors(tmp_path, monkeypatch, number):
+    root = sysfs.strix_halo(tmp_path)
+    (whole,) = gpus(root)
+
+    def failing(path, *args, **kwargs):
+        if Path(path).name in ("gpu_busy_percent", "temp1_input"):
+            file = SimpleNamespace(read=lambda size: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+            return contextlib.nullcontext(file)
+        return builtins.open(path, *args, **kwargs)
+
+    monkeypatch.setattr("rocm_ext.machine.sysfs.open", failing, raising=False)
+    assert gpus(root) == [{key: value for key, value in whole.items() if key not in ("busy", "temperature")}]
+
+
+@pytest.mark.parametrize(
+    ("file", "junk", "key"),
+    [
+        ("power1_average", "65535000000", "power"),
+        ("temp1_input", "511000", "temperature"),
+        ("temp1_input", "-273100", "temperature"),
+        ("freq1_input", "-1", "clock"),
+        ("../../gpu_busy_percent", "655", "busy"),
+        ("../../mem_info_vram_used", str(2**64 - 4096), "vram_used"),
+        ("../../mem_info_gtt_used", "9" * 5000, "gtt_used"),
+        ("../../mem_info_gtt_used", "", "gtt_used"),
+    ],
+)
+def test_what_no_gpu_can_have_is_left_out(tmp_path, file, junk, key):
+    root = sysfs.strix_halo(tmp_path)
+    (whole,) = gpus(root)
+    (hwmon(root) / file).write_text(junk)
+    assert gpus(root) == [{k: v for k, v in whole.items() if k != key}]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_junk(data):
+    with tempfile.TemporaryDirectory() as folder:
+        root = sysfs.mi50(Path(folder))
+        files = sorted((root / "sys/devices").rglob("*"))
+        for path in data.draw(st.lists(st.sampled_from(range(len(files))), max_size=8, unique=True)):
+            content = data.draw(st.binary(max_size=50) | st.integers().map(lambda n: str(n).encode()))
+            spoil(files[path], data.draw(st.sampled_from(["content", "folder", "loop", "gone"])), content)
+        reading = json.loads(json.dumps(Counters(root).read(), allow_nan=False))
+    for gpu in reading["gpus"]:
+        assert gpu["id"]
+        assert gpu["name"]
+        assert set(gpu) <= UNITS
+        assert all(0 <= gpu[key] <= most for key, most in counters._MOST.items() if key in gpu)
+
+
+def spoil(path: Path, how: str, content: bytes) -> None:
+    """Replace a file or a folder by something else, if it still exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
+    else:
+        return
+    if how == "content":
+        path.write_bytes(content)
+    elif how == "folder":
+        path.mkdir()
+    elif how == "loop":
+        path.symlink_to(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_no_permission(tmp_path):
+    root = sysfs.strix_halo(tmp_path)
+    (hwmon(root) / "power1_average").chmod(0)
+    hwmon(root).parents[1].joinpath("gpu_busy_percent").chmod(0)
+    assert not {"power", "busy"} & set(gpus(root)[0])
+
+
+def test_no_gpu(tmp_path, capsys):
+    (reading,) = monitor(capsys, "--count", 1, "--root", tmp_path)
+    assert reading["gpus"] == []
+
+
+def test_the_host(capsys):
+    (reading,) = monitor(capsys, "--count", 1)
+    host = reading["host"]
+    assert 0 <= host["cpu"] <= 100
+    assert 0 < host["memory_used"] < host["memory_total"]
+    assert host["swap_used"] >= 0
+    assert "process_memory" not in host, "the monitor's own means nothing"
+
+
+def test_a_host_that_tells_nothing(monkeypatch, capsys):
+    for name in ("cpu_percent", "virtual_memory", "swap_memory"):
+        monkeypatch.setattr(f"psutil.{name}", lambda: (_ for _ in ()).throw(PermissionError("masked")))
+    (reading,) = monitor(capsys, "--count", 1)
+    assert reading["host"] == {}
+
+
+def test_a_reading_costs_little(tmp_path):
+    open_counters = Counters(sysfs.mi300x(tmp_path))
+    open_counters.read()
+    began = time.thread_time()
+    for _ in range(20):
+        json.dumps(open_counters.read())
+    assert (time.thread_time() - began) / 20 < 0.01 * 5, "1 % of a core, every 5 s"
+
+
+# ------------------------------------------------------------------------------------------------- NVIDIA
+class NVMLError(Exception):
+    pass
+
+
+def fake_nvml(names: list = ["NVIDIA H200"], broken: tuple = ()) -> SimpleNamespace:  # noqa: B006
+    """Make a pynvml with these GPUs; calls named in ``broken`` fail."""
+
+    def call(name: str, function: Callable):
+        def made(*args):
+            if name in broken:
+                raise NVMLError("Not Supported")
+            return function(*args)
+
+        return made
+
+    functions = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(names),
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda handle: names[handle],
+        "nvmlDeviceGetPciInfo": lambda handle: SimpleNamespace(busId=f"00000000:{0xF0 - handle:02X}:00.0"),
+        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=99, memory=40),
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=70 * GIB, total=141 * GIB, free=71 * GIB),
+        "nvmlDeviceGetPowerUsage": lambda handle: 612345,
+        "nvmlDeviceGetTemperature": lambda handle, sensor: 64,
+        "nvmlDeviceGetClockInfo": lambda handle, kind: {1: 1980, 2: 3201}[kind],
+    }
+    constants = {"NVML_TEMPERATURE_GPU": 0, "NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2, "NVMLError": NVMLError}
+    return SimpleNamespace(**{name: call(name, function) for name, function in functions.items()}, **constants)
+
+
+@pytest.fixture
+def nvidia(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Give this machine NVIDIA's driver and a ``pynvml``, and no AMD GPU."""
+    driver = tmp_path / "version"
+    driver.touch()
+    monkeypatch.setattr(counters, "_NVIDIA", (str(driver),))
+    monkeypatch.setattr(counters, "cards", lambda root: [])
+    return lambda pynvml: monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+
+
+def test_nvidia(nvidia, capsys):
+    nvidia(fake_nvml(["NVIDIA H200", b"NVIDIA H100"]))
+    (reading,) = monitor(capsys, "--count", 1)
+    first, second = reading["gpus"]
+    assert (first["id"], first["name"], second["id"]) == ("0000:ef:00.0", "NVIDIA H100", "0000:f0:00.0")
+    assert {k: v for k, v in second.items() if k not in ("id", "name")} == {
+        "busy": 99,
+        "vram_used": 70 * GIB,
+        "vram_total": 141 * GIB,
+        "power": 612.345,
+        "temperature": 64,
+        "clock": 1980,
+        "memory_clock": 3201,
+    }
+
+
+def test_nvidia_counters_that_are_not_supported(nvidia):
+    broken = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPowerUsage")
+    nvidia(fake_nvml(broken=broken))
+    (gpu,) = gpus(Path("/"))
+    assert set(gpu) == {"id", "name", "temperature", "clock", "memory_clock"}
+
+
+def test_nvidia_without_its_package(nvidia, capsys):
+    nvidia(None)
+    assert cli.main(["monitor", "--json", "--count", "2", "--interval", "0.1"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    assert err.count("pip install nvidia-ml-py") == 1
+
+
+def test_nvidia_whose_driver_fails(nvidia, capsys):
+    nvidia(fake_nvml(broken=("nvmlInit",)))
+    assert cli.main(["monitor", "--json", "--count", "1"]) == 0
+    assert "NVIDIA GPUs cannot be read: NVMLError: Not Supported" in capsys.readouterr().err
+
+
+def test_one_nvidia_gpu_that_is_lost(nvidia):
+    nvml = fake_nvml(["NVIDIA H200"] * 3)
+    handle = nvml.nvmlDeviceGetHandleByIndex
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: handle(index) if index != 1 else 1 / 0
+    nvidia(nvml)
+    open_counters = Counters()
+    assert [gpu["id"] for gpu in open_counters.read()["gpus"]] == ["0000:ee:00.0", "0000:f0:00.0"]
+    assert open_counters.notes == ["NVIDIA GPU 1 does not answer"]
+
+
+def test_no_driver_no_nvml(nvidia, monkeypatch):
+    nvidia(fake_nvml(broken=("nvmlInit",)))
+    monkeypatch.setattr(counters, "_NVIDIA", ())
+    assert Counters().notes == []
+
+
+def test_a_copy_is_not_this_machine(nvidia, tmp_path):
+    nvidia(fake_nvml())
+    assert gpus(tmp_path) == []
+
+
+def test_amd_beside_nvidia(nvidia, tmp_path, monkeypatch):
+    nvidia(fake_nvml())
+    monkeypatch.setattr(counters, "cards", lambda root: cards(sysfs.strix_halo(tmp_path)))
+    assert [gpu["id"] for gpu in gpus(Path("/"))] == ["0000:c3:00.0", "0000:f0:00.0"]
+
+
+# ---------------------------------------------------------------------------------------------- the command
+def test_lines_where_there_is_no_terminal(tmp_path, capsys):
+    root = sysfs.strix_halo(tmp_path)
+    assert cli.main(["monitor", "--count", "2", "--interval", "0.1", "--root", str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith("GPU 0: busy 97 %, VRAM 0.2 of 0.5 GiB, GTT 61.0 of 120 GiB, 120 W, 89 °C, 2876 MHz")
+    assert cli.main(["monitor", "--count", "1"]) == 0
+    assert re.search(r"host: cpu \d+ %, memory \d+\.\d of \d+(\.\d)? GiB$", capsys.readouterr().out.strip())
+
+
+def test_torch_is_not_imported(tmp_path):
+    program = (
+        "import sys; from rocm_ext.cli import main; main(sys.argv[1:]); import rocm_ext.machine.counter_log; "
+        "assert not {'torch', 'omegaconf'} & set(sys.modules)"
+    )
+    arguments = ["monitor", "--count", "1", "--root", str(tmp_path), "--run", str(tmp_path), "--log", tmp_path / "log"]
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=60)
+
+
+def test_log(tmp_path, capsys):
+    root, log = sysfs.strix_halo(tmp_path / "root"), tmp_path / "log.jsonl"
+    log.write_text('{"time": 1, "gpus": []}\n{"time": 2, "gp')
+    printed = monitor(capsys, "--count", 2, "--interval", 0.1, "--root", root, "--log", log)
+    assert read_lines(log) == [{"time": 1, "gpus": []}, *printed]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["--log", "{}/none/log.jsonl"], r"cannot write .*log.jsonl: No such file or directory; name another", 1),
+        (["--log", "{}"], "cannot write .*: Is a directory", 1),
+        (["--log", "/dev/full"], "cannot write /dev/full", 1),
+        (["--root", "{}/none"], "--root .*none is not a folder; expected one that holds sys/class/drm", 2),
+        (["--interval", "0"], "--interval: '0' is not a number from 0.1 to 86,400", 2),
+        (["--interval", "nan"], "--interval: 'nan' is not a number from 0.1", 2),
+        (["--interval", "soon"], "--interval: 'soon' is not a number from 0.1", 2),
+        (["--count", "0"], "--count: '0' is not a whole number from 1 to", 2),
+        (["--what"], "unrecognized arguments: --what", 2),
+    ],
+)
+def test_bad_arguments(tmp_path, capsys, arguments, message, code):
+    argv = ["monitor", "--count", "1", *(text.format(tmp_path) for text in arguments)]
+    try:
+        got = cli.main(argv)
+    except SystemExit as leaving:
+        got = leaving.code
+    assert got == code
+    err = capsys.readouterr().err
+    assert re.search(message, err)
+    assert "Traceback" not in err
+
+
+def test_head(tmp_path):
+    """A closed pipe ends the command silently."""
+    with subprocess.Popen(
+        [*COMMAND, "--interval", "0.1", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert json.loads(process.stdout.readline())["gpus"] is not None
+        process.stdout.close()
+        assert process.wait(20) == 0
+        assert process.stderr.read() == b""
+
+
+def test_ctrl_c_where_there_is_no_terminal():
+    with subprocess.Popen([*COMMAND, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert process.stderr.read() == b""
+
+
+class Terminal:
+    """``rocm-ext monitor`` in a pseudo-terminal of 90 columns."""
+
+    def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
+        pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
+        self.shown = b""
+        self.pid, self._master = pty.fork()
+        if self.pid == 0:
+            whole = {**os.environ, "TERM": "xterm", "COLUMNS": "", **(env or {})}
+            os.execve(sys.executable, [*COMMAND, *map(str, arguments)], whole)
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, b"\x28\0\x5a\0\0\0\0\0")
+
+    def wait_for(self, *texts: str) -> None:
+        """Wait until the terminal has shown all ``texts``."""
+        deadline = time.monotonic() + 30
+        while not all(text.encode() in self.shown for text in texts):
+            assert time.monotonic() < deadline, self.shown.decode()
+            self._read()
+
+    def _read(self) -> bool:
+        if select.select([self._master], [], [], 0.2)[0]:
+            try:
+                more = os.read(self._master, 65536)
+            except OSError:  # the other end is closed
+                return False
+            self.shown += more
+            return bool(more)
+        return True
+
+    def press_ctrl_c(self) -> None:
+        os.write(self._master, b"\x03")
+
+    def end(self) -> int:
+        """Wait for the end and return the exit code."""
+        while self._read():
+            pass
+        os.close(self._master)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_live_until_ctrl_c(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "epoch": 1, "loss": 0.5, "tokens_per_second": 1234}\n')
+    root = sysfs.strix_halo(tmp_path / "root")
+    terminal = Terminal("--root", root, "--interval", 0.1, "--run", tmp_path)
+    terminal.wait_for("GPU 0: Radeon 8060S Graphics", "97 %", "61.0 of 120", "120", "2876")
+    terminal.wait_for("run: step 7, epoch 1, loss 0.5000, 1,234 tok/s, ")
+    terminal.press_ctrl_c()
+    assert terminal.end() == 0
+    shown = terminal.shown.decode()
+    assert "\x1b[?25l" in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is back"
+    assert "Traceback" not in shown
+    assert "interrupted" not in shown
+
+
+def test_live_until_sigterm():
+    terminal = Terminal("--interval", 0.1)
+    terminal.wait_for("memory, GiB")
+    os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.end() == 128 + signal.SIGTERM
+    assert terminal.shown.rindex(b"\x1b[?25h") > terminal.shown.rindex(b"\x1b[?25l")
+
+
+def test_live_on_an_old_terminal(tmp_path):
+    """The terminal can show neither blocks nor degree signs."""
+    root = sysfs.mi300x(tmp_path)
+    env = {"PYTHONIOENCODING": "ascii", "TERM": "dumb", "LC_ALL": "C"}
+    terminal = Terminal("--root", root, "--interval", 0.1, "--count", 3, env=env)
+    assert terminal.end() == 0
+    assert b"GPU 7" in terminal.shown
+    assert b"Traceback" not in terminal.shown
+
+
+# -------------------------------------------------------------------------------------------- how far a run is
+def told(capsys, out: Path) -> dict:
+    return monitor(capsys, "--count", 1, "--root", out.parent, "--run", out)[0]["run"]
+
+
+def test_progress_of_sft(tmp_path, capsys):
+    assert told(capsys, tmp_path) == {"problem": f"no run in {tmp_path}"}
+    assert told(capsys, tmp_path / "nosuch") == {"problem": f"{tmp_path / 'nosuch'} does not exist"}
+    lines = [{"step": 1, "epoch": 1, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 10.0}]
+    lines += [{"step": 1, "epoch": 1, "val_loss": 2.25, "val_tokens": 9}, {**lines[0], "step": 2, "loss": 2.0}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3, "loss": 1.')
+    run = told(capsys, tmp_path)
+    assert 0 <= run.pop("seconds_ago") < 60
+    assert run == {
+        "step": 2,
+        "epoch": 1,
+        "loss": 2.0,
+        "tokens_per_second": 10.0,
+        "val_loss": 2.25,
+        "finished": False,
+    }
+    (tmp_path / "adapter").mkdir()  # of an earlier, shorter run
+    assert told(capsys, tmp_path)["finished"] is False
+    (tmp_path / "summary.json").write_text('{"steps": 2}')
+    assert told(capsys, tmp_path)["finished"] is True
+
+
+def test_progress_of_raft(tmp_path, capsys):
+    now = time.time()
+
+    def touch(name: str, age: float, text: str = "{}\n") -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (now - age, now - age))
+
+    touch("metrics.jsonl", 1, '{"cycle": 1, "phase": "train", "steps": 4}\n')
+    (tmp_path / "cycle_0").mkdir()
+    touch("samples.jsonl", 600, '{"step": 0, "phase": "eval"}\n')
+    assert told(capsys, tmp_path)["phase"] == "evaluating"
+    for cycle in (9, 10):
+        (tmp_path / f"cycle_{cycle}").mkdir()
+    touch("samples.jsonl", 300, '{"step": 10, "phase": "sample"}\n')
+    assert (told(capsys, tmp_path)["cycle"], told(capsys, tmp_path)["phase"]) == (10, "sampling")
+    touch("cycle_10/metrics.jsonl", 100, '{"step": 3, "epoch": 1, "loss": 0.25}\n')
+    run = told(capsys, tmp_path)
+    assert (run["cycle"], run["phase"], run["step"], run["loss"]) == (10, "training", 3, 0.25)
+    assert 99 < run["seconds_ago"] < 200
+    touch("verdicts.jsonl", 50, '{"step": 10, "phase": "eval"}\n')
+    assert told(capsys, tmp_path)["phase"] == "evaluating"
+    assert cli.main(["monitor", "--count", "1", "--run", str(tmp_path)]) == 0
+    assert "run: cycle 10, evaluating, step 3, epoch 1, loss 0.2500, 5" in capsys.readouterr().out
+    touch("cycle_10/eval.json", 900)  # file times do not matter: a copy has its own
+    touch("adapter/adapter_config.json", 900)
+    touch("config.yaml", 900, "cycles: 11\n")
+    assert told(capsys, tmp_path)["finished"] is False
+    touch("config.yaml", 900, "cycles: 10\n")
+    assert told(capsys, tmp_path)["finished"] is True
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary(max_size=100)
+    | st.sampled_from(
+        [b"[" * 100_000, b'{"step": 1e999, "loss": NaN}\n{"step": ' + b"9" * 400 + b"}\n", b'{"loss": {}}']
+    )
+)
+def test_any_metrics(tmp_path, capsys, junk):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 3.0}\n' + junk)
+    assert cli.main(["monitor", "--count", "1", "--root", str(tmp_path), "--run", str(tmp_path)]) == 0
+    assert "run: " in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------- the recorder
+def wait_for_lines(path: Path, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def no_thread() -> bool:
+    return THREAD not in [thread.name for thread in threading.enumerate()]
+
+
+def test_recording(tmp_path):
+    root, path = sysfs.strix_halo(tmp_path / "root"), tmp_path / "hardware.jsonl"
+    path.write_text('{"time": 1}\n{"time": 2, "gpus": [')
+    with recording(tmp_path, 0.1, root):
+        wait_for_lines(path, 4)
+    assert no_thread()
+    lines = read_lines(path)
+    assert lines[0] == {"time": 1}
+    assert all(line["gpus"][0]["power"] == 120.021 for line in lines[1:])
+    times = [line["time"] for line in lines]
+    assert times == sorted(times)
+    size = path.stat().st_size
+    time.sleep(0.3)
+    assert path.stat().st_size == size
+
+
+def test_recording_of_this_process(tmp_path):
+    with recording(tmp_path, 0.1):
+        wait_for_lines(tmp_path / "hardware.jsonl", 3)
+    lines = read_lines(tmp_path / "hardware.jsonl")
+    assert all(line["host"]["process_memory"] > 1 << 20 for line in lines)
+    assert "cpu" not in lines[0]["host"], "there is nothing it could be the load since"
+    assert all(0 <= line["host"]["cpu"] <= 100 for line in lines[1:])
+
+
+def test_recording_nothing(tmp_path):
+    with recording(tmp_path, None):
+        assert no_thread()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_recording_ends_with_the_run(tmp_path, error):
+    with pytest.raises(error), recording(tmp_path, 0.1):
+        raise error
+    assert no_thread()
+
+
+@pytest.mark.parametrize("content", [b"\xff\0" * 1_500_000, b"", b"\n", b"no newline", b"{}\n" * 600_000])
+def test_what_is_torn_goes(tmp_path, content):
+    path = tmp_path / "hardware.jsonl"
+    path.write_bytes(content)
+    with HardwareLog(path) as file:
+        file.write({"time": 3})
+    whole = path.read_bytes()
+    assert whole.endswith(b'{"time": 3}\n')
+    kept = whole.removesuffix(b'{"time": 3}\n')
+    assert content.startswith(kept)
+    assert content == kept or not content.endswith(b"\n")
+
+
+def test_a_file_that_cannot_be_written(tmp_path, messages):
+    (tmp_path / "hardware.jsonl").mkdir()
+    with recording(tmp_path, 0.1):
+        while not messages:
+            time.sleep(0.02)
+        time.sleep(0.2)
+    (message,) = messages
+    assert re.search(r"hardware.jsonl: Is a directory; hardware is no longer recorded, the run continues", message)
+
+
+def test_a_disk_that_fills_up(tmp_path):
+    """The recorder warns once; earlier lines stay complete."""
+    pytest.importorskip("resource", reason="limits of files")
+    program = f"""
+import logging, resource, time
+from pathlib import Path
+from rocm_ext.machine.counter_log import recording
+logging.basicConfig(format="%(message)s")
+said = []
+logging.getLogger().handlers[0].addFilter(lambda record: said.append(record) or True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+with recording(Path({str(tmp_path)!r}), 0.1):
+    while not said: time.sleep(0.02)
+    time.sleep(0.2)
+print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "went on\n")
+    assert re.fullmatch(
+        r"\S*hardware.jsonl: File too large; hardware is no longer recorded, the run continues\n", done.stderr
+    )
+    assert 500 < (tmp_path / "hardware.jsonl").stat().st_size <= 1000
+    assert len(read_lines(tmp_path / "hardware.jsonl")) > 3
+
+
+def test_a_gpu_that_hangs_does_not_hold_the_run(tmp_path, monkeypatch):
+    hang = threading.Event()
+    monkeypatch.setattr(counters, "cards", lambda root: [hang.wait()][:0])
+    with recording(tmp_path, 0.1):
+        time.sleep(0.1)
+    hang.set()  # a run that waits for the GPU never comes here
+
+
+# ---------------------------------------------------------------------------------------------- inside the recipes
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a base model and rows."""
+    top = tmp_path_factory.mktemp("monitor")
+    write_model(top / "base")
+    write_rows(top / "rows.jsonl", 32)
+    return top
+
+
+@pytest.fixture
+def make(folder, tmp_path) -> Callable[..., Path]:
+    """Write the YAML of a run of 8 steps into ``tmp_path / "out"``."""
+
+    def make(**changes) -> Path:
+        cfg = run_config(folder / "base", folder / "rows.jsonl", tmp_path / "out", epochs=2, startup_checks=False)
+        return write_yaml(tmp_path / "run.yaml", {**cfg, "sequences_per_step": 8, **changes})
+
+    return make
+
+
+def sft(path: Path, *overrides: str, prepare: Callable[[], object] | None = None) -> str:
+    """Run successfully and return the messages."""
+    code, messages = forked(lora_finetune_rocm.main, path, *overrides, prepare=prepare)
+    assert code == 0, messages
+    return messages
+
+
+def test_a_run_writes_its_hardware(make, tmp_path):
+    path, out = make(hardware_log_seconds=0.1), tmp_path / "out"
+    sft(path)
+    first = read_lines(out / "hardware.jsonl")
+    assert first
+    assert all(set(line) == {"time", "gpus", "host"} for line in first)
+    assert first[0]["host"]["process_memory"] > 50 * 2**20, "the process that trains"
+    with (out / "hardware.jsonl").open("a") as file:
+        file.write('{"time": 1, "gp')  # a kill
+    sft(path, "resume_from_checkpoint=True", "hardware_log_seconds=0.2")
+    second = read_lines(out / "hardware.jsonl")
+    assert second[: len(first)] == first
+    assert len(second) > len(first)
+    assert second[len(first)]["time"] >= first[-1]["time"]
+    sft(path, "overwrite_output_dir=True")
+    assert read_lines(out / "hardware.jsonl")[0]["time"] > second[-1]["time"], "begun anew"
+    sft(path, "overwrite_output_dir=True", "hardware_log_seconds=null")
+    assert not (out / "hardware.jsonl").exists(), "the file of another run would mislead"
+
+
+def test_the_default_writes_too_and_changes_nothing(make, tmp_path):
+    outcomes = []
+    for overrides in (["hardware_log_seconds=null"], []):
+        sft(make(), "overwrite_output_dir=True", *overrides)
+        losses = [json.loads(line)["loss"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+        outcomes.append(((tmp_path / "out/adapter/adapter_model.safetensors").read_bytes(), losses))
+    assert outcomes[0] == outcomes[1]
+    assert len(read_lines(tmp_path / "out/hardware.jsonl")) >= 1
+
+
+def test_a_full_disk_does_not_stop_a_run(make, tmp_path):
+    def full() -> None:
+        def write(self, reading) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        HardwareLog.write = write  # type: ignore[method-assign]
+
+    messages = sft(make(hardware_log_seconds=0.1), prepare=full)
+    assert messages.count("hardware is no longer recorded, the run continues") == 1
+    assert (tmp_path / "out/summary.json").exists()
+
+
+@pytest.mark.parametrize("value", ["0", "0.05", "-1", "soon", "True", ".nan", "1e9", "[5]"])
+def test_bad_values(make, tmp_path, value):
+    code, messages = forked(lora_finetune_rocm.main, make(), f"hardware_log_seconds={value}")
+    assert code == 1
+    (line,) = messages.splitlines()
+    assert re.search(r"error: hardware_log_seconds is .*; expected seconds from 0.1 to 86400, or null", line)
+    assert not (tmp_path / "out").exists()
+
+
+class Recipe:
+    """The parts of a recipe that ``run`` needs; its training fails."""
+
+    def __init__(self, out: Path, error: type[BaseException], main: bool = True) -> None:
+        self.cfg = SimpleNamespace(
+            output_dir=str(out), hardware_log_seconds=0.1, profile_steps=None, validate_only=False
+        )
+        ranks = SimpleNamespace(is_main=main, rank=int(not main))
+        self.runtime, self._error = SimpleNamespace(ranks=ranks, device=torch.device("cpu"), trace=Trace()), error
+
+    def setup(self) -> None:
+        """A run must not write anything before all of this has succeeded."""
+        assert no_thread()
+
+    def train(self) -> None:
+        assert no_thread() is not self.runtime.ranks.is_main
+        if self.runtime.ranks.is_main:
+            wait_for_lines(Path(self.cfg.output_dir) / "hardware.jsonl", 2)
+        raise self._error("so")
+
+
+@pytest.mark.parametrize("error", [UserError, KeyboardInterrupt, SystemExit])
+def test_a_run_that_fails_leaves_no_thread(tmp_path, error):
+    with pytest.raises(error):
+        lora_finetune_rocm.run(Recipe(tmp_path, error))
+    assert no_thread()
+    read_lines(tmp_path / "hardware.jsonl")
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    with pytest.raises(UserError):
+        lora_finetune_rocm.run(Recipe(tmp_path, UserError, main=False))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_raft_has_one_file_for_all_cycles(folder, tmp_path):
+    component = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(folder / "rows.jsonl")}
+    cfg = run_config(folder / "base", folder / "rows.jsonl", tmp_path / "out", startup_checks=False)
+    del cfg["dataset"]
+    raft = {
+        "prompts": {**component, "column_map": {"prompt": "question"}},
+        "verifier": {"_component_": "tests.kit.judges.Coin"},
+        "verify_workers": 1,
+        "prompts_per_cycle": 8,
+        "samples_per_prompt": 2,
+        "max_new_tokens": 6,
+        "drop_truncated": False,
+        "hardware_log_seconds": 0.1,
+    }
+    path, out = write_yaml(tmp_path / "raft.yaml", cfg | raft), tmp_path / "out"
+    code, messages = forked(raft_rocm.main, path, "cycles=1")
+    assert code == 0, messages
+    first = read_lines(out / "hardware.jsonl")
+    code, messages = forked(raft_rocm.main, path, "cycles=2", "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert read_lines(out / "hardware.jsonl")[: len(first)] == first
+    assert [path.relative_to(out).as_posix() for path in out.rglob("hardware.jsonl")] == ["hardware.jsonl"]
+    assert forked(raft_rocm.main, path, "cycles=1", "overwrite_output_dir=True", "hardware_log_seconds=null")[0] == 0
+    assert list(out.rglob("hardware.jsonl")) == []
+    code, messages = forked(raft_rocm.main, path, "overwrite_output_dir=True", "hardware_log_seconds=0")
+    assert code == 1
+    assert "hardware_log_seconds is 0" in messages

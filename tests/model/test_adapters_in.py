@@ -1,0 +1,245 @@
+"""Adapters of others: PEFT's own compute the same function here, or are refused by name."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.model.adapters import peft_files
+from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
+
+TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61]])
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    top = tmp_path_factory.mktemp("adapters")
+    return {
+        "qwen2": write_model(top / "qwen2", initializer_range=0.1),
+        "llama": write_model(top / "llama", "llama", initializer_range=0.1),
+        "rows": write_rows(top / "rows.jsonl", 16),
+    }
+
+
+@pytest.fixture(autouse=True)
+def any_torchao(monkeypatch):
+    """With torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao."""
+    if hasattr(peft.tuners.lora.torchao, "is_torchao_available"):
+        monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
+
+
+def transformer(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+
+
+@torch.no_grad()
+def peft_adapter(base: Path, out: Path, **options) -> torch.Tensor:
+    """Save an adapter with random weights as PEFT does; return the logits that PEFT computes with it."""
+    settings = peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options
+    )
+    model = peft.get_peft_model(transformer(base), settings)
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=0.1)
+        elif "magnitude" in name:
+            parameter.mul_(torch.empty_like(parameter).uniform_(0.7, 1.3))
+    model.save_pretrained(out)
+    return model.eval()(TOKENS).logits
+
+
+def prepare(folders, base: str, out: Path, adapter: Path | None, **changes) -> LoRAFinetune:
+    cfg = run_config(folders[base], folders["rows"], out, max_steps_per_epoch=3, save_adapter_weights_only=False)
+    cfg["overwrite_output_dir"] = True
+    cfg["model"] |= changes.pop("model", {})
+    cfg["optimizer"]["lr"] = 2e-2
+    if adapter is not None:
+        cfg["checkpointer"]["adapter_checkpoint"] = str(adapter)
+    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg | changes))))
+    recipe.setup()
+    return recipe
+
+
+@torch.no_grad()
+def logits(recipe: LoRAFinetune) -> torch.Tensor:
+    recipe.learner.model.eval()
+    return recipe.learner.decoder(TOKENS)
+
+
+@torch.no_grad()
+def their_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # PEFT warns about weights it did not use
+        model = transformer(folder)
+        if adapter is not None:
+            model = peft.PeftModel.from_pretrained(model, adapter)
+    return model.eval()(TOKENS).logits
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        ("qwen2", {}),
+        ("qwen2", {"use_rslora": True}),
+        ("llama", {"use_rslora": True, "use_dora": True}),
+        ("llama", {"use_rslora": True, "r": 3, "lora_alpha": 5, "init_lora_weights": "gaussian"}),
+    ],
+    ids=str,
+)
+def test_adapter_of_peft_gives_its_logits(folders, tmp_path, base, options):
+    expected = peft_adapter(folders[base], tmp_path / "theirs", **options)
+    assert (their_logits(folders[base]) - expected).abs().max() > 0.1
+    sizes = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_dora": "use_dora"}
+    model = {ours: options[name] for name, ours in sizes.items() if name in options}
+    recipe = prepare(folders, base, tmp_path / "run", tmp_path / "theirs", model=model)
+    assert recipe.cfg.use_rslora is options.get("use_rslora", False)
+    torch.testing.assert_close(logits(recipe), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [{}, {"use_dora": True}], ids=str)
+def test_rslora_is_trained_and_exported(folders, tmp_path, model):
+    recipe = prepare(folders, "qwen2", tmp_path / "run", None, model=model, use_rslora=True)
+    recipe.train()
+    recipe.cleanup()
+    adapter, expected = tmp_path / "run" / "adapter", logits(recipe)
+    assert (their_logits(folders["qwen2"]) - expected).abs().max() > 0.1
+    assert json.loads((adapter / "adapter_config.json").read_text())["use_rslora"] is True
+    torch.testing.assert_close(their_logits(folders["qwen2"], adapter), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(their_logits(tmp_path / "run" / "merged"), expected, rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def refused(folders, tmp_path):
+    """Change an adapter, start from it, and return the error."""
+    peft_adapter(folders["qwen2"], tmp_path / "adapter")
+
+    def refused(change: dict | str = "", **changes) -> str:
+        path = tmp_path / "adapter" / "adapter_config.json"
+        content = json.loads(path.read_text())
+        path.write_text(change if isinstance(change, str) and change else json.dumps(content | (change or {})))
+        with pytest.raises(UserError) as found:
+            prepare(folders, "qwen2", tmp_path / "run", tmp_path / "adapter", **changes)
+        assert "\n" not in str(found.value)
+        return str(found.value)
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"peft_type": "LOHA"},
+        {"alpha_pattern": {"q_proj": 4}},
+        {"rank_pattern": {"q_proj": 4}},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"fan_in_fan_out": True},
+        {"lora_bias": True},
+        {"trainable_token_indices": [3]},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"layer_replication": [[0, 1]]},
+        {"target_parameters": ["mlp.experts"]},
+        {"alora_invocation_tokens": [1]},
+        {"a_key_of_2028": {"on": True}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_is_not_computed_is_refused_by_name(refused, change):
+    message = refused(change)
+    assert f"has {next(iter(change))}=" in message
+    assert "merge_and_unload" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "changes", "cure"),
+    [
+        ({"lora_alpha": 16}, {}, "Set model.lora_alpha=16"),
+        ({"r": 8, "lora_alpha": 16}, {}, "Set model.lora_rank=8 model.lora_alpha=16"),
+        ({"use_rslora": True}, {"use_rslora": False}, "Set use_rslora=True"),
+        ({}, {"use_rslora": True}, "Set use_rslora=False"),
+        ({"use_dora": True}, {}, "Set model.use_dora=True"),
+        ({"r": None}, {}, "r=None"),
+        ({"lora_alpha": "eight"}, {}, "lora_alpha='eight'"),
+        ("[1, 2]", {}, "must hold a JSON object"),
+        ("{torn", {}, "cannot read the adapter"),
+    ],
+    ids=str,
+)
+def test_settings_that_differ_from_the_model(refused, change, changes, cure):
+    assert cure in refused(change, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: {name.replace("layers.0", "h.0"): t for name, t in state.items()}, "belongs to no layer"),
+        (lambda state: {name.replace("q_proj", "c_attn"): t for name, t in state.items()}, "belongs to no layer"),
+        (lambda state: state | {"base_model.model.lm_head.weight": torch.ones(2, 2)}, "neither LoRA nor DoRA"),
+        (lambda state: {name: t[:-1] if "q_proj.lora_B" in name else t for name, t in state.items()}, "q_proj"),
+        (lambda state: {name: t.flatten() for name, t in state.items()}, "does not fit model"),
+        (lambda state: {name: t * float("nan") for name, t in state.items()}, "not finite"),
+        (lambda state: {name: t for name, t in state.items() if ".1." not in name}, "missing layers.1."),
+        (lambda state: {}, "does not fit model: missing"),
+    ],
+)
+def test_weights_that_do_not_fit(refused, tmp_path, change, message):
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name: t.contiguous() for name, t in change(load_file(path)).items()}, path)
+    assert message in refused()
+
+
+def test_base_model_of_another_name(folders, tmp_path, messages):
+    """Only the last part of a name counts: a hub name and a folder of that name are the same model."""
+    peft_adapter(folders["qwen2"], tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    content = json.loads(path.read_text())
+    cache = "/home/me/.cache/huggingface/hub/models--Alibaba--Qwen2/snapshots/0123abc"
+    for name, other in [
+        (str(folders["qwen2"]), False),
+        ("Alibaba/Qwen2", False),
+        (cache, False),
+        (None, False),
+        ("Alibaba/Qwen2.5-7B", True),
+    ]:
+        path.write_text(json.dumps(content | {"base_model_name_or_path": name}))
+        messages.clear()
+        prepare(folders, "qwen2", tmp_path / "run", tmp_path / "adapter")
+        assert any("was trained on Alibaba/Qwen2.5-7B" in line for line in messages) == other
+
+
+def test_file_of_torchtune(folders, tmp_path):
+    """torchtune's adapter_model.pt is checked against the adapter_config.json beside it."""
+    expected = peft_adapter(folders["qwen2"], tmp_path / "theirs")
+    recipe = prepare(folders, "qwen2", tmp_path / "run", tmp_path / "theirs")
+    state = peft_files.adapter_state(recipe.learner.decoder)
+    tune = shutil.copytree(tmp_path / "theirs", tmp_path / "tune") / "adapter_model.pt"
+    torch.save(state, tune)
+    recipe = prepare(folders, "qwen2", tmp_path / "again", tune)
+    torch.testing.assert_close(logits(recipe), expected, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match=r"model\.lora_alpha=8"):
+        prepare(folders, "qwen2", tmp_path / "other", tune, model={"lora_alpha": 4})
+    torch.save({"adapter": state}, tune)
+    with pytest.raises(UserError, match="expected tensors by name"):
+        prepare(folders, "qwen2", tmp_path / "other", tune)
+
+
+def test_an_adapter_that_does_not_fit_costs_no_reading(folders, tmp_path, refused, monkeypatch):
+    def read(self):
+        raise AssertionError("the base weights were read")
+
+    monkeypatch.setattr("rocm_ext.train.learner.Learner.read_weights", read)
+    assert "Set model.lora_alpha=16" in refused({"lora_alpha": 16})
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name: t for name, t in load_file(path).items() if ".1." not in name}, path)
+    assert "missing layers.1." in refused({"lora_alpha": 8})

@@ -1,0 +1,435 @@
+"""LoRA on fused experts equals PEFT's ``target_parameters``; merged models are laid out as the base model's files."""
+
+import json
+import logging
+import signal
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rocm_ext.recipes.lora_finetune_rocm import main
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, conversion_mapping
+from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.config.model_folder import FROM_CHECKPOINT
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.model.adapters import peft_experts
+from rocm_ext.model.adapters.merge import merge
+from rocm_ext.model.adapters.peft_config import PeftConfig
+from rocm_ext.model.adapters.peft_files import read_adapter, write_adapter
+from rocm_ext.model.build import build_model, load_weights, read_weights
+from rocm_ext.model.lora import merged_experts
+from rocm_ext.plan import speeds
+from tests.kit.families import folder_config, on_demand
+from tests.kit.forks import forked, forked_ranks, several_ranks
+from tests.kit.hf_models import MODELS, write_common, write_theirs
+from tests.kit.tiny import metrics, write_rows, write_yaml
+from tests.model.test_families import (
+    TOKENS,
+    finetune,
+    our_logits,
+    our_model,
+    prepare,
+    run_files,
+    their_logits,
+    their_model,
+    their_training,
+)
+from tests.model.test_transformers_models import TWICE, WIDER
+from tests.plan.test_plan import measured_peak
+from tests.recipes.test_parity import any_torchao  # noqa: F401 - serves every test here
+
+BOTH = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+MOE = ["qwen3 moe", "mixtral", "gpt-oss", "deepseek 3", "granite moe", "qwen3 next", "granite hybrid"]
+OLD, NEW = "0.18.1", "0.19.1"  # versions of PEFT with other layouts
+
+
+def some(*fast: str):
+    """Every model with experts; all but ``fast`` are slow."""
+    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in MOE]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    return on_demand(tmp_path_factory.mktemp("experts"), write_theirs, sharded="qwen3 moe")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 80)
+
+
+def with_update(decoder):
+    """Give every adapter of ``decoder`` an update that changes the model's answers."""
+    generator = torch.Generator().manual_seed(1)
+    for module in decoder.modules():
+        if hasattr(module, "lora_b"):
+            torch.nn.init.normal_(module.lora_b.weight, std=0.1, generator=generator)
+    return decoder
+
+
+def shapes(folder: Path) -> dict:
+    """Return the shapes of a folder's tensors by file and name."""
+    return {
+        file.name: {name: tensor.shape for name, tensor in load_file(file).items()}
+        for file in folder.glob("*.safetensors")
+    }
+
+
+# ---- the same function
+
+
+@pytest.mark.parametrize("name", some("qwen3 moe"))
+def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
+    """Packed rows here, single rows there."""
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", BOTH, shuffle=False, max_steps_per_epoch=10)
+    recipe = prepare(cfg)
+    start = tmp_path / "start"
+    start.mkdir()
+    recipe.learner.write_adapter(start)
+    given = recipe.trainer.rows
+    recipe.train()
+    recipe.cleanup()
+    expected = their_training(folder_of(name), start, given, 10, lr=1e-3)
+    found = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    moved = load_file(start / "adapter_model.safetensors")
+    experts = [key for key in found if ".experts." in key]
+    assert len(experts) >= 4
+    assert all((found[key] - moved[key]).abs().max() > 1e-3 for key in experts)
+    for key, tensor in found.items():
+        # Adam divides a gradient near zero by its size, so there rounding shows: one element in 1,024 for Granite
+        apart = (tensor - expected[key]).abs()
+        assert (apart > 1e-5).float().mean() < 2e-3, key
+        assert apart.max() < 1e-4, key
+
+
+def test_experts_are_computed_without_grouped_mm(folder_of, monkeypatch):
+    """It ends the process in some ROCm wheels (TheRock#5284), so nothing could report it."""
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*args, **kwargs):
+        raise Crash
+
+    monkeypatch.setattr(torch, "_grouped_mm", crash)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", crash, raising=False)
+    folder = folder_of("qwen3 moe")
+    with pytest.raises(Crash):
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(TOKENS)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours = with_update(our_model(folder, lora_rank=3, **BOTH)).to(dtype)
+        ours(TOKENS).float().sum().backward()
+
+
+@pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss"])
+def test_gradients_are_those_of_autograd(folder_of, name):
+    """The products' backward pass equals autograd's through whole updates, also where an expert has no tokens."""
+    ours = with_update(our_model(folder_of(name), lora_rank=3, **BOTH))
+    experts = next(module for module in ours.modules() if hasattr(module, "is_transposed"))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 64, generator=generator, requires_grad=True)
+    chosen = torch.tensor([[0, 2], [2, 0], [0, 3], [3, 2], [2, 3], [0, 2]])
+    weights = torch.rand(6, 2, generator=generator, requires_grad=True)
+    loras = [experts.gate_up_proj_lora, experts.down_proj_lora]
+    wanted = [x, weights, *(p for lora in loras for p in lora.parameters())]
+    seen = torch.randn(6, 64, generator=generator)
+    found = torch.autograd.grad((experts(x, chosen, weights) * seen).sum(), wanted)
+
+    def updated(key: str) -> torch.Tensor:
+        lora, base = experts.get_submodule(f"{key}_lora"), experts.get_parameter(key)
+        a = lora.lora_a.weight.view(4, 3, -1)
+        b = lora.lora_b.weight.view(-1, 3, 4)
+        return base + lora.scale * torch.einsum("ore,eri->eio" if lora.transposed else "ore,eri->eoi", b, a)
+
+    alone = AutoModelForCausalLM.from_pretrained(
+        folder_of(name), dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    theirs = next(module for module in alone.modules() if hasattr(module, "is_transposed"))
+    both = {"gate_up_proj": updated("gate_up_proj"), "down_proj": updated("down_proj")}
+    out = torch.func.functional_call(theirs, both, (x, chosen, weights))
+    expected = torch.autograd.grad((out * seen).sum(), wanted)
+    for gradient, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5)
+    assert not loras[0].lora_a.weight.grad_fn
+    assert (found[2].view(4, 3, -1)[1] == 0).all(), "expert 1 has no tokens"
+
+
+@torch.no_grad()
+def test_routers_are_as_precise_as_transformers(folder_of):
+    """In bf16, the router's parameters and buffers have transformers' dtypes; the logits are as near to fp32's."""
+    node = OmegaConf.create({"_component_": FROM_CHECKPOINT, "checkpoint_dir": str(folder_of("deepseek 3"))})
+    ours = build_model(node, torch.bfloat16, 0, torch.device("cpu"))
+    reader = {"_component_": "rocm_ext.model.HFCheckpointer", "checkpoint_dir": node.checkpoint_dir, "model_type": "HF"}
+    load_weights(ours, read_weights(OmegaConf.create(reader)), Ranks(torch.device("cpu")))
+    theirs = AutoModelForCausalLM.from_pretrained(folder_of("deepseek 3"), dtype=torch.bfloat16).eval()
+    name = "model.layers.1.mlp.gate"
+    for key, tensor in theirs.get_submodule(name).state_dict().items():
+        found = ours.get_submodule(name).state_dict()[key]
+        assert found.dtype == tensor.dtype, key
+        assert torch.equal(found, tensor), key
+    exact = their_logits(folder_of("deepseek 3"))
+    near = (theirs(TOKENS).logits - exact).abs().mean()
+    assert (ours.eval()(TOKENS) - exact).abs().mean() < 2 * near < 0.1
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("name", some("qwen3 moe"))
+def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", BOTH, max_steps_per_epoch=3)
+    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    ours = finetune(cfg)
+    expected = our_logits(ours)
+    adapter, whole = tmp_path / "run" / "adapter", tmp_path / "run" / "merged"
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    assert settings["target_parameters"] == sorted(BOTH["target_parameters"])
+    assert (their_logits(folder_of(name)) - expected).abs().max() > 0.1
+    torch.testing.assert_close(their_logits(folder_of(name), adapter), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(their_logits(whole), expected, rtol=0, atol=1e-4)
+    assert shapes(whole) == shapes(folder_of(name))
+    again = prepare(
+        {**cfg, "output_dir": str(tmp_path / "again"), "checkpointer": {"adapter_checkpoint": str(adapter)}}
+    )
+    torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("targets", [BOTH["target_parameters"], ["experts.down_proj"]], ids=len)
+@pytest.mark.parametrize("name", some("qwen3 moe", "gpt-oss"))
+def test_an_adapter_of_pefts_opens_here(folder_of, tmp_path, name, targets):
+    theirs = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["o_proj"], target_parameters=targets)
+    torch.manual_seed(0)
+    theirs = peft.get_peft_model(theirs, config)
+    for key, parameter in theirs.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.normal_(parameter, std=0.1)
+    theirs.save_pretrained(tmp_path)
+    lora = {"lora_rank": 3, "lora_alpha": 6, "target_modules": ["o_proj"], "target_parameters": targets}
+    ours = our_model(folder_of(name), **lora)
+    ours.load_state_dict(read_adapter(tmp_path, ours, "HF"), strict=False)
+    expected = theirs.eval()(TOKENS).logits
+    assert (their_logits(folder_of(name)) - expected).abs().max() > 0.1
+    torch.testing.assert_close(ours.eval()(TOKENS), expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("square", [False, True])
+def test_both_layouts_of_pefts_are_written_and_read(folder_of, tmp_path, monkeypatch, square):
+    shape = {"moe_intermediate_size": 32} if square else {}  # then gate_up_proj is [64, 64], as is its transpose
+    base = write_theirs(tmp_path / "base", "qwen3 moe", **shape)
+    ours = with_update(our_model(base, lora_rank=3, **BOTH))
+    expected = ours(TOKENS)
+    written = {}
+    for version in (OLD, NEW):
+        monkeypatch.setattr(peft_experts, "version", lambda _, v=version: v)
+        folder = tmp_path / version
+        folder.mkdir()
+        write_adapter(folder, ours, "HF", str(base))
+        assert PeftConfig.read(folder).version == version
+        again = our_model(base, lora_rank=3, **BOTH)
+        again.load_state_dict(read_adapter(folder, again, "HF"), strict=False)
+        torch.testing.assert_close(again(TOKENS), expected, rtol=0, atol=0)
+        written[version] = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight"
+    sizes = (64, 64) if square else (96, 64)  # rows and columns of gate_up_proj
+    assert [list(written[version][name].shape) for version in (OLD, NEW)] == [[12, sizes[0]], [12, sizes[1]]]
+
+
+@torch.no_grad()
+def test_merging_leaves_the_base_as_it_is(folder_of, tmp_path):
+    ours = with_update(our_model(folder_of("gpt-oss"), lora_rank=3, **BOTH))
+    write_adapter(tmp_path, ours, "HF", str(folder_of("gpt-oss")))
+    merged = their_model(folder_of("gpt-oss"), tmp_path).merge_and_unload()
+    for name, layer in peft_experts.expert_loras(ours).items():
+        base = ours.get_parameter(name)
+        before = base.clone()
+        args = layer.lora_a.weight, layer.lora_b.weight, layer.scale, layer.transposed, lambda exact, _: exact
+        torch.testing.assert_close(merged_experts(base, *args), merged.get_parameter(name), rtol=0, atol=1e-6)
+        assert torch.equal(base, before)
+
+
+@torch.no_grad()
+def test_small_changes_of_experts_survive_in_16_bits(tmp_path):
+    """Each is below half a step of bf16, so the nearest value of most weights is that of the base model."""
+    base, adapter, out = (tmp_path / name for name in ("base", "adapter", "merged"))
+    AutoModelForCausalLM.from_pretrained(
+        write_theirs(tmp_path / "fp32", "gpt-oss"), dtype=torch.bfloat16
+    ).save_pretrained(base)
+    ours = our_model(base, lora_rank=3, lora_alpha=3, **BOTH)
+    generator = torch.Generator().manual_seed(1)
+    for layer in peft_experts.expert_loras(ours).values():
+        torch.nn.init.normal_(layer.lora_b.weight, std=3e-4, generator=generator)
+    adapter.mkdir()
+    write_adapter(adapter, ours, "HF", str(base))
+    merge(OmegaConf.create({"checkpoint_dir": str(base)}), adapter, out, ours)
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, out))
+    for name, layer in peft_experts.expert_loras(ours).items():
+        exact = torch.zeros_like(before[name], dtype=torch.float32)
+        args = layer.lora_a.weight, layer.lora_b.weight, layer.scale, layer.transposed, lambda change, _: change
+        update = merged_experts(exact, *args)
+        assert ((before[name] + update).bfloat16() != before[name]).float().mean() < 0.2
+        kept = ((after[name].float() - before[name].float()) * update).sum() / update.square().sum()
+        assert kept == pytest.approx(1, abs=0.1)
+
+
+def test_linears_stored_in_pieces_and_together_are_merged(rows, tmp_path, monkeypatch):
+    """A family whose files hold q, k and v in one tensor, and a layer of the MLP in two."""
+    together = WeightConverter("attn.qkv.weight", [f"self_attn.{part}_proj.weight" for part in "qkv"], [Chunk(0)])
+    pieces = WeightConverter(["mlp.a.weight", "mlp.b.weight"], "mlp.gate_proj.weight", [Concatenate(0)])
+    conversion_mapping.get_checkpoint_conversion_mapping("olmo2")  # fills the cache
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "olmo2", [together, pieces])
+    base = write_theirs(tmp_path / "base", "olmo 2", shards=2, num_key_value_heads=4)
+    lora = {"target_modules": ["q_proj", "gate_proj", "o_proj"]}
+    cfg = folder_config(base, rows, tmp_path / "run", lora, max_steps_per_epoch=2)
+    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    expected = our_logits(finetune(cfg))
+    whole = tmp_path / "run" / "merged"
+    assert shapes(whole) == shapes(base)
+    assert {name for file in shapes(base).values() for name in file} >= {
+        "model.layers.0.attn.qkv.weight",
+        "model.layers.1.mlp.b.weight",
+    }
+    assert (their_logits(base) - expected).abs().max() > 0.1
+    torch.testing.assert_close(their_logits(whole), expected, rtol=0, atol=1e-4)
+
+
+def test_what_cannot_be_merged_is_refused_at_the_start(folder_of, rows, tmp_path, monkeypatch):
+    def none(_):
+        raise NotImplementedError("no way back")
+
+    cfg = folder_config(folder_of("qwen3 moe"), rows, tmp_path / "run", BOTH, save_adapter_weights_only=False)
+    monkeypatch.setattr(MergeModulelist, "reverse_op", property(none))
+    with pytest.raises(UserError, match=r"cannot be taken apart.*no way back.*set save_adapter_weights_only=True"):
+        prepare(cfg)
+    prepare(cfg | {"model": {**cfg["model"], "target_parameters": None}})
+
+
+# ---- whole runs
+
+
+@pytest.mark.slow  # any model is killed and resumed in test_resume
+@pytest.mark.parametrize("name", some("deepseek 3"))
+def test_killed_and_resumed(folder_of, rows, tmp_path, name):
+    changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
+    cfg = folder_config(folder_of(name), rows, tmp_path / "whole", BOTH, **changes)
+    finetune(cfg)
+    logger = {"_component_": "tests.recipes.test_resume.SendSignal", "step": 3, "signum": int(signal.SIGKILL)}
+    path = write_yaml(tmp_path / "run.yaml", {**cfg, "metric_logger": logger, "output_dir": str(tmp_path / "run")})
+    assert forked(main, path)[0] == -signal.SIGKILL
+    recorded = tmp_path / "run" / "config.yaml"
+    code, said = forked(main, recorded, "resume_from_checkpoint=True", "metric_logger=null")
+    assert code == 0, said
+    assert run_files(tmp_path / "run") == run_files(tmp_path / "whole")
+
+
+@pytest.mark.slow  # other models are fast, in test_ranks
+@several_ranks
+@pytest.mark.parametrize("name", some("qwen3 moe"))
+def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
+    cfg = folder_config(folder_of(name), rows, tmp_path / "one", BOTH, max_steps_per_epoch=4, clip_grad_norm=0.5)
+    finetune(cfg)
+    path = write_yaml(tmp_path / "two.yaml", {**cfg, "output_dir": str(tmp_path / "two")})
+    for code, messages in forked_ranks(main, path):
+        assert code == 0, messages
+    for key in ("loss", "grad_norm"):
+        found, expected = (metrics(tmp_path / out, key) for out in ("two", "one"))
+        assert len(expected) == 4
+        assert found == pytest.approx(expected, rel=1e-5)
+    found, expected = (load_file(tmp_path / out / "adapter" / "adapter_model.safetensors") for out in ("two", "one"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"enable_activation_checkpointing": True, "dtype": "bf16"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MOE])
+def test_planned_peak_is_the_measured_one(tmp_path, name, changes, monkeypatch):
+    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
+    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+    twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
+    base = write_theirs(tmp_path / "base", name, **WIDER, **twice)
+    rows = tmp_path / "rows.jsonl"
+    answer = "She sold half as many clips in May. "
+    rows.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))
+    changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
+    path = write_yaml(tmp_path / "run.yaml", folder_config(base, rows, tmp_path / "run", BOTH, **changes))
+    peak, recipe = measured_peak(path)
+    assert recipe.learner.planned_peak == pytest.approx(peak, rel=0.1)
+
+
+# ---- what is adapted, and bad input
+
+
+def test_what_is_not_adapted_is_said(folder_of, caplog):
+    with caplog.at_level(logging.INFO):
+        our_model(folder_of("qwen3 moe"))
+        our_model(folder_of("qwen3 moe"), target_modules=[], target_parameters="all-experts")
+    frozen, experts = (record.getMessage() for record in caplog.records if "LoRA on" in record.getMessage())
+    assert frozen == (
+        "LoRA on 1 down_proj, 1 gate_proj, 2 k_proj, 2 o_proj, 2 q_proj, 1 up_proj, 2 v_proj; none on "
+        "1 experts.down_proj, 1 experts.gate_up_proj, 1 lm_head, 1 mlp.gate, 1 model.embed_tokens; "
+        "target_parameters=all-experts adapts fused experts"
+    )
+    assert experts.startswith("LoRA on 1 down_proj, 1 gate_up_proj; none on 1 lm_head, 1 mlp.down_proj, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "message"),
+    [
+        ("qwen3 moe", {"target_parameters": ["experts.gate_proj"]}, "'experts.gate_proj', which is no parameter; did"),
+        ("qwen3 moe", {"target_parameters": []}, "target_parameters is empty"),
+        ("qwen3 moe", {"target_parameters": ["mlp.gate.weight"]}, r"layers.1.mlp.gate.weight of Qwen3MoeTopKRouter is"),
+        ("qwen3 moe", {"target_modules": []}, "target_modules is empty"),
+        ("qwen3 moe", {**BOTH, "use_dora": True}, "not with DoRA"),
+        ("qwen3 moe", {**BOTH, "lora_dropout": 0.1}, r"set lora_dropout=0\.0"),
+        ("olmo 2", {"target_parameters": "all-experts"}, "Olmo2ForCausalLM has no fused experts"),
+        ("gpt-oss", {"target_parameters": ["experts.gate_up_proj_bias"]}, "is no fused weight of experts"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_targets(folder_of, rows, tmp_path, name, lora, message):
+    with pytest.raises(UserError, match=message):
+        prepare(folder_config(folder_of(name), rows, tmp_path / "run", lora))
+
+
+def test_experts_past_transformers_interface_are_refused(tmp_path):
+    base = write_common(tmp_path / "base", "llama4_text")
+    with pytest.raises(UserError, match="Llama4TextExperts is no fused weight of experts that LoRA can adapt"):
+        our_model(base, **BOTH)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda config, state: config.update(target_parameters=["experts.down_proj"]),
+            r"Set model.target_parameters=\['experts.down_proj'\]",
+        ),
+        (lambda config, state: config.update(target_parameters="experts"), "expected a list of names"),
+        (lambda config, state: state.pop(next(k for k in state if "base_layer.lora_B" in k)), "missing model.layers.1"),
+        (
+            lambda config, state: state.update({k: t[:, :-1] for k, t in state.items() if "base_layer.lora_A" in k}),
+            "base_layer.lora_A.weight is",
+        ),
+    ],
+)
+def test_damaged_adapters(folder_of, tmp_path, change, message):
+    ours = our_model(folder_of("qwen3 moe"), **BOTH)
+    write_adapter(tmp_path, ours, "HF", "base")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    change(config, state)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=message):
+        read_adapter(tmp_path, ours, "HF")

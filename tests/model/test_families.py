@@ -1,0 +1,803 @@
+"""Models from a folder in Hugging Face's format equal transformers' and PEFT's in every native family."""
+
+import json
+import shutil
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from omegaconf import OmegaConf
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
+from rocm_ext.recipes.raft_rocm import main as raft_main
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, processors
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rocm_ext import cli, config
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.render import render_conversation, render_prompt, to_text
+from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.build import build_model, load_weights, read_weights
+from rocm_ext.model.sampler import sampler_of
+from rocm_ext.plan import speeds
+from rocm_ext.sampling import Request, Sampling
+from rocm_ext.sampling.local import LocalSession
+from tests.data.test_chat_template import CHATS, FAMILIES, config_for, model_folder  # noqa: F401 - a fixture
+from tests.kit.families import LLAMA3, MODELS, folder_config, id_of, write_family
+from tests.kit.forks import forked, forked_ranks, several_ranks
+from tests.kit.raft_runs import write_run
+from tests.kit.tiny import metrics, run_config, write_rows, write_yaml
+from tests.plan.test_plan import measured_peak
+from tests.recipes.test_parity import any_torchao, pack, random_sequences  # noqa: F401 - any_torchao serves every test here
+
+CPU = torch.device("cpu")
+TOKENS = torch.tensor([[5, 17, 99, 3, 250, 42, 8, 8, 120, 61, 33, 7]])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of base models by name, and ``rows`` with 80 rows."""
+    top = tmp_path_factory.mktemp("families")
+    found = {name: write_family(top / name.replace(" ", "_"), name, shards=1 + (name == "qwen3")) for name in MODELS}
+    return {**found, "rows": write_rows(top / "rows.jsonl", 80)}
+
+
+def load(cfg: dict, out: Path):
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg)))
+
+
+def prepare(cfg: dict) -> LoRAFinetune:
+    recipe = LoRAFinetune(load(cfg, Path(cfg["output_dir"])))
+    recipe.setup()
+    return recipe
+
+
+def finetune(cfg: dict) -> LoRAFinetune:
+    recipe = prepare(cfg)
+    recipe.train()
+    recipe.cleanup()
+    return recipe
+
+
+def our_model(folder: Path, **lora):
+    """Build and load our decoder, with fresh adapters."""
+    node = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder), **lora})
+    decoder = build_model(node, torch.float32, 0, CPU)
+    checkpointer = {"_component_": "rocm_ext.model.HFCheckpointer", "checkpoint_dir": str(folder), "model_type": "HF"}
+    load_weights(decoder, read_weights(OmegaConf.create(checkpointer)), Ranks(CPU))
+    return decoder
+
+
+def their_model(folder: Path, adapter: Path | None = None, trainable: bool = False):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # PEFT warns about weights it did not use
+        warnings.filterwarnings("ignore", "Unsupported layer type .*Experts")  # PEFT 0.18 says so of each it adapts
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        if adapter is not None:
+            theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=trainable)
+    return theirs.eval()
+
+
+# ---- the same function
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_equal_transformers(folders, name):
+    ours, theirs = our_model(folders[name]), their_model(folders[name])
+    found, expected = ours(TOKENS), theirs(TOKENS).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
+    pairs = {"tok_embeddings.weight": "model.embed_tokens.weight"}
+    for norm, their_norm in (("sa_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")):
+        pairs[f"layers.0.{norm}.scale"] = f"model.layers.0.{their_norm}.weight"
+    if "qwen3" in name:
+        pairs["layers.0.attn.q_norm.scale"] = "model.layers.0.self_attn.q_norm.weight"
+        pairs["layers.0.attn.k_norm.scale"] = "model.layers.0.self_attn.k_norm.weight"
+    parameters = [ours.get_parameter(own).requires_grad_() for own in pairs]
+    gradients = torch.autograd.grad((ours(TOKENS) * weights).sum(), parameters)
+    wanted = torch.autograd.grad((expected * weights).sum(), [theirs.get_parameter(p) for p in pairs.values()])
+    for gradient, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_a_pack_equals_its_sequences_alone(folders, name):
+    plain, packed = our_model(folders[name]), our_model(folders[name])
+    assert packed.packs
+    lengths = [7, 1, 12, 4]
+    sequences = random_sequences(lengths, 3)
+    found = packed.output(packed.hidden_states(pack(sequences, 8)))[0, : sum(lengths)]
+    torch.testing.assert_close(found, torch.cat([plain(s[None])[0] for s in sequences]), rtol=1e-5, atol=1e-5)
+
+
+def test_padded_rows_mask_as_told(folders):
+    """Padding on the left, which a mask hides, changes nothing."""
+    decoder = our_model(folders["qwen3"])
+    sequence = random_sequences([6], 1)[0]
+    row = torch.cat([torch.zeros(3, dtype=torch.long), sequence])[None]
+    visible = torch.ones(9, 9, dtype=torch.bool).tril()
+    visible[3:, :3] = False
+    positions = torch.tensor([[0, 1, 2, *range(6)]])
+    found = decoder(row, mask=visible[None], input_pos=positions)[0, 3:]
+    torch.testing.assert_close(found, decoder(sequence[None])[0], rtol=1e-5, atol=1e-5)
+    decoder.setup_caches(batch_size=1, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="no key-value cache"):
+        decoder(sequence[None], mask=visible[None, :6, :6], input_pos=positions[:, 3:])
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2 tied"])
+def test_equals_torchtunes_builder(folders, tmp_path, name):
+    cfg = run_config(folders[name], folders["rows"], tmp_path / "run")
+    cfg["model"] |= {"lora_rank": 4, "lora_alpha": 8, "rope_base": 1e4}
+    loaded = load(cfg, tmp_path / "run")
+    theirs = build_model(loaded.model, torch.float32, 0, CPU)
+    load_weights(theirs, read_weights(loaded.checkpointer), Ranks(CPU))
+    ours = our_model(folders[name], lora_rank=4, lora_alpha=8)
+    assert peft_files.fingerprint(peft_files.adapter_state(ours)) == peft_files.fingerprint(
+        peft_files.adapter_state(theirs)
+    )
+    torch.testing.assert_close(ours(TOKENS), theirs(TOKENS), rtol=0, atol=0)
+
+
+# ---- training
+
+
+def their_training(folder: Path, adapter: Path, rows, steps: int, lr: float) -> dict[str, torch.Tensor]:
+    """Train ``adapter`` with PEFT on steps of 8 rows, one row at a time; return its weights."""
+    theirs = their_model(folder, adapter, trainable=True).train()
+    trainable = [p for p in theirs.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=lr)
+    for step in range(steps):
+        chunk = range(8 * step, 8 * step + 8)
+        count = sum(int((torch.from_numpy(rows.labels[i][1:]) >= 0).sum()) for i in chunk)
+        for i in chunk:
+            tokens, labels = (torch.from_numpy(part[i]).long() for part in (rows.tokens, rows.labels))
+            logits = theirs(tokens[None]).logits[0, :-1]
+            (F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("qwen3", {}),
+        ("llama", {"target_modules": ["q_proj", "o_proj", "down_proj"]}),
+        ("qwen2", {"use_dora": True}),
+        ("mistral", {"target_modules": ["k_proj", "lm_head"]}),
+        pytest.param("llama biased", {}, marks=pytest.mark.slow),
+        pytest.param("qwen2 tied", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3 tied", {"use_dora": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ten_steps_equal_peft(folders, tmp_path, name, lora):
+    cfg = folder_config(folders[name], folders["rows"], tmp_path / "run", lora, shuffle=False, max_steps_per_epoch=10)
+    recipe = prepare(cfg)
+    start = tmp_path / "start"
+    start.mkdir()
+    recipe.learner.write_adapter(start)
+    rows = recipe.trainer.rows
+    recipe.train()
+    recipe.cleanup()
+    expected = their_training(folders[name], start, rows, 10, lr=1e-3)
+    found = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    moved = load_file(start / "adapter_model.safetensors")
+    for key, tensor in found.items():
+        assert (tensor - moved[key]).abs().max() > 1e-3, key
+        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+# ---- sampling
+
+
+class Ids:
+    """A tokenizer for token ids alone."""
+
+    def __init__(self, stop_tokens):
+        self.stop_tokens = list(stop_tokens)
+
+    def decode(self, tokens):
+        return " ".join(map(str, tokens))
+
+
+def greedy(decoder, prompts, count: int, merge=None) -> list[tuple[list[int], list[float]]]:
+    """Return the ids and log-probs of greedy answers."""
+    requests = [Request(str(i), 0, 0, tuple(prompt)) for i, prompt in enumerate(prompts)]
+    with sampler_of(decoder, merge) as laid_out:
+        session = LocalSession(laid_out, Ids([10_000]), lambda: 2**30)
+        completions = list(session.generate(requests, Sampling(count, temperature=0)))
+    found = {int(c.request.prompt_id): (c.tokens, c.logprobs) for c in completions}
+    return [found[i] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama biased", "qwen2 tied", "qwen3", "mistral"])
+@pytest.mark.parametrize("merge", [True, False])
+@torch.no_grad()
+def test_greedy_answers_equal_transformers(folders, tmp_path, name, merge):
+    ours = our_model(folders[name], lora_rank=4, lora_alpha=8).eval()
+    generator = torch.Generator().manual_seed(1)
+    for layer in (module for module in ours.modules() if hasattr(module, "lora_b")):
+        layer.lora_b.weight.normal_(std=0.1, generator=generator)
+    peft_files.write_adapter(tmp_path, ours, "HF", str(folders[name]))
+    theirs = their_model(folders[name], tmp_path)
+    prompts = [s.tolist() for s in random_sequences([3, 20, 9], 5)]
+    found = greedy(ours, prompts, 16, merge)
+    assert greedy(our_model(folders[name]).eval(), prompts, 16, merge) != found, "the adapter matters"
+    for prompt, (tokens, logprobs) in zip(prompts, found, strict=True):
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+        assert tokens == expected[0, len(prompt) :].tolist()
+        logits = theirs(expected).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        wanted = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), wanted, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_bf16_sampler_normalises_heads_as_training_does(folders):
+    """In bf16, answers get the probabilities that training computes."""
+    decoder = our_model(folders["qwen3"]).to(torch.bfloat16).eval()
+    (tokens, logprobs) = greedy(decoder, [TOKENS[0].tolist()], 12)[0]
+    row = torch.cat([TOKENS[0], torch.tensor(tokens)])
+    logits = decoder.output(decoder.hidden_states(pack([row])))[0].float().log_softmax(-1)
+    expected = logits[len(TOKENS[0]) - 1 : len(row) - 1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert (torch.tensor(logprobs) - expected).abs().max() < 0.1
+
+
+# ---- files
+
+
+@torch.no_grad()
+def our_logits(recipe: LoRAFinetune) -> torch.Tensor:
+    recipe.learner.model.eval()
+    return recipe.learner.decoder(TOKENS)
+
+
+@torch.no_grad()
+def their_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    return their_model(folder, adapter)(TOKENS).logits
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("qwen3", {"use_dora": True}),
+        ("llama", {}),
+        ("mistral", {"target_modules": ["v_proj", "lm_head"]}),
+        pytest.param("qwen2", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3 tied", {}, marks=pytest.mark.slow),
+        pytest.param("llama biased", {"target_modules": "o_proj"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_exports_give_our_logits_and_the_adapter_comes_back(folders, tmp_path, name, lora):
+    cfg = folder_config(folders[name], folders["rows"], tmp_path / "run", lora, max_steps_per_epoch=3)
+    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    ours = finetune(cfg)
+    expected = our_logits(ours)
+    adapter, whole = tmp_path / "run" / "adapter", tmp_path / "run" / "merged"
+    assert (their_logits(folders[name]) - expected).abs().max() > 0.1
+    torch.testing.assert_close(their_logits(folders[name], adapter), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(their_logits(whole), expected, rtol=0, atol=1e-4)
+    assert sorted(p.name for p in whole.glob("*.safetensors")) == sorted(
+        p.name for p in folders[name].glob("*.safetensors")
+    )
+    again = prepare(
+        {**cfg, "output_dir": str(tmp_path / "again"), "checkpointer": {"adapter_checkpoint": str(adapter)}}
+    )
+    torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
+    # what was exported is a base model, too
+    torch.testing.assert_close(our_model(whole).eval()(TOKENS), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_old_files_are_read(folders, tmp_path):
+    """``pytorch_model.bin`` with tables of RoPE and a tied layer stored twice."""
+    base = folders["qwen3 tied"]
+    folder = shutil.copytree(base, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors"))
+    state = load_file(base / "model.safetensors")
+    state |= {
+        "lm_head.weight": state["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    torch.save(state, folder / "pytorch_model.bin")
+    torch.testing.assert_close(our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
+    cfg = folder_config(folder, folders["rows"], tmp_path / "run", max_steps_per_epoch=1)
+    ours = finetune(cfg | {"save_adapter_weights_only": False})
+    torch.testing.assert_close(their_logits(tmp_path / "run" / "merged"), our_logits(ours), rtol=0, atol=1e-4)
+
+
+def test_a_file_of_torchtunes_adapter_is_refused(folders, tmp_path):
+    """torchtune's rows of q and k are in another order in most families."""
+    torch.save({}, tmp_path / "adapter_model.pt")
+    adapter = {"adapter_checkpoint": str(tmp_path / "adapter_model.pt")}
+    with pytest.raises(UserError, match="a file of torchtune's, whose row order this model does not have"):
+        prepare(folder_config(folders["llama"], folders["rows"], tmp_path / "run", checkpointer=adapter))
+
+
+# ---- whole runs
+
+
+def run_files(out: Path) -> tuple[list[float], bytes]:
+    return metrics(out), (out / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def whole_run(base: Path, rows: Path, out: Path) -> dict:
+    """Run five steps with dropout; return the config."""
+    changes = {"epochs": 1, "max_steps_per_epoch": 5, "save_every_n_steps": 2}
+    cfg = folder_config(base, rows, out, {"lora_dropout": 0.1}, **changes)
+    finetune(cfg)
+    return cfg
+
+
+def check_resumes(cfg: dict, name: str, moved: Callable[[], str] | None = None) -> None:
+    """Kill the run of :func:`whole_run` and resume it; the files must be the same, bit for bit.
+
+    Args:
+        cfg: of the whole run.
+        name: output folder of the killed run, beside that of the whole one.
+        moved: called after the kill, returns an override. None: resume from the config that the run recorded.
+    """
+    whole = Path(cfg["output_dir"])
+    out = whole.with_name(name)
+    logger = {"_component_": "tests.recipes.test_resume.SendSignal", "step": 3, "signum": int(signal.SIGKILL)}
+    path = write_yaml(out.with_suffix(".yaml"), {**cfg, "metric_logger": logger, "output_dir": str(out)})
+    assert forked(main, path)[0] == -signal.SIGKILL
+    again = (out / "config.yaml",) if moved is None else (path, moved())
+    code, said = forked(main, *again, "resume_from_checkpoint=True", "metric_logger=null")
+    assert code == 0, said
+    assert run_files(out) == run_files(whole)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(folders, tmp_path):
+    """From the config that the run recorded, and from a folder that has moved."""
+    base = shutil.copytree(folders["qwen3"], tmp_path / "base")
+    cfg = whole_run(base, folders["rows"], tmp_path / "whole")
+    check_resumes(cfg, "recorded")
+    check_resumes(cfg, "moved", lambda: f"model.checkpoint_dir={base.rename(tmp_path / 'elsewhere')}")
+
+
+def test_another_config_json_is_another_model(folders, tmp_path):
+    base = shutil.copytree(folders["llama"], tmp_path / "base")
+    cfg = folder_config(base, folders["rows"], tmp_path / "run", max_steps_per_epoch=2, save_every_n_steps=1)
+    finetune(cfg)
+    content = json.loads((base / "config.json").read_text())
+    content["rope_parameters"]["factor"] = 4.0
+    (base / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="belongs to another run: base model changed"):
+        prepare(cfg | {"resume_from_checkpoint": True, "epochs": 2})
+
+
+def test_a_4_bit_base_model(folders, tmp_path):
+    """QLoRA trains over weights near the exact ones, and its adapter opens in PEFT."""
+    base = write_family(tmp_path / "base", "qwen3", hidden_size=128, intermediate_size=256, head_dim=64)
+    lora = {"quantize_base": True, "lora_dropout": 0.0}
+    cfg = folder_config(base, folders["rows"], tmp_path / "run", lora, max_steps_per_epoch=2, dtype="bf16")
+    ours = finetune(cfg)
+    expected = their_logits(base, tmp_path / "run" / "adapter")
+    assert (our_logits(ours).float() - expected).norm() < 0.5 * expected.norm()
+    losses = metrics(tmp_path / "run")
+    whole = finetune({**cfg, "output_dir": str(tmp_path / "whole"), "model": cfg["model"] | {"quantize_base": False}})
+    assert losses == pytest.approx(metrics(whole.trainer.folder.path), rel=0.1)
+    assert losses != metrics(whole.trainer.folder.path)
+
+
+def check_two_ranks(base: Path, rows: Path, top: Path) -> None:
+    """Compare the losses, gradients and adapter of a run on two ranks with those of a run on one."""
+    cfg = folder_config(base, rows, top / "one", max_steps_per_epoch=4, clip_grad_norm=0.5)
+    finetune(cfg)
+    path = write_yaml(top / "two.yaml", {**cfg, "output_dir": str(top / "two")})
+    for code, messages in forked_ranks(main, path):
+        assert code == 0, messages
+    for key in ("loss", "grad_norm"):
+        found, expected = (metrics(top / out, key) for out in ("two", "one"))
+        assert len(expected) == 4
+        assert found == pytest.approx(expected, rel=1e-5)
+    found, expected = (load_file(top / out / "adapter" / "adapter_model.safetensors") for out in ("two", "one"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@several_ranks
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+def test_two_ranks_equal_one(folders, tmp_path, name):
+    check_two_ranks(folders[name], folders["rows"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        # the fast tests of plan have these of Qwen2
+        pytest.param({"enable_activation_checkpointing": True}, marks=pytest.mark.slow),
+        # bf16 is slow on a CPU; in the fast tests the plan of Qwen2 has it
+        pytest.param({"enable_activation_checkpointing": True, "dtype": "bf16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_planned_peak_is_the_measured_one(tmp_path, changes, monkeypatch, capsys):
+    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
+    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+    wide = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 64}
+    base = write_family(tmp_path / "base", "qwen3", **wide)
+    rows = tmp_path / "rows.jsonl"
+    answer = "She sold half as many clips in May. "
+    rows.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(16)))
+    changes = {"max_steps_per_epoch": 1, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
+    path = write_yaml(tmp_path / "run.yaml", folder_config(base, rows, tmp_path / "run", **changes))
+    peak, recipe = measured_peak(path)
+    for file in base.glob("*.safetensors"):
+        file.unlink()  # a plan reads config.json alone
+    assert cli.main(["plan", "--json", "--config", str(path)]) == 0
+    planned = json.loads(capsys.readouterr().out)["configured"]["memory"]["peak"]
+    assert planned == recipe.learner.planned_peak
+    assert planned == pytest.approx(peak, rel=0.1)
+
+
+def test_raft_and_eval(folders, tmp_path, capsys):
+    """A cycle of RAFT on Qwen3 samples, trains and evaluates; `rocm-ext eval` gives the scores of the run."""
+    shutil.copytree(folders["qwen3"], tmp_path / "base")
+    for name, count, start in (("prompts", 8, 0), ("heldout", 4, 100)):
+        write_rows(tmp_path / f"{name}.jsonl", count, start)
+    path = write_run(tmp_path, tmp_path / "run", cycles=1, epochs=1)
+    cfg = yaml.safe_load(path.read_text())
+    cfg |= {key: folder_config(tmp_path / "base", path, tmp_path / "run")[key] for key in ("model", "tokenizer")}
+    del cfg["checkpointer"]
+    path = write_yaml(path, cfg)
+    code, said = forked(raft_main, path)
+    assert code == 0, said
+    adapter = tmp_path / "run" / "cycle_1" / "adapter"
+    assert all(tensor.any() for tensor in load_file(adapter / "adapter_model.safetensors").values())
+    assert cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter)]) == 0
+    evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert evaluated == json.loads((tmp_path / "run" / "cycle_1" / "eval.json").read_text())
+
+
+# ---- the config
+
+
+def test_what_a_config_may_leave_out(folders, tmp_path):
+    cfg = folder_config(folders["qwen3"], folders["rows"], tmp_path / "run")
+    loaded = load(cfg, tmp_path / "run")
+    assert loaded.checkpointer == {
+        "_component_": "rocm_ext.model.HFCheckpointer",
+        "checkpoint_dir": str(folders["qwen3"]),
+        "output_dir": str(tmp_path / "run"),
+        "model_type": "HF",
+    }
+    tokenizer = {
+        "_component_": "rocm_ext.data.HFTokenizer",
+        "path": str(folders["qwen3"] / "tokenizer.json"),
+        "max_seq_len": 128,
+    }
+    assert loaded.tokenizer == tokenizer
+    del cfg["tokenizer"]
+    assert "max_seq_len" not in load(cfg, tmp_path / "run").tokenizer
+    path = write_yaml(tmp_path / "run.yaml", cfg)
+    moved = config.load(
+        "lora_finetune_rocm", str(path), ["model.checkpoint_dir=/elsewhere", "tokenizer.max_seq_len=64"]
+    )
+    assert moved.checkpointer.checkpoint_dir == "/elsewhere"
+    assert moved.tokenizer == tokenizer | {"path": "/elsewhere/tokenizer.json", "max_seq_len": 64}
+    with pytest.raises(UserError, match=r"unknown key tokenizer.max_seq_length.*did you mean max_seq_len"):
+        load({**cfg, "tokenizer": {"max_seq_length": 64}}, tmp_path / "run")
+    with pytest.raises(UserError, match="checkpointer, tokenizer must be set"):
+        load({**cfg, "model": run_config(folders["qwen2"], path, tmp_path)["model"]}, tmp_path / "run")
+
+
+def test_blocks_of_the_users_own_stay(folders, tmp_path):
+    own = {"_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer", "path": "vocab.json", "merges_file": "m.txt"}
+    cfg = folder_config(folders["qwen3"], folders["rows"], tmp_path / "run", tokenizer=own)
+    assert load(cfg, tmp_path / "run").tokenizer == own
+
+
+def test_the_tokenizer_is_the_folders(folders, tmp_path):
+    cfg = load(folder_config(folders["qwen3"], folders["rows"], tmp_path / "run"), tmp_path / "run")
+    tokenizer = open_tokenizer(cfg)
+    theirs = AutoTokenizer.from_pretrained(folders["qwen3"])
+    turns = [{"role": "user", "content": "How many? "}, {"role": "assistant", "content": "24."}]
+    assert render_prompt(tokenizer, turns[:1]) == theirs.apply_chat_template(
+        turns[:1], add_generation_prompt=True, return_dict=False
+    )
+    tokens, labels = render_conversation(tokenizer, turns)
+    end = id_of(folders["qwen3"], "<|im_end|>")
+    assert [token for token in labels if token >= 0] == [*theirs.encode("24."), end]
+    assert tokenizer.stop_tokens == [end]
+    assert tokenizer.decode(tokens).split() == theirs.decode(tokens, skip_special_tokens=True).split()
+    assert tokenizer.pad_id == id_of(folders["qwen3"], "<|endoftext|>")
+    assert to_text(tokenizer, [*tokens, 10_000, 2**40]) == tokenizer.decode(tokens), "ids beyond the vocabulary"
+    assert "<|im_end|>" in tokenizer.reserved
+    assert "<tool_call>" in tokenizer.special_tokens
+
+
+def test_a_base_model_with_a_chat_template(folders, tmp_path):
+    """Its EOS ends texts; the template's end of turn ends answers, too, and is the last token to train on."""
+    base = shutil.copytree(folders["qwen3"], tmp_path / "base")
+    text, turn = (id_of(base, token) for token in ("<|endoftext|>", "<|im_end|>"))
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((base / name).read_text()) | {"eos_token_id": text}
+        (base / name).write_text(json.dumps(content))
+    tokenizer = open_tokenizer(load(folder_config(base, folders["rows"], tmp_path / "run"), tmp_path / "run"))
+    assert (tokenizer.stop_tokens, tokenizer.end_of_text) == ([text, turn], text)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert [label for label in render_conversation(tokenizer, turns)[1] if label >= 0][-1] == turn
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chat_templates_render_as_with_torchtunes_tokenizer(model_folder, name):  # noqa: F811 - the fixture
+    """Also in the models' own templates, with thinking switched off in Qwen3's."""
+    folder = model_folder(name)
+    node = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(folder / "tokenizer.json")}
+    plain = {"chat_template_args": {"enable_thinking": False} if name == "qwen3" else {}}
+    theirs = open_tokenizer(config_for(folder, **plain))
+    ours = open_tokenizer(config_for(folder, tokenizer=node, **plain))
+    for chat in ("one turn", "system", "tool call"):
+        found = render_conversation(ours, CHATS[chat])
+        assert found == render_conversation(theirs, CHATS[chat])
+        assert "think" not in ours.decode([label for label in found[1] if label >= 0])
+    assert ours.stop_tokens == [label for label in found[1] if label >= 0][-1:]
+    assert ours.reserved == theirs.reserved
+
+
+def test_a_base_model_with_bos(folders, tmp_path):
+    """chat_template none adds the tokens that the tokenizer itself adds, and the EOS of the tokenizer's config."""
+    base = shutil.copytree(folders["llama"], tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    bos, end = (id_of(base, token) for token in ("<|im_start|>", "<|endoftext|>"))
+    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", bos), ("<|im_end|>", bos + 1)]
+    )
+    tokenizer.save(str(base / "tokenizer.json"))
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((base / name).read_text())
+        content.pop("eos_token_id", None)
+        (base / name).write_text(json.dumps(content))
+    cfg = folder_config(base, folders["rows"], tmp_path / "run", max_steps_per_epoch=1)
+    with pytest.raises(UserError, match="names an EOS token"):
+        prepare(cfg | {"chat_template": "none"})
+    (base / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    with pytest.raises(UserError, match=r"base has no chat template; set chat_template: none"):
+        prepare(cfg)
+    with pytest.raises(UserError, match="chat_template torchtune needs a tokenizer of torchtune's"):
+        prepare(cfg | {"chat_template": "torchtune"})
+    opened = open_tokenizer(load(cfg | {"chat_template": "none"}, tmp_path / "run"))
+    tokens, labels = render_conversation(
+        opened, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    )
+    assert (tokens[0], tokens[-1], labels[-1]) == (bos, end, end)
+    assert finetune(cfg | {"chat_template": "none"}).trainer.step == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_builder_and_checkpointer_must_agree(folders, tmp_path, name):
+    ours = folder_config(folders[name], folders["rows"], tmp_path / "run")
+    theirs = run_config(folders[name], folders["rows"], tmp_path / "run")
+    for cfg in (
+        {**ours, "checkpointer": theirs["checkpointer"]},
+        {
+            **theirs,
+            "checkpointer": {
+                "_component_": "rocm_ext.model.HFCheckpointer",
+                "checkpoint_dir": str(folders[name]),
+                "model_type": "HF",
+            },
+        },
+    ):
+        cfg["tokenizer"] = theirs["tokenizer"]
+        with pytest.raises(UserError, match="leave checkpointer and tokenizer out"):
+            prepare(cfg)
+
+
+def test_one_folder_for_model_and_weights(folders, tmp_path):
+    """Weights that fit in shape would be computed with the other folder's RoPE."""
+    cfg = folder_config(folders["qwen3"], folders["rows"], tmp_path / "run")
+    other = shutil.copytree(folders["qwen3"], tmp_path / "other")
+    with pytest.raises(UserError, match=rf"checkpointer.checkpoint_dir is {other}, but model.checkpoint_dir is "):
+        prepare({**cfg, "checkpointer": {"checkpoint_dir": str(other)}})
+
+
+# ---- bad input
+
+
+@pytest.fixture
+def changed(folders, tmp_path):
+    """``changed(name, **keys)``: a copy of a model's folder with other values in config.json; None removes a key."""
+
+    def change(name: str = "qwen3", **keys) -> Path:
+        folder = shutil.copytree(folders[name], tmp_path / "Qwen3-8B", dirs_exist_ok=True)
+        content = json.loads((folder / "config.json").read_text()) | keys
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+        return folder
+
+    return change
+
+
+def rope(kind: str, **more) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **more}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"architectures": ["Gemma3ForCausalLM"]},
+            "names Gemma3ForCausalLM, but transformers builds",
+        ),
+        ({"architectures": None, "model_type": "never"}, "cannot build this model: .*`never`"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "names Qwen3ForSequenceClassification, but"),
+        (
+            {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {"depth": 1}},
+            "names Qwen2VLForConditionalGeneration, but transformers builds",
+        ),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "brings its own code"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"quantised \(bitsandbytes\)"),
+        ({"quantization_config": {"bits": 4}}, r"quantised \(quantization_config\)"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"head_dim": 23}, "head_dim=23"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; expected a whole number"),
+        ({"vocab_size": None}, "vocab_size is None"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+        (rope("longrope"), "rope_type 'longrope' is not supported"),
+        (rope("yarn", factor=4.0, beta_fast=1), "beta_fast 1.0, beta_slow 1.0; expected beta_fast over"),
+        (rope("dynamic"), "rope_type 'dynamic' is not supported"),
+        (rope("default", partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+        (rope("llama3", low_freq_factor=4.0, high_freq_factor=4.0), "are both 4.0"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one set of parameters for all layers"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "rope_scaling: rope_type 'longrope'"),
+        ({"rope_parameters": None, "rope_scaling": "x2"}, "rope_scaling is 'x2'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling: rope_type 'dynamic'"),  # by hand
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_config_json_that_is_not_computed(changed, keys, message):
+    folder = changed(**keys)
+    with pytest.raises(UserError, match=rf"^{folder}/config\.json: .*{message}") as caught:
+        our_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_of_earlier_transformers(folders, changed):
+    """rope_theta, rope_scaling with ``type``, and no architectures."""
+    old = {key: value for key, value in LLAMA3.items() if key not in ("rope_type", "rope_theta")}
+    old = {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"type": "llama3", **old}}
+    folder = changed("llama", **old, architectures=None)
+    torch.testing.assert_close(our_model(folder)(TOKENS), our_model(folders["llama"])(TOKENS), rtol=0, atol=0)
+
+
+def test_both_keys_of_rope(changed):
+    """A file with rope_scaling and rope_parameters is read as transformers reads it."""
+    folder = changed("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}, rope_theta=300.0)
+    torch.testing.assert_close(our_model(folder)(TOKENS), their_model(folder)(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_mistrals_window_where_the_key_is_missing(changed):
+    folder = changed("mistral", sliding_window=None, max_position_embeddings=8192)
+    assert their_model(folder).config.sliding_window == our_model(folder).max_seq_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "positions"),
+    [
+        ("mistral", {}, 256),
+        ("mistral", {"sliding_window": None}, 512),
+        ("qwen3", {"sliding_window": 64}, 512),
+        ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1}, 64),
+        ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "layer_types": None, "max_window_layers": 2}, 512),
+        ("qwen3", {"sliding_window": 64, "use_sliding_window": True}, 512),
+        ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 64),
+    ],
+    ids=str,
+)
+def test_a_sliding_window_limits_positions(changed, name, keys, positions):
+    folder = changed(name, **keys)
+    decoder = our_model(folder)
+    assert decoder.max_seq_len == positions
+    tokens = torch.randint(1, 250, (1, positions), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(decoder(tokens), their_model(folder)(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def edit_weights(path: Path, change) -> None:
+    state = load_file(path)
+    change(state)
+    save_file(state, path, metadata={"format": "pt"})
+
+
+INDEX = "model.safetensors.index.json"
+FIRST = "model-00001-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda f: (f / "config.json").unlink(),
+            r"no model in .*: config.json is missing; .*tune download Qwen/Qwen3-8B",
+        ),
+        (lambda f: torn(f / "config.json"), "config.json is damaged"),
+        (lambda f: (f / FIRST).unlink(), f"lacks 1 of 3 weight files, first {FIRST}; .*tune download"),
+        (lambda f: torn(f / FIRST), f"cannot read .*{FIRST}: .*download the file again"),
+        (lambda f: torn(f / INDEX), "index.json is damaged: it has no weight_map"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../a.safetensors"}}'), "not a file beside it"),
+        (lambda f: (f / INDEX).unlink(), "has no weights .*tune download"),
+        (
+            lambda f: edit_weights(f / FIRST, lambda s: s.update({"model.mtp.0.weight": torch.ones(1)})),
+            "has model.mtp.0.weight, which no layer of this model has",
+        ),
+        (
+            lambda f: edit_weights(f / FIRST, lambda s: s.update({k: v.to(torch.int8) for k, v in s.items()})),
+            "is stored as int8, a quantised format",
+        ),
+        (
+            lambda f: edit_weights(f / FIRST, lambda s: s.update({k: v.to(torch.float8_e4m3fn) for k, v in s.items()})),
+            "is stored as float8_e4m3fn",
+        ),
+        (lambda f: edit_weights(f / FIRST, lambda s: s.pop(next(iter(s)))), "does not fit model: missing "),
+    ],
+)
+def test_damaged_folders(changed, damage, message):
+    folder = changed()
+    damage(folder)
+    with pytest.raises(UserError, match=message) as caught:
+        our_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_size(changed):
+    with pytest.raises(UserError, match=r"does not fit model: .* in the checkpoint, \[.*\] in the model"):
+        our_model(changed(intermediate_size=80))
+
+
+def test_tied_weights_that_differ(changed):
+    folder = changed(tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"lm_head.weight and embed_tokens.weight differ"):
+        our_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "message"),
+    [
+        ("qwen3", ["q_prj"], "'q_prj', which is no layer; did you mean q_proj"),
+        ("qwen3", "output_proj", "'output_proj', which is no layer"),
+        ("qwen3", [], "target_modules is empty"),
+        ("qwen3 tied", ["lm_head"], "the model's output layer is its embeddings"),
+    ],
+    ids=str,
+)
+def test_target_modules(folders, name, targets, message):
+    with pytest.raises(UserError, match=message):
+        our_model(folders[name], target_modules=targets)
+
+
+def test_a_missing_folder_is_one_line(folders, tmp_path, capsys):
+    """Both recipe and plan name the download."""
+    cfg = folder_config(tmp_path / "Llama-3.2-1B", folders["rows"], tmp_path / "run")
+    path = write_yaml(tmp_path / "run.yaml", cfg)
+    code, said = forked(main, path)
+    assert code == 1
+    assert "tune download meta-llama/Llama-3.2-1B --output-dir" in said
+    assert "Traceback" not in said
+    assert cli.main(["plan", "--config", str(path)]) == 1
+    assert "config.json is missing" in capsys.readouterr().err

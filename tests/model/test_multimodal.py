@@ -1,0 +1,301 @@
+"""The text part of multimodal models trains as the whole model does in transformers and PEFT."""
+
+import json
+import shutil
+import warnings
+from datetime import date
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMultimodalLM, AutoTokenizer
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.messages import Turn
+from rocm_ext.data.template import read_template
+from rocm_ext.plan import speeds
+from tests.kit.families import folder_config, on_demand
+from tests.kit.multimodal_models import MODELS, write_multimodal
+from tests.kit.tiny import write_rows, write_yaml
+from tests.model.test_families import (
+    TOKENS,
+    any_torchao,  # noqa: F401 - serves every test here
+    finetune,
+    our_logits,
+    our_model,
+    prepare,
+    their_training,
+)
+from tests.plan.test_plan import measured_peak
+from tests.recipes.test_parity import pack, random_sequences
+
+FAST = ("gemma 3", "mistral 3", "qwen3.5")
+
+
+def some(*fast: str):
+    """Every model's name; all but ``fast`` are slow."""
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    return on_demand(tmp_path_factory.mktemp("multimodal"), write_multimodal, sharded="gemma 3")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 80)
+
+
+def whole_model(folder: Path, adapter: Path | None = None, trainable: bool = False):
+    """Open the whole model in transformers, and an adapter in PEFT; neither may warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # PEFT warns about weights it did not use
+        theirs, found = AutoModelForMultimodalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+        assert not any(found.values()), found
+        if adapter is not None:
+            theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=trainable)
+    return theirs.eval()
+
+
+@torch.no_grad()
+def whole_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    return whole_model(folder, adapter)(TOKENS).logits
+
+
+# ---- the same function
+
+
+@pytest.mark.parametrize("name", some(*FAST))
+@torch.no_grad()
+def test_logits_equal_the_whole_models(folder_of, name):
+    ours, theirs = our_model(folder_of(name)).eval(), whole_model(folder_of(name))
+    expected = theirs(TOKENS).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    assert ours.packs == MODELS[name][2]
+    lengths = [9, 1, 12, 4]  # longer and shorter than windows of 6
+    sequences = random_sequences(lengths, 3)
+    alone = torch.cat([theirs(s[None]).logits[0] for s in sequences])
+    if ours.packs:
+        found = ours.output(ours.hidden_states(pack(sequences, 8))[0])[: sum(lengths)]
+    else:
+        padded = ours(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True))
+        found = torch.cat([row[: len(s)] for row, s in zip(padded, sequences, strict=True)])
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_tokens_of_text_have_type_zero(folder_of):
+    """Gemma 3's mask for images changes nothing where token_type_ids says that all is text."""
+    theirs = whole_model(folder_of("gemma 3"))
+    expected = theirs(TOKENS, token_type_ids=torch.zeros_like(TOKENS)).logits
+    torch.testing.assert_close(our_model(folder_of("gemma 3")).eval()(TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_text_part_is_in_memory(folder_of, caplog):
+    with caplog.at_level("INFO", "rocm_ext"):
+        ours = our_model(folder_of("gemma 3"))
+    assert (
+        "Gemma3ForConditionalGeneration trains on text alone: model.vision_tower, model.multi_modal_projector are "
+        "neither loaded nor changed"
+    ) in caplog.text
+    names = {name for name, _ in (*ours.named_parameters(), *ours.named_buffers()) if "lora_" not in name}
+    assert all(name.startswith(("model.language_model.", "lm_head.")) for name in names)
+    whole = whole_model(folder_of("gemma 3"))
+    expected = sum(p.numel() for p in whole.model.language_model.parameters())
+    assert sum(p.numel() for n, p in ours.named_parameters() if "lora_" not in n) == expected
+
+
+# ---- training and files
+
+
+@pytest.mark.parametrize("name", some("gemma 3"))
+def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, monkeypatch):
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", shuffle=False, max_steps_per_epoch=10)
+    recipe = prepare(cfg)
+    start = tmp_path / "start"
+    start.mkdir()
+    recipe.learner.write_adapter(start)
+    given = recipe.trainer.rows
+    recipe.train()
+    recipe.cleanup()
+    monkeypatch.setattr("tests.model.test_families.their_model", whole_model)
+    expected = their_training(folder_of(name), start, given, 10, lr=1e-3)
+    found = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("name", some(*FAST))
+def test_exports_open_in_the_whole_model_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
+    base = shutil.copytree(folder_of(name), tmp_path / "base")
+    (base / "preprocessor_config.json").write_text("{}")
+    cfg = folder_config(base, rows, tmp_path / "run", max_steps_per_epoch=3)
+    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    expected = our_logits(finetune(cfg))
+    adapter, whole = tmp_path / "run" / "adapter", tmp_path / "run" / "merged"
+    assert (whole_logits(base) - expected).abs().max() > 0.1
+    torch.testing.assert_close(whole_logits(base, adapter), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(whole_logits(whole), expected, rtol=0, atol=1e-4)
+    before, after = tensors(base), tensors(whole)
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed
+    assert not any(part in key for key in changed for part in ("vision", "visual", "projector", "audio"))
+    for file in ("config.json", "preprocessor_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (whole / file).read_bytes() == (base / file).read_bytes()
+    again = prepare(
+        {**cfg, "output_dir": str(tmp_path / "again"), "checkpointer": {"adapter_checkpoint": str(adapter)}}
+    )
+    torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: t for file in folder.glob("*.safetensors") for key, t in load_file(file).items()}
+
+
+def rewritten(base: Path, folder: Path, change) -> Path:
+    """Copy a model; ``change(name)`` returns each tensor's new name, or None to leave it out."""
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    state = {new: t for name, t in tensors(base).items() if (new := change(name)) is not None}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@torch.no_grad()
+def test_names_of_earlier_transformers(folder_of, tmp_path):
+    """As in the hub's gemma-3-4b-it: language_model.model.layers, vision_tower.vision_model."""
+    base = folder_of("gemma 3")
+    assert any(name.startswith("language_model.model.") for name in tensors(base)), "transformers saves these names"
+    new = rewritten(base, tmp_path / "new", lambda n: n.replace("language_model.model.", "model.language_model."))
+    torch.testing.assert_close(our_model(new)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [each for each in some("gemma 3") if each.values != ("qwen3-vl",)])
+def test_planned_peak_is_the_measured_one_of_the_text_part(folder_of, tmp_path, name, monkeypatch):
+    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
+    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+    answer = "She sold half as many clips in May. "
+    long = tmp_path / "rows.jsonl"
+    long.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))
+    changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}}
+    cfg = folder_config(folder_of(name), long, tmp_path / "run", **changes)
+    peak, recipe = measured_peak(write_yaml(tmp_path / "run.yaml", cfg))
+    assert recipe.learner.planned_peak == pytest.approx(peak, rel=0.1)
+
+
+# ---- chat templates
+
+STRINGS_OR_LISTS = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] | trim }}"
+    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LISTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% for part in m['content'] | "
+    "selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", [STRINGS_OR_LISTS, LISTS], ids=["both", "lists"])
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+def test_rows_are_rendered_as_transformers_renders_them(folder_of, tmp_path, text, file):
+    base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    content = {"bos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if file == "tokenizer_config.json":
+        content["chat_template"] = text
+    (base / "tokenizer_config.json").write_text(json.dumps(content))
+    if file != "tokenizer_config.json":
+        (base / file).write_text(text if file.endswith("jinja") else json.dumps({"chat_template": text}))
+    turns = [Turn("user", " How many? ", False), Turn("assistant", "72", False), Turn("user", "Why?", False)]
+    messages = [turn.message() for turn in turns]
+    if text == LISTS:
+        messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    given = {"chat_template": text} if file == "chat_template.json" else {}  # which processors alone read
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
+    ours = read_template("auto", base, {}, date(2026, 1, 1))
+    assert ours.render(turns, None, prompt=True) == expected
+    assert "How many?" in expected
+    assert ours.origin == str(base / file)
+
+
+def test_a_merged_model_has_one_template(folder_of, rows, tmp_path):
+    """A run's own template takes the place of the processor's file, which transformers' processors prefer."""
+    base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
+    (base / "chat_template.jinja").rename(base / "own.jinja")
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": LISTS}))
+    cfg = folder_config(base, rows, tmp_path / "run", max_steps_per_epoch=1, save_adapter_weights_only=False)
+    finetune({**cfg, "chat_template": str(base / "own.jinja")})
+    merged = tmp_path / "run" / "merged"
+    assert (merged / "chat_template.jinja").read_bytes() == (base / "own.jinja").read_bytes()
+    assert not (merged / "chat_template.json").exists()
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("layers.1.mlp.up_proj.weight", None, "missing model.language_model.layers.1.mlp.up_proj.weight"),
+        ("norm.weight", None, "missing model.language_model.norm.weight"),
+        ("layers.1.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight"),
+    ],
+)
+def test_a_torn_text_part(folder_of, tmp_path, old, new, message):
+    prefix = "language_model.model."
+    change = {prefix + old: new and prefix + new}
+    base = rewritten(folder_of("gemma 3"), tmp_path / "base", lambda name: change.get(name, name))
+    with pytest.raises(UserError, match=f"the checkpoint does not fit model: .*{message}"):
+        our_model(base)
+
+
+@torch.no_grad()
+def test_other_parts_may_be_missing_or_of_another_version(folder_of, tmp_path):
+    base = folder_of("gemma 3")
+    renamed = rewritten(base, tmp_path / "renamed", lambda name: name.replace("encoder.layers.1.", "encoder.blocks."))
+    none = rewritten(base, tmp_path / "none", lambda name: name if name.startswith("language_model") else None)
+    for folder in (renamed, none):
+        torch.testing.assert_close(our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("clip", "CLIPModel", "has no language model for model_type 'clip'"),
+        ("siglip_vision_model", "SiglipVisionModel", "has no language model for model_type 'siglip_vision_model'"),
+        ("whisper", "WhisperForConditionalGeneration", "names WhisperForConditionalGeneration, but"),
+        ("florence2", "Florence2ForConditionalGeneration", "takes images or sound, and its text part"),
+        ("paligemma", "PaliGemmaForConditionalGeneration", "attends to later tokens"),
+    ],
+)
+def test_models_without_such_a_text_part(tmp_path, kind, name, message):
+    config = {"model_type": kind, "architectures": [name]}
+    if "ForConditional" in name and kind != "whisper":
+        config |= {"text_config": {}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message) as caught:
+        our_model(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("place", ["top", "text"])
+def test_a_quantised_one(folder_of, tmp_path, place):
+    base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
+    content = json.loads((base / "config.json").read_text())
+    (content if place == "top" else content["text_config"])["quantization_config"] = {"quant_method": "fp8"}
+    (base / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"quantised \(fp8\)"):
+        our_model(base)

@@ -1,0 +1,138 @@
+"""Plans of models that are not on this machine, from the shapes that this library ships."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from torchtune.models import llama3_1, llama3_2, qwen2_5
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.bench.context import Bench
+from rocm_ext.bench.sweep import Spec
+from rocm_ext.cli import main
+from rocm_ext.model import from_checkpoint
+from rocm_ext.model.published import published_models
+from rocm_ext.plan import speeds
+from tests.plan.test_plan import _without_search, as_configured  # noqa: F401
+
+MODELS = published_models()
+# millions of parameters that the model cards and torchtune's builders state, embeddings counted once
+PARAMETERS = {
+    "Qwen/Qwen3-0.6B": 596,
+    "Qwen/Qwen3-1.7B": 1721,
+    "Qwen/Qwen3-4B": 4022,
+    "Qwen/Qwen3-4B-Instruct-2507": 4022,
+    "Qwen/Qwen3-8B": 8191,
+    "Qwen/Qwen3-14B": 14768,
+    "Qwen/Qwen3-32B": 32762,
+    "Qwen/Qwen3-30B-A3B": 30532,
+    "google/gemma-3-4b-it": 3880,  # of the text part: 671 in embeddings, 3,209 in layers (arXiv:2503.19786)
+    "meta-llama/Llama-3.2-1B-Instruct": 1236,
+    "meta-llama/Llama-3.2-3B-Instruct": 3213,
+}
+BUILDERS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": qwen2_5.qwen2_5_0_5b,
+    "Qwen/Qwen2.5-1.5B-Instruct": qwen2_5.qwen2_5_1_5b_instruct,
+    "Qwen/Qwen2.5-3B-Instruct": qwen2_5.qwen2_5_3b,
+    "Qwen/Qwen2.5-7B-Instruct": qwen2_5.qwen2_5_7b_instruct,
+    "Qwen/Qwen2.5-14B-Instruct": qwen2_5.qwen2_5_14b_instruct,
+    "Qwen/Qwen2.5-32B-Instruct": qwen2_5.qwen2_5_32b_instruct,
+    "Qwen/Qwen2.5-72B-Instruct": qwen2_5.qwen2_5_72b_instruct,
+    "Qwen/Qwen2.5-Coder-7B-Instruct": qwen2_5.qwen2_5_7b_instruct,
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": llama3_1.llama3_1_8b,
+    "meta-llama/Llama-3.2-1B-Instruct": llama3_2.llama3_2_1b,
+    "meta-llama/Llama-3.2-3B-Instruct": llama3_2.llama3_2_3b,
+}
+
+
+@pytest.fixture(autouse=True)
+def _bare_machine(tmp_path, monkeypatch):
+    """A machine without models in the current folder or the hub's cache; measuring this CPU would take time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(speeds, "measure_cpu", lambda: speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10))
+
+
+def plan(capsys, *arguments: str) -> dict:
+    main(["plan", "--json", *arguments])
+    captured = capsys.readouterr()
+    return json.loads(captured.out or f'{{"error": {json.dumps(captured.err)}}}')
+
+
+def tiny(folder: Path) -> Path:
+    """Write the shape of a small model."""
+    shape = json.loads((MODELS["Qwen/Qwen3-0.6B"] / "config.json").read_text())
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**shape, **small}))
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shape_has_the_parameters_of_the_published_model(name):
+    with torch.device("meta"):
+        built = from_checkpoint(str(MODELS[name]))
+        theirs = BUILDERS[name]() if name in BUILDERS else None
+    found = sum(p.numel() for key, p in built.named_parameters() if "lora_" not in key)
+    if theirs is not None:
+        assert found == sum(p.numel() for p in theirs.parameters())
+        attn = built.layers[0].attn
+        assert (attn.num_heads, attn.num_kv_heads) == (
+            theirs.layers[0].attn.num_heads,
+            theirs.layers[0].attn.num_kv_heads,
+        )
+    if name in PARAMETERS:
+        assert found / 1e6 == pytest.approx(PARAMETERS[name], abs=1)
+    assert theirs is not None or name in PARAMETERS
+
+
+def test_a_folder_s_name_means_one_model():
+    names = [name.rpartition("/")[2] for name in MODELS]
+    assert len(set(names)) == len(names)
+
+
+@as_configured
+def test_a_plan_without_any_file(capsys):
+    found = plan(capsys, "--config", "strix_halo_qwen3_0_6b")
+    assert found["shape"].endswith("of Qwen/Qwen3-0.6B, because models/Qwen3-0.6B is not on this machine")
+    assert (found["parameters"] - found["trainable_parameters"]) / 1e6 == pytest.approx(596, abs=1)
+    assert main(["plan", "--config", "strix_halo_qwen3_0_6b", "model.checkpoint_dir=Qwen/Qwen3-0.6B"]) == 0
+    said = capsys.readouterr().out
+    assert "because Qwen/Qwen3-0.6B is not on this machine" in said
+    assert f"{found['parameters'] / 1e6:,.1f} million parameters" in said
+
+
+@as_configured
+def test_a_folder_wins(tmp_path, capsys):
+    tiny(tmp_path / "models/Qwen3-0.6B")
+    found = plan(capsys, "--config", "strix_halo_qwen3_0_6b")
+    assert found["shape"] is None
+    assert found["parameters"] < 2e6
+
+
+def test_a_folder_without_config_stays_an_error(tmp_path, capsys):
+    (tmp_path / "models/Qwen3-0.6B").mkdir(parents=True)
+    error = plan(capsys, "--config", "strix_halo_qwen3_0_6b")["error"]
+    assert "no model in models/Qwen3-0.6B: config.json is missing" in error
+    assert "tune download Qwen/Qwen3-0.6B --output-dir models/Qwen3-0.6B" in error
+
+
+@pytest.mark.parametrize("name", ["models/Qwen9-8B", "somebody/Qwen3-0.6B"])
+def test_models_that_are_not_published_need_their_config(name, capsys):
+    error = plan(capsys, "--config", "strix_halo_qwen3_0_6b", f"model.checkpoint_dir={name}")["error"]
+    assert "config.json" in error
+    assert "download" in error
+
+
+def test_nothing_is_trained_from_a_shape():
+    cfg = config.load("lora_finetune_rocm", "strix_halo_qwen3_0_6b", ["hardware=cpu"])
+    with pytest.raises(UserError, match=r"tune download Qwen/Qwen3-0.6B --output-dir models/Qwen3-0.6B"):
+        LoRAFinetune(cfg).setup()
+
+
+def test_bench_measures_a_published_shape():
+    bench = Bench(Spec("strix_halo_qwen3_0_6b", ("hardware=cpu",), 2**30, seconds=0.01))
+    assert len(bench.shape.layers) == 28

@@ -1,0 +1,430 @@
+"""Models that transformers computes: their training equals transformers' with PEFT, packed or padded."""
+
+import contextlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from rocm_ext.recipes.raft_rocm import main as raft_main
+from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import AutoModelForCausalLM
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.batches import collate
+from rocm_ext.losses import CrossEntropy
+from rocm_ext.model.build import build_model
+from rocm_ext.model.lora import adapter_parameters
+from rocm_ext.model.transformers.decoder import PACKS
+from rocm_ext.plan import speeds
+from rocm_ext.plan.costs import Kernels
+from rocm_ext.plan.memory import plan_memory
+from tests.kit import multimodal_models
+from tests.kit.families import folder_config, on_demand, write_family
+from tests.kit.forks import forked, several_ranks
+from tests.kit.hf_models import CARE, MODELS, MORE, write_common, write_theirs
+from tests.kit.raft_runs import write_run
+from tests.kit.tiny import write_rows, write_yaml
+from tests.model.test_families import (
+    CPU,
+    TOKENS,
+    any_torchao,  # noqa: F401 - serves every test here
+    check_resumes,
+    check_two_ranks,
+    finetune,
+    our_logits,
+    our_model,
+    prepare,
+    their_logits,
+    their_training,
+    whole_run,
+)
+from tests.plan.test_plan import measured_peak
+from tests.recipes.test_parity import pack, random_sequences, rows_that_begin_alike
+
+
+def some(*fast: str, but: tuple[str, ...] = ()):
+    """Every model's name; all but ``fast`` are slow."""
+    marks = {False: [pytest.mark.slow], True: []}
+    return [pytest.param(name, marks=marks[name in fast]) for name in MODELS if name not in but]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    return on_demand(tmp_path_factory.mktemp("theirs"), write_theirs, sharded="qwen3 moe")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", 80)
+
+
+# ---- the same function
+
+
+def check_logits(folder: Path) -> bool:
+    """Compare logits with transformers' eager attention and experts, packed rows with each sequence alone."""
+    ours = our_model(folder).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    expected = theirs(TOKENS, use_cache=False).logits
+    torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.std())))
+    if ours.packs:
+        lengths = [9, 1, 12, 4]  # longer and shorter than windows of 6
+        sequences = random_sequences(lengths, 3)
+        found = ours.output(ours.hidden_states(pack(sequences, 8))[0])[: sum(lengths)]
+        alone = torch.cat([theirs(s[None], use_cache=False).logits[0] for s in sequences])
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.std())))
+    if ours.shares:
+        rows = rows_that_begin_alike()
+        batch = collate(rows, [0, 1, 2], packed=True, pad_id=0, multiple=8, share=True)
+        found = ours.output(ours.hidden_states(batch)[0][batch.index])
+        tokens = [s for ids, each in zip(rows.tokens, rows.lengths, strict=True) for s in torch.tensor(ids).split(each)]
+        alone = torch.cat([theirs(s[None], use_cache=False).logits[0, :-1] for s in tokens])
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.std())))
+    return ours.packs
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_logits_equal_transformers_own(folder_of, name):
+    assert check_logits(folder_of(name)) == MODELS[name][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MORE)
+@torch.no_grad()
+def test_logits_of_more_architectures(tmp_path, kind):
+    assert check_logits(write_common(tmp_path / kind, kind))
+
+
+@pytest.mark.parametrize("kind", CARE)
+def test_architectures_that_need_care(tmp_path, kind):
+    """They compute transformers' logits, their steps can be planned, and each adapter gets a gradient."""
+    folder = write_common(tmp_path / kind, kind, **CARE[kind])
+    with torch.no_grad():
+        assert check_logits(folder) == (kind == "phi3")
+    ours = our_model(folder).train()
+    figures = {"optimizer": OmegaConf.create({"_component_": "torch.optim.AdamW"}), "kernels": Kernels(True, True)}
+    plan = plan_memory(ours, CrossEntropy(), [9, 4], torch.float32, CPU, targets=12, **figures)
+    assert all(layer.kept > 0 for layer in plan.each)
+    for layer in range(len(ours.layers)):
+        ours.layers[layer] = checkpoint_wrapper(ours.layers[layer])
+    ours(TOKENS).sum().backward()
+    missing = [name for name, p in adapter_parameters(ours).items() if p.grad is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "jamba"])
+def test_weights_that_the_model_reads_itself_have_no_adapter(tmp_path, kind):
+    target = {"falcon_h1": "out_proj", "jamba": "dt_proj"}[kind]
+    folder = write_common(tmp_path / kind, kind, **CARE[kind])
+    with pytest.raises(UserError, match=rf"target_modules has '{target}', but the model reads the weight of .* past"):
+        our_model(folder, target_modules=[target])
+
+
+def test_dtypes_are_those_of_transformers(folder_of):
+    """A router's correction stays in fp32 in a bf16 model. All buffers are on the model's device."""
+    folder = folder_of("deepseek 3")
+    node = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder)})
+    ours = build_model(node, torch.bfloat16, 0, torch.device("meta"))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = {name: t.dtype for name, t in (*theirs.named_parameters(), *theirs.named_buffers())}
+    assert set(expected.values()) == {torch.bfloat16, torch.float32}
+    found = {name: t.dtype for name, t in (*ours.named_parameters(), *ours.named_buffers()) if ".lora_" not in name}
+    assert found == expected
+    assert all(buffer.is_meta for buffer in ours.buffers())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("rembert", "RemBertForCausalLM attends to later tokens"),
+        ("roformer", "one weight in two places, roformer.embeddings.word_embeddings.weight and cls"),
+    ],
+)
+def test_models_of_another_build_are_refused(tmp_path, kind, message):
+    with pytest.raises(UserError, match=message):
+        our_model(write_common(tmp_path / kind, kind))
+
+
+def test_what_is_packed_is_tested():
+    parts = {kind for _, kind, packs, *_ in multimodal_models.MODELS.values() if packs}
+    assert {kind for kind, packs, _ in MODELS.values() if packs} | set(MORE) | parts == PACKS
+
+
+OWN = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+    _can_set_attn_implementation_cached_value = True
+"""
+
+
+@torch.no_grad()
+def test_code_of_the_folder_runs_if_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    base = write_family(tmp_path / "base", "llama")
+    expected = their_logits(base)
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    own = edited(base, tmp_path / "own", architectures=["OwnForCausalLM"], model_type="own", auto_map=auto)
+    (own / "own.py").write_text(OWN)
+    with pytest.raises(UserError, match=r"OwnForCausalLM brings its own code.*trust_remote_code=True"):
+        our_model(own)
+    native = edited(own, tmp_path / "native", architectures=["LlamaForCausalLM"])
+    with pytest.raises(UserError, match="names LlamaForCausalLM, but transformers builds OwnForCausalLM"):
+        our_model(native, trust_remote_code=True)
+    ours = our_model(own, trust_remote_code=True)
+    assert not ours.packs
+    torch.testing.assert_close(ours.eval()(TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("trusted", [False, True])
+def test_transformers_own_class_is_preferred(folder_of, tmp_path, trusted):
+    """Phi-3's folders bring old code of a class that transformers has itself; it is not run."""
+    auto = {"AutoConfig": "missing.Phi3Config", "AutoModelForCausalLM": "missing.Phi3ForCausalLM"}
+    folder = edited(folder_of("phi 3"), tmp_path / "base", auto_map=auto)
+    ours = our_model(folder, trust_remote_code=trusted)
+    assert ours.packs
+    torch.testing.assert_close(ours(TOKENS), our_model(folder_of("phi 3"))(TOKENS), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(folder_of):
+    """Rows of a hybrid model, padded on the right, give each sequence's own hidden states."""
+    ours = our_model(folder_of("qwen3.5")).eval()
+    sequences = random_sequences([9, 1, 12, 4], 3)
+    rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    found = ours(rows)
+    for row, sequence in zip(found, sequences, strict=True):
+        torch.testing.assert_close(row[: len(sequence)], ours(sequence[None])[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("gemma 3", {}),
+        ("qwen3 moe", {"target_modules": ["q_proj", "self_attn.o_proj", "lm_head"]}),
+        ("qwen3.5", {}),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in MODELS if name not in ("gemma 3", "qwen3.5")),
+        pytest.param("olmo 2", {"use_dora": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, lora):
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", lora, shuffle=False, max_steps_per_epoch=10)
+    recipe = prepare(cfg)
+    start = tmp_path / "start"
+    start.mkdir()
+    recipe.learner.write_adapter(start)
+    given = recipe.trainer.rows
+    recipe.train()
+    recipe.cleanup()
+    expected = their_training(folder_of(name), start, given, 10, lr=1e-3)
+    found = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    moved = load_file(start / "adapter_model.safetensors")
+    assert sum((tensor - moved[key]).abs().max() > 1e-3 for key, tensor in found.items()) > 0.9 * len(found)
+    for key, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+# ---- files and whole runs
+
+
+@pytest.mark.parametrize("name", some("qwen3 moe"))
+def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", max_steps_per_epoch=3)
+    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    ours = finetune(cfg)
+    expected = our_logits(ours)
+    adapter, whole = tmp_path / "run" / "adapter", tmp_path / "run" / "merged"
+    assert (their_logits(folder_of(name)) - expected).abs().max() > 0.1
+    torch.testing.assert_close(their_logits(folder_of(name), adapter), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(their_logits(whole), expected, rtol=0, atol=1e-4)
+    again = prepare(
+        {**cfg, "output_dir": str(tmp_path / "again"), "checkpointer": {"adapter_checkpoint": str(adapter)}}
+    )
+    torch.testing.assert_close(our_logits(again), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(our_model(whole).eval()(TOKENS), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", some("gpt-oss"))
+def test_killed_and_resumed(folder_of, rows, tmp_path, name):
+    check_resumes(whole_run(folder_of(name), rows, tmp_path / "whole"), "killed")
+
+
+@several_ranks
+@pytest.mark.parametrize("name", some("gemma 3"))
+def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
+    check_two_ranks(folder_of(name), rows, tmp_path)
+
+
+WIDER = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+TWICE = ("layer_types", "no_rope_layers", "mamba_n_heads")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"enable_activation_checkpointing": True, "dtype": "bf16"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", some("qwen3 moe"))
+def test_planned_peak_is_the_measured_one(tmp_path, name, changes, monkeypatch):
+    figures = speeds.Figures("", False, {"fp32": 1e11, "bf16": 1e11}, 1e10)
+    monkeypatch.setattr(speeds, "measure_cpu", lambda: figures)
+    twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
+    base = write_theirs(tmp_path / "base", name, **WIDER, **twice)
+    rows = tmp_path / "rows.jsonl"
+    answer = "She sold half as many clips in May. "
+    rows.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))
+    changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
+    path = write_yaml(tmp_path / "run.yaml", folder_config(base, rows, tmp_path / "run", **changes))
+    peak, recipe = measured_peak(path)
+    assert recipe.learner.planned_peak == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_4_bit_base_model(folder_of, rows, tmp_path):
+    """QLoRA trains over weights near the exact ones, and its adapter opens in PEFT."""
+    base = write_theirs(tmp_path / "base", "olmo 2", hidden_size=128, intermediate_size=256, num_key_value_heads=4)
+    cfg = folder_config(base, rows, tmp_path / "run", {"quantize_base": True}, max_steps_per_epoch=2, dtype="bf16")
+    ours = finetune(cfg)
+    expected = their_logits(base, tmp_path / "run" / "adapter")
+    assert (our_logits(ours).float() - expected).norm() < 0.5 * expected.norm()
+
+
+# ---- bad input
+
+
+def test_checkpointed_layers_are_not_compiled(folder_of, rows, tmp_path, caplog):
+    changes = {"compile": True, "enable_activation_checkpointing": True}
+    prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run", **changes))
+    assert "compile: torch does not compile the 2 checkpointed layers" in caplog.text
+
+
+@pytest.mark.slow  # imports the compiler
+def test_layers_that_cannot_be_compiled(folder_of, rows, tmp_path, monkeypatch):
+    """torch.compile fails on some layers with linear attention."""
+
+    def fails(*args, **kwargs):
+        raise TypeError("cannot determine truth value of Relational")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fails)
+    recipe = prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run", compile=True))
+    with pytest.raises(UserError, match=r"cannot compile the model's layers \(.*Relational.*\); set compile: False"):
+        recipe.train()
+
+
+def test_without_the_extra_an_error_names_it(folder_of, rows, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rocm_ext.model.transformers.decoder", None)
+    with pytest.raises(
+        UserError, match=r"Olmo2ForCausalLM has no decoder.*pip install 'torchtune-rocm\[transformers\]'"
+    ):
+        prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run"))
+
+
+def edited(base: Path, folder: Path, **changes) -> Path:
+    shutil.copytree(base, folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "lora", "message"),
+    [
+        ({"architectures": ["NeverHeardOfForCausalLM"], "model_type": "never"}, {}, "cannot build this model.*never"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, {}, r"quantised \(mxfp4\)"),
+        ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, {}, "own code.*trust_remote_code=True"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "m.NewForCausalLM"}, "architectures": ["NewForCausalLM"]},
+            {},
+            "own code",
+        ),
+        ({"hidden_size": 65}, {}, "."),
+        ({"use_bidirectional_attention": True}, {}, "Gemma3ForCausalLM attends to later tokens"),
+        ({}, {"target_modules": ["q_prj"]}, "'q_prj', which is no layer; did you mean q_proj"),
+        ({}, {"quantize_base": True}, r"0\.self_attn\.q_proj \[64, 64\] cannot be stored in 4 bits.*leave it out"),
+        ({}, {"target_modules": []}, "target_modules is empty"),
+        ({}, {"target_modules": ["input_layernorm", "self_attn"]}, "no linear layer"),
+    ],
+    ids=str,
+)
+def test_mistakes_end_a_run_before_the_weights(folder_of, rows, tmp_path, changes, lora, message):
+    base = edited(folder_of("gemma 3"), tmp_path / "base", **changes)
+    for file in base.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UserError, match=message):
+        prepare(folder_config(base, rows, tmp_path / "run", lora))
+
+
+@pytest.mark.parametrize(
+    ("drop", "add", "message"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", None, "missing model.layers.0.self_attn.q_proj.weight"),
+        (None, "model.layers.0.self_attn.extra.weight", "unexpected model.layers.0.self_attn.extra.weight"),
+        ("model.layers.1.mlp.experts.3.up_proj.weight", None, "experts"),
+    ],
+)
+def test_weights_that_do_not_fit(tmp_path, drop, add, message):
+    base = write_theirs(tmp_path / "base", "qwen3 moe")
+    state = load_file(base / "model.safetensors")
+    if drop:
+        del state[drop]
+    if add:
+        state[add] = torch.ones(2, 2)
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=message):
+        our_model(base)
+
+
+@pytest.mark.parametrize(("factor", "message"), [(1.0, ""), (2.0, "the output layer is the embeddings .* differ")])
+def test_a_tied_weight_stored_twice(folder_of, tmp_path, factor, message):
+    base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
+    state = load_file(base / "model.safetensors")
+    state["lm_head.weight"] = factor * state["model.embed_tokens.weight"]
+    save_file(state, base / "model.safetensors")
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        assert torch.equal(our_model(base)(TOKENS), our_model(folder_of("gemma 3"))(TOKENS))
+
+
+def test_masks_in_old_files_are_left_out_but_quantised_weights_are_refused(tmp_path):
+    """Pythia's files hold causal masks as bytes."""
+    folder = write_common(tmp_path / "base", "gpt_neox")
+    state = load_file(folder / "model.safetensors")
+    expected = our_model(folder)(TOKENS)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+    save_file({**state, "gpt_neox.layers.0.attention.bias": mask}, folder / "model.safetensors")
+    torch.testing.assert_close(our_model(folder)(TOKENS), expected, rtol=0, atol=0)
+    name = "gpt_neox.layers.0.attention.dense.weight"
+    save_file({**state, name: state[name].to(torch.int8)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"{name} is stored as int8, a quantised format"):
+        our_model(folder)
+
+
+def test_raft_samples_on_servers(folder_of, tmp_path):
+    """A server may sample; RAFT then looks for the weights or the server."""
+    edited(folder_of("smollm 3"), tmp_path / "base")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    for name, count, start in (("prompts", 8, 0), ("heldout", 4, 100)):
+        write_rows(tmp_path / f"{name}.jsonl", count, start)
+    node = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}
+    path = write_run(tmp_path, tmp_path / "run", cycles=1, epochs=1, engine=node)
+    cfg = yaml.safe_load(path.read_text())
+    cfg |= {key: folder_config(tmp_path / "base", path, tmp_path / "run")[key] for key in ("model", "tokenizer")}
+    del cfg["checkpointer"]
+    code, said = forked(raft_main, write_yaml(path, cfg))
+    assert code == 1
+    assert re.search("no weights|127.0.0.1", said), said

@@ -1,0 +1,168 @@
+"""`rocm-ext plan --machine NAME`, and which data sheet a machine gets."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.cli import main
+from rocm_ext.machine.bench_file import machine_key
+from rocm_ext.machine.chips import chips_of, find_chip
+from rocm_ext.machine.detect import is_unified
+from rocm_ext.machine.profile import load_profile, profile_names
+from rocm_ext.plan.planner import TrainingPlanner
+from rocm_ext.plan.speeds import figures_for
+from tests.machine.test_device import CPU, GIB, H200, MI50, MI300X, STRIX
+
+RADEON = replace(MI50, arch="gfx1100", bf16=True)
+SAMPLE = ("plan", "--json", "--config", "cpu_pocket", "tokenizer.max_seq_len=64")
+
+
+@pytest.fixture(autouse=True)
+def _without_search(monkeypatch):
+    monkeypatch.setattr(TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget))
+
+
+def plan(capsys, *arguments: str) -> dict:
+    assert main([*SAMPLE, *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_data_sheets_are_whole():
+    seen = set()
+    for profile in map(load_profile, profile_names()):
+        assert bool(profile.chips) == bool(profile.reached) == (profile.name != "cpu")
+        assert profile.reached.keys() in ({"compute", "bandwidth", "attention", "launch"}, set())
+        assert {chip.arch for chip in profile.chips.values()} >= set(profile.match.get("arch", ()))
+        for name, chip in profile.chips.items():
+            assert profile.is_for(chip.arch)
+            assert 4 <= chip.memory <= 512
+            assert chip.memory < chip.bandwidth < 10_000
+            assert chip.fp32 <= (chip.bf16 or chip.fp16)
+            assert bool(chip.bf16) == (chip.arch not in ("gfx906", "sm_70", "sm_75"))
+            assert not (chip.link and is_unified(chip.arch))
+            assert name not in seen
+            assert find_chip(name) == (profile.name, name)
+            seen.add(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "profile", "chip"),
+    [
+        ("MI355X", "mi300x", "MI355X"),
+        ("mi300x", "mi300x", "MI300X"),
+        ("AMD Instinct MI325X", "mi300x", "MI325X"),
+        ("gfx950", "mi300x", "MI355X"),
+        ("MI210", "mi200", "MI210"),
+        ("W7900", "radeon", "PRO W7900"),
+        ("AMD Radeon PRO W7900", "radeon", "PRO W7900"),
+        ("r9700", "radeon", "AI PRO R9700"),
+        ("7900 XTX", "radeon", "RX 7900 XTX"),
+        ("rx-7900-xt", "radeon", "RX 7900 XT"),
+        ("MI50", "mi50", "MI50 32 GB"),
+        ("MI50 16GB", "mi50", "MI50 16 GB"),
+        ("strix halo", "strix_halo", "Strix Halo 128 GB"),
+        ("Ryzen AI Max+ 395", "strix_halo", "Strix Halo 128 GB"),
+        ("strix_halo_windows", "strix_halo_windows", "Strix Halo on Windows, 128 GB"),
+        ("rtx4090", "cuda", "RTX 4090"),
+        ("H100", "cuda", "H100 SXM"),
+        ("sm_80", "cuda", "A100 80 GB"),
+    ],
+)
+def test_a_chip_has_many_spellings(name, profile, chip):
+    assert find_chip(name) == (profile, chip)
+    assert find_chip(name.upper(), profile) == (profile, chip)
+
+
+def test_a_plan_for_a_chip_by_name(capsys):
+    small, large = (plan(capsys, "--machine", name) for name in ("7900 XTX", "w7900"))
+    assert small["machine"].startswith("RX 7900 XTX; this is another machine")
+    assert "data sheet of RX 7900 XTX" in small["figures"]["source"]
+    assert small["dtype"] == "bf16", "the machine's profile overrules the config's"
+    assert [found["budget"] for found in (small, large)] == [int(0.9 * 24 * GIB), int(0.9 * 48 * GIB)]
+    assert large["figures"]["bandwidth"] < small["figures"]["bandwidth"]
+    halo = plan(capsys, "--machine", "Strix Halo", "hardware=strix_halo_windows")
+    assert "Windows" in halo["machine"]
+    first = plan(capsys, "hardware=mi300x", "dtype=fp32")
+    assert "data sheet of MI300X" in first["figures"]["source"], "without --machine: the first chip of the profile"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--machine", "MI335X"], "--machine MI335X is unknown; did you mean MI355X"),
+        (["--machine", "toaster"], "known names are"),
+        (["--machine", "7900"], "did you mean RX 7900 XTX, RX 7900 XT, RX 7900 GRE, PRO W7900?"),
+        (["--machine", "NVIDIA H100 80GB HBM3"], "did you mean H100 SXM?"),
+        (["--machine", "Ryzen AI MAX+ 395 w/ Radeon 8060S"], "did you mean Strix Halo 128 GB, Strix Halo 96 GB, "),
+        (["--machine", ""], "is unknown"),
+        (["--machine", "MI355X", "hardware=radeon"], "is hardware=mi300x, which contradicts hardware=radeon"),
+        (["--machine", "W7900", "--bench", "{bench}"], "was measured on RX 7900 XTX, but --machine is PRO W7900"),
+        (["--machine", "MI300X", "--bench", "{bench}"], "hardware=mi300x is AMD Instinct"),
+    ],
+)
+def test_wrong_machines_are_one_line(arguments, found, capsys, bench):
+    assert main([*SAMPLE, *[argument.format(bench=bench) for argument in arguments]]) == 1
+    said = capsys.readouterr().err
+    assert found in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """A file that `rocm-ext bench` wrote on an RX 7900 XTX."""
+    machine = {"backend": "rocm", "arch": "gfx1100", "name": "AMD Radeon RX 7900 XTX", "torch": "2.11.0", "cores": None}
+    figures = {"flops": {"bf16": 6e13}, "bandwidth": 7e11, "efficiency": 0.5}
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {}}))
+    return path
+
+
+def test_measured_speeds_with_the_memory_of_the_chip(bench, capsys):
+    found = plan(capsys, "--machine", "gfx1100", "--bench", str(bench))
+    assert found["figures"]["measured"]
+    assert found["figures"]["bandwidth"] == 7e11
+    assert found["budget"] == int(0.9 * 24 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("machine", "profile", "chip"),
+    [
+        (MI300X, "mi300x", "MI300X"),
+        (replace(MI300X, name="AMD Instinct MI325X"), "mi300x", "MI325X"),
+        (replace(MI300X, name="AMD Radeon Graphics", total_memory=256 * GIB), "mi300x", "MI325X"),
+        (replace(RADEON, name="AMD Radeon RX 7900 XT", total_memory=20 * GIB), "radeon", "RX 7900 XT"),
+        (replace(RADEON, name="AMD Radeon Graphics", total_memory=48 * GIB), "radeon", "PRO W7900"),
+        (replace(MI50, name="AMD Instinct MI50/MI60", total_memory=16 * GIB), "mi50", "MI50 16 GB"),
+        (replace(STRIX, total_memory=62 * GIB), "strix_halo", "Strix Halo 128 GB"),  # GTT is half of the memory
+        (replace(H200, name="NVIDIA H200"), "cuda", "H200"),
+        (replace(H200, arch="sm_80", name="NVIDIA A100-SXM4-40GB"), "cuda", "A100 40 GB"),
+    ],
+)
+def test_this_machine_gets_its_own_chip(machine, profile, chip):
+    assert f"data sheet of {chip}, assuming" in figures_for(load_profile(profile), machine).source
+
+
+def test_a_chip_without_a_data_sheet_is_told():
+    volta = replace(H200, arch="sm_62", name="NVIDIA Jetson")
+    assert (
+        "data sheet of H100 SXM, as there is none of NVIDIA Jetson" in figures_for(load_profile("cuda"), volta).source
+    )
+    assert chips_of(load_profile("cuda"), "sm_62", "NVIDIA Jetson") == []
+    small = replace(H200, arch="sm_89", name="NVIDIA L4")
+    assert "data sheet of RTX 4090, as there is none of NVIDIA L4" in figures_for(load_profile("cuda"), small).source
+    assert "as there is none" not in figures_for(load_profile("cuda"), CPU).source
+
+
+def test_a_measurement_of_a_product_without_a_sheet_stands_for_no_other(tmp_path, monkeypatch):
+    machine, profile = replace(H200, arch="sm_89", name="NVIDIA L4"), load_profile("cuda")
+    measured = {"flops": {"bf16": 6e13}, "bandwidth": 2.4e11}
+    path = tmp_path / "bench.json"
+    content = {"date": "2026-11-20", "machine": machine_key(machine), "figures": measured, "settings": {}}
+    path.write_text(json.dumps(content))
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
+    assert figures_for(profile, machine).bandwidth == 2.4e11
+    assert not figures_for(profile, machine, chip="RTX 4090").measured
+    with pytest.raises(UserError, match="was measured on NVIDIA L4, but --machine is RTX 4090"):
+        figures_for(profile, machine, path, "RTX 4090")

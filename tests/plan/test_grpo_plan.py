@@ -1,0 +1,101 @@
+"""`rocm-ext plan` of GRPO: memory that the sampler keeps, the time of a step, and which side waits for servers."""
+
+import pytest
+
+from rocm_ext.cli import main
+from rocm_ext.plan import target
+from tests.plan.test_plan import _cpu_of_known_speed, _without_search, as_configured, plan  # noqa: F401
+
+
+@as_configured
+def test_a_step_shares_its_memory_with_the_sampler(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = plan(capsys, "--config", "strix_halo_qwen3_4b_grpo")
+    step, memory = found["rollout"], found["configured"]["memory"]
+    assert (step["asked"]["prompts"], step["asked"]["held_out"], found["rows"]["count"]) == (32, 200, 256)
+    assert found["configured"]["step"]["tokens"] == 256 * found["rows"]["mean"]
+    assert (found["steps"], step["servers"], step["waiting"]) == (1, 0, None)
+    assert memory["kept_for_sampling"] == step["sampling"]["layout"] + step["sampling"]["cache"]
+    parts = ("weights", "gathered", "adapter", "gradients", "optimizer", "kept_for_sampling")
+    assert memory["peak"] > sum(memory[part] for part in parts) + memory["activations"]
+    assert max(memory["peak"], step["peak"]) <= found["budget"]
+    assert step["round_seconds"] == pytest.approx(step["sampling_seconds"] + found["training_seconds"])
+    assert step["evaluations"] == 1 + 100 // 20
+    whole = 100 * step["round_seconds"] + 6 * step["evaluation_seconds"]
+    assert step["run_seconds"] == pytest.approx(whole)
+
+
+POCKET = ("--config", "cpu_pocket_grpo", "minibatches=1")
+SERVERS = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/v1, http://b/v1]}"
+
+
+@as_configured
+@pytest.mark.slow
+def test_where_memory_is_short_the_sampler_keeps_less(capsys, monkeypatch):
+    arguments = (*POCKET, "prompts_per_step=4", "engine.slots=16", "enable_activation_checkpointing=False")
+    found = plan(capsys, *arguments)
+    peak, kept = (found["configured"]["memory"][key] for key in ("peak", "kept_for_sampling"))
+    layout, cache = found["rollout"]["sampling"]["layout"], found["rollout"]["sampling"]["cache"]
+    assert kept == layout + cache
+    for short, expected in ((0, kept), (1, layout), (cache + 1, 0)):
+        monkeypatch.setattr(target, "memory_budget", lambda *_, short=short: (peak - short, "a test"))
+        found = plan(capsys, *arguments)
+        assert found["configured"]["memory"]["kept_for_sampling"] == expected
+        assert found["configured"]["memory"]["peak"] == peak - kept + expected
+
+
+@as_configured
+@pytest.mark.slow
+def test_updates_and_log_probs_before_them_are_counted(capsys):
+    def seconds(*changes: str) -> tuple[float, float, int]:
+        found = plan(capsys, *POCKET, *changes)
+        step = found["rollout"]
+        return step["scoring_seconds"], step["updates_seconds"], found["steps"]
+
+    _, once, _ = seconds()
+    assert seconds("minibatches=4", "old_logprobs=sampler") == (0.0, pytest.approx(once, rel=0.1), 4)
+    scoring, twice, updates = seconds("updates_per_step=2", "kl_coef=0.01")
+    assert (twice, updates) == (pytest.approx(2 * once, rel=0.1), 2)
+    assert 2 * 0.25 * once < scoring < 2 * 0.5 * once, "two forward passes"
+
+
+@as_configured
+@pytest.mark.slow
+def test_the_side_that_waits_for_the_other(capsys):
+    def step(*changes: str) -> dict:
+        return plan(capsys, *POCKET, SERVERS, *changes)["rollout"]
+
+    few = ["prompts_per_step=2", "samples_per_prompt=2", "max_new_tokens=128"]
+    for changes, side in ((few, "the training GPUs"), (["updates_per_step=9"], "the servers")):
+        found = step("max_staleness=1", *changes)
+        sampling, training = found["sampling_seconds"], found["scoring_seconds"] + found["updates_seconds"]
+        assert found["servers"] == 2
+        assert found["waiting"] == [side, pytest.approx(abs(sampling - training))]
+        assert (sampling > training) == (side == "the training GPUs")
+        assert found["round_seconds"] == max(sampling, training)
+    after = step("updates_per_step=9")
+    assert after["waiting"] is None
+    assert after["round_seconds"] == pytest.approx(sampling + training)
+    assert (after["peak"], after["keeps"]) == (0, [])
+
+
+@as_configured
+def test_the_table_for_people(capsys):
+    assert main(["plan", *POCKET, SERVERS, "max_staleness=1", "steps=40", "eval_every_n_steps=15"]) == 0
+    said = capsys.readouterr().out
+    for part in ("A GRPO step, if no group has equal rewards", "1 update", "wait", "a step",
+                 "2, each assumed to be one more GPU of this kind"):  # fmt: skip
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["max_staleness=1"], "LocalEngine samples with the weights in training"),
+        (["loss=ppo"], "loss is 'ppo'; expected grpo"),
+        (["max_new_tokens=100000"], "the model takes"),
+    ],
+)
+def test_a_plan_refuses_what_the_recipe_refuses(capsys, changes, message):
+    assert main(["plan", "--config", "cpu_pocket_grpo", *changes]) == 1
+    assert message in capsys.readouterr().err

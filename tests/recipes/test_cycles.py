@@ -1,0 +1,463 @@
+"""Cycles that keep nothing, settings that change on resume, replayed answers, adapters, optimisers, evaluations."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from rocm_ext.recipes.raft_rocm import main
+from safetensors.torch import load_file
+
+from rocm_ext import cli
+from rocm_ext.base import log
+from rocm_ext.rl.cycle_trainer import CycleTrainer
+from rocm_ext.rl.records import PhaseRecords, Sample
+from rocm_ext.rl.rollout import Pace
+from rocm_ext.rl.selection import replay
+from rocm_ext.runs.folder import RunFolder
+from rocm_ext.runs.intervals import mcnemar
+from rocm_ext.runs.progress import progress
+from tests.kit.forks import forked, forked_ranks, kill_before
+from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records, write_run, write_world
+
+pytest.importorskip("resource", reason="forks and POSIX signals")
+RESUME = "resume_from_checkpoint=True"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("cycles"))
+
+
+@pytest.fixture(scope="module")
+def make(folder):
+    return partial(write_run, folder)
+
+
+@pytest.fixture(scope="module")
+def reference(make, folder) -> Path:
+    """An undisturbed run."""
+    return ran(make, folder / "reference")
+
+
+def ran(make, out: Path, *overrides: str, **changes) -> Path:
+    code, messages = forked(main, make(out, **changes), *overrides)
+    assert code == 0, messages
+    return out
+
+
+def lines(out: Path, cycle: int, phase: str) -> list[dict]:
+    found = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if (line["cycle"], line["phase"]) == (cycle, phase)]
+
+
+# ---- cycles that keep nothing
+
+
+@pytest.fixture(scope="module")
+def dry(make, folder):
+    """A run of 4 cycles whose verifier accepts nothing after cycle 1: its folder, its settings and its messages."""
+    out, end = folder / "dry", folder / "end"
+    verifier = {"_component_": "tests.kit.judges.Until", "end": str(end)}
+    changes = {"verifier": verifier, "prompts_per_cycle": 4, "retry_unsolved_after": 9, "epochs": 1}
+    ran(make, out, "cycles=1", **changes)
+    end.touch()
+    code, messages = forked(main, make(out, **changes), "cycles=4", RESUME)
+    assert code == 0, messages
+    return out, changes, messages
+
+
+def test_cycles_that_keep_nothing_are_skipped_and_end_the_run(dry):
+    out, _, messages = dry
+    assert "cycle 2 is skipped, nothing to train on. 16 answers: 16 WRONG; 16 below threshold, 0 kept" in messages
+    assert "stopped: no answer was kept in 2 cycles in a row (max_empty_cycles 2)" in messages
+    assert (out / WEIGHTS).read_bytes() == (out / "cycle_1" / WEIGHTS).read_bytes()
+    rows = json.loads((out / "summary.json").read_text())["cycles"]
+    assert [(row["cycle"], row.get("skipped")) for row in rows] == [(0, None), (1, None), (2, True), (3, True)]
+    assert (rows[2]["samples"], rows[2]["kept"], rows[2]["verdicts"]) == (16, 0, {"WRONG": 16})
+    assert rows[2]["seconds"]["sample"] > 0
+    asked = [{r["prompt_id"] for r in records(out, n, "samples")} for n in (1, 2, 3)]
+    assert len(set.union(*asked)) == 12  # each cycle asked other prompts
+    assert not (out / "cycle_4").exists()
+
+
+def test_tools_understand_skipped_cycles(dry, reference, tmp_path, capsys):
+    out, _, messages = dry
+    assert re.search(r"\n +2 +16 +0\.0% +0 +- +- +skipped ", messages)
+    run = RunFolder(out)
+    assert [cycle.state for cycle in run.cycles] == ["complete", "complete", "skipped", "skipped"]
+    assert run.finished
+    told = progress(out)
+    assert (told["cycle"], told["phase"], told["finished"]) == (3, "skipped", True)
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(out), "--output", str(page)]) == 0
+    assert "skipped" in page.read_text()
+    assert "1, 2 skipped" in page.read_text()
+    cli.main(["compare", str(reference), str(out), "--json"])
+    found = json.loads(capsys.readouterr().out.partition("{")[2].join(("{", "")))
+    assert found["rates"]["cycles"] == [2, 1]
+    assert found["finished"] == [True, True]
+
+
+def test_resuming_an_ended_run_repeats_nothing(dry, make, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(dry[0], out)
+    verifier = dry[1]["verifier"]
+    code, messages = forked(main, make(out, **dry[1]), "cycles=4", RESUME)
+    assert code == 0, messages
+    assert "stopped: no answer was kept in 2 cycles in a row" in messages
+    assert_equal(out, dry[0])
+    assert verifier == dry[1]["verifier"]
+
+
+def test_an_ended_run_continues_with_another_verifier(dry, make, tmp_path):
+    """It judges again what it sampled, and ends as if it had begun so."""
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    shutil.copytree(dry[0], out)
+    before = {(r["prompt_id"], r["sample"]): r["seconds"] for r in records(out, 2, "samples")}
+    ran(make, out, "cycles=3", "verifier.end=null", RESUME, **dry[1])
+    ran(make, expected, "cycles=3", "verifier.end=null", **dry[1])
+    assert_equal(out, expected)
+    after = {(r["prompt_id"], r["sample"]): r["seconds"] for r in records(out, 2, "samples")}
+    assert after == before  # not sampled again
+    assert cycle_row(out, 2)["kept"] > 0
+
+
+@pytest.mark.slow
+def test_killed_while_it_continues_with_another_verifier(dry, make, tmp_path):
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    shutil.copytree(dry[0], out)
+    changed = ("cycles=3", "verifier.end=null", "max_new_tokens=14", RESUME)
+    codes = [forked(main, make(out, **dry[1]), *changed, prepare=kill_before(count))[0] for count in range(1, 60, 2)]
+    assert set(codes) <= {-signal.SIGKILL, 0}
+    assert codes.count(-signal.SIGKILL) > 5
+    ran(make, out, *changed, **dry[1])
+    whole = tmp_path / "whole"
+    shutil.copytree(dry[0], whole)
+    ran(make, whole, *changed, **dry[1])
+    ran(make, expected, "cycles=3", "verifier.end=null", **dry[1])
+    assert_equal(out, whole)
+    for name in (WEIGHTS, "kept.jsonl"):  # cycle 1 is that of the old limit
+        assert (out / "cycle_1" / name).read_bytes() == (expected / "cycle_1" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_two_ranks_skip_and_continue(make, reference, tmp_path):
+    out, nothing = tmp_path / "out", ("verifier.share=0", "samples_per_prompt=2", "max_new_tokens=8")
+    for code, messages in forked_ranks(main, make(out, max_empty_cycles=1), *nothing):
+        assert code == 1
+        assert "no cycle was trained" in messages
+    for code, messages in forked_ranks(main, make(out, max_empty_cycles=1), RESUME, "verifier.share=0.5"):
+        assert code == 0, messages
+    torch.testing.assert_close(load_file(out / WEIGHTS), load_file(reference / WEIGHTS), rtol=0, atol=1e-6)
+    assert not list(out.rglob("*.rank*"))
+
+
+def test_a_failed_first_cycle_continues_with_another_threshold(make, tmp_path):
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    # a part of the answers is right, but their rewards are too low
+    changes = {"max_empty_cycles": 1, "verifier": {"_component_": "tests.kit.judges.Until", "right": 0.4}}
+    code, messages = forked(main, make(out, **changes))
+    assert code == 1
+    assert "no cycle was trained. Cycle 1: nothing to train on. 48 answers: " in messages
+    assert "; 48 below threshold, 0 kept. Continue with resume_from_checkpoint=True and more sampl" in messages
+    assert "Traceback" not in messages
+    assert not (out / "adapter").exists()
+    assert RunFolder(out).cycles[-1].state == "skipped"
+    assert not RunFolder(out).finished
+    samples = records(out, 1, "samples")
+    ran(make, out, RESUME, "reward_threshold=0.3", **changes)
+    assert records(out, 1, "samples") == samples
+    ran(make, expected, "reward_threshold=0.3", **changes)
+    assert_equal(out, expected)
+
+
+def test_fewer_and_longer_answers_on_resume(make, reference, tmp_path):
+    out = tmp_path / "out"
+    nothing = ("verifier.share=0", "samples_per_prompt=5", "max_new_tokens=8", "max_empty_cycles=1")
+    assert forked(main, make(out), *nothing)[0] == 1
+    ended = {(r["prompt_id"], r["sample"]): r for r in records(out, 1, "samples")}
+    ended = {key: r for key, r in ended.items() if r["finish_reason"] == "stop" and key[1] < 4}
+    assert ended
+    ran(make, out, RESUME, "verifier.share=0.5")
+    assert_equal(out, reference)
+    after = {(r["prompt_id"], r["sample"]): r for r in records(out, 1, "samples")}
+    assert {key: after[key] for key in ended} == ended  # not sampled again
+
+
+def test_settings_change_for_later_cycles_alone(make, reference, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    ran(make, out, RESUME, "cycles=3", "samples_per_prompt=5", "max_new_tokens=16", "reward_threshold=0.6")
+    for cycle in (1, 2):
+        for name in (WEIGHTS, "kept.jsonl"):
+            path = f"cycle_{cycle}/{name}"
+            assert (out / path).read_bytes() == (reference / path).read_bytes()
+        assert records(out, cycle, "samples") == records(reference, cycle, "samples")
+    assert len(records(out, 3, "samples")) == 60
+    for cycle in range(4):  # all adapters are measured with the same limit
+        lengths = [len(r["tokens"]) for r in records(out, cycle, "samples", "eval")]
+        assert len(lengths) == 6
+        assert max(lengths) > 12
+        assert cycle_row(out, cycle)["held_out"] == json.loads((out / f"cycle_{cycle}" / "eval.json").read_text())
+
+
+# ---- answers of earlier cycles
+
+
+def sample(prompt: str, index: int, *tokens: int) -> Sample:
+    return Sample(prompt, index, 0, "stop", "", list(tokens), [0.0] * len(tokens))
+
+
+def test_replayed_answers_are_the_newest_of_each_prompt():
+    earlier = [
+        [sample("a", 0, 1), sample("a", 1, 2), sample("b", 0, 3)],
+        [sample("a", 0, 4), sample("b", 0, 3), sample("c", 0, 5)],
+        [sample("a", 0, 1), sample("d", 0, 6)],
+    ]
+
+    def replayed(cycles=3, **changes):
+        rules = {"deduplicate": True, "per_prompt": 3, **changes}
+        found = replay([sample("a", 7, 2)], earlier[3 - cycles :], **rules)
+        return [(each.prompt_id, *each.tokens) for each in found]
+
+    newest, middle = [("a", 1), ("d", 6)], [("a", 4), ("b", 3), ("c", 5)]
+    assert replayed() == newest + middle  # "a" is full then, and "b" is a duplicate
+    assert replayed(per_prompt=None) == newest + middle
+    assert replayed(per_prompt=2) == [*newest, ("b", 3), ("c", 5)]
+    assert replayed(per_prompt=None, deduplicate=False) == newest + middle + [("a", 1), ("a", 2), ("b", 3)]
+    assert replayed(1) == newest
+    assert replayed(0) == []
+
+
+def kill_in_training() -> None:
+    """Patch the trainer so that the first checkpoint of cycle 2 kills the process when it is written."""
+    original = CycleTrainer.save_checkpoint
+
+    def save_checkpoint(self):
+        original(self)
+        if self.step == 1 and self.done:
+            assert self.done < self.total_steps
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    CycleTrainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
+def trained_rows(out: Path, cycle: int) -> int:
+    return json.loads((out / f"cycle_{cycle}" / "summary.json").read_text())["rows"]["rows"]
+
+
+def test_base_trains_on_all_cycles(make, tmp_path):
+    out, killed = tmp_path / "out", tmp_path / "killed"
+    changes = {"start_from": "base", "max_per_prompt": None, "epochs": 1, "prompts_per_cycle": 6}
+    ran(make, out, **changes)
+    kept = [cycle_row(out, cycle)["kept"] for cycle in (1, 2)]
+    assert trained_rows(out, 1) == kept[0]
+    assert trained_rows(out, 2) == sum(kept)  # of other prompts, so none is a duplicate
+    assert forked(main, make(killed, **changes), prepare=kill_in_training)[0] == -signal.SIGKILL
+    assert not (killed / "cycle_2" / "adapter").exists()
+    ran(make, killed, RESUME, **changes)
+    assert_equal(killed, out)
+
+
+def test_old_log_probs_are_warned_of(make, tmp_path):
+    code, messages = forked(main, make(tmp_path / "out", objective="raft++", start_from="base", cycles=1, epochs=1))
+    assert code == 0, messages
+    assert "the log-probs of replayed answers are those of older adapters" in messages
+
+
+# ---- the optimiser's state
+
+
+def moments(out: Path) -> dict:
+    *_, last = sorted((out / "checkpoints").glob("step_*"))
+    return torch.load(last / "state.pt", weights_only=True)["optimizer"]["state"][0]
+
+
+def test_the_optimiser_goes_on_or_begins_anew(reference, make, tmp_path):
+    out = ran(make, tmp_path / "out", optimizer_state="cycle")
+    assert (out / "cycle_1" / WEIGHTS).read_bytes() == (reference / "cycle_1" / WEIGHTS).read_bytes()
+    assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
+    assert moments(out)["step"] == cycle_row(out, 2)["steps"]
+    assert moments(reference)["step"] == sum(cycle_row(reference, cycle)["steps"] for cycle in (1, 2))
+
+
+def kill_at_the_end_of_training() -> None:
+    """Patch the trainer so that the checkpoint at the end of cycle 1 kills the process before it is written."""
+    original = CycleTrainer.save_checkpoint
+
+    def save_checkpoint(self):
+        if self.step == 1 and not self.done:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self)
+
+    CycleTrainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "prepare", [pytest.param(kill_in_training, marks=pytest.mark.slow), kill_at_the_end_of_training]
+)
+def test_killed_in_training(reference, make, tmp_path, prepare):
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
+    ran(make, out, RESUME)
+    assert_equal(out, reference)
+    for cycle in (1, 2):
+        assert [line["steps"] for line in lines(out, cycle, "train")] == [cycle_row(out, cycle)["steps"]]
+    assert moments(out)["step"] == moments(reference)["step"]
+
+
+def test_settings_that_change_inside_a_training_wait(make, tmp_path):
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=kill_in_training)[0] == -signal.SIGKILL
+    code, messages = forked(main, make(out), RESUME, "keep=rewarded")
+    assert code == 1
+    assert "cycle 2 is being trained on answers of other settings: continue without the change of keep" in messages
+
+
+# ---- which cycles are evaluated, which adapters stay
+
+
+def test_some_cycles_are_evaluated_and_some_adapters_stay(make, tmp_path):
+    out = ran(
+        make, tmp_path / "out", cycles=5, epochs=1, eval_every_n_cycles=2, keep_last_n_adapters=1, prompts_per_cycle=3,
+    )  # fmt: skip
+    assert [cycle for cycle in range(6) if (out / f"cycle_{cycle}" / "eval.json").exists()] == [0, 2, 4, 5]
+    rows = json.loads((out / "summary.json").read_text())["cycles"]
+    scores = {row["cycle"]: row["held_out"]["correct"] for row in rows if "held_out" in row and row["cycle"]}
+    assert list(scores) == [2, 4, 5]
+    chosen = max(scores, key=lambda cycle: (scores[cycle], cycle))
+    assert {cycle for cycle in range(6) if (out / f"cycle_{cycle}" / "adapter").exists()} == {chosen, 5}
+    assert (out / WEIGHTS).read_bytes() == (out / f"cycle_{chosen}" / WEIGHTS).read_bytes()
+    before = outcome(out)
+    ran(make, out, RESUME, cycles=5, epochs=1, eval_every_n_cycles=2, keep_last_n_adapters=1, prompts_per_cycle=3)
+    assert outcome(out) == before
+
+
+def test_the_choice_is_printed_with_its_test(reference, make, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    code, messages = forked(main, make(out), RESUME)
+    assert code == 0, messages
+    right = [{r["prompt_id"] for r in records(out, n, "verdicts", "eval") if r["reward"]} for n in range(3)]
+    chosen = 2 if len(right[2]) >= len(right[1]) else 1
+    gained, lost = len(right[chosen] - right[0]), len(right[0] - right[chosen])
+    p = mcnemar(lost, gained)
+    assert (
+        f"cycle {chosen} against the initial model: {gained} of 6 held-out prompts gained, {lost} lost; "
+        f"McNemar p = {p:.2g}, {min(1, 2 * p):.2g} for the best of 2 looks at the same prompts (Bonferroni)"
+    ) in messages
+
+
+# ---- what a phase cost
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_seconds_and_tokens_cover_the_whole_phase(make, tmp_path, stop):
+    def prepare() -> None:
+        original, done = PhaseRecords.append, []
+
+        def append(self, record):
+            original(self, record)
+            done.append(record)
+            if len(done) == 50:
+                os.kill(os.getpid(), stop)
+
+        PhaseRecords.append = append  # type: ignore[method-assign]
+
+    out, changes = tmp_path / "out", {"cycles": 1, "eval_prompts": None, "epochs": 1}
+    assert forked(main, make(out, **changes), prepare=prepare)[0] in (-signal.SIGKILL, 143)
+    spent = max(r["seconds"] for r in records(out, 1, "samples"))
+    assert spent > 0
+    ran(make, out, RESUME, **changes)
+    (line,) = lines(out, 1, "sample")
+    samples = records(out, 1, "samples")
+    assert line["tokens"] == sum(len(r["tokens"]) for r in samples)
+    assert line["seconds"] >= max(r["seconds"] for r in samples) > spent
+    assert cycle_row(out, 1)["seconds"]["sample"] == line["seconds"]
+
+
+# ---- how long a phase takes
+
+
+def simulate(lengths: list[int], slots: int, longest: int) -> list[tuple[float, float | None, float]]:
+    """Decode answers in slots, one token a second each; returns (seconds, estimate, what was left) for each answer."""
+    pace, waiting, running, seconds, told = Pace(len(lengths), [], longest), list(lengths), [], 0, []
+    sampled = 0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append([waiting.pop(0), 0])
+        seconds += 1
+        sampled += len(running)
+        for each in running:
+            each[1] += 1
+        for length, at in [each for each in running if each[0] == each[1]]:
+            running.remove([length, at])
+            pace.finish(length)
+            told.append((seconds, pace.seconds_left(sampled, seconds)))
+    return [(at, estimate, seconds - at) for at, estimate in told]
+
+
+def test_the_first_estimate_of_a_phase_is_near(monkeypatch):
+    lengths = [20 + 37 * i % 400 for i in range(1600)]
+    found = simulate(lengths, slots=100, longest=1024)
+    first, _, rest = found[0]
+    assert first * (len(lengths) - 1) > 8 * rest  # answers per second are eight times too few at first
+    estimates = [(at, estimate, left) for at, estimate, left in found if estimate is not None]
+    assert estimates[0][0] < 0.1 * found[-1][0]
+    for at, estimate, left in estimates:
+        assert at + left > 0.5 * (at + estimate)
+        assert at + left < 1.5 * (at + estimate)
+    assert estimates[-1][1] == 0
+
+
+def test_a_resumed_phase_knows_lengths_from_the_start():
+    pace = Pace(100, [50] * 100, 1024)
+    pace.finish(10)
+    assert pace.seconds_left(1000, 10.0) == pytest.approx((99 * (5000 + 1000) / 101 - 990) / 100)
+
+
+def test_progress_prints_the_estimate_it_is_given(monkeypatch, messages):
+    now = [0.0]
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(log.sys.stderr, "isatty", lambda: False, raising=False)
+    left = iter([None, 90.0])
+    shown = log.Progress(10, 0, True, "cycle 1 sample", lambda: next(left))
+    monkeypatch.setattr(log.log, "level", logging.INFO)
+    log.log.manager._clear_cache()  # which levels are enabled
+    for seconds in (4, 40, 80):
+        now[0] = seconds
+        shown.update("x")
+    assert messages == [
+        "cycle 1 sample 1/10  x", "cycle 1 sample 2/10  x", "cycle 1 sample 3/10  x  1m30s left",
+    ]  # fmt: skip
+
+
+# ---- evaluations that are kept
+
+
+def test_evaluations_can_be_kept_and_compared(reference, make, tmp_path, capsys):
+    path = str(make(tmp_path / "unused"))
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert cli.main(["eval", "--config", path, "--output", str(a)]) == 0
+    assert cli.main(["eval", "--config", path, "--adapter", str(reference / "adapter"), "--output", str(b)]) == 0
+    for out in (a, b):
+        samples, verdicts = (records(out, 0, name, "eval") for name in ("samples", "verdicts"))
+        assert len(samples) == len(verdicts) == 6
+        assert RunFolder(out).finished
+    capsys.readouterr()
+    code = cli.main(["compare", str(a), str(b), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    (scores,) = found["scores"]
+    assert scores["p"] is not None
+    assert found["decision"]["exit_code"] == code
+    assert "no trained cycle" not in found["decision"]["text"]
+    assert "held-out pass@1" in found["decision"]["text"]
+    assert cli.main(["eval", "--config", path, "--output", str(a)]) == 1  # holds an evaluation
+    assert "exists and is not empty" in capsys.readouterr().err

@@ -1,0 +1,457 @@
+"""Runs on pairs: equal to torchtune's recipe, the same for every cut and number of ranks, and resumed bit for bit."""
+
+import contextlib
+import importlib.util
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torchtune
+from omegaconf import OmegaConf
+from rocm_ext.recipes.dpo_rocm import DPO, main
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from safetensors.torch import load_file
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.batches import row_sizes
+from rocm_ext.model.adapters import peft_files
+from rocm_ext.train.likelihood import falling_likelihood
+from rocm_ext.train.reference import FILE, PARTS
+from rocm_ext.train.scoring import score
+from tests.kit.forks import forked, forked_ranks, kill_before, several_ranks
+from tests.kit.tiny import TEXT, metrics, run_config, write_model, write_rows, write_yaml
+
+STOCK_RECIPES = Path(torchtune.__file__).parents[1] / "recipes"
+DPO_LOSS = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+WEIGHTS = "adapter/adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory) -> Path:
+    """Two base models, 24 pairs, and an adapter with random weights."""
+    top = tmp_path_factory.mktemp("dpo")
+    write_model(top / "base", initializer_range=0.1)
+    write_model(top / "llama", "llama", initializer_range=0.1)
+    rows = []
+    for i in range(24):
+        words = " ".join(TEXT[i % 3].split()[: 4 + i * 7 % 13])
+        asked = {"role": "user", "content": f"{words} {i}?"}
+        good, bad = f"It is {i * 37 % 101}. " + "So it is. " * (i % 4), f"She sold {i * 53 % 89} clips." * (1 + i % 3)
+        sides = [[asked, {"role": "assistant", "content": text}] for text in (good, bad)]
+        rows.append(dict(zip(("chosen", "rejected"), sides, strict=True)))
+    (top / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = prepare(dpo_config(top, top / "first"))
+    generator = torch.Generator().manual_seed(3)
+    state = peft_files.adapter_state(recipe.learner.decoder)
+    torch.save({k: torch.randn(v.shape, generator=generator) * 0.05 for k, v in state.items()}, top / "start.pt")
+    return top
+
+
+def dpo_config(top: Path, out: Path, base: str = "base", **changes) -> dict:
+    """Return the config of a run over the pairs, from the random adapter if there is one: 3 steps of an epoch."""
+    cfg = run_config(top / base, top / "pairs.jsonl", out)
+    cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(top / "pairs.jsonl")}
+    if (top / "start.pt").exists() and base == "base":
+        cfg["checkpointer"]["adapter_checkpoint"] = str(top / "start.pt")
+    return {**cfg, **changes}
+
+
+def prepare(cfg: dict, recipe=DPO, name: str = "dpo_rocm"):
+    out = Path(cfg["output_dir"])
+    made = recipe(config.load(name, str(write_yaml(out.with_suffix(".yaml"), cfg))))
+    made.setup()
+    return made
+
+
+def train(cfg: dict) -> DPO:
+    recipe = prepare(cfg)
+    recipe.train()
+    recipe.cleanup()
+    return recipe
+
+
+# ---- torchtune's recipe and its configs
+
+
+class StockLog:
+    """Stands in for torchtune's metric logger."""
+
+    def __init__(self):
+        self.steps = []
+
+    def log_dict(self, payload, step):
+        self.steps.append({key: float(value) for key, value in payload.items()})
+
+
+def run_stock(cfg: dict, initial: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """Run torchtune's recipe; return each step's metrics and the final adapter, and save the first to ``initial``."""
+    path = STOCK_RECIPES / "lora_dpo_single_device.py"
+    spec = importlib.util.spec_from_file_location("stock_lora_dpo", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    recipe = module.LoRADPORecipeSingleDevice(OmegaConf.create(cfg))
+    recipe.setup(OmegaConf.create(cfg))
+    recipe._metric_logger.close()
+    recipe._metric_logger = StockLog()
+    recipe.save_checkpoint = lambda epoch: None
+    torch.save({name: p.detach().clone() for name, p in recipe.adapter_params.items()}, initial)
+    recipe.train()
+    return recipe._metric_logger.steps, {name: p.detach() for name, p in recipe.adapter_params.items()}
+
+
+@pytest.mark.parametrize("loss", [{**DPO_LOSS, "beta": 0.3, "label_smoothing": 0.1},
+                                  {"_component_": "torchtune.rlhf.loss.RSOLoss", "gamma": 0.2}])  # fmt: skip
+def test_every_step_equals_stock_torchtune(top, tmp_path, loss):
+    dataset = {"_component_": "torchtune.datasets.preference_dataset", "source": "json",
+               "data_files": str(top / "pairs.jsonl"), "split": "train"}  # fmt: skip
+    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(tmp_path)}
+    cfg = run_config(
+        top / "base", top / "pairs.jsonl", tmp_path / "run", dataset=dataset, loss=loss, batch_size=8, epochs=2,
+        gradient_accumulation_steps=1, shuffle=True, dtype="fp32", device="cpu", compile=False, metric_logger=logger,
+        enable_activation_checkpointing=False,
+        max_steps_per_epoch=None, resume_from_checkpoint=False,
+        lr_scheduler={"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+                      "num_warmup_steps": 1},
+    )  # fmt: skip
+    del cfg["sequences_per_step"]
+    cfg["tokenizer"]["max_seq_len"] = None
+    stock, adapter = run_stock({k: v for k, v in cfg.items() if k != "hardware"}, tmp_path / "initial.pt")
+    cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "initial.pt")
+    ours = train(cfg)
+    assert len(stock) == 6
+    tokens, rows = metrics(tmp_path / "run", "tokens"), ours.trainer.rows
+    assert sum(tokens[:3]) == sum(row_sizes(rows, share=True)) < sum(map(len, rows.tokens))
+    assert metrics(tmp_path / "run") == pytest.approx([step["loss"] for step in stock], rel=1e-5)
+    torch.testing.assert_close(peft_files.adapter_state(ours.learner.decoder), adapter, rtol=1e-4, atol=1e-6)
+    names = {"reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected", "margin": "rewards/margins",
+             "accuracy": "rewards/accuracies", "logprobs_chosen": "log_probs/chosen",
+             "logprobs_rejected": "log_probs/rejected"}  # fmt: skip
+    for name, theirs in names.items():
+        expected = pytest.approx([step[theirs] for step in stock], rel=1e-4, abs=1e-5)
+        assert metrics(tmp_path / "run", name) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama3_1/8B_lora_dpo_single_device", pytest.param("llama2/7B_lora_dpo_single_device", marks=pytest.mark.slow)],
+)
+def test_stock_config_runs_as_it_is(top, tmp_path, name):
+    """The config is torchtune's; only the command line sets the local model and the pairs of Stack Exchange."""
+    path = STOCK_RECIPES / "configs" / f"{name}.yaml"
+    cfg, stock = config.load("dpo_rocm", str(path), ["hardware=cpu"]), OmegaConf.load(path)
+    for key in ("model", "optimizer", "dataset", "batch_size", "gradient_accumulation_steps", "epochs", "loss"):
+        assert cfg[key] == stock[key]
+    pairs = tmp_path / "data" / "rl" / "train.jsonl"
+    pairs.parent.mkdir(parents=True)
+    pairs.write_text("".join(json.dumps({"question": f"{i}?", "response_j": f"It is {i}.", "response_k": f"No {i * i}"})
+                             + "\n" for i in range(16)))  # fmt: skip
+    tiny = run_config(top / "llama", pairs, tmp_path / "run")
+    model, tokenizer = tiny["model"], tiny["tokenizer"]
+    shape = {k: v for k, v in model.items() if "lora" not in k and k != "_component_"}
+    del tokenizer["max_seq_len"]
+    overrides = {
+        "hardware": "cpu", "output_dir": tmp_path / "run",
+        "model": "torchtune.models.llama3_1.lora_llama3_1", **{f"model.{key}": value for key, value in shape.items()},
+        "tokenizer": tokenizer.pop("_component_"), **{f"tokenizer.{key}": value for key, value in tokenizer.items()},
+        "checkpointer.checkpoint_dir": top / "llama",
+        "checkpointer.checkpoint_files": json.dumps(tiny["checkpointer"]["checkpoint_files"]),
+        "checkpointer.model_type": "LLAMA3", "dataset.source": tmp_path, "seed": 1, "gradient_accumulation_steps": 2,
+        "lr_scheduler.num_warmup_steps": 1, "optimizer.lr": 1e-3, "epochs": 3,
+    }  # fmt: skip
+    code, messages = forked(main, path, *(f"{key}={value}" for key, value in overrides.items()))
+    assert code == 0, messages
+    losses = metrics(tmp_path / "run")
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-5), "before the first update both sides' scores are 0"
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "run" / WEIGHTS).is_file()
+
+
+@pytest.mark.parametrize("name", ["llama3_1/8B_lora_dpo_single_device", "llama2/7B_lora_dpo_single_device"])
+def test_a_config_without_a_recipe_is_for_dpo_if_its_loss_is_of_pairs(name, tmp_path):
+    assert config.recipe_of(name).name == "dpo_rocm"
+    assert config.recipe_of(name, ["recipe=lora_finetune_rocm"]).name == "lora_finetune_rocm"
+    assert config.recipe_of(name, ["loss=rocm_ext.losses.CrossEntropy"]).name == "lora_finetune_rocm"
+    ours = write_yaml(tmp_path / "ours.yaml", {"loss": {"_component_": "rocm_ext.losses.Preference"}})
+    assert config.recipe_of(str(ours)).name == "dpo_rocm"
+
+
+# ---- the reference
+
+
+def test_the_reference_is_scored_once_and_kept(top, tmp_path, monkeypatch):
+    cfg = dpo_config(top, tmp_path / "run", validation_fraction=0.2)
+    recipe = train(cfg)
+    assert metrics(tmp_path / "run")[0] == pytest.approx(math.log(2), rel=1e-6)
+    kept = load_file(tmp_path / "run" / FILE)
+    assert {name: len(values) for name, values in kept.items()} == {
+        "dataset": sum(int((batch_labels != -100).sum()) for batch_labels in recipe.trainer.rows.labels),
+        "dataset_val": sum(int((each != -100).sum()) for each in recipe.trainer.validation_rows.labels),
+    }
+    again = prepare({**cfg, "output_dir": str(tmp_path / "again")})
+    found = torch.from_numpy(score(again.learner, again.trainer.rows)[0])
+    assert torch.equal(kept["dataset"][: len(found)], found), "the model with its first adapter"
+
+    def fail(*args, **kwargs):
+        raise AssertionError("the reference is kept")
+
+    monkeypatch.setattr("rocm_ext.train.reference.score", fail)
+    prepare({**cfg, "resume_from_checkpoint": True, "epochs": 2})
+    with pytest.raises(AssertionError, match="the reference is kept"):  # other rows have others
+        prepare({**cfg, "overwrite_output_dir": True, "validation_fraction": 0.4})
+    cfg["checkpointer"]["adapter_checkpoint"] = None
+    with pytest.raises(AssertionError, match="the reference is kept"):  # and another first adapter
+        prepare({**cfg, "overwrite_output_dir": True})
+
+
+def test_scoring_the_reference_goes_on_where_it_was_killed(top, tmp_path, monkeypatch):
+    """Each block is saved. Fresh adapters add nothing, so a start with another seed continues, too."""
+    scored = []
+
+    def scoring(learner, rows, fail_at: int = 0):
+        scored.append(len(rows))
+        if len(scored) == fail_at:
+            raise KeyboardInterrupt
+        return score(learner, rows)
+
+    def prepared(out: str, seed: int):
+        cfg = dpo_config(top, tmp_path / out, validation_fraction=0.25, seed=seed)
+        cfg["checkpointer"]["adapter_checkpoint"] = None
+        return prepare(cfg)
+
+    monkeypatch.setattr("rocm_ext.train.reference._BLOCK", 5)
+    monkeypatch.setattr("rocm_ext.train.reference.score", scoring)
+    prepared("whole", 1)
+    assert scored == [5, 5, 5, 3, 5, 1]
+    for fail_at, seed in ((3, 2), (9, 3)):
+        scored.clear()
+        monkeypatch.setattr("rocm_ext.train.reference.score", partial(scoring, fail_at=fail_at))
+        with contextlib.suppress(KeyboardInterrupt):
+            prepared("killed", seed)
+        assert scored == {3: [5, 5, 5], 9: [5, 3, 5, 1]}[fail_at]
+    whole, killed = (load_file(tmp_path / out / FILE) for out in ("whole", "killed"))
+    assert whole.keys() == killed.keys()
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    assert not (tmp_path / "killed" / PARTS).exists()
+
+
+def test_a_reference_that_is_not_finite_is_refused(top, tmp_path, monkeypatch):
+    def broken(learner, rows):
+        found = score(learner, rows)
+        found[2][0] = math.nan
+        return found
+
+    monkeypatch.setattr("rocm_ext.train.reference.score", broken)
+    with pytest.raises(UserError, match=r"dataset: the reference's log-probs of 1 rows are not finite, .* of row 2"):
+        prepare(dpo_config(top, tmp_path / "run"))
+    assert not (tmp_path / "run" / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "damage", [b"not safetensors", *(pytest.param(x, marks=pytest.mark.slow) for x in (b"", b"\0" * 9))]
+)
+def test_a_damaged_reference_is_computed_again(top, tmp_path, damage, messages):
+    whole = train(dpo_config(top, tmp_path / "run"))
+    losses = metrics(tmp_path / "run")
+    (tmp_path / "run" / FILE).write_bytes(damage)
+    recipe = prepare(dpo_config(top, tmp_path / "run", resume_from_checkpoint=True, epochs=2))
+    assert any("cannot read" in line and "computed again" in line for line in messages)
+    assert recipe.trainer.step == whole.trainer.step == len(losses)
+
+
+def test_simpo_needs_no_reference(top, tmp_path):
+    loss = {"_component_": "rocm_ext.losses.Preference", "loss": "simpo", "beta": 2.0}
+    train(dpo_config(top, tmp_path / "run", loss=loss, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-2}))
+    losses = metrics(tmp_path / "run")
+    assert losses[-1] < losses[0]
+    assert not (tmp_path / "run" / FILE).exists()
+
+
+# ---- the same result
+
+
+MEASURED = (
+    "loss",
+    "grad_norm",
+    "margin",
+    "accuracy",
+    "logprobs_chosen",
+    "kl",
+    "val_loss",
+    "val_margin",
+    "val_accuracy",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(top) -> Path:
+    """A run of 6 steps with one micro-batch per step."""
+    train(dpo_config(top, top / "whole", tokens_per_micro_batch=100_000, epochs=2, validation_fraction=0.2))
+    return top / "whole"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch_size": 1, "loss": {"_component_": "rocm_ext.losses.Preference", "chunk_tokens": 5}},
+        pytest.param({"batch_size": 3, "enable_activation_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_results_do_not_depend_on_the_cut(top, whole, tmp_path, changes):
+    train(dpo_config(top, tmp_path / "run", epochs=2, validation_fraction=0.2, **changes))
+    for key in MEASURED:
+        assert metrics(tmp_path / "run", key) == pytest.approx(metrics(whole, key), rel=2e-5, abs=1e-6), key
+    found, expected = (load_file(out / WEIGHTS) for out in (tmp_path / "run", whole))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@several_ranks
+def test_two_ranks_equal_one(top, whole, tmp_path):
+    path = write_yaml(tmp_path / "two.yaml", dpo_config(top, tmp_path / "two", epochs=2, validation_fraction=0.2))
+    for code, messages in forked_ranks(main, path):
+        assert code == 0, messages
+    for key in MEASURED:
+        assert metrics(tmp_path / "two", key) == pytest.approx(metrics(whole, key), rel=2e-5, abs=1e-6), key
+    found, expected = (load_file(out / WEIGHTS) for out in (tmp_path / "two", whole))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(top, tmp_path):
+    """Kills land in the reference's file, in checkpoints and in the outputs; each start goes on where it can."""
+    pytest.importorskip("resource", reason="forks and POSIX signals")
+
+    def run(out: str, *overrides: str, prepare=None):
+        cfg = dpo_config(top, tmp_path / out, save_every_n_steps=1, epochs=2, batch_size=2, validation_fraction=0.2)
+        cfg["model"]["lora_dropout"] = 0.1
+        return forked(main, write_yaml(tmp_path / f"{out}.yaml", cfg), *overrides, prepare=prepare)
+
+    assert run("whole")[0] == 0
+    codes = [run("killed", "resume_from_checkpoint=True", prepare=kill_before(count))[0] for count in (1, 9, 20)]
+    assert codes[0] == -9
+    assert codes.count(-9) >= 2
+    assert run("killed", "resume_from_checkpoint=True")[0] == 0
+    for name in (WEIGHTS, FILE):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    for key in ("loss", "val_loss"):
+        assert metrics(tmp_path / "killed", key) == metrics(tmp_path / "whole", key)
+
+
+# ---- early stopping
+
+
+@pytest.mark.slow
+def test_a_killed_run_stops_early_by_the_same_metric(top, tmp_path):
+    """The divergence from the reference grows, so the first validation is the best by it, and not by the loss."""
+    pytest.importorskip("resource", reason="forks and POSIX signals")
+
+    def run(out: str, *overrides: str, prepare=None):
+        cfg = dpo_config(top, tmp_path / out, run_val_every_n_steps=1, save_every_n_steps=1, epochs=4,
+                         keep_last_n_checkpoints=9, validation_fraction=0.2, early_stopping_patience=2,
+                         early_stopping_metric="val_kl")  # fmt: skip
+        return forked(main, write_yaml(tmp_path / f"{out}.yaml", cfg), *overrides, prepare=prepare)
+
+    code, said = run("whole")
+    assert code == 0, said
+    assert "stopped early at step 3: 2 validations without a better val_kl" in said
+    distances, losses = (metrics(tmp_path / "whole", key) for key in ("val_kl", "val_loss"))
+    assert (len(distances), min(distances)) == (3, distances[0])
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["best_validation"] == {"loss": losses[0], "step": 1, "val_kl": distances[0]}
+    assert summary["adapter_is"] == "best by val_kl"
+    adapter = (tmp_path / "whole" / WEIGHTS).read_bytes()
+    assert adapter == (tmp_path / "whole/checkpoints/step_00000001/adapter_model.safetensors").read_bytes()
+
+    assert run("killed", prepare=kill_before(14))[0] == -9
+    assert 0 < len(metrics(tmp_path / "killed", "val_kl")) < 3, "the kill is between two validations"
+    code, said = run("killed", "resume_from_checkpoint=True")
+    assert code == 0, said
+    assert "stopped early at step 3" in said
+    assert (tmp_path / "killed" / WEIGHTS).read_bytes() == adapter
+    assert metrics(tmp_path / "killed", "val_kl") == distances
+
+    code, said = run("killed", "resume_from_checkpoint=True", "early_stopping_metric=val_margin")
+    assert code == 0, said
+    assert "early_stopping_metric is now val_margin: the best validation is one of those to come" in said
+    margins = metrics(tmp_path / "killed", "val_margin")[3:]
+    summary = json.loads((tmp_path / "killed" / "summary.json").read_text())
+    assert (summary["adapter_is"], len(margins)) == ("best by val_margin", 9)
+    assert summary["best_validation"]["val_margin"] == max(margins) > min(margins)
+
+
+def test_unknown_metrics_of_early_stopping_are_refused(top, tmp_path):
+    with pytest.raises(
+        UserError, match=r"val_margins is unknown for loss Preference; did you mean val_margin\?.*val_kl"
+    ):
+        prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margins"))
+    simpo = {"_component_": "rocm_ext.losses.Preference", "loss": "simpo", "beta": 2.0}
+    with pytest.raises(UserError, match="val_kl is unknown for loss Preference"):  # without a reference
+        prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_kl", loss=simpo))
+    rows = {"_component_": "rocm_ext.data.sft_dataset", "source": str(write_rows(tmp_path / "rows.jsonl", 8)),
+            "column_map": {"prompt": "question", "completion": "answer"}}  # fmt: skip
+    plain = {"_component_": "rocm_ext.losses.CrossEntropy"}
+    with pytest.raises(UserError, match="val_margin is unknown for loss CrossEntropy; known: val_loss"):
+        prepare(dpo_config(top, tmp_path / "run", early_stopping_metric="val_margin", dataset=rows, loss=plain),
+                LoRAFinetune, "lora_finetune_rocm")  # fmt: skip
+
+
+# ---- what a run says
+
+
+def test_validation_measures_what_a_step_does(whole):
+    *_, last = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
+    assert last.keys() >= {
+        "val_loss",
+        "val_reward_chosen",
+        "val_reward_rejected",
+        "val_margin",
+        "val_accuracy",
+        "val_kl",
+    }
+    assert last["val_margin"] == pytest.approx(last["val_reward_chosen"] - last["val_reward_rejected"])
+
+
+def test_a_run_warns_of_falling_likelihood(top, tmp_path, messages, monkeypatch):
+    train(dpo_config(top, tmp_path / "one"))
+    assert not any("fell all the way" in text for text in messages)
+    fallen = [{"val_logprobs_chosen": value} for value in (-10, -11, -12)]
+    monkeypatch.setattr("rocm_ext.recipes.dpo_rocm.read_metrics", lambda path: fallen)
+    train(dpo_config(top, tmp_path / "two"))
+    assert any("fell all the way, from -10.00 to -12.00" in text for text in messages)
+
+
+@pytest.mark.parametrize(
+    ("lines", "falls"),
+    [
+        ([{"val_logprobs_chosen": value} for value in (-10, -11, -12)], True),
+        ([{"val_logprobs_chosen": value} for value in (-10, -12, -11)], False),
+        ([{"val_logprobs_chosen": value} for value in (-10, -12)], False),
+        ([{"reward_chosen": -0.1 * i, "kl": 0.1} for i in range(8)], True),
+        ([{"reward_chosen": 0.1 * i, "kl": 0.1} for i in range(8)], False),
+        ([{"reward_chosen": -0.1 * i, "kl": 0.1} for i in range(7)], False),
+        ([{"reward_chosen": -0.1 * i} for i in range(8)], False),  # SimPO's steps have no reference
+    ],
+)
+def test_falling_likelihood(lines, falls):
+    assert (falling_likelihood([{"loss": 1.0}, *lines]) is not None) == falls
+
+
+# ---- bad input
+
+
+def test_the_wrong_rows_are_refused(top, tmp_path):
+    answers = {"_component_": "rocm_ext.data.sft_dataset", "source": str(write_rows(tmp_path / "rows.jsonl", 8)),
+               "column_map": {"prompt": "question", "completion": "answer"}}  # fmt: skip
+    with pytest.raises(UserError, match="dataset has single answers, and dpo_rocm needs pairs"):
+        prepare(dpo_config(top, tmp_path / "run", dataset=answers))
+    with pytest.raises(UserError, match="dataset_val has single answers"):
+        prepare(dpo_config(top, tmp_path / "run", dataset_val=answers))
+    with pytest.raises(UserError, match="the rows are pairs, and loss CrossEntropy would train on the rejected"):
+        prepare(dpo_config(top, tmp_path / "run"), LoRAFinetune, "lora_finetune_rocm")
+    cfg = dpo_config(top, tmp_path / "run", loss=DPO_LOSS, recipe="lora_finetune_rocm")
+    with pytest.raises(UserError, match=r"needs the columns reference_logprobs, .*; start dpo_rocm on pairs"):
+        prepare(cfg, LoRAFinetune, "lora_finetune_rocm")
+    with pytest.raises(UserError, match=r"loss\.loss is 'kto'"):
+        prepare(dpo_config(top, tmp_path / "run", loss={"_component_": "rocm_ext.losses.Preference", "loss": "kto"}))

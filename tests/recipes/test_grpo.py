@@ -1,0 +1,385 @@
+"""GRPO end to end: its files, its recovery from kills, and the same results on any number of ranks."""
+
+import json
+import os
+import random
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from rocm_ext.recipes.grpo_rocm import GRPO, main
+from safetensors.torch import load_file
+
+from rocm_ext import cli, config
+from rocm_ext.rl.records import PhaseRecords
+from rocm_ext.rl.trainer import PolicyTrainer
+from rocm_ext.train.learner import Learner
+from tests.kit.forks import forked, forked_ranks, several_ranks
+from tests.kit.grpo_runs import assert_equal, lines, outcome, write_run
+from tests.kit.raft_runs import WEIGHTS, write_world
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("grpo"))
+
+
+@pytest.fixture(scope="module")
+def make(folder):
+    """Write the YAML of a run: 4 steps of 4 prompts with 4 answers each."""
+    return partial(write_run, folder)
+
+
+@pytest.fixture(scope="module")
+def reference(make, folder) -> Path:
+    """An undisturbed run."""
+    out = folder / "reference"
+    code, messages = forked(main, make(out))
+    assert code == 0, messages
+    return out
+
+
+def succeed(path: Path, *overrides: str) -> str:
+    code, messages = forked(main, path, *overrides)
+    assert code == 0, messages
+    return messages
+
+
+def fail(path: Path, *overrides: str) -> str:
+    code, messages = forked(main, path, *overrides)
+    assert code == 1, messages
+    assert "Traceback" not in messages
+    return messages.strip().splitlines()[-1]
+
+
+# ---- what a run writes
+
+
+def test_every_step_is_in_the_records(reference):
+    samples, verdicts, metrics = (lines(reference / f"{name}.jsonl") for name in ("samples", "verdicts", "metrics"))
+    steps, evaluations = [m for m in metrics if "eval" not in m], [m for m in metrics if "eval" in m]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["step"] for line in evaluations] == [0, 2, 4]
+    for step in steps:
+        mine = [v for v in verdicts if v["step"] == step["step"] and v["phase"] == "sample"]
+        assert len(mine) == step["answers"] == 16
+        assert step["reward"] == sum(v["reward"] for v in mine) / 16
+        assert step["right"] == sum(v["verdict"] == "CORRECT" for v in mine) / 16
+        groups: dict[str, set[float]] = {}
+        for verdict in mine:
+            groups.setdefault(verdict["prompt_id"], set()).add(verdict["reward"])
+        assert step["flat"] == sum(len(rewards) == 1 for rewards in groups.values()) / 4
+        assert step["updates"] == 1
+        assert abs(step["mismatch_mean"]) < 1e-4  # one model in fp32 on both sides
+    keys = [(s["step"], s["phase"], s["prompt_id"], s["sample"]) for s in samples]
+    assert len(keys) == len(set(keys)) == 4 * 16 + 3 * 6
+    summary = json.loads((reference / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["samples"] == 64
+    assert (reference / WEIGHTS).exists()
+    assert not (reference / "policy").exists()
+
+
+def test_prompts_come_in_turn(reference):
+    """Three steps of 4 prompts ask each of the 12 prompts once."""
+    asked = [v["prompt_id"] for v in lines(reference / "verdicts.jsonl") if v["phase"] == "sample" and v["step"] <= 3]
+    assert len(set(asked)) == 12
+
+
+# ---- nothing is lost
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("samples", 3), slow("samples", 25), slow("verdicts", 20), slow("samples", 60), ("verdicts", 80)],
+)
+def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
+    def prepare() -> None:
+        original = PhaseRecords.append
+
+        def append(self, record):
+            if self._file._own.name == f"{name}.jsonl":
+                prepare.count += 1
+            if prepare.count == count:
+                with self._file._own.open("ab") as file:
+                    file.write(b'{"step": 1, "phase": "sam')
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, record)
+
+        prepare.count = 0
+        PhaseRecords.append = append
+
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
+    succeed(make(out), "resume_from_checkpoint=True")
+    assert_equal(out, reference)
+
+
+@pytest.mark.parametrize(
+    ("when", "method"),
+    [
+        ("before", "train_on"),
+        slow("after", "train_on"),
+        slow("before", "finish_step"),
+        ("after", "finish_step"),
+        slow("before", "finish_evaluation"),
+        slow("after", "finish_evaluation"),
+        slow("before", "save_checkpoint"),
+        slow("after", "save_checkpoint"),
+    ],
+)
+def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, when):
+    def prepare() -> None:
+        original = getattr(PolicyTrainer, method)
+
+        def call(self, *args):
+            if self.step >= 2 and when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            found = original(self, *args)
+            if self.step >= 2 and when == "after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        setattr(PolicyTrainer, method, call)
+
+    out = tmp_path / "out"
+    assert forked(main, make(out), prepare=prepare)[0] == -signal.SIGKILL
+    succeed(make(out), "resume_from_checkpoint=True")
+    assert_equal(out, reference)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(make, reference, tmp_path):
+    rng, out = random.Random(0), tmp_path / "out"
+    for _ in range(20):
+        forked(main, make(out), "resume_from_checkpoint=True", kill_after=rng.uniform(0.5, 5))
+    succeed(make(out), "resume_from_checkpoint=True")
+    assert_equal(out, reference)
+
+
+@pytest.mark.parametrize("phase", ["sample", slow("eval")])
+def test_ctrl_c_saves(make, reference, tmp_path, phase):
+    def prepare() -> None:
+        original = PhaseRecords.append
+
+        def append(self, record):
+            original(self, record)
+            if self._scope[:2] == (3 if phase == "sample" else 2, phase) and len(self.records) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        PhaseRecords.append = append
+
+    out = tmp_path / "out"
+    code, messages = forked(main, make(out, save_every_n_steps=100), prepare=prepare)
+    assert code == 130, messages
+    assert "all saved; continue with resume_from_checkpoint=True" in messages
+    assert (out / "checkpoints" / "step_00000002").exists()
+    succeed(make(out, save_every_n_steps=100), "resume_from_checkpoint=True")
+    assert_equal(out, reference)
+
+
+@several_ranks
+def test_two_ranks_equal_one(make, reference, tmp_path):
+    out = tmp_path / "out"
+    for code, messages in forked_ranks(main, make(out)):
+        assert code == 0, messages
+    mine, theirs = outcome(out), outcome(reference)
+    assert mine["samples"] != []
+    assert len(mine["samples"]) == len(theirs["samples"])
+    first = [line for line in mine["samples"] if '"step": 1,' in line]
+    assert first == [line for line in theirs["samples"] if '"step": 1,' in line]
+    for ours, other in zip(lines(out / "metrics.jsonl"), lines(reference / "metrics.jsonl"), strict=True):
+        assert ours.get("reward") == pytest.approx(other.get("reward"), abs=1e-6)
+        assert ours.get("loss") == pytest.approx(other.get("loss"), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_more_steps_go_on(make, reference, tmp_path):
+    out = tmp_path / "out"
+    succeed(make(out), "steps=2")
+    succeed(make(out), "resume_from_checkpoint=True")
+    assert_equal(out, reference)
+
+
+def test_another_run_is_refused(make, reference):
+    message = fail(make(reference), "resume_from_checkpoint=True", "prompts_per_step=3")
+    assert "belongs to another run: prompts_per_step: was 4, is 3" in message
+    assert "holds an earlier run" in fail(make(reference))
+
+
+def test_overwriting_leaves_nothing_of_the_earlier_run(make, tmp_path):
+    out = tmp_path / "out"
+    succeed(make(out), "steps=1")
+    before = lines(out / "samples.jsonl")
+    shutil.copy(out / "samples.jsonl", out / "samples.rank1.jsonl")  # as a killed run of two ranks leaves it
+    succeed(make(out), "steps=1", "overwrite_output_dir=True", "seed=7")
+    after = lines(out / "samples.jsonl")
+    assert len(after) == 16 + 2 * 6
+    assert not {line["seed"] for line in before} & {line["seed"] for line in after}
+
+
+# ---- a step
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"updates_per_step": 2, "minibatches": 2, "kl_coef": 0.1, "loss": "grpo", "temperature": 0.7},
+        slow({"updates_per_step": 2, "minibatches": 2}),
+        slow({"updates_per_step": 2, "old_logprobs": "sampler", "mismatch": "none"}),
+        slow({"kl_coef": 0.1, "loss": "grpo"}),
+        slow({"loss": "dr_grpo", "scale": "none", "entropy_coef": 0.01}),
+        slow({"loss": "rloo", "center": "leave_one_out", "scale": "none"}),
+        slow({"loss": "gspo", "updates_per_step": 2}),
+        slow({"loss": "cispo", "minibatches": 2, "scale": "batch"}),
+        slow({"loss": "reinforce", "mismatch": "mask", "mismatch_level": "sequence"}),
+        slow({"temperature": 0.7}),
+    ],
+    ids=str,
+)
+def test_every_loss_trains_and_resumes(make, tmp_path, changes):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    changes = {"steps": 2, "eval_prompts": None, "save_every_n_steps": 1, **changes}
+    succeed(make(whole, **changes))
+    succeed(make(out, **changes), "steps=1")
+    succeed(make(out, **changes), "resume_from_checkpoint=True")
+    assert_equal(out, whole)
+    for line in lines(whole / "metrics.jsonl"):
+        assert line["updates"] == changes.get("updates_per_step", 1) * changes.get("minibatches", 1)
+        assert line["grad_norm"] > 0
+        assert abs(line["mismatch_mean"]) < 1e-4
+
+
+def test_refill_samples_until_the_step_is_full(make, tmp_path):
+    out = tmp_path / "out"
+    coin = {"_component_": "tests.kit.judges.Coin", "share": 0.1}
+    succeed(make(out, steps=2, refill=True, verifier=coin, eval_prompts=None, prompts_per_step=3))
+    steps = lines(out / "metrics.jsonl")
+    assert any(step["groups"] > 3 for step in steps)
+    for step in steps:
+        assert step["trained_groups"] <= 3
+        assert step["answers"] == 4 * step["groups"]
+    samples = lines(out / "samples.jsonl")
+    assert len({(s["step"], s["prompt_id"], s["sample"]) for s in samples}) == len(samples)
+
+
+def test_refill_replaces_groups_whose_answers_are_all_masked(make, tmp_path):
+    """Nearly all answers are cut here."""
+    coin = {"_component_": "tests.kit.judges.Coin", "share": 0.3}
+    settings = {"refill": True, "truncated": "mask", "prompts_per_step": 3, "max_flat_steps": 9}
+    succeed(make(tmp_path / "out", verifier=coin, eval_prompts=None, **settings))
+    rounds = {}
+    for line in lines(tmp_path / "out" / "verdicts.jsonl"):
+        rounds[line["step"]] = max(rounds.get(line["step"], 0), line.get("round", 0))
+    for step in lines(tmp_path / "out" / "metrics.jsonl"):
+        assert step["trained_groups"] == 3 or rounds[step["step"]] == 3 or step["groups"] == 12
+
+
+def test_errors_of_a_refill_are_a_share_of_the_steps_answers(make, tmp_path):
+    """Two errors are 17 % of the 12 answers of the refill, and 8 % of the step's 24."""
+    tired = {"_component_": "tests.kit.judges.Tired", "share": 0.0, "fails": [13, 14]}
+    settings = {"refill": True, "max_refills": 1, "prompts_per_step": 3, "max_error_share": 0.1}
+    succeed(make(tmp_path / "out", steps=1, verifier=tired, eval_prompts=None, **settings))
+    (step,) = lines(tmp_path / "out" / "metrics.jsonl")
+    assert (step["answers"], step["errors"]) == (24, 2)
+
+
+def test_equal_rewards_end_the_run_with_a_reason(make, tmp_path):
+    never = {"_component_": "tests.kit.judges.Coin", "share": 0.0}
+    message = fail(make(tmp_path / "out", verifier=never, eval_prompts=None, max_flat_steps=2))
+    assert "all rewards are 0" in message
+
+
+def test_old_samples_are_removed(make, tmp_path):
+    out = tmp_path / "out"
+    succeed(make(out, keep_samples=1, save_every_n_steps=1))
+    kept = lines(out / "samples.jsonl")
+    assert {line["step"] for line in kept if line["phase"] == "sample"} == {4}
+    assert len([line for line in kept if line["phase"] == "eval"]) == 3 * 6
+    assert len(lines(out / "verdicts.jsonl")) == 4 * 16 + 3 * 6
+
+
+def test_a_recipe_changes_a_part(make, tmp_path):
+    """The order in which prompts are asked is one method."""
+    asked = []
+
+    class Backwards(GRPO):
+        def choose(self, step, count, exclude=()):
+            asked.append(step)
+            return sorted(self.prompts.training, key=lambda prompt: prompt.id, reverse=True)[:count]
+
+    recipe = Backwards(config.load("grpo_rocm", str(make(tmp_path / "out", steps=1, eval_prompts=None)), []))
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    assert asked == [1]
+    ids = sorted((prompt.id for prompt in recipe.prompts.training), reverse=True)[:4]
+    assert {line["prompt_id"] for line in lines(tmp_path / "out" / "samples.jsonl")} == set(ids)
+
+
+# ---- what is shown of it
+
+
+def test_the_tools_read_a_real_run(reference, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(reference), "-o", str(page)]) == 0
+    shown = page.read_text()
+    for title in ("Held-out pass@1", "Reward", "Flat groups", "Entropy", "Mismatch", "Verdicts", "Time of a step"):
+        assert f"<figcaption><b>{title}</b>" in shown, title
+    assert "groups of steps 1 and 4" in shown
+    capsys.readouterr()
+    assert cli.main(["monitor", "--json", "--count", "1", "--run", str(reference)]) == 0
+    run = json.loads(capsys.readouterr().out)["run"]
+    assert (run["step"], run["steps"], run["finished"]) == (4, 4, True)
+    steps = [line for line in lines(reference / "metrics.jsonl") if "eval" not in line]
+    assert run["reward"] == steps[-1]["reward"]
+
+
+def test_an_adapter_is_evaluated_with_the_config(reference, make, tmp_path, capsys):
+    """The answers are those of the run's own evaluations."""
+    summary = json.loads((reference / "summary.json").read_text())
+    path = str(make(tmp_path / "none"))
+    outs = {0: tmp_path / "a", summary["best_step"]: tmp_path / "b"}
+    for step, out in outs.items():
+        adapter = ["--adapter", str(reference / "adapter")] if step else []
+        assert cli.main(["eval", "--config", path, *adapter, "--output", str(out)]) == 0
+        verdicts = lines(out / "verdicts.jsonl")
+        recorded = [v for v in lines(reference / "verdicts.jsonl") if (v["step"], v["phase"]) == (step, "eval")]
+        assert {(v["prompt_id"], v["verdict"], v["detail"]) for v in verdicts} == {
+            (v["prompt_id"], v["verdict"], v["detail"]) for v in recorded
+        }
+    assert cli.main(["compare", *map(str, outs.values())]) in (0, 1, 3)
+    assert "held-out pass@1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{"minibatches": 2}, slow({"loss": "gspo", "kl_coef": 0.1})], ids=str)
+def test_shared_prompts_change_nothing(make, tmp_path, monkeypatch, changes):
+    """Answers to one prompt are computed with their prompt once; values and weights are those of each answer alone.
+
+    Attention keeps the prompt for each answer, and the memory plan knows of no shared ones.
+    """
+    changes = {"steps": 2, "eval_prompts": None, "tokens_per_micro_batch": 330, **changes}
+    train_step = PolicyTrainer.train_step
+
+    def checked(self, update):
+        assert all(sum(batch.lengths) + sum(batch.shared) <= 330 for batch in update.batches)
+        return train_step(self, update)
+
+    monkeypatch.setattr(PolicyTrainer, "train_step", checked)
+    succeed(make(tmp_path / "shared", **changes))
+    monkeypatch.setattr(Learner, "shares", False)
+    succeed(make(tmp_path / "alone", **changes))
+    shared, alone = (lines(tmp_path / name / "metrics.jsonl") for name in ("shared", "alone"))
+    assert len(shared) == len(alone) == 2
+    for ours, theirs in zip(shared, alone, strict=True):
+        assert 0 < ours["tokens"] < 0.9 * theirs["tokens"]
+        for key in ("loss", "grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-4, abs=1e-6), key
+    weights = [load_file(tmp_path / name / WEIGHTS) for name in ("shared", "alone")]
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=2e-5)

@@ -1,0 +1,317 @@
+"""The shipped GRPO configs, and values of GRPO's keys that are refused in one line."""
+
+import copy
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+from rocm_ext.recipes import grpo_rocm
+from torchtune import config as torchtune_config
+
+from rocm_ext import config
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
+from rocm_ext.config.checks import check_grpo_values
+from rocm_ext.losses.policy_gradient import LOSSES, PolicyGradient
+from rocm_ext.machine.profile import check_locked, load_profile
+from tests.config.test_run_configs import CONFIGS, head, text
+from tests.kit.grpo_runs import write_run
+from tests.kit.raft_runs import write_world
+from tests.kit.tiny import write_yaml
+from tests.recipes.test_bad_input import ANY
+
+NAMES = sorted(path.stem for path in CONFIGS.glob("*grpo*.yaml"))
+SIBLINGS = {"mi300x_qwen3_8b_grpo_8gpu": "mi300x_qwen3_8b"}
+DEFAULTS = config.defaults("grpo_rocm")
+OWN = sorted(OmegaConf.load(CONFIGS / "defaults" / "grpo_rocm.yaml").keys() - {"recipe", "include"})
+SHARED = sorted(["samples_per_prompt", "max_new_tokens", "temperature", "eval_samples", "min_entropy", "verify_workers",
+                 "verify_timeout", "max_error_share", "stop_strings"])  # fmt: skip
+OWN_LOSS = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "dapo"}
+SERVERS = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://localhost:8000/v1"]}
+
+
+# ------------------------------------------------------------------------------------------- what is shipped
+def load(name: str, *overrides: str) -> DictConfig:
+    return config.load("grpo_rocm", name, ["hardware=cpu", *overrides])
+
+
+def test_every_machine_has_configs():
+    sizes = {"strix_halo": ["1_7b", "4b", "8b"], "mi300x": ["4b", "8b"], "mi50": ["0_6b"]}
+    names = [f"{machine}_qwen3_{size}_grpo" for machine, known in sizes.items() for size in known]
+    assert sorted([*names, "mi300x_qwen3_8b_grpo_8gpu", "cpu_pocket_grpo"]) == NAMES
+    assert all(config.recipe_of(name).name == registry.GRPO for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_on_any_machine_with_hardware_cpu(name):
+    cfg = load(name)
+    assert (cfg.hardware, cfg.device, cfg.dtype) == ("cpu", "cpu", "fp32")
+    check_grpo_values(cfg)
+    assert not Path(cfg.output_dir).is_absolute()
+    assert cfg.eval_prompts is not None
+    assert cfg.max_staleness == name.endswith("8gpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_own_hardware_profile_takes_it(name):
+    cfg = config.load("grpo_rocm", name)
+    profile = load_profile(cfg.hardware)
+    assert check_locked(profile, OmegaConf.to_container(cfg), []) == []
+    assert cfg.dtype == profile.settings["dtype"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torchtune_finds_it_valid(name):
+    torchtune_config.validate(OmegaConf.load(CONFIGS / f"{name}.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_trains_its_siblings_model(name):
+    sibling = OmegaConf.load(CONFIGS / f"{SIBLINGS.get(name, name.removesuffix('_grpo'))}.yaml")
+    ours = OmegaConf.load(CONFIGS / f"{name}.yaml")
+    assert (ours.model, ours.hardware) == (sibling.model, sibling.hardware)
+    for key in ("checkpoint_dir", "checkpoint_files", "model_type") if "checkpointer" in sibling else ():
+        assert ours.checkpointer[key] == sibling.checkpointer[key]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_head_says_how_to_run_it(name):
+    lines = [line[1:].strip() for line in head(name).splitlines()]
+    start = r"(HIP_VISIBLE_DEVICES=(\S+) tune run --nproc_per_node (\d+)|tune run) grpo_rocm --config (\S+)(.*)"
+    runs = [match for match in (re.fullmatch(start, line) for line in lines) if match]
+    assert len(runs) == 1 if name == "cpu_pocket_grpo" else 2, "the run and a first try"
+    for match in runs:
+        assert match[4] == name
+        check_grpo_values(load(name, *match[5].split()))
+    if name.endswith("8gpu"):
+        _, gpus, ranks, *_ = runs[0].groups()
+        (serve,) = [line for line in lines if "vllm serve" in line]
+        cfg = load(name)
+        assert gpus.split(",") == [str(gpu) for gpu in range(1, int(ranks) + 1)], "a rank on each GPU but the first"
+        assert serve.startswith("HIP_VISIBLE_DEVICES=0 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True ")
+        assert f"vllm serve {cfg.model.checkpoint_dir} " in serve
+        assert f"--max-lora-rank {cfg.model.lora_rank}" in serve
+    if name != "cpu_pocket_grpo":
+        (download,) = [line for line in lines if line.startswith("tune download ")]
+        assert download.endswith(load(name).checkpointer.checkpoint_dir)
+        assert f"{load(name).prompts_per_step * load(name).samples_per_prompt:,} answers a step" in text(name)
+
+
+def test_a_loss_is_a_name_or_a_component(tmp_path):
+    assert load("cpu_pocket_grpo", "loss=gspo").loss == "gspo"
+    own = OmegaConf.load(CONFIGS / "cpu_pocket_grpo.yaml")
+    own.loss = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "cispo", "clip_high": 4.0}
+    OmegaConf.save(own, tmp_path / "own.yaml")
+    check_grpo_values(load(str(tmp_path / "own.yaml")))
+    raft = OmegaConf.to_container(OmegaConf.load(CONFIGS / "cpu_pocket_raft.yaml")) | {"loss": "dapo"}
+    with pytest.raises(UserError, match="loss must name a _component_"):
+        config.load("raft_rocm", str(write_yaml(tmp_path / "raft.yaml", raft)), ["hardware=cpu"])
+
+
+# ---------------------------------------------------------------------------------------------- values
+def values(**changes: Any) -> DictConfig:
+    required = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5}}
+    return OmegaConf.create(copy.deepcopy(DEFAULTS) | required | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        *[{"loss": name} for name in LOSSES],
+        {"loss": {"_component_": "my_module.MyLoss"}, "updates_per_step": 2},
+        {"updates_per_step": 2, "minibatches": 32, "old_logprobs": "sampler"},
+        {"max_staleness": 1, "engine": SERVERS},
+        {"max_staleness": 1, "engine": SERVERS, "mismatch": "none", "updates_per_step": 2, "old_logprobs": "sampler"},
+        {"keep_samples": 10, "stop_after_no_gain": 3, "max_length_share": 0.5, "min_entropy": 0.05},
+        {"center": "leave_one_out", "scale": "none", "truncated": "penalize", "truncation_margin": 1024},
+        {"mismatch": "mask", "mismatch_level": "sequence", "kl_coef": 0.01, "refill": True},
+    ],
+    ids=str,
+)
+def test_takes(changes):
+    check_grpo_values(values(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps is 0; expected a whole number of at least 1"),
+        ({"prompts_per_step": 2.5}, "prompts_per_step is 2.5"),
+        ({"samples_per_prompt": 1}, "one answer alone has none"),
+        ({"updates_per_step": None}, "updates_per_step is None"),
+        ({"minibatches": 33}, "minibatches is 33, more than the 32 groups of a step"),
+        ({"curriculum": "easy"}, "curriculum is 'easy'; expected none, informative or easy_to_hard"),
+        ({"refill": 3}, "refill is 3; expected True or False"),
+        ({"max_refills": 0}, "max_refills is 0"),
+        ({"max_flat_steps": 0}, "max_flat_steps is 0"),
+        ({"max_staleness": 2}, "max_staleness is 2; expected 0 or 1"),
+        ({"max_staleness": True}, "max_staleness is True; expected 0 or 1"),
+        ({"max_staleness": 1}, "LocalEngine samples with the weights in training; set max_staleness=0"),
+        *[({"max_staleness": 1, "engine": SERVERS, "mismatch": "none", **more}, "set mismatch=truncate or mask, or max")
+          for more in ({}, {"updates_per_step": 2}, {"old_logprobs": "sampler"})],
+        ({"loss": "ppo"}, "expected grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, or a _component_"),
+        ({"loss": None}, "loss is None; expected grpo"),
+        ({"loss": "rloo", "minibatches": 2}, "loss rloo has no ratio, so it takes one update per step"),
+        ({"loss": "reinforce", "updates_per_step": 2}, "set both to 1, or loss to grpo, dr_grpo, dapo, gspo or cispo"),
+        ({"center": "median"}, "center is 'median'; expected mean or leave_one_out"),
+        ({"scale": None}, "scale is None; expected std, batch or none"),
+        ({"clip_low": 0}, "clip_low is 0; expected a number above 0"),
+        ({"clip_high": "wide"}, "clip_high is 'wide'; expected a number above 0"),
+        ({"old_logprobs": "server"}, "old_logprobs is 'server'; expected trainer or sampler"),
+        ({"kl_coef": -0.1}, "kl_coef is -0.1; expected a number of at least 0"),
+        ({"entropy_coef": float("nan")}, "entropy_coef is nan"),
+        ({"mismatch": False}, "mismatch is False; expected truncate, mask or none"),
+        ({"mismatch_level": "word"}, "mismatch_level is 'word'; expected token or sequence"),
+        ({"mismatch_limit": 1}, "mismatch_limit is 1; expected a number above 1"),
+        ({"truncated": "drop"}, "truncated is 'drop'; expected mask, penalize or keep"),
+        ({"truncation_penalty": 0}, "truncation_penalty is 0; expected a number above 0"),
+        ({"truncation_margin": -1}, "truncation_margin is -1"),
+        ({"truncation_margin": 1025}, "truncation_margin is 1025; expected at most max_new_tokens, 1024"),
+        ({"temperature": 0}, "temperature is 0; expected a number above 0, because a group needs different answers"),
+        ({"eval_every_n_steps": None}, "eval_every_n_steps is None"),
+        ({"stop_after_no_gain": 0}, "stop_after_no_gain is 0; expected a whole number of at least 1, or null"),
+        ({"max_length_share": 1.5}, "max_length_share is 1.5; expected a share above 0, at most 1, or null"),
+        ({"min_entropy": 0}, "min_entropy is 0; expected a number above 0, or null"),
+        ({"save_every_n_steps": None}, "save_every_n_steps is None; expected a whole number"),
+        ({"keep_samples": None}, "keep_samples is None; expected all, or a whole number of at least 1"),
+        ({"keep_samples": 5}, "keep_samples is 5, less than save_every_n_steps, 10"),
+        ({"max_error_share": 2}, "max_error_share is 2; expected a share from 0 to 1"),
+        ({"verify_timeout": 0}, "verify_timeout is 0; expected seconds above 0"),
+        ({"stop_strings": "end"}, "stop_strings is 'end'; expected a list of texts"),
+        ({"optimizer": {"_component_": "torch.optim.AdamW"}}, "optimizer.lr is None; expected a number above 0"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_one_line_for(changes, message):
+    with pytest.raises(UserError) as found:
+        check_grpo_values(values(**changes))
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("key", OWN)
+def test_every_key_of_its_own_is_checked(key):
+    with pytest.raises(UserError, match=key):
+        check_grpo_values(values(**{key: ["neither", "of", "them"]}))
+
+
+PLAIN = ANY.filter(lambda value: "${" not in str(value))  # OmegaConf refuses others before a recipe sees them
+
+
+@given(st.dictionaries(st.sampled_from([*OWN, *SHARED]), PLAIN, min_size=1, max_size=3))
+def test_any_value_is_taken_or_refused_in_one_line(changes):
+    if line := refused(lambda: check_grpo_values(values(**changes))):
+        assert any(key in line for key in changes)
+        assert "\n" not in line
+
+
+POSITIVE = st.floats(0, 5, exclude_min=True)
+OF_LOSS = {
+    "loss": st.sampled_from([*LOSSES, "ppo"]),
+    "clip_low": POSITIVE,
+    "clip_high": POSITIVE,
+    "kl_coef": st.floats(-1, 1),
+    "entropy_coef": st.floats(-1, 1),
+    "mismatch": st.sampled_from(["truncate", "mask", "none", "clip"]),
+    "mismatch_level": st.sampled_from(["token", "sequence", "step"]),
+    "mismatch_limit": st.floats(0, 5),
+    "temperature": st.floats(0, 2),
+    "updates_per_step": st.integers(1, 2),
+}
+
+
+@settings(max_examples=300)
+@given(st.fixed_dictionaries({}, optional=OF_LOSS))
+def test_the_objective_takes_the_same_values(changes):
+    """A value is refused before anything is loaded exactly where the objective would refuse it."""
+    cfg = values(**changes)
+    arguments = {key: cfg[key] for key in inspect.signature(PolicyGradient).parameters.keys() & OF_LOSS.keys()}
+    arguments["on_policy"] = cfg.updates_per_step == 1
+    before, later = refused(lambda: check_grpo_values(cfg)), refused(lambda: PolicyGradient(**arguments, normalize=1.0))
+    assert bool(before) == bool(later), (before, later)
+
+
+def refused(call: Callable[[], Any]) -> str | None:
+    """Return the line in which ``call`` refuses its values; None if it takes them."""
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+# ------------------------------------------------------------------------------------ through the recipe
+def test_every_key_of_the_recipe_is_read():
+    rooms = ("recipes/grpo_rocm.py", "rocm_ext/rl/*.py")
+    source = "\n".join(path.read_text() for room in rooms for path in CONFIGS.parent.glob(room))
+    for key in OWN:
+        assert re.search(rf"cfg\.{key}\b|[\"']{key}[\"']", source), key
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("grpo"))
+
+
+@pytest.fixture
+def run_line(world, tmp_path, capsys, monkeypatch):
+    """Run the recipe, which must fail before it has the base weights, and return the line that the user sees."""
+
+    def read(self):
+        raise UserError("the base weights were read")
+
+    monkeypatch.setattr("rocm_ext.train.learner.Learner.read_weights", read)
+
+    def run_line(changes: dict) -> str:
+        path = write_run(world, tmp_path / "out", **changes)
+        monkeypatch.setattr("sys.argv", ["tune", "--config", str(path)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            grpo_rocm.main()
+        found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert (ended.value.code, len(found)) == (1, 1)
+        return found[0]
+
+    return run_line
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "the base weights were read"),
+        ({"samples_per_prompt": 1}, "one answer alone has none"),
+        ({"loss": "ppo"}, "loss is 'ppo'; expected grpo"),
+        ({"loss": [1]}, "loss is [1]; expected one _component_"),
+        ({"loss": {"_component_": "rocm_ext.losses.PolicyGradient"}}, "missing a required argument: 'loss'"),
+        ({"loss": {"_component_": "rocm_ext.losses.ClippedRatio", "clip_hi": 1}}, "unknown key loss.clip_hi"),
+        ({"loss": {**OWN_LOSS, "temperature": 0.5}}, "loss computes log-probs at temperature 0.5, and temperature 1"),
+        ({"loss": OWN_LOSS, "minibatches": 2}, "set loss.on_policy=False"),
+        ({"max_staleness": 1}, "LocalEngine samples with the weights in training"),
+        ({"max_new_tokens": 500}, "more than the 512 that the model takes"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"cycles": 3}, "unknown key cycles"),
+        ({"steps_per_epoch": 3}, "unknown key steps_per_epoch"),
+        ({"stop_after_no_gain": 1, "eval_prompts": None}, "stop_after_no_gain needs held-out prompts"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"model": None}, "model must be set"),
+    ],
+    ids=str,
+)
+def test_bad_input_ends_in_one_line_before_the_weights_are_read(run_line, changes, message):
+    assert message in run_line(changes)
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), value=ANY)
+def test_any_value_anywhere_ends_in_one_line(run_line, data, value):
+    """Reading the base weights ends the run here, so that each example ends in an error, of whatever kind."""
+    key = data.draw(st.sampled_from(sorted(DEFAULTS.keys() - {"output_dir"})))  # a text would be a folder here
+    assert len(run_line({key: value})) > len("error: ")

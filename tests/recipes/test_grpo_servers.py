@@ -1,0 +1,543 @@
+"""GRPO on servers that follow vLLM's rules: one step after another, and sampling beside training."""
+
+import math
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from rocm_ext.recipes.grpo_rocm import GRPO, main
+from torchtune.models.qwen2_5 import qwen2_5_tokenizer
+
+from rocm_ext import config
+from rocm_ext.base import files
+from rocm_ext.base.errors import UserError
+from rocm_ext.rl.records import PhaseRecords
+from rocm_ext.rl.trainer import PolicyTrainer
+from tests.kit.forks import forked, forked_ranks, several_ranks
+from tests.kit.grpo_runs import lines, write_run
+from tests.kit.raft_runs import write_world
+from tests.kit.servers import COMPLETIONS, LOAD, UNLOAD, Fake, Sampler, Vllm, error, is_check, vllm_form
+
+OVERLAP = {"max_staleness": 1}
+BOTH = pytest.mark.parametrize(
+    "changes", [pytest.param({}, id="sequential", marks=pytest.mark.slow), pytest.param(OVERLAP, id="overlap")]
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_world(tmp_path_factory.mktemp("grpo_servers"))
+
+
+@pytest.fixture
+def serve(folder):
+    """Start a server on the base model; ``stale`` is that of :class:`Sampler`.
+
+    It calls ``fake.before(path, body)`` before each answer; what this returns is sent instead. ``fake.exchanged`` has
+    the requests that exchange adapters while it answers, which a server may not survive (vLLM issue 47724).
+    """
+    base = folder / "base"
+    tokenizer = qwen2_5_tokenizer(*(str(base / file) for file in ("vocab.json", "merges.txt", "tokenizer.json")))
+    fakes = []
+
+    def serve(stale=None, lora=True):
+        rules = Vllm(Sampler(base, tokenizer, stale), lora=lora)
+        answering = []
+
+        def reply(path, body):
+            if path in (LOAD, UNLOAD):
+                fake.exchanged += [path] * bool(answering)
+                return rules(path, body)
+            answering.append(body)
+            try:
+                return fake.before(path, body) or rules(path, body)
+            finally:
+                answering.pop()
+
+        fake = Fake(reply)
+        fake.rules, fake.before, fake.exchanged = rules, lambda path, body: None, []
+        fakes.append(fake)
+        return fake
+
+    yield serve
+    for fake in fakes:
+        fake.die()
+
+
+@pytest.fixture
+def make(folder, tmp_path):
+    """Write the YAML of a run on servers: 4 steps of 4 prompts with 4 answers each, without evaluation."""
+
+    def make(*fakes, **changes):
+        engine = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": [fake.url for fake in fakes],
+                  "patience": "1 s"}  # fmt: skip
+        evaluate = changes.pop("evaluate", False)
+        changes = {"max_new_tokens": 6, "engine": engine, **changes}
+        return write_run(folder, tmp_path / "out", **changes, **({} if evaluate else {"eval_prompts": None}))
+
+    return make
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out"
+
+
+def train(path, recipe=GRPO):
+    grpo = recipe(config.load("grpo_rocm", str(path), []))
+    grpo.setup()
+    grpo.train()
+    grpo.cleanup()
+    return grpo
+
+
+def loads(fake, out) -> dict[str, int]:
+    """Count the loads of each path in ``out``."""
+    paths = [body["lora_path"] for verb, body in fake.adapter_calls() if verb == "load"]
+    return Counter(str(Path(path).relative_to(out)) for path in paths)
+
+
+def assert_whole(out, steps=4, evaluations=0) -> None:
+    """Every answer is in the records once, and nothing of the servers' adapters is left."""
+    for name in ("samples", "verdicts"):
+        keys = [(s["step"], s["phase"], s["prompt_id"], s["sample"]) for s in lines(out / f"{name}.jsonl")]
+        assert len(keys) == len(set(keys)) == steps * 16 + evaluations * 6, name
+    assert [line["step"] for line in lines(out / "metrics.jsonl") if "eval" not in line] == list(range(1, steps + 1))
+    assert not (out / "policy").exists()
+    assert not list(out.glob("*.rank*"))
+
+
+def policies(out) -> dict[int, set[int]]:
+    """Return the steps after which the adapters sampled, by the step that their answers are for."""
+    found: dict[int, set[int]] = {}
+    for line in lines(out / "samples.jsonl"):
+        if line["phase"] == "sample":
+            found.setdefault(line["step"], set()).add(line["policy"])
+    return found
+
+
+def lags(out) -> list[float]:
+    return [line["policy_lag"] for line in lines(out / "metrics.jsonl") if "eval" not in line]
+
+
+# ---- adapters
+
+
+def test_each_step_samples_with_its_adapter(serve, make, out, messages):
+    fake = serve()
+    train(make(fake, prompts_per_step=2))
+    assert loads(fake, out) == {".adapter-check": 1, "policy/step_1": 1, "policy/step_2": 1, "policy/step_3": 1}
+    assert policies(out) == {1: {0}, 2: {1}, 3: {2}, 4: {3}}
+    assert fake.rules.adapters == {}
+    assert not (out / "policy").exists()
+    for line in lines(out / "metrics.jsonl"):
+        assert line["mismatch_mean"] < 1e-4
+        assert line["policy_lag"] == line["hidden_seconds"] == 0
+    assert not [line for line in messages if fake.url in line]
+
+
+def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages):
+    fake = serve()
+
+    class Slow(GRPO):
+        def rows(self, selected):
+            """Train once the next step's answers are there."""
+            number = self.trainer.step + 1
+            while number < 4 and not any(line["step"] == number + 1 for line in lines(out / "samples.jsonl")):
+                time.sleep(0.01)
+            return super().rows(selected)
+
+    train(make(fake, **OVERLAP), Slow)
+    assert loads(fake, out) == {".adapter-check": 1, "policy/step_1": 1, "policy/step_2": 1}
+    assert policies(out) == {1: {0}, 2: {0}, 3: {1}, 4: {2}}
+    assert lags(out) == [0, 1, 1, 1]
+    steps = lines(out / "metrics.jsonl")
+    assert steps[0]["hidden_seconds"] == 0
+    assert steps[0]["mismatch_mean"] < 1e-4 < min(step["mismatch_mean"] for step in steps[1:])
+    assert all(step["hidden_seconds"] <= step["sample_seconds"] for step in steps)
+    assert fake.rules.adapters == {}
+    assert_whole(out)
+    assert not [line for line in messages if fake.url in line]
+
+
+@pytest.mark.slow
+def test_an_evaluation_waits_for_the_answers_beside(serve, make, out):
+    fake = serve()
+    fake.before = lambda path, body: time.sleep(0.02)
+    train(make(fake, **OVERLAP, evaluate=True, eval_every_n_steps=1))
+    assert_whole(out, evaluations=5)
+    assert fake.exchanged == []
+    assert lags(out) == [0, 1, 1, 1]
+    assert fake.rules.adapters == {}
+
+
+@pytest.mark.slow
+@several_ranks
+@BOTH
+def test_two_ranks_share_two_servers(serve, make, out, changes):
+    fakes = [serve(), serve()]
+    for code, messages in forked_ranks(main, make(*fakes, **changes, evaluate=True)):
+        assert code == 0, messages
+    assert_whole(out, evaluations=3)
+    assert lags(out) == ([0, 1, 1, 1] if changes else [0, 0, 0, 0])
+    for fake in fakes:
+        assert fake.rules.adapters == {}
+        assert fake.exchanged == []
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("stale", "other"),
+    [("base", "without an adapter"), pytest.param("step_1", "the adapter of step 1", marks=pytest.mark.slow)],
+)
+def test_a_server_with_an_old_adapter_is_an_error(serve, make, out, changes, stale, other):
+    honest, fake = serve(), serve(stale)
+    with pytest.raises(UserError, match=f"{fake.url} does not sample with the adapter that it has loaded: .*{other}"):
+        train(make(honest, fake, **changes))
+    assert honest.rules.adapters == fake.rules.adapters == {}
+    assert not (out / "policy").exists()
+
+
+@pytest.mark.slow
+def test_a_server_that_turns_stale_later_shows_in_the_mismatch(serve, make, out, messages):
+    """The check at step 4 has passed; the mismatch of step 6 makes step 7 check again."""
+    fake = serve()
+
+    def before(path, body):
+        if "step_5" in fake.rules.adapters.get((body or {}).get("model"), ""):
+            fake.rules.answer.stale = "base"
+
+    fake.before = before
+    with pytest.raises(UserError, match=f"{fake.url} does not sample with the adapter"):
+        train(make(fake, steps=10, optimizer={"_component_": "torch.optim.AdamW", "lr": 2e-2}))
+    assert [line["step"] for line in lines(out / "metrics.jsonl")][-1] == 6
+    assert "step 6: the log-probs of the sampler and those of the trainer differ more" in "\n".join(messages)
+
+
+# ---- faults
+
+
+@pytest.mark.slow
+@BOTH
+def test_a_server_that_fails_for_a_while(serve, make, out, changes):
+    fake = serve()
+    failures = iter(range(6))
+
+    def before(path, body):
+        if path == COMPLETIONS and not is_check(body) and len(fake.rules.adapters) and next(failures, None) is not None:
+            return error(503, "busy", "Unavailable")
+        return None
+
+    fake.before = before
+    train(make(fake, **changes))
+    assert next(failures, None) is None
+    assert_whole(out)
+    assert fake.rules.adapters == {}
+
+
+@pytest.mark.slow
+@BOTH
+def test_one_of_two_servers_dies(serve, make, out, changes, messages):
+    fakes = [serve(), serve()]
+    path = make(*fakes, **changes)
+
+    class Dies(GRPO):
+        def step(self):
+            if self.trainer.step == 2:
+                fakes[1].die()
+            super().step()
+
+    train(path, Dies)
+    assert_whole(out)
+    assert len([line for line in messages if "fails to load or unload" in line and fakes[1].url in line]) == 1
+    assert fakes[0].rules.adapters == {}
+
+
+@pytest.mark.slow
+def test_a_restarted_server_gets_its_adapter_again(serve, make, out):
+    fake = serve()
+    restarts = iter([1])
+
+    def before(path, body):
+        if any("step_2" in at for at in fake.rules.adapters.values()) and next(restarts, None):
+            fake.rules.restart()
+
+    fake.before = before
+    train(make(fake, **OVERLAP))
+    assert_whole(out)
+    assert loads(fake, out)["policy/step_2"] == 2
+    assert fake.rules.adapters == {}
+
+
+@several_ranks
+def test_an_error_beside_training_reaches_every_rank(serve, make, out):
+    fake = serve()
+
+    def before(path, body):
+        if body and any("step_1" in at for at in fake.rules.adapters.values()) and not is_check(body):
+            return error(400, "too long", "BadRequestError")
+        return None
+
+    fake.before = before
+    found = forked_ranks(main, make(fake, **OVERLAP))
+    assert [code for code, _ in found] == [1, 1]
+    for _, messages in found:
+        assert "too long" in messages
+        assert "Traceback" not in messages
+    assert fake.rules.adapters == {}
+
+
+@pytest.mark.slow
+def test_a_failed_rank_waits_for_no_other(serve, make, out):
+    """A rank that fails alone unloads the adapter, and leaves without a collective operation."""
+    fake = serve()
+
+    class Fails(GRPO):
+        def rows(self, selected):
+            if self.trainer.step == 2:
+                self.ranks.__dict__["gather"] = None  # any further collective operation raises
+                raise RuntimeError("the GPU has fallen off the bus")
+            return super().rows(selected)
+
+    with pytest.raises(RuntimeError, match="fallen off the bus"):
+        train(make(fake, **OVERLAP), Fails)
+    assert fake.rules.adapters == {}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400], ids=["nan", "inf", "400 digits"])
+def test_log_probs_that_are_no_numbers_end_the_run_which_continues(serve, make, out, value):
+    fake = serve()
+
+    def before(path, body):
+        if path != COMPLETIONS or is_check(body) or not any("step_2" in at for at in fake.rules.adapters.values()):
+            return None
+        answer = fake.rules(path, body)
+        answer["choices"][0]["logprobs"]["token_logprobs"][-1] = value
+        return answer
+
+    fake.before = before
+    path = make(fake, save_every_n_steps=1)
+    with pytest.raises(UserError, match=f"{fake.url} answers with the log-prob .* continue with resume_from_check"):
+        train(path)
+    assert [line["step"] for line in lines(out / "metrics.jsonl")] == [1, 2]
+    fake.before = lambda path, body: None
+    grpo = GRPO(config.load("grpo_rocm", str(path), ["resume_from_checkpoint=True"]))
+    grpo.setup()
+    grpo.train()
+    grpo.cleanup()
+    assert_whole(out)
+
+
+@pytest.mark.parametrize("empty", ["some groups", "all groups"])
+def test_answers_without_tokens_are_no_update(serve, make, out, empty):
+    fake = serve()
+
+    def before(path, body):
+        if path == COMPLETIONS and not is_check(body) and (empty == "all groups" or sum(body["prompt"]) % 2):
+            return vllm_form(body, "", None, None, finish_reason="length", logprobs=None)
+        return None
+
+    fake.before = before
+    path = make(fake, minibatches=4, steps=2, verifier={"_component_": "tests.kit.judges.Turns"})
+    path.write_text(path.read_text().replace("patience: 1 s", "patience: 1 s\n  concurrency: 1"))
+    train(path)
+    assert_whole(out, steps=2)
+    updates = [line["updates"] for line in lines(out / "metrics.jsonl")]
+    assert updates == [0, 0] if empty == "all groups" else 0 < sum(updates) < 8
+
+
+# ---- stops
+
+
+def at_sample(step: int, count: int, signum: int):
+    """Return a ``prepare`` that sends ``signum`` once a step has ``count`` samples."""
+
+    def prepare() -> None:
+        original = PhaseRecords.append
+
+        def append(self, record):
+            original(self, record)
+            if self._scope[:2] == (step, "sample") and "text" in record and len(self.records) == count:
+                os.kill(os.getpid(), signum)
+
+        PhaseRecords.append = append
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL], ids=["INT", "KILL"]
+)
+def test_stopped_beside_training(serve, make, out, signum):
+    fake = serve()
+    path = make(fake, **OVERLAP)
+    code, messages = forked(main, path, prepare=at_sample(3, 5, signum))
+    if signum == signal.SIGKILL:
+        assert code == -signum
+    else:
+        assert code == 128 + signum, messages
+        assert "all saved; continue with resume_from_checkpoint=True" in messages
+        assert fake.rules.adapters == {}
+        assert not (out / "policy").exists()
+    before = [line for line in lines(out / "samples.jsonl") if line["step"] == 3]
+    assert 5 <= len(before) < 16
+    code, messages = forked(main, path, "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert_whole(out)
+    assert before == [line for line in lines(out / "samples.jsonl") if line["step"] == 3][: len(before)]
+
+
+def test_a_run_that_ends_early_stops_sampling(serve, make, out):
+    fake = serve()
+    never = {"_component_": "tests.kit.judges.Coin", "share": 0.0}
+    with pytest.raises(UserError, match="all rewards are 0"):
+        train(make(fake, **OVERLAP, verifier=never, max_flat_steps=2))
+    assert fake.rules.adapters == {}
+    assert len(lines(out / "metrics.jsonl")) == 2
+    assert not (out / "policy").exists()
+
+
+# ---- records
+
+
+@pytest.mark.slow
+def test_samples_beside_a_rewrite_stay(serve, make, out, monkeypatch):
+    """Old samples are removed while the thread records new ones."""
+    fake = serve()
+    fake.before = lambda path, body: time.sleep(0.05)
+    original = files._sync
+
+    def sync(path):
+        original(path)
+        if path.name == ".samples.jsonl.tmp":
+            time.sleep(0.3)
+
+    monkeypatch.setattr(files, "_sync", sync)
+    train(make(fake, **OVERLAP, keep_samples=1, save_every_n_steps=1))
+    assert Counter(line["step"] for line in lines(out / "samples.jsonl")) == {4: 16}
+    assert Counter(line["step"] for line in lines(out / "verdicts.jsonl")) == {1: 16, 2: 16, 3: 16, 4: 16}
+
+
+@several_ranks
+@pytest.mark.slow
+def test_an_evaluation_keeps_the_other_ranks_lines(serve, make, out):
+    """Both ranks are killed after an evaluation, while the next step's answers are not collected."""
+    fake = serve()
+    path = make(fake, **OVERLAP, evaluate=True)
+
+    def killed():
+        original = PolicyTrainer.finish_evaluation
+
+        def finish(self, *args):
+            if self.step == 2:
+                self.ranks.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, *args)
+
+        PolicyTrainer.finish_evaluation = finish
+        main()
+
+    assert [code for code, _ in forked_ranks(killed, path)] == [-signal.SIGKILL] * 2
+    fake.asked.clear()
+    for code, messages in forked_ranks(main, path, "resume_from_checkpoint=True"):
+        assert code == 0, messages
+    assert_whole(out, evaluations=3)
+    seeds = {line["seed"] % 2**31 for line in lines(out / "samples.jsonl") if line["step"] == 3}
+    assert len(seeds) == 16
+    assert not seeds & {body["seed"] for body in fake.bodies()}
+
+
+# ---- importance weights
+
+
+def test_answers_of_an_older_adapter_are_weighed(serve, make, out):
+    """The gradient is that of truncated importance weights, by autograd on whole logits."""
+    expected = {}
+
+    class Measured(GRPO):
+        def rows(self, selected):
+            for kind in ("weighed", "unweighed"):
+                expected.setdefault(kind, []).append(self.norm(selected, kind == "weighed"))
+            return super().rows(selected)
+
+        def norm(self, selected, weighed):
+            parameters = list(self.learner.adapter.values())
+            total, labels = torch.zeros(()), 0
+            for key, advantage in selected.advantages.items():
+                sample, prompt = selected.samples[key], self.prompts.tokens[key[0]]
+                logits = self.learner.decoder(torch.tensor([[*prompt, *sample.tokens]]))[0, len(prompt) - 1 : -1]
+                ours = logits.float().log_softmax(-1).gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+                weights = (ours.detach() - torch.tensor(sample.logprobs)).exp().clamp(max=1.2)
+                total = total - advantage * (ours * (weights if weighed else 1.0)).sum()
+                labels += len(sample.tokens)
+            gradients = torch.autograd.grad(total / labels, parameters)
+            return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": 2e-2}
+    train(make(serve(), **OVERLAP, optimizer=optimizer, mismatch_limit=1.2), Measured)
+    norms = [line["grad_norm"] for line in lines(out / "metrics.jsonl")]
+    assert norms == pytest.approx(expected["weighed"], rel=1e-4)
+    assert norms[0] == pytest.approx(expected["unweighed"][0], rel=1e-4)
+    for norm, unweighed in list(zip(norms, expected["unweighed"], strict=True))[1:]:
+        assert abs(norm / unweighed - 1) > 1e-3
+
+
+# ---- what a server lacks
+
+
+def test_a_server_without_adapters_is_refused_before_sampling(serve, make, out):
+    fake = serve(lora=False)
+    with pytest.raises(UserError, match=r"vllm serve MODEL.*set max_staleness=0 and sample in this process") as told:
+        train(make(fake, **OVERLAP))
+    assert "\n" not in str(told.value)
+    assert fake.bodies() == []
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [({}, "mismatch=truncate"), ({"mismatch": "none", "kl_coef": 0.1}, "kl_coef=0.1"),
+     ({"mismatch": "none", "min_entropy": 0.1}, "min_entropy"),
+     ({"mismatch": "none", "old_logprobs": "sampler", "updates_per_step": 2}, "old_logprobs=sampler")],
+)  # fmt: skip
+@pytest.mark.parametrize("missing", [pytest.param("token_ids", marks=pytest.mark.slow), "logprobs"])
+def test_a_server_without_log_probs_is_refused_before_sampling(serve, make, out, changes, setting, missing):
+    fake = serve()
+    without(fake, missing)
+    with pytest.raises(UserError, match=f"^{setting}: the engine returns no token ids and log-probs of sampling"):
+        train(make(fake, **changes))
+    assert fake.bodies() == []
+
+
+@BOTH
+def test_log_probs_that_go_missing_end_the_run(serve, make, out, changes):
+    fake = serve()
+    path = make(fake, **changes)
+
+    class Loses(GRPO):
+        def step(self):
+            if self.trainer.step == 2:
+                without(fake, "logprobs")
+            super().step()
+
+    with pytest.raises(UserError, match=r"has no token ids and log-probs of sampling, which mismatch=truncate needs"):
+        train(path, Loses)
+    assert fake.rules.adapters == {}
+    assert all(line["logprobs"] for line in lines(out / "samples.jsonl"))
+
+
+def without(fake, key) -> None:
+    """Make a server send answers without ``key``."""
+    original = fake.reply
+
+    def reply(path, body):
+        answer = original(path, body)
+        if path == COMPLETIONS and isinstance(answer, dict):
+            del answer["choices"][0][key]
+        return answer
+
+    fake.reply = reply

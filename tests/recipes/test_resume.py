@@ -1,0 +1,548 @@
+"""A resumed run equals an undisturbed run bit for bit, after a kill, a stop or a full disk.
+
+Most runs here are forks of this process that call the recipe's ``main`` as ``tune`` does. Forks start at once and can
+be killed anywhere.
+"""
+
+import contextlib
+import json
+import os
+import pty
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
+
+from rocm_ext import config
+from rocm_ext.base.errors import UserError
+from rocm_ext.train.learner import Learner
+from tests.kit import forks
+from tests.kit.forks import forked, kill_before
+from tests.kit.tiny import run_config, tune, write_model, write_rows, write_yaml
+
+resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")
+REPO = Path(__file__).parents[2]
+
+
+class SendSignal:
+    """A metric logger that sends a signal to its own process right after a step."""
+
+    def __init__(self, step: int, signum: int) -> None:
+        self.step, self.signum = step, signum
+
+    def log_dict(self, payload, step: int) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), self.signum)
+
+    def close(self) -> None:
+        """Do nothing; no file is open."""
+
+
+class FillDisk(SendSignal):
+    """Fills the disk of the file ``path`` right after a step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def log_dict(self, payload, step: int) -> None:
+        if step == self.step:
+            with open(self.path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+
+
+class LimitFiles(FillDisk):
+    """Limits every file's size, right after a step, to that of the file at ``path`` plus half a line."""
+
+    def log_dict(self, payload, step: int) -> None:
+        if step == self.step:
+            limit_files(os.path.getsize(self.path) + 100)
+
+
+class Wait(FillDisk):
+    """Creates ``PATH.waiting`` right after a step, and waits for ``PATH``."""
+
+    def log_dict(self, payload, step: int) -> None:
+        if step == self.step:
+            Path(self.path).with_suffix(".waiting").touch()
+            wait_for(Path(self.path))
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def at(step: int, what: int | type, *path: Path) -> dict:
+    """Return the config of a logger that acts at ``step``: it sends a signal, or is the class ``what``, on ``path``."""
+    if isinstance(what, int):
+        return {"_component_": "tests.recipes.test_resume.SendSignal", "step": step, "signum": int(what)}
+    return {"_component_": f"tests.recipes.test_resume.{what.__name__}", "step": step, "path": str(path[0])}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with two base models and 37 training rows, which steps of 8 rows do not divide evenly."""
+    top = tmp_path_factory.mktemp("resume")
+    write_model(top / "base")
+    write_model(top / "other", initializer_range=0.03)
+    write_rows(top / "rows.jsonl", 41)
+    return top
+
+
+@pytest.fixture(scope="module")
+def make(folder) -> Callable[..., Path]:
+    """Write the YAML of a run: 10 steps in 2 epochs, with dropout, a schedule and validation."""
+
+    def make(out: Path, **changes) -> Path:
+        cfg = run_config(folder / "base", folder / "rows.jsonl", out, epochs=2, save_every_n_steps=2)
+        cfg["model"]["lora_dropout"] = 0.1
+        cfg["lr_scheduler"] = {
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 3,
+        }
+        cfg |= {"clip_grad_norm": 1.0, "validation_fraction": 0.1, "max_steps_per_epoch": None, **changes}
+        out.parent.mkdir(exist_ok=True)
+        return write_yaml(out.with_suffix(f".{len(changes)}.yaml"), cfg)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(make, folder) -> Path:
+    """An undisturbed run."""
+    out = folder / "reference"
+    assert run(make(out))[0] == 0
+    return out
+
+
+def run(path: Path, *overrides: str, prepare: Callable[[], object] | None = None) -> tuple[int, str]:
+    return forked(main, path, *overrides, prepare=prepare)
+
+
+def resume(path: Path, **kwargs) -> tuple[int, str]:
+    return run(path, "resume_from_checkpoint=True", **kwargs)
+
+
+def steps(out: Path) -> list[int]:
+    """Return the checkpoints on disk."""
+    names = [p.name.removeprefix("step_") for p in (out / "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def outcome(out: Path) -> tuple:
+    """Return everything that must be equal in all runs: adapter, curves, and the last checkpoint."""
+    state = torch.load(out / "checkpoints" / f"step_{steps(out)[-1]:08d}" / "state.pt", weights_only=True)
+    del state["config"]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timing = {"seconds", "tokens_per_second", "peak_memory"}
+    curves = [{k: v for k, v in line.items() if k not in timing} for line in lines]
+    return (out / "adapter" / "adapter_model.safetensors").read_bytes(), curves, plain(state)
+
+
+def plain(node):
+    """Convert nested state to values that ``==`` compares."""
+    if isinstance(node, torch.Tensor):
+        return str(node.dtype), node.tolist()
+    if isinstance(node, dict):
+        return {k: plain(v) for k, v in node.items()}
+    return [plain(v) for v in node] if isinstance(node, list | tuple) else node
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return every file below ``folder``."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def assert_equal(out: Path, reference: Path) -> None:
+    found, expected = outcome(out), outcome(reference)
+    assert found[1] == expected[1]  # the curves first: they are the most informative
+    assert found[2] == expected[2]
+    assert found[0] == expected[0]
+
+
+def test_reference_is_what_the_others_claim(reference):
+    _, curves, state = outcome(reference)
+    assert [line["step"] for line in curves if "loss" in line] == list(range(1, 11))
+    assert [line["step"] for line in curves if "val_loss" in line] == [5, 10]
+    assert len({line["lr"] for line in curves if "lr" in line}) == 10
+    assert state["step"] == 10
+    assert state["optimizer"]["state"]
+    assert {"python", "numpy", "torch"} <= set(state["rng"][0])
+    assert steps(reference) == [8, 10]  # keep_last_n_checkpoints is 2
+
+
+def test_killed_in_mid_epoch_and_resumed(make, reference, tmp_path):
+    out = tmp_path / "out"
+    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    assert steps(out) == [5, 6]
+    assert not (out / "adapter").exists()
+
+    code, messages = resume(make(out))
+    assert code == 0, messages
+    assert "resumed from" in messages
+    assert_equal(out, reference)
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),  # as in test_raft's `test_sigterm_while_training`
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),  # as in `test_closed_terminal`
+    ],
+)
+def test_stopped(make, reference, tmp_path, signum, code):
+    out = tmp_path / "out"
+    found, messages = run(make(out, metric_logger=at(6, signum)))  # in step 7, which the run still completes
+    assert found == code, messages
+    assert "stopped at step 7, all saved; continue with resume_from_checkpoint=True" in messages
+    assert "Traceback" not in messages
+    assert steps(out)[-1] == 7
+    assert not (out / "adapter").exists()
+
+    assert resume(make(out))[0] == 0
+    assert_equal(out, reference)
+
+
+@pytest.mark.slow  # `test_stopped` has the signal, in a fork
+def test_tune_stopped_by_ctrl_c(make, reference, tmp_path):
+    out = tmp_path / "out"
+    path = make(out, metric_logger=at(3, signal.SIGINT))
+    stopped = tune("run", "lora_finetune_rocm", "--config", path, env={"PYTHONPATH": str(REPO)})
+    assert stopped.returncode == 130, stopped.stderr
+    assert resume(make(out))[0] == 0
+    assert_equal(out, reference)
+
+
+def test_sighup_under_nohup_is_ignored(make, reference, tmp_path):
+    def nohup():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    out = tmp_path / "out"
+    code, messages = run(make(out, metric_logger=at(6, signal.SIGHUP)), prepare=nohup)
+    assert code == 0, messages
+    assert_equal(out, reference)
+
+
+def test_closed_terminal(make, reference, tmp_path):
+    """The terminal's end sends SIGHUP, and printing to it is an error from then on."""
+    out, go = tmp_path / "out", tmp_path / "go"
+    path = make(out, metric_logger=at(5, Wait, go))
+    pid, terminal = pty.fork()
+    if not pid:
+        sys.stdout = sys.stderr = os.fdopen(2, "w")
+        forks.run_and_exit(main, path, (), None)
+    wait_for(go.with_suffix(".waiting"))
+    os.close(terminal)
+    go.touch()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    assert steps(out)[-1] == 6
+    assert resume(make(out))[0] == 0
+    assert_equal(out, reference)
+
+
+def test_sigterm_during_setup(make, tmp_path):
+    def prepare():
+        Learner.setup_model = lambda self: os.kill(os.getpid(), signal.SIGTERM)
+
+    code, messages = run(make(tmp_path / "out"), prepare=prepare)
+    assert code == 143
+    assert "Traceback" not in messages
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("counts", [range(1, 25, 6), pytest.param(range(1, 40), marks=pytest.mark.slow)])
+def test_killed_while_writing(make, reference, tmp_path, counts):
+    out, codes = tmp_path / "out", []
+    for count in counts:
+        codes.append(resume(make(out), prepare=kill_before(count))[0])
+    assert set(codes) <= {-signal.SIGKILL, 0}
+    assert codes.count(-signal.SIGKILL) > 2
+    assert resume(make(out))[0] == 0
+    assert_equal(out, reference)
+    assert not list(out.glob("checkpoints/.*"))  # the kills' leftovers are gone
+
+
+def test_torn_newest_checkpoint(make, reference, tmp_path):
+    out = tmp_path / "out"
+    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    state = out / "checkpoints" / "step_00000006" / "state.pt"
+    half = state.stat().st_size // 2
+    os.truncate(state, half)
+
+    code, messages = resume(make(out))
+    assert code == 0
+    assert "step_00000006 cannot be read and is skipped" in messages
+    assert "resumed from" in messages
+    assert_equal(out, reference)
+    assert steps(out) == [8, 10]
+    assert (out / "checkpoints" / "step_00000006.unreadable" / "state.pt").stat().st_size == half
+
+
+def test_no_checkpoint_can_be_read(make, tmp_path):
+    out = tmp_path / "out"
+    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    for step in steps(out):
+        state = out / "checkpoints" / f"step_{step:08d}" / "state.pt"
+        state.unlink()
+        state.mkdir()  # reading it fails, as reading from a broken disk does
+    for left in out.glob(".lock*"):  # of the killed run
+        left.unlink()
+    before = tree(out)
+    code, messages = resume(make(out))
+    assert code == 1
+    directory = "/state.pt'"
+    assert_one_line(messages, "step_00000006: [Errno 21] Is a directory", "step_00000005: [Errno 21]", directory)
+    assert tree(out) == before
+
+
+def test_resume_where_nothing_is_starts_and_resume_of_a_finished_run_changes_nothing(make, reference, tmp_path):
+    out = tmp_path / "out"
+    code, messages = resume(make(out))
+    assert code == 0
+    assert "starting from the beginning" in messages
+    assert_equal(out, reference)
+
+    before = tree(out)
+    code, messages = resume(make(out))
+    assert code == 0, messages
+    after = tree(out)
+    changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
+    assert changed <= {"summary.json", "config.yaml", "hardware.jsonl"}  # peak memory; resume_from_checkpoint
+    assert after["hardware.jsonl"].startswith(before["hardware.jsonl"])
+    assert json.loads(after["summary.json"])["steps"] == 10
+
+
+def test_seed_that_was_drawn_is_kept(make, tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    assert run(make(out, seed=None, epochs=1, metric_logger=at(3, signal.SIGKILL)))[0] == -signal.SIGKILL
+    assert resume(make(out, seed=None, epochs=1))[0] == 0
+    seed = yaml.safe_load((out / "config.yaml").read_text())["seed"]
+    assert run(make(again, seed=seed, epochs=1))[0] == 0
+    assert_equal(out, again)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.lr=2e-3"], "belongs to another run: .*optimizer.lr: was 0.001, is 0.002"),
+        (["epochs=1"], "has 10 steps, but epochs=1 ends the run after 5; raise epochs"),
+        (["max_steps_per_epoch=3"], "has 10 steps, so max_steps_per_epoch cannot change from None to 3"),
+        (
+            ["batch_size=2"],
+            r"belongs to another run: .*tokens_per_micro_batch, which dropout depends on: was \d+, is \d+ .set",
+        ),
+        (["model.lora_dropout=0.2"], "belongs to another run: .*model.lora_dropout: was 0.1, is 0.2"),
+        (["sequences_per_step=4"], "belongs to another run: .*rows per step: was 8, is 4"),
+        (["seed=2"], "belongs to another run: .*seed: was 1, is 2"),
+        (["checkpointer.checkpoint_dir={folder}/other"], "belongs to another run: .*base model changed"),
+        (["dataset.source={folder}/fewer.jsonl"], "belongs to another run: .*data changed; validation data changed"),
+    ],
+)
+def test_another_run_is_refused(make, reference, folder, overrides, message):
+    write_rows(folder / "fewer.jsonl", 40)
+    before = tree(reference)
+    overrides = [item.format(folder=folder) for item in overrides]
+    cfg = config.load("lora_finetune_rocm", str(make(reference, resume_from_checkpoint=True)), overrides)
+    with pytest.raises(UserError, match=r"step_00000010 " + message):
+        LoRAFinetune(cfg).setup()
+    assert tree(reference) == before
+
+
+def test_what_is_free_to_change(make, reference, tmp_path):
+    """A resumed run may have other micro-batches, chunks, validations and paths; they change only the rounding."""
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    model = {**yaml.safe_load(make(out).read_text())["model"], "lora_dropout": 0.0}
+    assert run(make(whole, model=model))[0] == 0
+    assert run(make(out, model=model, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    changes = {"batch_size": 2, "log_every_n_steps": 3, "keep_last_n_checkpoints": 1, "run_val_every_n_steps": 4}
+    changes |= {"loss": {"_component_": "rocm_ext.losses.CrossEntropy", "chunk_tokens": 7}}
+    code, messages = resume(make(out, model=model, early_stopping_patience=9, dtype="fp32", **changes))
+    assert code == 0, messages
+    assert steps(out) == [10]
+    found, expected = ([line["loss"] for line in outcome(o)[1] if "loss" in line] for o in (out, whole))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert [line["step"] for line in outcome(out)[1] if "val_loss" in line] == [5, 8]
+
+
+def test_raised_epochs_equal_a_run_begun_with_them(make, tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    constant = {"lr_scheduler": None, "save_every_n_steps": 1}
+    assert run(make(whole, **constant))[0] == 0
+    assert run(make(out, **constant, epochs=1))[0] == 0
+    code, messages = resume(make(out, **constant))
+    assert code == 0, messages
+    assert "the run had 5 steps in all; it now has 10" in messages
+    assert json.loads((out / "summary.json").read_text())["steps"] == 10
+    assert_equal(out, whole)
+
+
+@pytest.mark.slow
+def test_raised_max_steps_equal_a_run_begun_with_them(make, tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    options = {"lr_scheduler": None, "epochs": 1, "run_val_every_n_steps": 1}
+    assert run(make(whole, **options, max_steps_per_epoch=5))[0] == 0
+    assert run(make(out, **options, max_steps_per_epoch=3))[0] == 0
+    code, messages = resume(make(out, **options, max_steps_per_epoch=5))
+    assert code == 0, messages
+    assert_equal(out, whole)
+
+
+def test_a_schedule_follows_raised_epochs(make, reference, tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    assert run(make(whole, epochs=3))[0] == 0
+    assert run(make(out, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
+    code, messages = resume(make(out, epochs=3))
+    assert code == 0, messages
+    assert "lr_scheduler follows the new number of steps: learning rate " in messages
+    rates = {o: [line["lr"] for line in outcome(o)[1] if "lr" in line] for o in (out, whole, reference)}
+    assert rates[out] == rates[reference][:6] + rates[whole][6:]
+
+
+def test_used_output_dir(make, reference, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(reference, out)
+    before = tree(out)
+    code, messages = run(make(out))
+    assert code == 1
+    assert "resume_from_checkpoint=True continues it, overwrite_output_dir=True replaces it" in messages
+    code, messages = run(make(out), "overwrite_output_dir=True", "tokens_per_micro_batch=1")
+    assert (code, "tokens_per_micro_batch is 1" in messages) == (1, True), messages
+    assert tree(out) == before  # a mistake changes nothing
+
+    killed = make(out, overwrite_output_dir=True, metric_logger=at(1, signal.SIGKILL))
+    assert run(killed)[0] == -signal.SIGKILL
+    left = set(os.listdir(out)) - {"hardware.jsonl", ".lock", ".lock.json"}
+    assert left == {"config.yaml", "metrics.jsonl", "checkpoints"}  # nothing from the earlier run
+    assert run(make(out), "overwrite_output_dir=True")[0] == 0
+    assert_equal(out, reference)
+
+
+def test_early_stopping(make, tmp_path):
+    options = {
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.3},
+        "run_val_every_n_steps": 1,
+        "early_stopping_patience": 3,
+        "save_every_n_steps": 1,
+        "keep_last_n_checkpoints": 99,
+    }
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run(make(whole, **options))[0] == 0
+    summary = json.loads((whole / "summary.json").read_text())
+    best = summary["best_validation"]["step"]
+    assert summary["adapter_is"] == "best by validation loss"
+    assert summary["steps"] == best + 3 < 10
+    name = "adapter_model.safetensors"
+    kept = whole / "checkpoints" / f"step_{best:08d}" / name
+    assert (whole / "adapter" / name).read_bytes() == kept.read_bytes()
+
+    killed = make(out, **options, metric_logger=at(best + 2, signal.SIGKILL))
+    assert run(killed)[0] == -signal.SIGKILL
+    assert resume(make(out, **options))[0] == 0
+    assert_equal(out, whole)
+    code, messages = resume(make(out, **options, epochs=3))
+    assert code == 0
+    assert f"stopped early at step {best + 3}: 3 validations without a better validation loss" in messages
+    assert_equal(out, whole)
+
+
+def test_disk_full_in_a_checkpoint(make, reference, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(out)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk here: {mounted.stderr.decode().strip()}")
+    try:
+        filler = out / "filler"
+        code, messages = run(make(out, metric_logger=at(5, FillDisk, filler)))
+        assert code == 1, messages
+        assert_one_line(messages, "no space left to write", "free some space")
+        assert steps(out) == [2, 4]
+        assert not list(out.glob("checkpoints/.*"))
+
+        code, messages = resume(make(out))  # the disk is still full
+        assert code == 1, messages
+        assert_one_line(messages, "no space left to write", "free some space")
+        filler.unlink()
+        assert resume(make(out))[0] == 0
+        assert_equal(out, reference)
+    finally:
+        subprocess.run(["umount", str(out)], check=True)
+
+
+def assert_one_line(messages: str, *parts: str) -> None:
+    last = messages.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert all(part in last for part in parts), last
+    assert "Traceback" not in messages
+    assert "Exception ignored" not in messages
+
+
+@pytest.mark.parametrize("what", [pytest.param("step_00000002", marks=pytest.mark.slow), "metrics.jsonl"])
+def test_file_that_cannot_grow(make, reference, tmp_path, what):
+    """The system refuses further writes in the middle of a file."""
+    out = tmp_path / "out"
+    if what == "metrics.jsonl":
+        code, messages = run(make(out, metric_logger=at(6, LimitFiles, out / what), save_every_n_steps=None))
+        assert steps(out) == [5]
+        assert not (out / what).read_text().endswith("\n")
+    else:
+        code, messages = run(make(out), prepare=lambda: limit_files(20_000))
+        assert steps(out) == []
+    assert code == 1, messages
+    assert_one_line(messages, what, "size limit is reached")
+    assert not list(out.glob("checkpoints/.*"))
+    assert resume(make(out))[0] == 0
+    assert_equal(out, reference)
+
+
+@pytest.mark.slow
+def test_tune_killed_at_random(make, reference, tmp_path):
+    def changed(path: Path) -> float | None:
+        return path.stat().st_mtime if path.exists() else None
+
+    out, kills = tmp_path / "out", 0
+    path = make(out, resume_from_checkpoint=True)
+    command = [str(Path(sys.executable).with_name("tune")), "run", "lora_finetune_rocm", "--config", str(path)]
+    for seed in range(12):
+        process = subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        before = changed(out / "config.yaml")
+        while seed % 4 and process.poll() is None and changed(out / "config.yaml") == before:
+            time.sleep(0.01)  # three of four kills come during training, the others before
+        time.sleep(random.Random(seed).uniform(0, 0.4) if seed % 4 else random.Random(seed).uniform(0, 8))
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+    assert kills > 3
+    assert tune("run", "lora_finetune_rocm", "--config", path).returncode == 0
+    assert_equal(out, reference)
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_and_resumed(make, tmp_path):
+    def launch(path: Path) -> subprocess.CompletedProcess:
+        ranks = ["--nnodes", "1", "--nproc_per_node", "2"]
+        return tune("run", *ranks, "lora_finetune_rocm", "--config", path, env={"PYTHONPATH": str(REPO)})
+
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert launch(make(whole)).returncode == 0
+    assert launch(make(out, metric_logger=at(7, signal.SIGKILL))).returncode != 0
+    assert steps(out) == [5, 6]
+    resumed = launch(make(out, resume_from_checkpoint=True))
+    assert resumed.returncode == 0, resumed.stderr
+    assert_equal(out, whole)

@@ -1,0 +1,141 @@
+"""Metric loggers get everything, and optimisers of other libraries work."""
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rocm_ext import config
+from tests.kit.tiny import metrics, run_config, write_model, write_rows, write_yaml
+
+LOGGERS = "torchtune.training.metric_logging"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    top = tmp_path_factory.mktemp("parts")
+    write_model(top / "base")
+    write_rows(top / "rows.jsonl", 16)
+    return top
+
+
+def finetune(folder: Path, out: Path, **changes) -> LoRAFinetune:
+    cfg = run_config(folder / "base", folder / "rows.jsonl", out, epochs=3)
+    cfg["model"] |= changes.pop("model", {})
+    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg | changes))))
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    return recipe
+
+
+# Validations fall on steps 1 to 6, and only step 4 is logged.
+VALIDATED = {"validation_fraction": 0.2, "run_val_every_n_steps": 1, "log_every_n_steps": 4}
+
+
+def test_tensorboard_shows_every_validation_and_the_config(folder, tmp_path):
+    logger = {"_component_": f"{LOGGERS}.TensorBoardLogger", "log_dir": str(tmp_path / "board"), "organize_logs": False}
+    finetune(folder, tmp_path / "out", metric_logger=logger, **VALIDATED)
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    found = {event.step: event.tensor_proto.float_val[0] for event in board.Tensors("val_loss")}
+    assert found == pytest.approx(dict(enumerate(metrics(tmp_path / "out", "val_loss"), start=1)))
+    assert len(found) == 6
+    assert [event.step for event in board.Tensors("loss")] == [4]
+    (event,) = board.Tensors("config/text_summary")
+    assert "lora_rank: 4" in event.tensor_proto.string_val[0].decode()
+    assert OmegaConf.load(tmp_path / "out" / "torchtune_config.yaml").model.lora_rank == 4
+
+
+class WandB:
+    """The part of Weights & Biases that torchtune's logger uses, with its rule that a config's values stay."""
+
+    def __init__(self, earlier: dict | None = None) -> None:
+        self.run, self.logged, self.values = None, [], dict(earlier or {})
+        self.config = SimpleNamespace(update=self.update)
+
+    def init(self, **options):
+        self.run = SimpleNamespace(_label=lambda repo: None)
+        return self.run
+
+    def define_metric(self, *names, **options):
+        pass
+
+    def update(self, values: dict, allow_val_change: bool) -> None:
+        changed = [key for key in values if self.values.get(key, values[key]) != values[key]]
+        if changed and not allow_val_change:
+            raise ValueError(f"Attempted to change value of key {changed[0]}")
+        self.values |= values
+
+    def save(self, path, base_path):
+        assert Path(path).is_file()
+
+    def log(self, values: dict) -> None:
+        self.logged.append(values)
+
+    def finish(self):
+        self.run = None
+
+
+def test_weights_and_biases_gets_every_validation_and_the_config(folder, tmp_path, monkeypatch):
+    """Also a resumed run of theirs, whose config differs in resume_from_checkpoint."""
+    wandb = WandB(earlier={"resume_from_checkpoint": "earlier"})
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    finetune(folder, tmp_path / "out", metric_logger={"_component_": f"{LOGGERS}.WandBLogger"}, **VALIDATED)
+    assert [line["global_step"] for line in wandb.logged if "val_loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["global_step"] for line in wandb.logged if "loss" in line] == [4]
+    assert wandb.values["model"]["lora_rank"] == 4
+    assert wandb.values["resume_from_checkpoint"] is False
+    assert wandb.run is None
+
+
+class Refusing:
+    """A logger whose service takes no config."""
+
+    def log_config(self, config):
+        raise ConnectionError("the service is down")
+
+    def log_dict(self, values, step):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_a_logger_that_fails_to_take_the_config_is_no_obstacle(folder, tmp_path, messages):
+    finetune(folder, tmp_path / "out", metric_logger={"_component_": f"{__name__}.Refusing"})
+    assert any("metric_logger: it did not take the config: ConnectionError: the service is down" in m for m in messages)
+
+
+def test_8_bit_optimiser_of_torchao_steps_and_resumes(folder, tmp_path, monkeypatch):
+    """Its learning rate is a tensor. It compiles each step, which takes a minute and is not what is tested here."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    options = {
+        "optimizer": {"_component_": "torchao.optim.AdamW8bit", "lr": 1e-2},
+        "lr_scheduler": {"_component_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5},
+        "model": {"lora_rank": 64},  # it leaves tensors of fewer than 4,096 numbers in fp32
+        "save_every_n_steps": 1,
+        "keep_last_n_checkpoints": 9,
+    }
+    recipe = finetune(folder, tmp_path / "whole", **options)
+    states = [value for each in recipe.trainer.optimizer.state.values() for value in each.values()]
+    assert any(type(value).__name__ == "OptimState8bit" for value in states)
+    assert metrics(tmp_path / "whole", "lr") == pytest.approx([1e-2 * 0.5**i for i in range(6)])
+    losses = metrics(tmp_path / "whole")
+    assert sum(losses[4:]) < 0.97 * sum(losses[:2])
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    for step in (4, 5, 6):
+        shutil.rmtree(tmp_path / "part" / "checkpoints" / f"step_{step:08d}")
+    finetune(folder, tmp_path / "part", resume_from_checkpoint=True, **options)
+    assert metrics(tmp_path / "part") == losses
+    name = Path("adapter") / "adapter_model.safetensors"
+    expected = load_file(tmp_path / "whole" / name)
+    for key, tensor in load_file(tmp_path / "part" / name).items():
+        assert torch.equal(tensor, expected[key])

@@ -1,0 +1,383 @@
+"""A recipe of a user's own: a Python file beside their YAML, or in an installed package."""
+
+import importlib.metadata
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+import torchtune._recipe_registry as torchtune_registry
+import yaml
+from omegaconf import OmegaConf
+
+from rocm_ext import config, hook
+from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
+from rocm_ext.cli import main as rocm_ext
+from rocm_ext.machine.detect import detect
+from rocm_ext.machine.environment import environment_for
+from rocm_ext.machine.profile import load_profile
+from rocm_ext.runs.folder import RunFolder
+from tests.kit.forks import several_ranks
+from tests.kit.tiny import run_config, tune, write_model, write_rows, write_yaml
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lora_plus"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> tuple[Path, Path]:
+    """A model and rows."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_model(folder / "base"), write_rows(folder / "rows.jsonl", 8)
+
+
+@pytest.fixture
+def folder(tmp_path, tiny, monkeypatch) -> Path:
+    """The example's files in a folder of the user's, with a run of a tiny model, seen from another folder."""
+    for name in ("lora_plus.py", "lora_plus.yaml"):
+        shutil.copy(EXAMPLE / name, tmp_path)
+    write_run(tmp_path, tiny)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path
+
+
+def write_run(folder: Path, tiny: tuple[Path, Path], name: str = "my_run.yaml", **changes) -> Path:
+    return write_yaml(folder / name, run_config(*tiny, folder / "out", recipe="lora_plus", epochs=1, **changes))
+
+
+def run_in_process(script: Path, *arguments: object, monkeypatch) -> int:
+    """The exit code of a recipe's script."""
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(script), run_name="__main__")
+    return left.value.code
+
+
+def fails(capsys, action) -> str:
+    """The one line in which it says why."""
+    assert action() == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_its_key_comes_from_the_command_line_the_run_or_its_defaults(folder):
+    recipe = registry.find("lora_plus", folder)
+    run = str(folder / "my_run.yaml")
+    assert config.load(recipe, run).lora_plus_ratio == 16
+    assert config.load(recipe, run, ["lora_plus_ratio=8"]).lora_plus_ratio == 8
+    with (folder / "my_run.yaml").open("a") as file:
+        file.write("lora_plus_ratio: 4\n")
+    cfg = config.load("lora_plus", run)
+    assert (cfg.recipe, cfg.lora_plus_ratio, cfg.batch_size) == ("lora_plus", 4, 4)
+    assert set(cfg) == {*config.defaults("lora_finetune_rocm"), "lora_plus_ratio"}
+
+
+def test_its_keys_are_checked_as_ours_are(folder, tiny):
+    run = str(folder / "my_run.yaml")
+    with pytest.raises(UserError, match=r"unknown key lora_plus_ration; did you mean lora_plus_ratio\?"):
+        config.load("lora_plus", run, ["lora_plus_ration=8"])
+    write_run(folder, tiny, lora_plus_ratoi=8)
+    with pytest.raises(UserError, match=r"unknown key lora_plus_ratoi; did you mean lora_plus_ratio\?"):
+        config.load("lora_plus", run)
+    write_run(folder, tiny)
+    defaults = folder / "lora_plus.yaml"
+    defaults.write_text(defaults.read_text().replace("16", "???"))
+    with pytest.raises(UserError, match="lora_plus_ratio must be set"):
+        config.load("lora_plus", run)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ("extends: lora_finetune_rocm\n", r"lora_plus.yaml says recipe: None; expected recipe: lora_plus"),
+        ("recipe: lora_plus\nextends: lora_finetune\n", "lora_finetune is unknown.*did you mean lora_finetune_rocm"),
+        ("recipe: lora_plus\nextends: lora_plus\n", "lora_plus extends itself"),
+        ("recipe: lora_plus\ninclude: [commn]", "commn.yaml"),
+        ("- recipe\n", "holds a list; expected keys"),
+    ],
+)  # fmt: skip
+def test_defaults_that_are_none(folder, defaults, message):
+    (folder / "lora_plus.yaml").write_text(defaults)
+    with pytest.raises(UserError, match=message) as caught:
+        config.load("lora_plus", str(folder / "my_run.yaml"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("print('hello')", "is no recipe; expected recipe_main"),
+        ("recipe_main(NAME)(main)", "is no recipe; expected recipe_main"),
+        ("recipe_main('mine')(main)", "recipe mine needs defaults=FILE.yaml"),
+        ("recipe_main('mine', defaults='no.yaml')(main)", "no.yaml of recipe mine do not exist"),
+        ("recipe_main('raft_rocm', defaults='lora_plus.yaml')(main)", "raft_rocm is this library's recipe"),
+        ("def (", "is no recipe"),
+    ],
+)
+def test_files_that_are_no_recipe(folder, script, message):
+    (folder / "other.py").write_text(script)
+    with pytest.raises(UserError, match=message):
+        registry.find("other.py", folder)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "asked"), [("lora_plus", "raft_rocm"), ("raft_rocm", "lora_plus"), ("lora_plus", "lora_finetune_rocm")]
+)
+def test_a_config_of_another_recipe_is_refused(folder, tiny, wanted, asked):
+    run = write_run(folder, tiny, name="run.yaml") if wanted == "lora_plus" else "cpu_pocket_raft"
+    start = "lora_plus.py" if wanted == "lora_plus" else wanted
+    with pytest.raises(UserError, match=f"is for recipe {wanted}, this is {asked}; start it with `tune run {start} --"):
+        config.load(registry.find(asked, folder), str(run))
+
+
+def test_its_files_and_the_config_may_be_in_three_folders(folder, tiny):
+    recipe = registry.find("lora_plus", folder)
+    (folder / "configs").mkdir()
+    run = write_run(folder / "configs", tiny)
+    assert config.load(recipe, str(run)).recipe == "lora_plus"
+
+
+def test_a_recipe_that_extends_none_of_ours(folder, capsys):
+    (folder / "lora_plus.yaml").write_text("recipe: lora_plus\nlora_plus_ratio: 16\n")
+    (folder / "own.yaml").write_text("recipe: lora_plus\n")
+    for action in (lambda: config.requested_hardware(str(folder / "own.yaml")),
+                   lambda: config.load("lora_plus", str(folder / "own.yaml"))):  # fmt: skip
+        with pytest.raises(UserError, match=r"lora_plus.yaml: the defaults lack the key hardware"):
+            action()
+    with (folder / "lora_plus.yaml").open("a") as file:
+        file.write("hardware: auto\n")
+    assert config.load("lora_plus", str(folder / "own.yaml")).lora_plus_ratio == 16
+    for command in ("plan", "bench"):
+        line = fails(capsys, lambda command=command: rocm_ext([command, "--config", str(folder / "own.yaml")]))
+        assert "recipe lora_plus extends neither lora_finetune_rocm nor raft_rocm" in line
+
+
+def test_bench_reads_a_config_that_names_a_file(folder, tiny):
+    from rocm_ext.bench.context import Bench
+    from rocm_ext.bench.sweep import Spec
+
+    (folder / "configs").mkdir()
+    content = yaml.safe_load(write_run(folder, tiny).read_text())
+    run = write_yaml(folder / "configs" / "run.yaml", {**content, "recipe": "../lora_plus.py"})
+    bench = Bench(Spec(str(run), ("hardware=cpu", "lora_plus_ratio=2"), 2**30, seconds=0.1))
+    assert bench.cfg.lora_plus_ratio == 2
+
+
+def test_it_runs_configs_of_the_recipe_that_it_extends(folder):
+    cfg = config.load(registry.find("lora_plus", folder), "cpu_pocket")
+    assert (cfg.recipe, cfg.lora_plus_ratio) == ("lora_plus", 16)
+
+
+@pytest.mark.parametrize("stated", ["lora_plus", "lora_plus.py", "nothing"])
+def test_plan_finds_its_defaults_beside_the_config(folder, tiny, stated, capsys):
+    write_run(folder, tiny)
+    content = yaml.safe_load((folder / "my_run.yaml").read_text())
+    del content["recipe"]
+    write_yaml(folder / "my_run.yaml", content if stated == "nothing" else {**content, "recipe": stated})
+    override = ["recipe=lora_plus.py"] if stated == "nothing" else []
+    assert rocm_ext(["plan", "--config", str(folder / "my_run.yaml"), "--json", "lora_plus_ratio=2", *override]) == 0
+    assert json.loads(capsys.readouterr().out)["rollout"] is None
+    line = fails(
+        capsys, lambda: rocm_ext(["plan", "--config", str(folder / "my_run.yaml"), "lora_plus_rati=2", *override])
+    )
+    assert "did you mean lora_plus_ratio" in line
+
+
+def test_a_recipe_that_nobody_has(folder, tiny, capsys):
+    write_run(folder, tiny)
+    content = yaml.safe_load((folder / "my_run.yaml").read_text())
+    write_yaml(folder / "my_run.yaml", {**content, "recipe": "lora_pluss"})
+    line = fails(capsys, lambda: rocm_ext(["plan", "--config", str(folder / "my_run.yaml")]))
+    assert "recipe lora_pluss is unknown" in line
+    assert str(folder) in line
+
+
+def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(folder, tiny, monkeypatch, capsys):
+    optimizer = {
+        "_component_": "torch.optim.AdamW",
+        "lr": 1e-3,
+        "weight_decay": 0.3,
+        "betas": [0.8, 0.9],
+        "fused": True,
+    }
+    write_run(folder, tiny, optimizer=optimizer)
+    made = []
+    real = torch.optim.AdamW.__init__
+    monkeypatch.setattr(
+        torch.optim.AdamW, "__init__", lambda self, *a, **k: (real(self, *a, **k), made.append(self))[0]
+    )
+    ended = run_in_process(
+        folder / "lora_plus.py", "--config", folder / "my_run.yaml", "lora_plus_ratio=8", monkeypatch=monkeypatch
+    )
+    assert ended == 0
+    slow, fast = made[-1].param_groups  # the plan makes one, too
+    assert (slow["lr"], fast["lr"]) == (1e-3, 8e-3)
+    for group in (slow, fast):
+        assert (group["weight_decay"], list(group["betas"]), group["fused"]) == (0.3, [0.8, 0.9], True)
+    assert len(slow["params"]) == len(fast["params"]) > 0
+
+    out = folder / "out"
+    saved = OmegaConf.load(out / "config.yaml")
+    assert (saved.recipe, saved.lora_plus_ratio) == ("lora_plus", 8)
+    run = RunFolder(out)
+    assert (run.recipe, run.family) == ("lora_plus", "lora_finetune_rocm")
+    assert rocm_ext(["report", str(out), "--output", str(folder / "report.html")]) == 0
+    assert "<dd>lora_plus</dd>" in (folder / "report.html").read_text()
+    # the saved config of a run is a config, where the recipe's file is at hand
+    monkeypatch.chdir(folder)
+    assert config.load("lora_plus", str(out / "config.yaml")) == saved
+    # and the run goes on only as what it was begun as
+    again = ["--config", folder / "my_run.yaml", "resume_from_checkpoint=True", "lora_plus_ratio=8", "epochs=1"]
+    assert run_in_process(folder / "lora_plus.py", *again, monkeypatch=monkeypatch) == 0
+    line = fails(capsys, lambda: run_in_process(folder / "lora_plus.py", *again[:3], monkeypatch=monkeypatch))
+    assert "lora_plus_ratio: was 8, is 16" in line
+
+
+def test_compare_takes_recipes_of_one_family_and_names_the_difference(folder, tiny, monkeypatch, capsys):
+    from rocm_ext.recipes import lora_finetune_rocm
+
+    plain = write_yaml(folder / "plain.yaml", run_config(*tiny, folder / "plain"))
+    script = Path(lora_finetune_rocm.__file__)
+    assert run_in_process(script, "--config", plain, monkeypatch=monkeypatch) == 0
+    run = folder / "my_run.yaml"
+    assert run_in_process(folder / "lora_plus.py", "--config", run, monkeypatch=monkeypatch) == 0
+    rocm_ext(["compare", str(folder / "plain"), str(folder / "out"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["recipe"] == ["lora_finetune_rocm", "lora_plus"]
+
+
+# ------------------------------------------------------------------------------------------------ from a package
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """An installed package that announces the example as its recipe, with a config."""
+    home = tmp_path / "site" / "their_package"
+    home.mkdir(parents=True)
+    (home / "__init__.py").touch()
+    for name in ("lora_plus.py", "lora_plus.yaml", "my_run.yaml"):
+        shutil.copy(EXAMPLE / name, home)
+    (home / "my_run.yaml").rename(home / "pocket_plus.yaml")
+    entries = [
+        EntryPoint("lora_plus", "their_package.lora_plus", registry.GROUP),
+        EntryPoint("broken", "no_such_package.recipe", registry.GROUP),
+        EntryPoint("lora_plus", "their_package.second", registry.GROUP),
+    ]
+    shutil.copy(home / "lora_plus.py", home / "second.py")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    real = importlib.metadata.entry_points
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda **kw: entries if kw == {"group": registry.GROUP} else real(**kw)
+    )
+    registry.recipes.cache_clear()
+    yield home
+    registry.recipes.cache_clear()
+
+
+def test_a_package_registers_recipes_and_configs(package, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "cp"])
+    monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", [])
+    monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: None)  # this process stays as it is
+    hook.register()
+    *ours, theirs = torchtune_registry._ALL_RECIPES
+    assert [recipe.name for recipe in ours] == list(registry.TITLES)
+    assert (theirs.name, theirs.file_path) == ("lora_plus", str(package / "lora_plus.py"))
+    assert [(each.name, each.file_path) for each in theirs.configs] == [
+        ("pocket_plus", str(package / "pocket_plus.yaml"))
+    ]
+    assert "their_package.lora_plus" not in sys.modules
+    broken, second = capsys.readouterr().err.splitlines()
+    assert "entry point broken = no_such_package.recipe is left out: " in broken
+    assert "second is left out: recipe lora_plus is already in " in second
+    cfg = config.load(config.recipe_of("pocket_plus"), "pocket_plus")
+    assert (cfg.recipe, cfg.lora_plus_ratio) == ("lora_plus", 8)
+    assert capsys.readouterr().err == "", "once is enough"
+
+
+def test_files_beside_a_packaged_recipe_that_are_no_configs(package):
+    (package / "list.yaml").write_text("- recipe\n")
+    (package / "torn.yaml").write_text("recipe: [lora_plus\n")
+    (package / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (package / "folder.yaml").mkdir()
+    assert [path.name for path in registry.recipes()["lora_plus"].configs] == ["pocket_plus.yaml"]
+
+
+def test_the_example_is_what_the_package_s_test_and_the_docs_name():
+    recipe = registry.read_recipe(EXAMPLE / "lora_plus.py")
+    assert (recipe.name, registry.family(recipe)) == ("lora_plus", "lora_finetune_rocm")
+    assert [path.name for path in recipe.configs] == ["my_run.yaml"]
+
+
+# -------------------------------------------------------------------------------------------------- the real tune
+# one write, which lines of other ranks cannot split
+MARK = "import os\nos.write(1, f\"top {os.getpid()} {os.environ.get('GOMP_SPINCOUNT')}\\n\".encode())\n"
+
+
+def bare() -> dict[str, str]:
+    """An environment without the CPU profile's variables."""
+    ours = environment_for(load_profile("cpu"), detect(), {})
+    return {name: value for name, value in os.environ.items() if name not in ours and name != registry.DECIDED}
+
+
+@pytest.mark.parametrize("how", ["one process", pytest.param("two ranks", marks=[several_ranks, pytest.mark.slow])])
+def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once(folder, how):
+    script = folder / "lora_plus.py"
+    script.write_text(MARK + script.read_text())
+    ranks = ["--nproc_per_node", "2"] if how == "two ranks" else []
+    command = [str(Path(sys.executable).with_name("tune")), "run", *ranks, "lora_plus.py", "--config", "my_run.yaml"]
+    environ = {**bare(), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, "lora_plus_ratio=8"], cwd=folder, env=environ, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    tops = [line.split() for line in out.splitlines() if line.startswith("top")]
+    assert len(tops) == (2 if ranks else 1), "the script runs once in each process"
+    assert {spin for _, _, spin in tops} == {"20000"}
+    if not ranks:
+        assert int(tops[0][1]) == process.pid, "exec keeps the process"
+    assert "GOMP_SPINCOUNT=20000 (" in err
+    assert "Skipping import of cpp extensions" not in out + err
+    assert OmegaConf.load(folder / "out" / "config.yaml").lora_plus_ratio == 8
+
+
+def test_a_script_that_is_started_without_tune_is_told_what_comes_late(folder):
+    script = folder / "lora_plus.py"
+    script.write_text(MARK + script.read_text())
+    command = [sys.executable, str(script), "--config", "my_run.yaml"]
+    run = subprocess.run(command, cwd=folder, env={**bare(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("top") == 1
+    assert "or: export GOMP_SPINCOUNT=20000" in run.stderr
+
+
+@pytest.mark.slow
+def test_other_recipes_of_torchtune_keep_their_messages(tmp_path):
+    run = tune("run", "lora_finetune_single_device", "--config", "nothing.yaml", cwd=tmp_path)
+    assert run.returncode
+    assert "incompatible torch version" in run.stderr or "Skipping" not in run.stderr
+
+
+@pytest.mark.slow  # test_startup.py has it without a process
+def test_a_recipe_by_name_starts_with_the_environment_too(tmp_path):
+    command = [str(Path(sys.executable).with_name("tune")), "run", "lora_finetune_rocm", "--config", "cpu_pocket"]
+    run = subprocess.run([*command, "epochs=1"], cwd=tmp_path, env=bare(), capture_output=True, text=True)
+    assert run.returncode == 1  # its model is not there yet
+    assert run.stderr.count("GOMP_SPINCOUNT=20000 (") == 1
+    assert run.stderr.splitlines()[-1].startswith("error: ")
+    assert "demo/pocket" in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stdout + run.stderr
+    assert "Skipping import of cpp extensions" not in run.stderr
+
+
+def test_eval_has_the_environment_before_torch_is_imported(tmp_path):
+    command = [str(Path(sys.executable).with_name("rocm-ext")), "eval", "--config", "cpu_pocket_raft"]
+    run = subprocess.run(command, cwd=tmp_path, env=bare(), capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "GOMP_SPINCOUNT=20000 (" in run.stderr
+    assert "torch was imported before" not in run.stderr
+    assert "Skipping import of cpp extensions" not in run.stderr

@@ -1,0 +1,313 @@
+"""Runs of ``grpo_rocm`` in ``rocm-ext report``, ``compare`` and ``monitor``."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rocm_ext.cli import main
+from rocm_ext.runs.folder import RunFolder
+from rocm_ext.runs.intervals import mcnemar
+from tests.kit.run_folders import curve, grpo, hardware, policy_answers, policy_line, raft, sft, write_jsonl
+from tests.report.test_report import JUNK, KEYS, figure, figures, report, words
+from tests.runs.test_compare import document, flip, passing
+
+RIGHT = {0: [True] * 3 + [False] * 7, 10: [True] * 5 + [False] * 5, 20: [True] * 8 + [False] * 2}
+CHARTS = ["Held-out pass@1", "Reward", "Right answers", "Flat groups", "Answer length", "Answers cut off", "Length",
+          "Entropy", "KL divergence", "Mismatch", "Largest mismatch", "Mismatch KL", "Clipped tokens",
+          "Probability ratio", "Sampling speed", "Verdicts", "Time of a step"]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return grpo(tmp_path / "run", RIGHT)
+
+
+def groups(html: str) -> list[tuple[str, str, int]]:
+    """Return step, kind and number of shown answers of the groups on a page."""
+    found = []
+    for part in html.split("<h3><b>Step ")[1:]:
+        step, kind = re.match(r"(\d+): ([^<]*)</b>", part).groups()  # type: ignore[union-attr]
+        found.append((int(step), kind, part.partition("</article>")[0].count('class="one"')))
+    return found
+
+
+# ---- report
+
+
+def test_the_page_of_a_run(run):
+    html = report(run)
+    assert figures(html) == [*CHARTS, "Loss", "Learning rate", "Gradient norm", "Speed", "Padding"]
+    text = words(html)
+    for fact in (
+        "State finished",
+        "Steps 20 ",
+        "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)",  # Wilson's intervals of 3 and 8 of 10
+        "Answers sampled 320",
+        "adapter (best by held-out score)",
+        "10 160 5 of 10 50.0 % 23.7 – 76.3",  # the evaluation after step 10 and its 160 answers
+    ):
+        assert fact in text, fact
+    assert "not finite" not in text  # step 4 made no update, so it has no loss
+    assert 4 not in figure(html, "Loss")["data"][0]["x"]
+
+
+def test_groups_to_read(run):
+    kinds = ["unequal rewards", "all wrong", "all right", "with an ERROR"]
+    html = report(run)
+    assert groups(html) == [(step, kind, 4) for step in (1, 20) for kind in kinds]
+    text = words(html)
+    assert "2 groups" not in text
+    assert "8 groups of steps 1 and 20" in text
+    assert "CORRECT reward 1, 25 tokens step 1: 0 and 1 found 0" in text
+    assert "WRONG reward 0, 25 tokens, cut off step 20: 2 and 1 found 2" in text
+    for path in (run / "samples.jsonl", run / "verdicts.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(reversed(lines)))
+    assert groups(report(run)) == groups(html)  # the order of the lines does not matter
+
+
+def test_only_the_last_steps_answers_are_kept(run):
+    lines = (run / "samples.jsonl").read_text().splitlines(keepends=True)
+    (run / "samples.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] >= 18))
+    assert {step for step, _, _ in groups(report(run))} == {18, 20}
+
+
+def test_answers_of_several_ranks(run, tmp_path):
+    """While a phase goes on, each rank has files of its own; a kill may leave lines twice."""
+    whole = words(report(run, output=tmp_path / "whole.html"))
+    for name in ("samples", "verdicts"):
+        lines = (run / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (run / f"{name}.jsonl").write_text("".join(lines[::2]))
+        (run / f"{name}.rank1.jsonl").write_text("".join(lines[1::2] + lines[:10]))
+    assert words(report(run, output=tmp_path / "parts.html")) == whole
+
+
+def test_a_group_of_many_answers(tmp_path):
+    html = report(grpo(tmp_path / "run", {}, steps=1, samples=20))
+    assert {shown for _, _, shown in groups(html)} == {8}
+    assert "8 of 20 answers" in words(html)
+
+
+def test_damaged_lines(run):
+    with (run / "verdicts.jsonl").open("ab") as file:
+        file.write(b'{"step": 1, junk}\n\xff\n{"step": 1, "phase": "sam')
+    with (run / "samples.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "phase": "sample", "promp\n[]\n{"step": 1, "phase": "sam')
+    text = words(report(run))
+    assert "verdicts.jsonl: skipped 2 lines that are not JSON objects" in text
+    assert "samples.jsonl: skipped 2 lines that are not JSON objects" in text
+    assert "8 groups of steps 1 and 20" in text
+
+
+def test_other_states(tmp_path):
+    killed = grpo(tmp_path / "killed", {0: RIGHT[0]}, steps=5, planned=20, finished=False)
+    text = words(report(killed))
+    assert "State not finished" in text
+    assert "Steps 5 of 20" in text
+    first = grpo(tmp_path / "first", {0: RIGHT[0]}, steps=0, planned=20, finished=False)
+    html = report(first)  # after the evaluation before any training
+    assert figures(html) == ["Held-out pass@1"]
+    sampling = grpo(tmp_path / "sampling", {}, steps=1, planned=20, finished=False)
+    (sampling / "metrics.jsonl").unlink()
+    assert {step for step, _, _ in groups(report(sampling))} == {1}
+
+
+def test_a_finished_run(run):
+    assert RunFolder(run).finished
+    config = run / "config.yaml"
+    whole = config.read_text()
+    config.write_text(whole.replace("\nsteps: 20", "\nsteps: 30"))
+    assert not RunFolder(run).finished  # it goes on; the summary is that of the shorter run
+    config.write_text(whole.replace("\nsteps: 20", "\nsteps: 30\nstop_after_no_gain: 5"))
+    assert RunFolder(run).finished
+
+
+@pytest.mark.parametrize("recipe", ["my_policy", None])
+def test_the_records_tell_the_family(run, recipe):
+    config = run / "config.yaml"
+    line = f"recipe: {recipe}\n" if recipe else ""
+    config.write_text(config.read_text().replace("recipe: grpo_rocm\n", line))
+    assert RunFolder(run).family == "grpo_rocm"
+    (run / "samples.jsonl").unlink()
+    assert len(RunFolder(run).evaluations) == 3
+
+
+def test_beside_runs_of_other_recipes(run, tmp_path):
+    others = [raft(tmp_path / "raft", [RIGHT[0], RIGHT[20]]), sft(tmp_path / "sft", curve(20))]
+    html = report(run, *others, grpo(tmp_path / "second", RIGHT), output=tmp_path / "all.html")
+    found = figures(html)
+    assert "Held-out pass@1 by answers" in found
+    by_answers = html.split("<b>Held-out pass@1 by answers</b>")[1].split("</figure>")[0]
+    assert (
+        'aria-label="Held-out pass@1 by answers, %, greedy: run goes from 30 at answers sampled 0 to 80' in by_answers
+    )
+    assert "raft goes from 30 at answers sampled 0 to 80 at answers sampled 24" in by_answers
+    assert [title for title in found if title.startswith("Verdicts")] == [
+        "Verdicts, raft",
+        "Verdicts, run",
+        "Verdicts, second",
+    ]
+    assert html.count("Groups of ") == 2
+
+
+def test_a_long_run_makes_a_small_page(tmp_path):
+    out = grpo(tmp_path / "run", dict.fromkeys(range(0, 60, 10), RIGHT[0]), steps=60)
+    rng = np.random.default_rng(0)
+    lines = []
+    for step in range(1, 2001):
+        line = policy_line(step, 64, 8, 10.0)
+        lines.append({key: value * (1 + 0.1 * rng.normal()) if key != "step" else value for key, value in line.items()})
+        if step % 10 == 0:
+            lines.append({"step": step, "eval": {"prompts": 100, "correct": int(rng.integers(100))}, "seconds": 3.0})
+    write_jsonl(out / "metrics.jsonl", lines)
+    page = report(out)
+    assert len(page) < 3_200_000
+    assert '<b>Loss</b> <span class="unit">smoothed</span>' in page
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.slow
+def test_any_values_in_its_files(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("wild")
+    run = hardware(grpo(folder / "run", {0: RIGHT[0], 2: RIGHT[20]}, steps=3, prompts=2, samples=2), lines=4)
+    more = ["answers", "flat", "eval", "phase", "text", "tokens", "stopped", "steps", "sample_seconds", "policy_lag"]
+    for path in data.draw(st.lists(st.sampled_from(sorted(run.glob("*.json*"))), min_size=1, max_size=3)):
+        lines = path.read_text().splitlines()
+        value = json.loads(data.draw(st.sampled_from(lines))) if path.suffix == ".jsonl" else {}
+        value |= data.draw(st.dictionaries(st.sampled_from([*KEYS, *more]), JUNK, min_size=1, max_size=4))
+        with path.open("a" if path.suffix == ".jsonl" else "w") as file:
+            file.write(json.dumps(value) + "\n")
+    assert "</html>" in report(run)
+    main(["compare", str(run), str(grpo(folder / "b", {0: RIGHT[0], 2: RIGHT[20]}, steps=3)), "--json"])
+    assert main(["monitor", "--count", "1", "--root", str(folder), "--run", str(run)]) == 0
+
+
+# ---- compare
+
+
+@pytest.mark.parametrize(
+    ("worse", "better", "code", "says"),
+    [(5, 6, 0, "take it"), (60, 10, 1, "is worse, -12.5 points"), (40, 30, 3, "prompts are needed")],
+)
+def test_two_runs_by_held_out_scores(tmp_path, capsys, worse, better, code, says):
+    before, middle, after = passing(0.3, 1), passing(0.4, 3), passing(0.5, 2)
+    a = grpo(tmp_path / "a", {0: before, 10: middle, 20: after}, steps=24, seconds=20)
+    b = grpo(tmp_path / "b", {0: before, 5: middle, 20: flip(after, worse, better)}, steps=24, seconds=10, clip_low=0.1)
+    assert main(["compare", str(a), str(b)]) == code
+    out = capsys.readouterr().out
+    assert says in out.splitlines()[-1]
+    assert "B is 2.00x as fast (2.00-2.00)" in out
+    assert "held-out pass@1 after step 20" in out
+    assert "clip_low" in out
+    found = document(capsys, a, b)
+    assert [score["after"] for score in found["scores"]] == [["step 0", "step 0"], ["step 20", "step 20"]]
+    assert found["scores"][1]["p"] == pytest.approx(mcnemar(worse, better))
+    assert found["learning"]["reward, last 12 steps"] == [pytest.approx(0.3 + 0.01 * np.mean(range(13, 25)))] * 2
+    assert found["rates"]["seconds of training, median"] == [6.0, 3.0]
+    assert found["losses"] is None
+    assert found["stability"]["losses not finite"] == [0, 0]  # step 4 made no update
+
+
+def test_steps_of_other_sizes_are_paired_by_answers(tmp_path, capsys):
+    a = grpo(tmp_path / "a", {0: passing(0.3, 1), 10: passing(0.4, 2), 20: passing(0.5, 3)}, prompts=4)
+    b = grpo(tmp_path / "b", {0: passing(0.3, 1), 10: passing(0.5, 3)}, prompts=8, steps=10)
+    scores = document(capsys, a, b)["scores"]
+    assert [score["after"] for score in scores] == [["step 0", "step 0"], ["step 20", "step 10"]]
+    assert scores[1]["answers"] == [320, 320]
+    assert scores[1]["gain"]["value"] == 0
+
+
+def test_against_raft(tmp_path, capsys):
+    before, after = passing(0.3, 1), passing(0.5, 2)
+    a = raft(tmp_path / "a", [before, after], answers=320, seconds=200, seed=1)
+    b = grpo(tmp_path / "b", {0: before, 10: passing(0.4, 5), 20: flip(after, 4, 60)}, seed=2)
+    assert main(["compare", str(a), str(b)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "held-out pass@1, cycle 1 and step 20, 320 and 320 answers" in out
+    assert "held-out pass@1 after cycle 1 and step 20 +14.0 points" in out
+    assert "rewards, groups, losses and keys that only one of them has are not compared" in out
+    found = document(capsys, b, a)
+    assert found["settings"] == {"recipe": ["grpo_rocm", "raft_rocm"], "seed": [2, 1]}
+    assert [score["after"] for score in found["scores"]] == [["step 0", "cycle 0"], ["step 20", "cycle 1"]]
+    assert found["scores"][1]["p"] == pytest.approx(mcnemar(4, 60))
+    # 16,000 tokens in 200 s of steps, against 5,000 in 180 s of sampling and training
+    assert found["speed"]["value"] == pytest.approx((5000 / 180) / (16000 / 200))
+
+
+def test_against_raft_without_a_pair(tmp_path, capsys):
+    a, b = raft(tmp_path / "a", [RIGHT[0]]), grpo(tmp_path / "b", {20: RIGHT[20]})
+    assert main(["compare", str(a), str(b)]) == 3
+    assert "no held-out scores to pair; set eval_prompts" in capsys.readouterr().out
+
+
+def test_against_sft(run, tmp_path, capsys):
+    assert main(["compare", str(run), str(sft(tmp_path / "sft", curve(20)))]) == 2
+    assert "compare two runs of one recipe, or of raft_rocm and grpo_rocm" in capsys.readouterr().err
+
+
+def test_evaluations_with_configs_of_both_recipes(tmp_path, capsys):
+    """`rocm-ext eval` writes the same records with either."""
+    a = raft(tmp_path / "a", [passing(0.3, 1)], finished=False, prompts=None)
+    b = raft(tmp_path / "b", [flip(passing(0.3, 1), 0, 60)], finished=False, prompts=None, recipe="grpo_rocm", steps=10)
+    assert RunFolder(b).is_evaluation
+    assert RunFolder(b).finished
+    assert main(["compare", str(a), str(b)]) == 0
+    assert "held-out pass@1 +15.0 points" in " ".join(capsys.readouterr().out.split())
+
+
+# ---- monitor
+
+
+def told(capsys, out: Path) -> dict:
+    capsys.readouterr()
+    assert main(["monitor", "--json", "--count", "1", "--root", str(out.parent), "--run", str(out)]) == 0
+    return json.loads(capsys.readouterr().out)["run"]
+
+
+def test_progress_of_a_running_run(tmp_path, capsys):
+    out = grpo(tmp_path / "run", {0: RIGHT[0], 4: RIGHT[10]}, steps=5, planned=20, finished=False)
+    config = out / "config.yaml"
+    config.write_text(config.read_text() + "eval_every_n_steps: 4\n")
+    answers = policy_answers(6, 4, 4)
+
+    def verdicts(count: int, phase: str = "sample") -> None:
+        lines = [json.dumps({"step": 6, "phase": phase, **verdict}) + "\n" for _, verdict in answers[:count]]
+        with (out / "verdicts.jsonl").open("a") as file:
+            file.write("".join(lines))
+        os.utime(out / "metrics.jsonl", (1e9, 1e9))
+
+    verdicts(6)
+    run = told(capsys, out)
+    assert run.pop("seconds_ago") < 60
+    assert run == {
+        "phase": "sampling", "step": 5, "steps": 20, "reward": 0.35, "flat": 0.25, "entropy": pytest.approx(0.55),
+        "held_out": 0.5, "seconds": 10.0, "seconds_left": 15 * 10 + 4 * 3.0, "finished": False,
+    }  # fmt: skip
+    verdicts(16)
+    assert told(capsys, out)["phase"] == "training"
+    verdicts(3, "eval")
+    assert told(capsys, out)["phase"] == "evaluating"
+    assert main(["monitor", "--count", "1", "--root", str(tmp_path), "--run", str(out)]) == 0
+    line = "run: evaluating, step 5 of 20, reward 0.350, held-out 50.0 %, 25 % of groups flat, entropy 0.55, "
+    assert line + "10 s a step, 2m42s left, " in capsys.readouterr().out
+
+
+def test_progress_before_the_first_step_and_after_the_last(tmp_path, capsys):
+    first = grpo(tmp_path / "first", {0: RIGHT[0]}, steps=0, planned=20, finished=False)
+    (first / "metrics.jsonl").unlink()
+    run = told(capsys, first)
+    assert (run["phase"], run["finished"], "step" in run) == ("evaluating", False, False)
+    last = grpo(tmp_path / "last", RIGHT)
+    run = told(capsys, last)
+    assert (run["step"], run["finished"], "seconds_left" in run) == (20, True, False)
+    config = last / "config.yaml"
+    config.write_text(config.read_text().replace("\nsteps: 20", "\nsteps: 25"))
+    run = told(capsys, last)
+    assert (run["finished"], run["seconds_left"]) == (False, 50.0)

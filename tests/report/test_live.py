@@ -1,0 +1,97 @@
+"""A run that is read again and again while it goes on."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rocm_ext import report
+from rocm_ext.runs import records
+from rocm_ext.runs.folder import RunFolder
+from rocm_ext.runs.tails import Tails
+from tests.kit.run_folders import curve, grpo, raft, sft, write_jsonl
+
+
+def hardware(folder: Path, lines: int = 30) -> Path:
+    readings = [
+        {"time": 1.75e9 + 5 * i, "gpus": [{"id": "a", "busy": i}, {"id": "b", "power": 100 + i}], "host": {"cpu": 10}}
+        for i in range(lines)
+    ]
+    write_jsonl(folder / "hardware.jsonl", readings)
+    return folder
+
+
+def two_ranks(folder: Path) -> Path:
+    """Move every second line of a run's journals to another rank's file, as in a running run."""
+    for stem in ("samples", "verdicts"):
+        lines = (folder / f"{stem}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{stem}.jsonl").write_text("".join(lines[::2]))
+        (folder / f"{stem}.rank1.jsonl").write_text("".join(lines[1::2]))
+    return folder
+
+
+RUNS = {
+    "sft": lambda path: hardware(sft(path, curve(60), validation={20: 1.4, 60: 1.1}, finished=False)),
+    "raft": lambda path: hardware(raft(path, [[True, False]] * 3, drawn=2, finished=False)),
+    "grpo": lambda path: hardware(grpo(path, {0: [True, False], 6: [True, True]}, steps=6, finished=False)),
+    "ranks": lambda path: two_ranks(grpo(path, {0: [True, False]}, steps=5, finished=False)),
+}
+
+
+def drawn(run: RunFolder) -> str:
+    return report.render(report.content([run]))
+
+
+# ---- reading what is new
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_growing_run_reads_as_one_that_is_read_anew(tmp_path, kind):
+    whole, run = RUNS[kind](tmp_path / "whole" / "run"), tmp_path / "run"
+    shutil.copytree(whole, run)
+    growing = {path: path.read_bytes() for path in run.rglob("*.jsonl")}
+    for path in growing:
+        os.truncate(path, 0)
+    tails = Tails()
+    for share in (0.0, 0.2, 0.5, 0.51, 0.3, 0.8, 1.0):
+        for path, content in growing.items():
+            end = int(len(content) * share)  # lines end anywhere
+            if share == 0.3:  # the run was resumed from here, and writes other values from now on
+                end = content.rfind(b"\n", 0, end) + 1
+                os.truncate(path, end)
+                growing[path] = content[:end] + content[end:].replace(b": 0.", b": 0.1")
+            with path.open("r+b") as file:
+                file.write(growing[path][:end])
+        assert drawn(RunFolder(run, tails)) == drawn(RunFolder(run))
+    assert not RunFolder(run, tails).problems
+
+
+def test_each_line_is_parsed_once(tmp_path, monkeypatch):
+    run = RUNS["sft"](tmp_path / "run")
+    tails, parsed, real = Tails(), [], records.json_object
+    monkeypatch.setattr(records, "json_object", lambda content: parsed.append(content) or real(content))
+    assert len(RunFolder(run, tails).steps) == 60
+    before = len(parsed)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 61, "loss": 1.0}\n{"step": 62, "lo')
+    steps = RunFolder(run, tails).steps
+    assert steps["loss"][-1] == 1.0
+    assert [line[:11] for line in parsed[before:]] == [b'{"step": 61', b'{"step": 62']
+    assert len(RunFolder(run, tails).steps) == 61
+    assert len(parsed) == before + 2  # the file has not changed since
+
+
+def test_a_rewritten_file_is_read_anew(tmp_path):
+    run, tails = RUNS["sft"](tmp_path / "run"), Tails()
+    assert RunFolder(run, tails).steps["loss"][0] == curve(60)[0]
+    path = run / "metrics.jsonl"
+    for change in (
+        lambda text: text.replace('"loss": ', '"loss": 1'),
+        lambda text: text.replace('"step": ', '"x": 1, "step": '),
+    ):
+        content = change(path.read_text())
+        path.write_text(content)  # the same file, and longer
+        assert RunFolder(run, tails).steps["loss"][0] == RunFolder(run).steps["loss"][0]
+    path.unlink()
+    assert len(RunFolder(run, tails).steps) == 0

@@ -1,0 +1,535 @@
+"""`rocm-ext report`: the page's content, and its appearance in a browser."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import rocm_ext.report as report_package
+from rocm_ext.cli import main
+from rocm_ext.report import charts
+from rocm_ext.report.charts import smooth
+from rocm_ext.report.text import visible
+from tests.kit.browser import browser as browser
+from tests.kit.run_folders import append_jsonl, curve, hardware, raft, remove_lines, sft, step_lines, write_jsonl
+
+RIGHT = [[True] * 3 + [False] * 7, [True] * 5 + [False] * 5, [True] * 8 + [False] * 2]
+CHARTS = ("Loss", "Learning rate", "Gradient norm", "Speed", "Peak memory")
+RAFT_CHARTS = ("Held-out pass@1", "Held-out pass@k", "Verdicts", "Rewards", "Answers kept", "Time", "Answer length",
+               "Entropy", "Sampling speed")  # fmt: skip
+GPU_CHARTS = ("GPU load", "GPU memory", "GPU power", "GPU temperature", "GPU clock", "Processor load",
+              "Host memory in use", "Memory of the process")  # fmt: skip
+
+
+def report(*folders: Path, output: Path | None = None) -> str:
+    """Write the report and return the page's text."""
+    assert main(["report", *map(str, folders), *(["-o", str(output)] if output else [])]) == 0
+    return (output or folders[0] / "report.html").read_text()
+
+
+def figures(html: str) -> list[str]:
+    """Return the titles of the charts."""
+    return re.findall(r"<figcaption><b>([^<]*)</b>", html)
+
+
+def figure(html: str, title: str) -> dict[str, Any]:
+    """Return the plotly figure of the chart with this title."""
+    part = html.split(f"<figcaption><b>{title}</b>")[1].split("</figure>")[0]
+    return json.loads(part.split('<script type="application/json">')[1].split("</script>")[0])
+
+
+def words(html: str) -> str:
+    """Return the text between tags, without scripts."""
+    html = re.sub(r"<script.*?</script>", " ", html.partition("</style>")[2], flags=re.DOTALL)
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", html)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return hardware(sft(tmp_path / "run", curve(120), validation={40: 1.4, 80: 1.2, 120: 1.1}))
+
+
+@pytest.fixture
+def raft_run(tmp_path: Path) -> Path:
+    return raft(tmp_path / "raft", RIGHT, drawn=4)
+
+
+# ---- content
+
+
+def test_a_run_of_sft(run, capsys):
+    html = report(run)
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert figures(html) == ["Loss", "Validation loss", *CHARTS[1:], *GPU_CHARTS]
+    text = words(html)
+    for fact in (
+        "Qwen2.5-7B-Instruct · lora_qwen2_5_7b_base",
+        "Radeon 8060S",
+        "bfloat16",
+        "Steps 120, epoch 1",
+        "40.0 GiB",
+        "1.1 at step 120",
+        "State finished",
+        "optimizer.lr 0.0002",
+    ):
+        assert fact in text, fact
+    assert str(run / "adapter") in text
+
+
+def test_charts_are_told_in_words(tmp_path):
+    html = report(sft(tmp_path / "run", [2.5, 2.0, 1.5]))
+    assert 'aria-label="Loss, nats per token: loss goes from 2.5 at step 1 to 1.5 at step 3"' in html
+
+
+def test_a_run_of_raft(raft_run):
+    html = report(raft_run)
+    assert figures(html) == [*RAFT_CHARTS, *CHARTS]
+    text = words(html)
+    assert "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)" in text  # Wilson's intervals of 3 and 8 of 10
+    assert html.count("<h3>") == 10  # samples, two of each verdict
+    for verdict in ("CORRECT", "WRONG", "UNPARSED", "TIMEOUT", "ERROR"):
+        assert html.count(f">{verdict}</span>") == 2
+
+
+def test_it_is_the_same_each_time(raft_run, tmp_path):
+    first = report(raft_run, output=tmp_path / "a.html")
+    lines = (raft_run / "samples.jsonl").read_text().splitlines(keepends=True)
+    (raft_run / "samples.jsonl").write_text("".join(reversed(lines)))
+    assert report(raft_run, output=tmp_path / "b.html") == first
+
+
+def test_several_runs(run, raft_run, tmp_path, monkeypatch):
+    other = sft(tmp_path / "other", curve(90) * 1.1, seed=5, finished=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(run), str(raft_run), str(other), str(run)]) == 0
+    html = (tmp_path / "report.html").read_text()
+    assert not (run / "report.html").exists()
+    text = words(html)
+    assert "3 runs" in text  # one was named twice
+    assert "seed 0 0 5" in text
+    differing = text.split("Settings that differ")[1].split(" Settings ")[0]
+    assert "seed" in differing
+    assert "output_dir" not in differing  # nor what is below it
+    assert "State not finished, last line of 20" in text
+    drawn = [trace["line"]["color"] for trace in figure(html, "Loss")["data"] if trace.get("hoverinfo") != "skip"]
+    assert drawn == ["var(--c0)", "var(--c1)", "var(--c2)"]
+
+
+def test_runs_of_the_same_name(tmp_path):
+    a, b = sft(tmp_path / "a" / "out", curve(5)), sft(tmp_path / "b" / "out", curve(5))
+    text = words(report(a, b, output=tmp_path / "r.html"))
+    assert "a/out" in text
+    assert "b/out" in text
+
+
+def prompts(folder: Path) -> dict[str, Any]:
+    """The setting ``prompts`` of a run, whose file is written into a folder."""
+    rows = [{"id": f"prompt{i}", "prompt": f"What is {i} and {i}?", "answer": "7"} for i in range(6)]
+    data = write_jsonl(folder / "prompts.jsonl", rows)
+    return {"_component_": "rocm_ext.data.prompt_dataset", "source": str(data)}
+
+
+def test_prompts_come_from_the_runs_own_file(tmp_path):
+    node = prompts(tmp_path)
+    assert "What is 1 and 1?" in report(raft(tmp_path / "run", RIGHT, prompts=node))
+    Path(node["source"]).unlink()
+    shutil.rmtree(tmp_path / "run")
+    assert "What is" not in report(raft(tmp_path / "run", RIGHT, prompts=node))
+
+
+def test_hardware_of_several_gpus_and_a_pause(tmp_path):
+    html = report(hardware(sft(tmp_path / "run", curve(30)), gpus=3, pause_at=60))
+    load = figure(html, "GPU load")
+    assert [trace["name"] for trace in load["data"]] == ["GPU 0", "GPU 1", "GPU 2"]
+    assert [mark["label"]["text"] for mark in load["layout"]["shapes"]] == ["resumed"]
+    assert [trace["y"].index(None) for trace in load["data"]] == [60] * 3  # two strokes, and none across
+    assert "9m55s, resumed 1 time" in words(html)  # the pause in between does not count
+
+
+# ---- incomplete runs
+
+
+def test_no_step_yet(tmp_path):
+    folder = sft(tmp_path / "run", [], lines=[], finished=False)
+    text = words(report(folder))
+    assert "The run has recorded no step yet" in text
+    assert "Qwen2.5-7B-Instruct" in text
+
+
+def test_a_single_step(tmp_path):
+    html = report(sft(tmp_path / "run", curve(1), finished=False))
+    assert figures(html) == list(CHARTS)
+    for title in CHARTS:
+        (trace,) = figure(html, title)["data"]
+        assert (trace["x"], trace["mode"]) == ([1], "lines+markers")
+
+
+def test_losses_that_are_not_finite(tmp_path):
+    losses = curve(60)
+    losses[[20, 40]] = np.nan, np.inf
+    html = report(sft(tmp_path / "run", losses))
+    (lost,) = [trace for trace in figure(html, "Loss")["data"] if trace["name"].endswith("not finite")]
+    assert lost["x"] == [21, 41]
+    (_, lost) = figure(report(sft(tmp_path / "all", [np.nan] * 30)), "Loss")["data"]
+    assert len(lost["x"]) == 30
+
+
+def test_a_spike_does_not_flatten_the_rest(tmp_path):
+    losses = curve(300)
+    losses[150] = 1e6
+    html = report(sft(tmp_path / "run", losses))
+    loss = figure(html, "Loss")
+    assert 2 < loss["layout"]["yaxis"]["range"][1] < 20
+    assert max(value for trace in loss["data"] for value in trace["y"]) == 1e6  # a reader can zoom out
+    assert "without spikes" in words(html)
+
+
+@pytest.mark.parametrize("state", ["sampling", "training", "trained", "evaluating"])
+def test_in_the_middle_of_a_cycle(raft_run, state):
+    last = raft_run / "cycle_2"
+    shutil.rmtree(raft_run / "adapter")
+    rows = json.loads((raft_run / "summary.json").read_text())["cycles"]
+    (raft_run / "summary.json").write_text(json.dumps({"cycles": rows[:2]}))
+    gone = {
+        "sampling": ["eval.json", "summary.json", "metrics.jsonl", "kept.jsonl", "adapter"],
+        "training": ["eval.json", "summary.json", "adapter"],
+        "trained": ["eval.json"],
+        "evaluating": ["eval.json"],
+    }[state]
+    for name in gone:
+        path = last / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if state != "evaluating":
+        for name in ("samples", "verdicts"):
+            remove_lines(raft_run / f"{name}.jsonl", 2, "eval")
+    text = words(report(raft_run))
+    assert f"1, {state} in cycle 2" in text
+    assert "not finished" in text
+    assert "50.0 % (23.7 – 76.3)" in text  # of cycle 1, the newest one
+
+
+def test_only_the_evaluation_before_training(tmp_path):
+    html = report(raft(tmp_path / "run", RIGHT[:1], finished=False))
+    assert figures(html) == ["Held-out pass@1", "Time"]
+    assert "held-out answers of cycle 0" in words(html)
+
+
+def test_torn_and_broken_lines(run):
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\n{"step": 121, "lo')
+    text = words(report(run))
+    assert "metrics.jsonl: skipped 1 line that is not a JSON object" in text
+    assert "Steps 120" in text
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "file", "stranger", "junk"])
+def test_no_run(tmp_path, capsys, kind):
+    folder = tmp_path / "no run"
+    if kind == "file":
+        folder.write_text("text")
+    elif kind != "missing":
+        folder.mkdir()
+    if kind == "stranger":
+        (folder / "config.yaml").write_text("site_name: docs\n")
+    if kind == "junk":
+        (folder / "metrics.jsonl").write_bytes(bytes(range(256)))
+        (folder / "config.yaml").write_bytes(b"\x00\xff")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["report", str(folder)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert str(folder) in err
+    if kind in ("empty", "stranger", "junk"):
+        assert "expected the output_dir of lora_finetune_rocm, raft_rocm, grpo_rocm or dpo_rocm" in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_output_that_cannot_be_written(run, tmp_path, capsys):
+    (rows := tmp_path / "rows.jsonl").write_text("precious")
+    for output in (tmp_path, rows / "r.html", rows):
+        assert main(["report", str(run), "-o", str(output)]) in (1, 2)
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_files_that_may_not_be_read(run, monkeypatch):
+    real = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == "config.yaml":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert "config.yaml cannot be read: Permission denied" in words(report(run))
+
+
+JUNK = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just(10**400)),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)),
+    max_leaves=4,
+)
+KEYS = ["step", "loss", "val_loss", "lr", "tokens", "seconds", "peak_memory", "time", "gpus", "host", "cycle", "phase"]
+KEYS += ["cycles", "filter", "prompts", "correct", "pass_at_k", "reward", "verdict", "sample", "prompt_id", "logprobs"]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_values_in_its_files(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("wild")
+    run = hardware(raft(folder / "run", RIGHT[:2], answers=4, drawn=1), lines=4)
+    files = sorted(path for path in run.rglob("*.json*") if path.is_file())
+    for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=3)):
+        value = json.loads(path.read_text().splitlines()[0]) if path.suffix == ".jsonl" else {}
+        value |= data.draw(st.dictionaries(st.sampled_from(KEYS), JUNK, min_size=1, max_size=4))
+        with path.open("a" if path.suffix == ".jsonl" else "w") as file:
+            file.write(json.dumps(value) + "\n")
+    assert "</html>" in report(run)
+
+
+def test_without_plotly(run, monkeypatch, capsys):
+    charts.library.cache_clear()
+    report_package._library.cache_clear()
+    monkeypatch.setattr(charts, "find_spec", lambda name: None)
+    assert main(["report", str(run)]) == 1
+    assert "pip install 'plotly" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(run, tmp_path):
+    samples = raft(tmp_path / "raft", RIGHT, prompts=prompts(tmp_path))
+    page = tmp_path / "page.html"
+    code = "import sys; from rocm_ext.cli import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
+    arguments = ["report", str(run), str(samples), "-o", str(page)]
+    assert subprocess.run([sys.executable, "-c", code, *arguments]).returncode == 0
+    assert "What is 1 and 1?" in page.read_text()
+
+
+# ---- curves
+
+
+def test_a_long_run_makes_a_small_file(tmp_path):
+    losses = 1 + np.random.default_rng(0).normal(size=30000) * 0.1
+    losses[[12345, 23456]] = 0.2, 1.9
+    html = report(sft(tmp_path / "run", losses))
+    assert len(html) < 2_300_000  # 2.0 MB of them are plotly.js
+    faint = figure(html, "Loss")["data"][0]
+    assert len(faint["y"]) < 1100
+    assert (min(faint["y"]), max(faint["y"])) == (0.2, 1.9)
+
+
+def test_smoothing_ignores_what_is_not_finite():
+    y = np.ones(50)
+    y[[10, 49]] = np.nan, 4
+    found, width = smooth(y)
+    assert width == 3
+    assert found[[0, 9, 10, 11, 48, 49]].tolist() == [1, 1, 1, 1, 2, 2.5]
+    assert np.isnan(smooth(np.array([np.nan, np.nan]))[0]).all()
+
+
+# ---- hostile text
+
+NASTY = (
+    "<script>window.pwned=1</script><img src=x onerror='window.pwned=2'>]]>--></title></style></pre></svg>"
+    "\"'`&lt;&#60;{{7*7}}{% raw %}\u202eright to left\u2066\x00\x1b[31m\x7f\u2028\ud800 \ufeff" + "W" * 5000
+)
+
+
+def hostile(folder: Path) -> Path:
+    """Write a run in which every text is an attack."""
+    texts = dict.fromkeys(("CORRECT", "WRONG", "UNPARSED", "TIMEOUT", "ERROR", "detail"), NASTY)
+    run = raft(folder / "<script>window.pwned=3<\\script> \u202e\"'&", RIGHT, texts=texts)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config |= {"model": {"_component_": NASTY, NASTY: NASTY}, "hardware": NASTY, "dtype": NASTY}
+    (run / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    scope = {"step": 2, "phase": "sample", "prompt_id": NASTY}
+    lines = [{**scope, "sample": i, "verdict": NASTY[:60], "reward": 0.5, "detail": NASTY} for i in range(3)]
+    samples = [{**line, "text": NASTY, "tokens": [1], "logprobs": [-1.0]} for line in lines]
+    for name, more in (("verdicts", lines), ("samples", samples)):
+        append_jsonl(run / f"{name}.jsonl", more)
+    summary = json.loads((run / "cycle_1" / "summary.json").read_text())
+    (run / "cycle_1" / "summary.json").write_text(json.dumps({**summary, "machine": NASTY, "dtype": NASTY}))
+    gpus = [{"id": NASTY, "name": NASTY, "busy": 5}, {"id": "b", "busy": 6}]
+    write_jsonl(run / "hardware.jsonl", [{"time": 5 * i, "gpus": gpus} for i in range(5)])
+    return run
+
+
+def test_hostile_text_is_only_text(tmp_path):
+    html = report(hostile(tmp_path), output=tmp_path / "r.html")
+    assert html.isascii()
+    assert set(re.findall("<script[^>]*>", html)) == {
+        "<script>", '<script type="application/json">', '<script type="application/gzip" id="library">'
+    }  # fmt: skip
+    assert html.count("<script>") == 1
+    assert "<img" not in html
+    assert "&#8238;" not in html  # the character that reverses direction, as a reference
+    assert "\\u202eright to left" in html
+    assert "&#9216;" in html  # the symbol for NUL
+    assert "\\ud800" in html
+    assert "characters left out" in html
+    assert "{{7*7}}" in html  # not evaluated
+
+
+def test_visible():
+    assert visible("a\r\nb\tc", 99) == "a\nb\tc"
+    assert visible("\x00\x1b\x7f\u202e\ud83d", 99) == "\u2400\u241b\\u007f\\u202e\\ud83d"
+    assert visible("नि\u200dत्य é 中文 👩\u200d💻", 99) == "नि\u200dत्य é 中文 👩\u200d💻"
+    clipped = visible("a" * 50 + "b" * 50, limit=40)
+    assert clipped == "a" * 30 + "\n[ 60 characters left out ]\n" + "b" * 10
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write reports of all kinds of runs."""
+    folder = tmp_path_factory.mktemp("pages")
+    long = hardware(sft(folder / ("a_long_name_of_a_run_" * 4), curve(2000), validation={500: 1.2, 1000: 1.1}), gpus=8)
+    cycles = hardware(raft(folder / "raft", RIGHT * 8, drawn=4), gpus=2, pause_at=50)
+    single = sft(folder / "single", [1e-5], finished=False)
+    odd = sft(folder / "odd", 1e9 * curve(40), lines=step_lines(1e9 * curve(40), speed=2e7))
+    out = {name: folder / f"{name}.html" for name in ("sft", "raft", "single", "several", "hostile")}
+    report(long, output=out["sft"])
+    report(cycles, output=out["raft"])
+    report(single, output=out["single"])
+    report(long, cycles, odd, *(sft(folder / f"run{i}", curve(50, i)) for i in range(5)), output=out["several"])
+    report(hostile(folder), output=out["hostile"])
+    return out
+
+
+@pytest.fixture
+def open_page(browser, pages) -> Iterator[Any]:
+    contexts = []
+
+    def open_(name: str, width: int = 360, scheme: str = "light") -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.said, page.asked = [], []
+        page.on("console", lambda message: page.said.append(message.text))
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.goto(pages[name].as_uri())
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+
+
+def draw_all(page: Any) -> None:
+    """Draw the charts that are out of sight, too, as a browser does when it prints."""
+    page.wait_for_function("window.Plotly")
+    page.evaluate("['beforeprint', 'afterprint'].forEach(each => dispatchEvent(new Event(each)))")
+
+
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["sft", "raft", "single", "several", "hostile"])
+def test_in_a_browser(open_page, pages, name, width):
+    page = open_page(name, width)
+    draw_all(page)
+    assert page.said == []
+    assert page.asked == [pages[name].as_uri()]
+    page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = page.evaluate(
+        "[...document.querySelectorAll('figure')].map(each => each.querySelector('.main-svg').getBoundingClientRect())"
+        ".map(box => [box.left, box.right, box.width, box.height])"
+    )
+    assert len(boxes) >= 5
+    for left, right, wide, high in boxes:
+        assert 0 <= left < right <= width
+        assert wide >= 250
+        assert high >= 140
+    assert page.evaluate("window.pwned === undefined")
+    turning = "/[\\u202a-\\u202e\\u2066-\\u2069\\u0000]/.test(document.body.innerText)"
+    assert page.evaluate(turning) is False
+    assert page.evaluate("[...document.querySelectorAll('.plot')].every(plot => plot.ariaLabel.length > 10)")
+
+
+def test_eight_runs_are_told_apart(pages):
+    """They differ by colour, and by dashes where distinguishable colours run out."""
+    traces = figure(pages["several"].read_text(), "Learning rate")["data"]
+    assert len(traces) == len({tuple(trace["line"].values()) for trace in traces}) == 8
+
+
+def test_a_pointer_reads_values_and_zooms(open_page):
+    page = open_page("sft", 1280)
+    page.wait_for_selector("figure[data-key=Loss] .nsewdrag")
+    box = page.locator("figure[data-key=Loss] .nsewdrag").bounding_box()
+    at = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
+    page.mouse.move(*at)
+    page.wait_for_selector("figure[data-key=Loss] .hoverlayer text")
+    assert "loss" in page.text_content("figure[data-key=Loss] .hoverlayer")
+    ends = "document.querySelector('figure[data-key=Loss] .plot').layout.xaxis.range.map(Number)"
+    low, high = page.evaluate(ends)
+    page.mouse.down()
+    page.mouse.move(at[0] + 60, at[1], steps=5)
+    page.mouse.up()
+    page.wait_for_function(f"{ends}[0] > {low + 100}")
+    assert page.evaluate(ends)[1] < high
+
+
+def luminance(colour: str) -> float:
+    parts = [int(each) / 255 for each in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(a: str, b: str) -> float:
+    """Compute WCAG's contrast ratio of two colours that a browser gives."""
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def colours(page: Any, selector: str, style: str) -> set[str]:
+    script = "([all, style]) => [...document.querySelectorAll(all)].map(each => getComputedStyle(each)[style])"
+    return set(page.evaluate(script, [selector, style]))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast(open_page, scheme):
+    page = open_page("raft", 1280, scheme)
+    draw_all(page)
+    (paper,) = colours(page, "body", "backgroundColor")
+    assert (luminance(paper) < 0.1) == (scheme == "dark")
+    (card,) = colours(page, ".card, figure", "backgroundColor")
+    for selector, ground in (
+        ("h1, h2, td, th, .note, summary", paper),
+        ("dt, dd, pre.answer, .unit, figcaption", card),
+    ):
+        assert all(contrast(ink, ground) >= 4.5 for ink in colours(page, selector, "color")), selector
+    assert all(contrast(ink, card) >= 4.5 for ink in colours(page, ".plot .xtick text, .plot .ytick text", "fill"))
+    lines = colours(page, ".plot .trace:not([style*='opacity: 0.3']) .js-line", "stroke")
+    assert all(contrast(line, card) >= 3 for line in lines)
+
+
+def test_another_scheme_redraws(open_page):
+    page = open_page("raft", 1280, "light")
+    page.wait_for_selector(".xtick text")
+    before = colours(page, ".xtick text", "fill")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_timeout(300)
+    assert not before & colours(page, ".xtick text", "fill")
+
+
+def test_print(open_page):
+    page = open_page("raft", 1280, "dark")
+    draw_all(page)
+    content = page.pdf()
+    assert content.startswith(b"%PDF")
+    assert 2 <= len(re.findall(rb"/Type\s*/Page\b", content)) <= 14
+    page.emulate_media(media="print", color_scheme="dark")
+    assert colours(page, "body", "backgroundColor") == {"rgb(255, 255, 255)"}
+    assert colours(page, "figure", "breakInside") == {"avoid"}

@@ -1,0 +1,153 @@
+"""``rocm-ext pairs``: right against wrong answers of one prompt, from the records of RAFT and GRPO."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rocm_ext.cli import main
+from rocm_ext.runs.pairs import Answer, choose_pairs
+from tests.kit.tiny import write_rows, write_yaml
+
+NODE = {"_component_": "rocm_ext.data.prompt_dataset", "column_map": {"prompt": "question"}}
+ANSWERS = st.builds(
+    Answer, prompt_id=st.sampled_from("abc"), text=st.text("xyz", min_size=1, max_size=3), tokens=st.integers(1, 9),
+    right=st.booleans(),
+)  # fmt: skip
+
+
+def answer(prompt: str, text: str, tokens: int, right: bool) -> Answer:
+    return Answer(prompt, text, tokens, right)
+
+
+def test_closest_lengths_come_first_and_each_answer_once():
+    answers = [answer("a", "r1", 10, True), answer("a", "r2", 30, True), answer("a", "w1", 29, False),
+               answer("a", "w2", 12, False), answer("a", "w3", 90, False), answer("b", "r", 5, True),
+               answer("c", "w", 5, False)]  # fmt: skip
+    pairs = choose_pairs(answers, per_prompt=4)
+    assert [(right.text, wrong.text) for right, wrong in pairs] == [("r2", "w1"), ("r1", "w2")]
+    assert len(choose_pairs(answers, per_prompt=1)) == 1
+
+
+@given(st.lists(ANSWERS, max_size=20, unique_by=lambda a: (a.prompt_id, a.text)), st.integers(1, 3), st.integers(1, 5),
+       st.integers(0, 3))  # fmt: skip
+def test_pairs_are_right_and_wrong_answers_of_one_prompt(answers, per_prompt, limit, seed):
+    pairs = choose_pairs(answers, per_prompt=per_prompt, seed=seed)
+    for right, wrong in pairs:
+        assert (right.right, wrong.right) == (True, False)
+        assert right.prompt_id == wrong.prompt_id
+    used = [each for pair in pairs for each in pair]
+    assert len(used) == len(set(used))
+    for prompt in "abc":
+        sides = [sum(a.right is side for a in answers if a.prompt_id == prompt) for side in (True, False)]
+        assert sum(right.prompt_id == prompt for right, _ in pairs) == min(per_prompt, *sides)
+    some = choose_pairs(answers, per_prompt=per_prompt, limit=limit, seed=seed)
+    assert len(some) == min(limit, len(pairs))
+    assert set(some) <= set(pairs)
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """A run of RAFT with two cycles and one of GRPO with two steps, over the same two prompts."""
+    source = write_rows(tmp_path / "rows.jsonl", 3)
+    ids = [json.loads(line)["question"] for line in source.read_text().splitlines()]
+    source.write_text("".join(json.dumps({"id": f"p{i}", "question": text}) + "\n" for i, text in enumerate(ids)))
+    config = {"model": {}, "checkpointer": {}, "prompts": {**NODE, "source": str(source)}}
+
+    def sample(prompt, number, text, **more):
+        tokens = [1] * len(text)
+        return {"prompt_id": prompt, "sample": number, "seed": 0, "finish_reason": "stop", "text": text,
+                "tokens": tokens, "logprobs": [], **more}  # fmt: skip
+
+    def verdict(prompt, number, verdict, **more):
+        return {"prompt_id": prompt, "sample": number, "verdict": verdict, "reward": None, "detail": "", **more}
+
+    rounds = [
+        [("p0", 0, "right", "CORRECT", "stop"), ("p0", 1, "wrong", "WRONG", "stop"),
+         ("p1", 0, "good!", "CORRECT", "stop"), ("p1", 1, "error", "ERROR", "stop"),
+         ("p1", 2, "endless", "WRONG", "length"), ("p2", 0, "unverified", None, "stop")],
+        [("p1", 0, "no parse", "UNPARSED", "stop"), ("p1", 1, "late", "TIMEOUT", "stop"),
+         ("p0", 0, "right", "CORRECT", "stop"), ("p0", 1, "right, too", "CORRECT", "stop")],
+    ]  # fmt: skip
+    raft, grpo = tmp_path / "raft", tmp_path / "grpo"
+    grpo.mkdir()
+    files: dict[Path, list] = {}
+    for number, answers in enumerate(rounds, 1):
+        (raft / f"cycle_{number}").mkdir(parents=True)
+        scope = {"step": number, "phase": "sample"}
+        for prompt, index, text, judged, reason in answers:
+            record = sample(prompt, index, text, finish_reason=reason)
+            for folder in (raft, grpo):
+                files.setdefault(folder / "samples.jsonl", []).append({**scope, **record})
+                if judged:
+                    line = {**scope, **verdict(prompt, index, judged)}
+                    files.setdefault(folder / "verdicts.jsonl", []).append(line)
+    held_out = {"step": 1, "phase": "eval"}
+    for folder in (raft, grpo):
+        files[folder / "samples.jsonl"].append({**held_out, **sample("p2", -1, "held out")})
+        files[folder / "verdicts.jsonl"].append({**held_out, **verdict("p2", -1, "CORRECT")})
+    for path, lines in files.items():
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for folder, recipe in ((raft, "raft_rocm"), (grpo, "grpo_rocm")):
+        write_yaml(folder / "config.yaml", {"recipe": recipe, "output_dir": str(folder), **config})
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["raft", "grpo"])
+def test_records_become_rows_of_the_dataset(runs, kind, capsys):
+    assert main(["pairs", str(runs / kind)]) == 0
+    said = capsys.readouterr().out
+    assert "2 pairs of 2 prompts, from 3 right and 3 wrong answers; left out: 1 ERROR; left out: 1 truncated" in said
+    rows = [json.loads(line) for line in (runs / kind / "pairs.jsonl").read_text().splitlines()]
+    questions = [json.loads(line)["question"] for line in (runs / "rows.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"prompt": [{"role": "user", "content": questions[0]}], "chosen": "right", "rejected": "wrong"},
+        {"prompt": [{"role": "user", "content": questions[1]}], "chosen": "good!", "rejected": "late"},
+    ]
+    assert main(["pairs", str(runs / kind), "--limit", "1", "-o", str(runs / "one.jsonl")]) == 0
+    assert len((runs / "one.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["raft", "grpo"])
+def test_a_run_without_pairs_says_what_it_has(runs, kind, capsys):
+    assert main(["pairs", str(runs / kind), "--last", "1"]) == 1
+    assert "no prompt with a right and a wrong answer: 2 right and 2 wrong answers" in capsys.readouterr().err
+
+
+def test_what_has_no_pairs_is_refused(runs, tmp_path, capsys):
+    (runs / "rows.jsonl").write_text('{"id": "p0", "question": "only this one?"}\n')
+    assert main(["pairs", str(runs / "raft")]) == 1
+    assert "1 prompts of the run, such as p1, are not in its data any more" in capsys.readouterr().err
+    sft = tmp_path / "sft"
+    sft.mkdir()
+    write_yaml(
+        sft / "config.yaml", {"recipe": "lora_finetune_rocm", "model": {}, "checkpointer": {}, "output_dir": "x"}
+    )
+    assert main(["pairs", str(sft)]) == 1
+    assert "samples no answers; pairs needs raft_rocm or grpo_rocm" in capsys.readouterr().err
+    assert main(["pairs", str(tmp_path / "nothing")]) == 1
+
+
+def test_an_older_file_stays_without_force(runs, capsys):
+    rows = runs / "rows.jsonl"
+    before = rows.read_text()
+    assert main(["pairs", str(runs / "raft"), "-o", str(rows)]) == 2
+    assert "rows.jsonl exists; name another file, or add --force" in capsys.readouterr().err
+    assert rows.read_text() == before
+    older = runs / "older.jsonl"
+    older.write_text("old")
+    assert main(["pairs", str(runs / "raft"), "-o", str(older), "--force"]) == 0
+    assert len(older.read_text().splitlines()) == 2
+
+
+def test_prompts_of_a_downloaded_run_run_no_code(runs, tmp_path, capsys):
+    mark = tmp_path / "mark"
+    content = yaml.safe_load((runs / "raft" / "config.yaml").read_text())
+    attack = {"_component_": "os.system", "command": f"touch {mark}"}
+    write_yaml(runs / "raft" / "config.yaml", {**content, "prompts": attack})
+    assert main(["pairs", str(runs / "raft")]) == 1
+    assert "prompts._component_ is 'os.system'" in capsys.readouterr().err
+    assert not mark.exists()

@@ -1,0 +1,1215 @@
+"""The OpenAI engine, against `transformers serve` and scripted servers."""
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
+
+import pytest
+import torch
+from rocm_ext.recipes.raft_rocm import RAFT
+from torchtune.models.qwen2_5 import qwen2_5_tokenizer
+
+from rocm_ext import config
+from rocm_ext.base import openai_http
+from rocm_ext.base.errors import UserError
+from rocm_ext.data.render import TorchtuneRenderer, render_prompt
+from rocm_ext.data.tokenizer import ChatTokenizer
+from rocm_ext.rl.records import read_records
+from rocm_ext.sampling.engine import Request, Sampling
+from rocm_ext.sampling.server import openai
+from rocm_ext.sampling.server import session as openai_session
+from rocm_ext.sampling.server.openai import OpenAIEngine
+from rocm_ext.sampling.server.session import OpenAISession
+from tests.kit.forks import start, wait
+from tests.kit.servers import CHAT, COMPLETIONS, LOAD, MODELS, Fake, Vllm, is_check, vllm_form
+from tests.kit.tiny import run_config, write_model, write_rows, write_tokenizer, write_yaml
+
+GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
+PLAIN = Sampling(max_new_tokens=16)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def load_tokenizer(folder):
+    return qwen2_5_tokenizer(*(str(folder / file) for file in ("vocab.json", "merges.txt", "tokenizer.json")))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def requests_for(tokenizer, *texts, samples=1):
+    conversations = [({"role": "user", "content": text},) for text in texts]
+    return [
+        Request(f"p{i}", sample, 1000 * i + sample, tuple(render_prompt(tokenizer, messages)), messages)
+        for i, messages in enumerate(conversations)
+        for sample in range(samples)
+    ]
+
+
+def wanted(requests):
+    return Counter((request.prompt_id, request.sample) for request in requests)
+
+
+# ---- a real server
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    # not Qwen: transformers serve 5.23 answers with a 500 to a <tool_call> without JSON behind it
+    folder = write_model(tmp_path_factory.mktemp("served") / "model", "llama")
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+              "bos_token": None, "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(model_dir, tmp_path_factory):
+    """Start ``transformers serve`` and return its url."""
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model_dir)]
+    command += ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    home = tmp_path_factory.mktemp("hf")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    with (home / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        else:
+            pytest.fail(f"transformers serve did not start: {(home / 'log').read_text()[-2000:]}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def chat_engine(served, model_dir, **args):
+    args = {"model": str(model_dir), "endpoint": "chat", "concurrency": 1, **args}
+    return OpenAIEngine(load_tokenizer(model_dir), urls=[served], **args)
+
+
+def test_greedy_answers_of_transformers_serve_are_its_own(served, model_dir):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    engine = chat_engine(served, model_dir, concurrency=3)
+    engine.check()
+    assert (engine.exact_tokens, engine.has_logprobs) == (False, False)
+    requests = requests_for(engine.tokenizer, "Natalia sold clips", "How many?", "Add 1 and 2.", "a\n\n b")
+    with engine.session(None) as session:
+        completions = list(session.generate(requests, GREEDY))
+        tokens = session.stats()["tokens"]
+    assert wanted(c.request for c in completions) == wanted(requests)
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    stops = list(engine.tokenizer.stop_tokens)
+    for completion in completions:
+        prompt = torch.tensor([completion.request.tokens])
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12,
+                             eos_token_id=stops, pad_token_id=stops[-1])[0, prompt.shape[1] :]  # fmt: skip
+        assert completion.text == tokenizer.decode(out, skip_special_tokens=True)
+        assert completion.finish_reason == ("stop" if out[-1] in stops else "length")
+        assert completion.logprobs == []
+    assert tokens == sum(len(c.tokens) for c in completions) > 0
+
+
+def test_transformers_serve_samples_as_asked(served, model_dir):
+    # the model's own generation config decodes greedily
+    engine = chat_engine(served, model_dir)
+    requests = requests_for(engine.tokenizer, "Natalia sold clips", samples=24)
+    with engine.session(None) as session:
+        first = {c.request.sample: c for c in session.generate(requests, Sampling(max_new_tokens=64))}
+        again = {c.request.sample: c.text for c in session.generate(requests[:4], Sampling(max_new_tokens=64))}
+        top = list(session.generate(requests[:4], Sampling(max_new_tokens=64, top_k=1)))
+    assert len({c.text for c in first.values()}) == 24
+    assert again == {i: first[i].text for i in range(4)}
+    assert len({c.text for c in top}) == 1
+    ended = [c for c in first.values() if c.finish_reason == "stop"]
+    assert 0 < len(ended) < 24
+    assert all(c.tokens[-1] == engine.tokenizer.special_tokens["<|im_end|>"] for c in ended)
+    assert not any("<|im_end|>" in c.text for c in first.values())
+
+
+def test_transformers_serve_leaves_stop_strings_in_and_we_do_not(served, model_dir):
+    engine = chat_engine(served, model_dir)
+    (request,) = requests_for(engine.tokenizer, "Natalia sold clips")
+    with engine.session(None) as session:
+        (whole,) = session.generate([request], Sampling(max_new_tokens=30, temperature=0.0))
+        stop = whole.text[8:10]
+        (cut,) = session.generate([request], Sampling(30, temperature=0.0, stop_strings=(stop,)))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert engine.tokenizer.stop_tokens[0] not in cut.tokens
+
+
+def test_what_transformers_serve_cannot_do_is_said_in_a_line(served, model_dir):
+    message = r"prompt must be a string\.; if the server does not accept token ids, set endpoint: chat"
+    with pytest.raises(UserError, match=message):
+        chat_engine(served, model_dir, endpoint="completions").check()
+    with pytest.raises(UserError, match=r"HTTP 400: Server is pinned to .*; requested 'other'"):
+        chat_engine(served, model_dir, model="other").check()
+    with pytest.raises(UserError, match=r"does not list its models: HTTP 500: .*; set model"):
+        chat_engine(served, model_dir, model=None).check()
+
+
+def test_transformers_serve_takes_no_adapter(served, model_dir, adapter):
+    with (
+        pytest.raises(UserError, match=r"does not load the adapter .* \(HTTP 404: Not Found\)\. .*vllm serve MODEL"),
+        chat_engine(served, model_dir).session(adapter),
+    ):
+        pytest.fail("the adapter was taken")
+
+
+# ---- a scripted server
+
+
+@pytest.fixture
+def vllm(tokenizer, monkeypatch):
+    """Make servers that answer like vLLM, unless ``reply(body)`` gives something else for a request."""
+    monkeypatch.setattr(openai_http, "BACKOFF", 0.01)
+    fakes = []
+
+    def vllm(reply=None, paths=None, port=0, **rules):
+        def scripted(adapter, body):
+            said = None if reply is None or is_check(body) else reply(body)
+            return vllm_answer(tokenizer, body) if said is None else said
+
+        def answer(path, body):
+            if paths and path in paths:
+                return paths[path](body) if callable(paths[path]) else paths[path]
+            return fake.rules(path, body)
+
+        fake = Fake(answer, port)
+        fake.rules = Vllm(scripted, **rules)
+        fakes.append(fake)
+        return fake
+
+    yield vllm
+    for fake in fakes:
+        fake.die()
+
+
+def vllm_answer(tokenizer, body, text="It is 7.", **choice):
+    """Return an answer in the form of vLLM's /v1/completions; its text contains the seed."""
+    text = f"{text} {body['seed']}" if "seed" in body else text
+    tokens = [*tokenizer.encode(text, add_bos=False, add_eos=False), tokenizer.stop_tokens[0]]
+    if is_check(body):
+        text, tokens = "I", tokens[:1]
+    return vllm_form(body, text, tokens, [-0.25 * i for i in range(len(tokens))], **choice)
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def run(engine, requests, sampling=PLAIN):
+    with engine.session(None) as session:
+        return list(session.generate(requests, sampling)), session
+
+
+def test_everything_that_decides_the_distribution_is_sent(vllm, tokenizer):
+    fake = vllm()
+    request = Request("p", 3, 2**62 + 5, (7, 8, 9))
+    (completion,), session = run(OpenAIEngine(tokenizer, urls=[fake.url]), [request])
+    assert fake.bodies() == [
+        {"model": "base", "prompt": [7, 8, 9], "seed": 5, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0,
+         "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": list(tokenizer.stop_tokens),
+         "return_token_ids": True, "logprobs": 1}
+    ]  # fmt: skip
+    expected = vllm_answer(tokenizer, {"seed": 5})["choices"][0]
+    assert completion.request is request
+    assert (completion.tokens, completion.text) == (expected["token_ids"], "It is 7. 5")
+    assert completion.logprobs == expected["logprobs"]["token_logprobs"]
+    assert (session.exact_tokens, session.has_logprobs) == (True, True)
+
+
+def test_set_values_are_sent_as_they_are(vllm, tokenizer):
+    fake = vllm()
+    sampling = Sampling(12, temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, stop_strings=("\n\n", "Q:"))
+    run(OpenAIEngine(tokenizer, urls=[fake.url + "/v1/"]), requests_for(tokenizer, "a"), sampling)
+    sent = fake.bodies()[0]
+    assert {name: sent[name] for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")} == {
+        "max_tokens": 12, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "stop": ["\n\n", "Q:"]
+    }  # fmt: skip
+
+
+def test_every_request_is_answered_once_by_servers_that_share_the_load(vllm, tokenizer):
+    def slowly(body):
+        time.sleep(0.02)
+
+    fakes = [vllm(slowly), vllm(slowly)]
+    requests = requests_for(tokenizer, *"abcdefgh", samples=5)
+    engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], concurrency=3)
+    completions, session = run(engine, requests)
+    assert wanted(c.request for c in completions) == wanted(requests)
+    assert all(c.text.endswith(f" {c.request.seed}") for c in completions)
+    shares = [len(fake.bodies()) for fake in fakes]
+    assert sum(shares) == 40
+    assert min(shares) > 8
+    assert [fake.most for fake in fakes] == [3, 3]
+    stats = session.stats()
+    assert stats["tokens"] == sum(len(c.tokens) for c in completions)
+    # 40 answers take at least 7 rounds of 20 ms
+    assert 0 < stats["tokens_per_second"] < stats["tokens"] / 0.13
+    assert stats["retried"] == 0
+
+
+def test_a_completion_is_yielded_while_others_are_under_way(vllm, tokenizer):
+    gate = threading.Event()
+    fake = vllm(lambda body: None if body["seed"] == 0 else gate.wait(20) and None)
+    with OpenAIEngine(tokenizer, urls=[fake.url]).session(None) as session:
+        completions = session.generate(requests_for(tokenizer, "a", "b"), PLAIN)
+        assert next(completions).request.seed == 0
+        assert not gate.is_set()
+        gate.set()
+        assert next(completions).request.seed == 1000
+        assert list(completions) == []
+
+
+def test_no_requests_no_completions(vllm, tokenizer):
+    assert run(OpenAIEngine(tokenizer, urls=[vllm().url]), [])[0] == []
+
+
+# ---- transient failures
+
+
+def test_server_errors_and_cut_connections_are_retried(vllm, tokenizer):
+    failures = iter([(500, "down", {}), (503, {"error": {"message": "busy"}}, {}), "abort"])
+
+    def reply(body):
+        failure = next(failures, None)
+        return vllm_answer(tokenizer, body, finish_reason="abort") if failure == "abort" else failure
+
+    fake = vllm(reply)
+    (completion,), session = run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"))
+    assert completion.text == "It is 7. 0"
+    assert session.stats()["retried"] == 3
+    assert len({json.dumps(body) for body in fake.bodies()}) == 1
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_retry_after_is_honoured(vllm, tokenizer, form):
+    times = []
+
+    def reply(body):
+        times.append(time.monotonic())
+        until = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=2), usegmt=True)
+        return (429, "slow down", {"Retry-After": "1" if form == "seconds" else until}) if len(times) == 1 else None
+
+    run(OpenAIEngine(tokenizer, urls=[vllm(reply).url]), requests_for(tokenizer, "a"))
+    assert 0.9 < times[1] - times[0] < 30
+
+
+def test_a_time_out_is_retried(vllm, tokenizer):
+    calls = []
+
+    def reply(body):
+        calls.append(1)
+        if len(calls) == 1:
+            time.sleep(1)
+
+    (completion,), session = run(
+        OpenAIEngine(tokenizer, urls=[vllm(reply).url], timeout=0.4), requests_for(tokenizer, "a")
+    )
+    assert completion.text == "It is 7. 0"
+    assert session.stats()["retried"] >= 1
+
+
+def test_the_share_of_a_server_that_dies_moves_to_the_others(vllm, tokenizer, messages):
+    seen = []
+
+    def dying(body):
+        seen.append(1)
+        if len(seen) > 3:
+            return 500, "CUDA out of memory", {}
+
+    def slowly(body):
+        time.sleep(0.01)
+
+    bad, good = vllm(dying), vllm(slowly)
+    requests = requests_for(tokenizer, *"abcdef", samples=5)
+    completions, _ = run(OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, patience=0.02), requests)
+    assert wanted(c.request for c in completions) == wanted(requests)
+    said = f"giving up {bad.url}, the other servers take its requests: HTTP 500: CUDA out of memory"
+    assert said in "\n".join(messages)
+
+
+def test_a_server_whose_process_is_gone_is_left_out(vllm, tokenizer):
+    bad, good = vllm(), vllm()
+    engine = OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, patience=0.02)
+    with engine.session(None) as session:
+        bad.die()
+        requests = requests_for(tokenizer, *"abcdef")
+        assert wanted(c.request for c in session.generate(requests, PLAIN)) == wanted(requests)
+    assert len(good.bodies()) == 6
+
+
+def test_when_no_server_is_left_what_had_finished_has_been_yielded(vllm, tokenizer):
+    seen = []
+
+    def dying(body):
+        seen.append(1)
+        if len(seen) > 3:
+            return 502, "<html>bad gateway</html>", {}
+
+    fakes = [vllm(dying), vllm()]
+    engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], concurrency=1, patience="0.02 s")
+    got = []
+    with engine.session(None) as session:
+        fakes[1].die()
+        completions = session.generate(requests_for(tokenizer, *"abcdef"), PLAIN)
+        with pytest.raises(UserError, match=r"no server is left: .* with resume_from_checkpoint=True") as caught:
+            deque(map(got.append, completions))
+    assert len(got) == 3
+    message = str(caught.value)
+    assert f"{fakes[0].url}: HTTP 502: <html>bad gateway</html>" in message
+    assert f"{fakes[1].url}: ConnectError: " in message
+    assert re.search(r"bad gateway</html>, for 0s \(prompt p[0-5], sample 0\)", message)
+    assert "\n" not in message
+
+
+# ---- permanent failures
+
+
+def test_a_refused_request_is_not_retried(vllm, tokenizer):
+    said = {"error": {"message": "This model's maximum context length is 4 tokens.", "code": 400}}
+    fake = vllm(lambda body: (400, said, {}))
+    with pytest.raises(UserError, match=f"{fake.url} refuses a request with HTTP 400: This model's maximum context"):
+        run(OpenAIEngine(tokenizer, urls=[fake.url], concurrency=1), requests_for(tokenizer, "a", "b"))
+    assert len(fake.bodies()) == 1
+
+
+RUBBISH = {
+    "html": ("<html>\n<body>Welcome to nginx!", "does not answer with a JSON object.*Welcome to nginx"),
+    "list": ([1, 2], r"does not answer with a JSON object.*\[1, 2\]"),
+    "no choices": ({"id": 1}, r'answers with no choices: {"id": 1}'),
+    "empty choices": ({"choices": []}, "answers with no choices"),
+    "choices of another type": ({"choices": "text"}, "answers with no choices"),
+    "a choice of another type": ({"choices": ["text"]}, "answers with no choices"),
+    "no text": ({"choices": [{"finish_reason": "stop"}]}, "answers with no text"),
+    "null text": ({"choices": [{"text": None, "finish_reason": "stop"}]}, "answers with no text"),
+    "number": ({"choices": [{"text": 1, "finish_reason": "stop"}]}, "answers with no text"),
+    "reason": ({"choices": [{"text": "a", "finish_reason": "tool_calls"}]}, "the finish_reason 'tool_calls'"),
+    "no reason": ({"choices": [{"text": "a"}]}, "the finish_reason None, not stop or length"),
+    "redirect": ((301, "moved", {"location": "/"}), "refuses a request with HTTP 301: moved"),
+    "reasoning": (
+        {"choices": [{"text": "a", "reasoning_content": "b"}]},
+        "start the server without a reasoning parser",
+    ),
+    "deep": ("[" * 100_000, "does not answer with a JSON object"),
+    "half a character": ({"choices": [{"text": "\ud800", "finish_reason": "stop"}]}, "text that is not valid Unicode"),
+    "long": ({"choices": [{"text": ["x" * 10000], "finish_reason": "stop"}]}, "answers with no text"),
+}
+
+
+@pytest.mark.parametrize("case", RUBBISH)
+def test_rubbish_is_shown_in_one_short_line(vllm, tokenizer, case):
+    answer, message = RUBBISH[case]
+    fake = vllm(lambda body: answer)
+    with pytest.raises(UserError, match=message) as caught:
+        run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"))
+    assert fake.url in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_chat_without_a_message_is_rubbish(vllm, tokenizer):
+    fake = vllm(paths={CHAT: {"choices": [{"text": "a", "finish_reason": "stop"}]}})
+    with pytest.raises(UserError, match="answers with no message"):
+        OpenAIEngine(tokenizer, urls=[fake.url], endpoint="chat").check()
+
+
+def of_values(*values):
+    return {"logprobs": {"token_logprobs": [*values, *[-1.0] * (9 - len(values))]}}
+
+
+NO_NUMBERS = {
+    "nan": (of_values(-1, math.nan), "the log-prob NaN, not a number up to 0"),
+    "infinity": (of_values(math.inf), "the log-prob Infinity"),
+    "positive": (of_values(5.0), r"the log-prob 5\.0"),
+    "400 digits": (of_values(10**400), "the log-prob 1000000000000000000000000000000?,"),
+    "text": (of_values("-1"), 'the log-prob "-1"'),
+    "bool": (of_values(False), "the log-prob false"),
+    "list": (of_values([-1.0]), r"the log-prob \[-1\.0\]"),
+    "one number": ({"logprobs": {"token_logprobs": -1.0}}, r"the log-prob \[-1\.0\]"),
+    "chat's form": ({"logprobs": {"content": [{"logprob": math.nan}] * 9}}, "the log-prob NaN"),
+    "id of 20 digits": ({"token_ids": [1, 10**20]}, "the token id 100000000000000000000, not an id from 0 to 399"),
+    "first id too many": ({"token_ids": [400]}, "the token id 400, not an id from 0 to 399"),
+    "negative id": ({"token_ids": [-1]}, "the token id -1"),
+    "text for an id": ({"token_ids": ["1"]}, 'the token id "1"'),
+    "fraction": ({"token_ids": [1.0]}, r"the token id 1\.0"),
+    "bool for an id": ({"token_ids": [True]}, "the token id true"),
+    "one id": ({"token_ids": 7}, r"the token id \[7\]"),
+    "too many ids": ({"token_ids": [1] * 18}, "18 tokens to a request for 16"),
+    "too many words": ({"token_ids": None, "text": "word " * 100}, "tokens to a request for 16"),
+    "too long": ({"text": "x" * 20_000}, "20002 characters to a request for 16 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", NO_NUMBERS)
+def test_what_training_cannot_compute_with_is_refused_before_it_is_recorded(vllm, tokenizer, case):
+    choice, message = NO_NUMBERS[case]
+    fake = vllm(lambda body: vllm_answer(tokenizer, body, **choice))
+    decoder = SimpleNamespace(tok_embeddings=SimpleNamespace(num_embeddings=400))
+    with pytest.raises(UserError, match=message) as caught:
+        run(OpenAIEngine(tokenizer, urls=[fake.url], decoder=decoder), requests_for(tokenizer, "a"))
+    assert f"{fake.url} answers with" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 450
+
+
+def test_a_probability_of_zero_has_one_log_prob(vllm, tokenizer):
+    """vLLM sends -9999 for it, llama.cpp the least number of 32 bits, others -Infinity."""
+    choice = of_values(-9999.0, -3.4028234663852886e38, -math.inf, -(10**400), 1e-4)
+    fake = vllm(lambda body: vllm_answer(tokenizer, body, **choice))
+    (completion,), _ = run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"))
+    assert completion.logprobs == [-9999.0] * 4 + [1e-4] + [-1.0] * 4
+
+
+def forever(part: bytes, pause: float):
+    while True:
+        yield part
+        time.sleep(pause)
+
+
+def test_a_body_without_an_end_is_refused(vllm, tokenizer, monkeypatch):
+    monkeypatch.setattr(openai_http, "MAX_BODY", 100_000)
+    fake = vllm(lambda body: (200, forever(b" " * 10_000, 0), {}))
+    with pytest.raises(UserError, match=f"{fake.url}.* answers with more than 100000 bytes"):
+        run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"))
+
+
+def test_an_answer_that_comes_byte_by_byte_has_a_deadline(vllm, tokenizer):
+    fake = vllm(lambda body: (200, forever(b" ", 0.05), {}))
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"no server is left: .*: no answer in time \(ReadTimeout\)"):
+        run(OpenAIEngine(tokenizer, urls=[fake.url], timeout=0.5, patience=0), requests_for(tokenizer, "a"))
+    assert time.monotonic() - began < 10
+
+
+# ---- ends
+
+
+def engine_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "openai-engine"]
+
+
+@pytest.mark.parametrize("how", ["close", "throw"])
+def test_closing_early_ends_what_is_under_way(vllm, tokenizer, how):
+    gate = threading.Event()
+    fake = vllm(lambda body: None if body["seed"] == 0 else gate.wait(30) and None)
+    requests = requests_for(tokenizer, *"abcdefgh")
+    with OpenAIEngine(tokenizer, urls=[fake.url], concurrency=4).session(None) as session:
+        completions = session.generate(requests, PLAIN)
+        next(completions)
+        assert len(engine_threads()) == 1
+        start = time.monotonic()
+        if how == "close":
+            completions.close()
+        else:  # Ctrl-C while waiting
+            with pytest.raises(KeyboardInterrupt):
+                completions.throw(KeyboardInterrupt())
+        assert time.monotonic() - start < 5
+        assert engine_threads() == []
+    assert len(fake.bodies()) <= 5
+    gate.set()
+
+
+def test_ctrl_c_ends_a_process_that_waits(vllm, tokenizer, tmp_path):
+    gate = threading.Event()
+    fake = vllm(lambda body: gate.wait(60) and None)
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+
+    def sample_and_leave() -> NoReturn:
+        with engine.session(None) as session:
+            try:
+                list(session.generate([Request("p", 0, 0, (1,))], Sampling(8)))
+            except KeyboardInterrupt:
+                print("ended", [t.name for t in threading.enumerate()], flush=True)
+                raise SystemExit(0) from None
+
+    pid, receive = start(sample_and_leave, tmp_path, (), None)
+    deadline = time.monotonic() + 60
+    while not fake.bodies() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert fake.bodies(), "the request did not arrive"
+    os.kill(pid, signal.SIGINT)
+    ended = wait(pid, receive)
+    gate.set()
+    assert ended == (0, "ended ['MainThread']\n")
+
+
+def test_a_cancellation_that_arrives_with_the_answer_is_not_lost():
+    """A worker that lost it would wait for requests for ever, and the run with it."""
+
+    class Client:
+        @asynccontextmanager
+        async def stream(self, *_, **__):
+            yield SimpleNamespace(status_code=200, headers={}, aiter_bytes=self.parts)
+
+        async def parts(self):
+            yield b"{}"
+            task.cancel()
+
+    async def ask_for_ever():
+        while True:
+            await openai_http.exchange(Client(), "POST", "http://server", 60)
+            await asyncio.sleep(0)
+
+    async def cancelled() -> bool:
+        nonlocal task
+        task = asyncio.create_task(ask_for_ever())
+        done, _ = await asyncio.wait([task], timeout=1)
+        for _ in range(100 * (not done)):  # end what goes on
+            task.cancel()
+            await asyncio.sleep(0.001)
+        return bool(done) and task.cancelled()
+
+    task = None
+    assert asyncio.run(cancelled())
+
+
+# ---- token ids and log-probabilities
+
+
+def llama_answer(ids, completion_tokens):
+    """Return an answer in the form of llama.cpp's /v1/completions."""
+    content = [{"id": i, "token": "t", "bytes": [116], "logprob": -0.5, "top_logprobs": []} for i in ids]
+    choice = {
+        "text": "So it is." if completion_tokens > 1 else "S",
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": "stop",
+    }
+    return {"choices": [choice], "usage": {"completion_tokens": completion_tokens, "prompt_tokens": 3}}
+
+
+def test_ids_in_llama_cpps_logprobs_are_exact_if_they_are_all_there(vllm, tokenizer):
+    text = tokenizer.encode("So it is.", add_bos=False, add_eos=False)
+    ids = [*text, tokenizer.stop_tokens[1]]
+    whole, part = (
+        vllm(
+            paths={
+                COMPLETIONS: lambda body, n=n: (
+                    llama_answer(ids[:1], 1) if is_check(body) else llama_answer(ids[:n], len(ids))
+                )
+            }
+        )
+        for n in (len(ids), len(ids) - 1)
+    )
+    (completion,), session = run(OpenAIEngine(tokenizer, urls=[whole.url]), requests_for(tokenizer, "a"))
+    assert (completion.tokens, completion.logprobs) == (ids, [-0.5] * len(ids))
+    assert (session.exact_tokens, session.has_logprobs) == (True, True)
+
+    (completion,), session = run(OpenAIEngine(tokenizer, urls=[part.url]), requests_for(tokenizer, "a"))
+    assert completion.tokens == [*text, tokenizer.special_tokens["<|im_end|>"]]
+    assert completion.logprobs == []
+    assert (session.exact_tokens, session.has_logprobs) == (False, False)
+
+
+INEXACT = {"no ids": {"token_ids": None}, "empty ids": {"token_ids": []}}
+
+
+@pytest.mark.parametrize("case", INEXACT)
+def test_without_ids_the_text_is_encoded_again_and_that_is_told_once(vllm, tokenizer, case, messages):
+    fake = vllm(paths={COMPLETIONS: lambda body: vllm_answer(tokenizer, body, **INEXACT[case])})
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    completions, session = run(engine, requests_for(tokenizer, *"abc"))
+    for completion in completions:
+        text = tokenizer.encode(completion.text, add_bos=False, add_eos=False)
+        assert completion.tokens == [*text, tokenizer.special_tokens["<|im_end|>"]]
+        assert completion.logprobs == []
+    assert (session.exact_tokens, session.has_logprobs) == (False, False)
+    assert "\n".join(messages).count("sends no token ids") == 1
+
+
+@pytest.mark.parametrize(
+    "logprobs", [None, {}, [], {"token_logprobs": None}, {"token_logprobs": [-1.0]}, {"token_logprobs": [None, -1.0]}]
+)
+def test_logprobs_that_do_not_fit_the_tokens_are_none(vllm, tokenizer, logprobs):
+    fake = vllm(lambda body: vllm_answer(tokenizer, body, logprobs=logprobs))
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    engine.check()
+    assert (engine.exact_tokens, engine.has_logprobs) == (True, True)
+    (completion,), session = run(engine, requests_for(tokenizer, "a"))
+    assert completion.logprobs == []
+    assert (session.exact_tokens, session.has_logprobs) == (True, False)
+
+
+def test_an_answer_cut_by_length_or_a_stop_string_gets_no_stop_token(vllm, tokenizer):
+    fake = vllm(lambda body: vllm_answer(tokenizer, body, token_ids=None, finish_reason="length"))
+    (cut,), _ = run(OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"))
+    assert cut.tokens == tokenizer.encode("It is 7. 0", add_bos=False, add_eos=False)
+    for choice in ({"text": "It is"}, {"text": "It is", "stop_reason": " 7"}):
+        fake = vllm(lambda body, choice=choice: vllm_answer(tokenizer, body, token_ids=None, **choice))
+        (cut,), _ = run(
+            OpenAIEngine(tokenizer, urls=[fake.url]), requests_for(tokenizer, "a"), Sampling(8, stop_strings=(" is",))
+        )
+        assert (cut.text, cut.finish_reason) == ("It", "stop")
+        assert cut.tokens == tokenizer.encode("It", add_bos=False, add_eos=False)
+
+
+def test_another_chat_template_than_ours_is_told(vllm, tokenizer, messages):
+
+    def chat(prompt):
+        def answer(body):
+            assert body["messages"][0]["role"] == "user"
+            assert body["logprobs"] is True
+            choice = vllm_answer(tokenizer, body)["choices"][0]
+            text = choice.pop("text")
+            del choice["prompt_token_ids"]
+            entries = [{"token": "t", "logprob": -1.0} for _ in choice["token_ids"]]
+            choice |= {"message": {"role": "assistant", "content": text}, "logprobs": {"content": entries}}
+            return {"choices": [choice], "prompt_token_ids": prompt}
+
+        return answer
+
+    requests = requests_for(tokenizer, "1")
+    (completion,), session = run(
+        OpenAIEngine(tokenizer, urls=[vllm(paths={CHAT: chat([1, 2])}).url], endpoint="chat"), requests
+    )
+    assert completion.logprobs == [-1.0] * len(completion.tokens)
+    assert (session.exact_tokens, session.has_logprobs) == (True, True)
+    assert "\n".join(messages).count("its chat template differs") == 1
+
+
+def test_chat_sends_tools_and_the_variables_of_the_template(tokenizer):
+    args = {"enable_thinking": False}
+    chat = ChatTokenizer(tokenizer, TorchtuneRenderer(tokenizer), [tokenizer.eos_id], template_args=args)
+    call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+    tools = ({"type": "function", "function": {"name": "weather"}},)
+    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]})
+    request = Request("p", 0, 0, (1,), messages, tools)
+    engine = OpenAIEngine(chat, urls=["http://127.0.0.1:1"], endpoint="chat")
+    body = engine.wire.body(openai.Server("http://x", "m", "extended"), "m", request, PLAIN)
+    assert (body["tools"], body["tool_choice"]) == (list(tools), "none")
+    assert body["chat_template_kwargs"] == args
+    assert body["messages"][0] == messages[0]
+    (sent,) = body["messages"][1]["tool_calls"]
+    assert sent == {
+        "id": "call_0",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Zürich"}'},
+    }
+    plain = engine.wire.body(openai.Server("http://x", "m", "plain"), "m", Request("p", 0, 0, (1,), messages), PLAIN)
+    assert not {"tools", "chat_template_kwargs"} & plain.keys()
+
+
+def test_chat_needs_messages(vllm, tokenizer):
+    engine = OpenAIEngine(tokenizer, urls=["http://127.0.0.1:1"], endpoint="chat")
+    with pytest.raises(UserError, match="prompt p has no messages"):
+        engine.wire.body(openai.Server("http://x", "m", "plain"), "m", Request("p", 0, 0, (1,)), PLAIN)
+
+
+def test_a_server_of_openais_own_fields_gets_no_others(vllm, tokenizer):
+    known = {"model", "prompt", "seed", "logprobs", "max_tokens", "temperature", "top_p", "stop"}
+
+    def strict(body):
+        if unknown := body.keys() - known:
+            return 400, {"error": {"message": f"Unrecognized request argument supplied: {min(unknown)}"}}, {}
+        return vllm_answer(tokenizer, body, token_ids=None)
+
+    fake = vllm(paths={COMPLETIONS: strict})
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    (completion,), _ = run(engine, requests_for(tokenizer, "a"))
+    assert completion.text == "It is 7. 0"
+    assert fake.bodies()[-1].keys() == known - {"stop"}
+    with pytest.raises(UserError, match="does not support top_k or min_p; set them to null"):
+        run(engine, requests_for(tokenizer, "a"), Sampling(8, top_k=5, min_p=0.1))
+
+
+# ---- check
+
+
+def test_check_finds_the_only_base_model(vllm, tokenizer):
+    fake = vllm()
+    OpenAIEngine(tokenizer, urls=[fake.url]).check()
+    assert fake.asked[-1][1]["model"] == "base"
+
+
+def test_check_wants_a_name_where_there_are_several_models(vllm, tokenizer):
+    cards = {"data": [{"id": "a"}, {"id": "b"}, "c", {}]}
+    with pytest.raises(UserError, match="serves a, b; set model to the name of one"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: cards}).url]).check()
+    with pytest.raises(UserError, match="serves no model; set model to the name of one"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: {"data": None}}).url]).check()
+
+
+def test_check_names_a_model_that_is_not_served(vllm, tokenizer):
+    missing = 404, {"error": {"message": "The model `x` does not exist.", "code": 404}}, {}
+    with pytest.raises(UserError, match=r"The model `x` does not exist\.; it serves base, not x"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={COMPLETIONS: missing}).url], model="x").check()
+
+
+def test_check_wants_one_model_of_all_servers(vllm, tokenizer):
+    urls = [vllm(model=name).url for name in "ab"]
+    with pytest.raises(UserError, match="the urls serve different models: a, b; set model to one of them"):
+        OpenAIEngine(tokenizer, urls=urls).check()
+
+
+def test_check_tells_that_no_server_is_there_at_once(tokenizer):
+    url = f"http://127.0.0.1:{free_port()}"
+    start = time.monotonic()
+    with pytest.raises(UserError, match=f"{url} cannot be reached: ConnectError: .*is the server running") as caught:
+        OpenAIEngine(tokenizer, urls=[url]).check()
+    assert time.monotonic() - start < 5
+    assert "\n" not in str(caught.value)
+
+
+def test_check_does_not_wait_for_a_server_that_hangs(vllm, tokenizer, monkeypatch):
+    monkeypatch.setattr(openai, "CHECK_TIMEOUT", 0.3)
+    fake = vllm(paths={MODELS: lambda body: time.sleep(1.5) or {}})
+    with pytest.raises(UserError, match="cannot be reached: no answer in time"):
+        OpenAIEngine(tokenizer, urls=[fake.url]).check()
+
+
+def test_a_server_that_is_still_loading_is_told(vllm, tokenizer):
+    loading = 503, {"error": {"message": "Loading model", "code": 503}}, {}
+    with pytest.raises(UserError, match="does not answer the first request: HTTP 503: Loading model"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={COMPLETIONS: loading}).url]).check()
+
+
+def test_the_key_is_read_from_the_environment_and_sent(vllm, tokenizer, monkeypatch):
+    monkeypatch.setenv("RAFT_KEY", " secret \n")
+    fake = vllm()
+    run(OpenAIEngine(tokenizer, urls=[fake.url], api_key_env="RAFT_KEY"), requests_for(tokenizer, "a"))
+    assert {headers.get("Authorization", headers.get("authorization")) for *_, headers in fake.asked} == {
+        "Bearer secret"
+    }
+
+
+def test_a_key_that_is_missing_is_told(vllm, tokenizer):
+    refused = 401, {"error": {"message": "Unauthorized"}}, {}
+    with pytest.raises(UserError, match="HTTP 401: Unauthorized; set api_key_env"):
+        OpenAIEngine(tokenizer, urls=[vllm(paths={MODELS: refused}).url], model="base").check()
+
+
+def test_a_key_in_the_config_is_refused_and_not_repeated(tokenizer):
+    for value in ("sk-abc", "sk abc"):
+        with pytest.raises(UserError, match="the name of an environment variable, not the key") as caught:
+            OpenAIEngine(tokenizer, urls=["http://x"], api_key_env=value)
+        assert value not in str(caught.value)
+
+
+BAD_ARGUMENTS = {
+    "urls text": ({"urls": "http://x"}, "urls must be a list"),
+    "urls none": ({"urls": []}, "urls must be a list"),
+    "urls number": ({"urls": [8000]}, "8000 in urls is not a server's address"),
+    "urls scheme": ({"urls": ["localhost:8000"]}, "'localhost:8000' in urls is not a server's address"),
+    "urls query": ({"urls": ["http://x?key=1"]}, "is not a server's address"),
+    "urls twice": ({"urls": ["http://x", "http://x/v1/"]}, "urls names http://x twice"),
+    "endpoint": ({"endpoint": "chats"}, "endpoint 'chats' is unknown; did you mean chat"),
+    "concurrency": ({"concurrency": 0}, "concurrency is 0; expected a whole number of at least 1"),
+    "patience": ({"patience": -1}, "patience is -1; expected seconds, or a time such as"),
+    "unit": ({"patience": "10 days"}, "patience is '10 days'; expected seconds, or a time such as"),
+    "words": ({"patience": "long"}, "patience is 'long'"),
+    "bool": ({"patience": True}, "patience is True"),
+    "timeout": ({"timeout": 0}, "timeout is 0; expected seconds"),
+    "nan": ({"timeout": float("nan")}, "timeout is nan"),
+    "lora": ({"lora_name": "a b"}, "lora_name is 'a b'"),
+    "unset": ({"api_key_env": "NO_SUCH_VARIABLE_HERE"}, "is not set; export it"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments(tokenizer, case):
+    args, message = BAD_ARGUMENTS[case]
+    with pytest.raises(UserError, match=message):
+        OpenAIEngine(tokenizer, **{"urls": ["http://x"], **args})
+
+
+# ---- adapters
+
+
+def test_an_adapter_is_loaded_by_all_used_by_name_and_unloaded(vllm, tokenizer, adapter, monkeypatch):
+    monkeypatch.chdir(adapter.parent)
+    fakes = [vllm(), vllm()]
+    engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], lora_name="mine", concurrency=1)
+    with engine.session(Path("adapter")) as session:
+        before = [fake.adapter_calls() for fake in fakes]
+        list(session.generate(requests_for(tokenizer, *"abcdef"), PLAIN))
+    name = before[0][0][1]["lora_name"]
+    assert re.fullmatch("mine-[0-9a-f]{12}", name)
+    load = [("unload", {"lora_name": name}), ("load", {"lora_name": name, "lora_path": str(adapter.resolve())})]
+    for fake, calls in zip(fakes, before, strict=True):
+        assert calls == load
+        assert fake.adapter_calls() == [*load, ("unload", {"lora_name": name})]
+        assert fake.rules.adapters == {}
+        assert {body["model"] for body in fake.bodies()} <= {name}
+    assert sum(len(fake.bodies()) for fake in fakes) == 6
+
+
+@pytest.mark.parametrize("consumed", [True, False])
+def test_an_adapter_is_not_exchanged_while_another_session_has_open_requests(vllm, tokenizer, adapter, consumed):
+    """vLLM 0.24.0 and older may finish running requests with the adapter that is loaded (issue 47724)."""
+    begun, loading, order = threading.Event(), threading.Event(), []
+
+    def slow(body):
+        if body["seed"] == 2000:  # of "c"
+            begun.set()
+            loading.wait(0.5)  # an engine that does not wait loads now
+        order.append("answer")
+
+    def load(body):
+        order.append("load")
+        loading.set()
+        return fake.rules(LOAD, body)
+
+    fake = vllm(slow, {LOAD: load})
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    with engine.session(None) as earlier:
+        answers = earlier.generate(requests_for(tokenizer, *"abc"), PLAIN)
+        first = threading.Thread(target=list, args=(answers,)) if consumed else None
+        if first:
+            first.start()
+        else:
+            next(answers)  # the rest stays in the iterator
+        assert begun.wait(10)
+        with engine.session(adapter) as session:
+            assert len(list(session.generate(requests_for(tokenizer, "d"), PLAIN))) == 1
+        if first:
+            first.join()
+    assert order == ["answer"] * 3 + ["load", "answer"]
+
+
+def test_an_exchange_does_not_wait_for_requests_once_the_user_stops(vllm, tokenizer, adapter):
+    stop, begun, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def stuck(body):
+        begun.set()
+        go_on.wait(10)
+
+    fake = vllm(stuck)
+    engine = OpenAIEngine(tokenizer, urls=[fake.url], stopped=stop.is_set)
+    with engine.session(None) as earlier:
+        first = threading.Thread(target=list, args=(earlier.generate(requests_for(tokenizer, "a"), PLAIN),))
+        first.start()
+        assert begun.wait(10)
+        stop.set()
+        with engine.session(adapter):
+            assert not go_on.is_set()
+        go_on.set()
+        first.join()
+
+
+def test_other_weights_have_another_name(vllm, tokenizer, adapter):
+    fake = vllm()
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    for weights in (b"1", b"2", b"1"):
+        (adapter / "adapter_model.safetensors").write_bytes(weights)
+        with engine.session(adapter):
+            pass
+    names = [body["lora_name"] for verb, body in fake.adapter_calls() if verb == "load"]
+    assert names[0] == names[2] != names[1]
+
+
+def test_the_adapter_is_unloaded_after_an_error_too(vllm, tokenizer, adapter):
+    fake = vllm()
+    engine = OpenAIEngine(tokenizer, urls=[fake.url])
+    with pytest.raises(ZeroDivisionError), engine.session(adapter):
+        raise ZeroDivisionError
+    assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load", "unload"]
+
+
+REFUSALS = [(404, "Not Found"), (400, "LoRA rank 64 is greater than 16."), (500, "LoRA is not enabled")]
+
+
+@pytest.mark.parametrize(("status", "said"), REFUSALS)
+def test_a_server_that_takes_no_adapters_is_found_before_sampling(vllm, tokenizer, adapter, status, said):
+    willing = vllm()
+    fake = vllm(paths={LOAD: (status, {"detail": said}, {})})
+    with pytest.raises(UserError) as caught:
+        OpenAIEngine(tokenizer, urls=[willing.url, fake.url]).check_adapter(adapter)
+    assert str(caught.value).startswith(fake.url)
+    assert f"does not load the adapter {adapter} (HTTP {status}: {said})" in str(caught.value)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve" in str(caught.value)
+    assert willing.rules.adapters == {}
+    OpenAIEngine(tokenizer, urls=[willing.url]).check_adapter(adapter)
+
+
+def test_a_server_that_refuses_an_adapter_is_left_out(vllm, tokenizer, adapter, messages):
+    willing, fake = vllm(), vllm(lora=False)
+    with OpenAIEngine(tokenizer, urls=[willing.url, fake.url]).session(adapter) as session:
+        assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
+    assert f"{fake.url} does not load the adapter {adapter} (HTTP 404: Not Found)" in "\n".join(messages)
+    assert fake.bodies() == []
+    with (
+        pytest.raises(UserError, match=f"{fake.url} does not load the adapter"),
+        OpenAIEngine(tokenizer, urls=[fake.url]).session(adapter),
+    ):
+        pytest.fail("the adapter was taken")
+
+
+def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(vllm, tokenizer, adapter):
+    gone, fake = vllm(), vllm()
+    engine = OpenAIEngine(tokenizer, urls=[gone.url, fake.url], patience=0.02)
+    engine.check()
+    gone.die()
+    with engine.session(adapter) as session:
+        assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
+    fake.die()
+    with (
+        pytest.raises(UserError, match=f"no server is left: .*{fake.url}: ConnectError"),
+        engine.session(adapter) as session,
+    ):
+        list(session.generate(requests_for(tokenizer, "a"), PLAIN))
+
+
+def test_a_check_of_all_servers_does_not_wait_for_one_that_is_gone(vllm, tokenizer, monkeypatch, messages):
+    monkeypatch.setattr(openai_session, "_CHECK_PATIENCE", 0.02)
+    gone, fake = vllm(), vllm()
+    requests = requests_for(tokenizer, *"abc")
+    with OpenAIEngine(tokenizer, urls=[gone.url, fake.url]).session(None) as session:
+        both = session.ask_each(requests, PLAIN)
+        gone.die()
+        one = session.ask_each(requests, PLAIN)
+    assert [c.request for c in both[gone.url]] == [c.request for c in both[fake.url]] == requests
+    assert list(one) == [fake.url]
+    assert session.stats()["tokens"] == 0
+    assert f"nothing checks the adapter in this phase of {gone.url}: ConnectError" in "\n".join(messages)
+
+
+def test_a_restarted_server_gets_its_adapter_again(vllm, tokenizer, adapter, messages):
+    count = itertools.count()
+
+    def restarts(body):
+        if next(count) == 4:
+            fake.rules.restart()
+
+    fake = vllm(restarts)
+    engine = OpenAIEngine(tokenizer, urls=[fake.url], concurrency=8)
+    requests = requests_for(tokenizer, *"abcdef", samples=5)
+    with engine.session(adapter) as session:
+        completions = list(session.generate(requests, PLAIN))
+    assert wanted(c.request for c in completions) == wanted(requests)
+    assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load", "load", "unload"]
+    assert f"{fake.url} had lost the adapter {adapter} and has loaded it again" in messages
+
+
+def test_a_server_that_comes_back_on_its_port_goes_on(vllm, tokenizer, adapter):
+    """The process is gone for a while and then back without the adapter."""
+    first = vllm()
+    port = first.server_address[1]
+    engine = OpenAIEngine(tokenizer, urls=[first.url], concurrency=2)
+    requests = requests_for(tokenizer, *"abcdef")
+    with engine.session(adapter) as session:
+        completions = session.generate(requests, PLAIN)
+        got = [next(completions)]
+        first.die()
+        second = vllm(port=port)
+        got += completions
+    assert wanted(c.request for c in got) == wanted(requests)
+    assert [verb for verb, _ in second.adapter_calls()] in (["load", "unload"], ["unload"])
+
+
+def test_a_server_restarted_without_adapters_is_given_up(vllm, tokenizer, adapter, messages):
+    def restarts(body):
+        bad.rules.lora = False
+        bad.rules.restart()
+
+    bad, good = vllm(restarts), vllm(lambda body: time.sleep(0.01))
+    engine = OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2, patience=0.02)
+    requests = requests_for(tokenizer, *"abcdef", samples=5)
+    with engine.session(adapter) as session:
+        assert wanted(c.request for c in session.generate(requests, PLAIN)) == wanted(requests)
+    assert f"giving up {bad.url}, the other servers take its requests: HTTP 404: The model" in "\n".join(messages)
+
+
+def test_a_server_that_serves_another_model_than_before_is_given_up(vllm, tokenizer):
+    fake = vllm()
+    engine = OpenAIEngine(tokenizer, urls=[fake.url], patience=0)
+    engine.check()
+    fake.rules.model = "another"
+    with pytest.raises(UserError, match=r"no server is left: .*HTTP 404: The model `base` does not exist.*resume_from"):
+        run(engine, requests_for(tokenizer, "a"))
+
+
+def test_a_server_that_answers_with_rubbish_is_given_up_and_others_go_on(vllm, tokenizer, messages):
+    bad, good = vllm(lambda body: "<html>"), vllm()
+    requests = requests_for(tokenizer, *"abcdef", samples=5)
+    completions, _ = run(OpenAIEngine(tokenizer, urls=[bad.url, good.url], concurrency=2), requests)
+    assert wanted(c.request for c in completions) == wanted(requests)
+    assert f"giving up {bad.url}" in "\n".join(messages)
+
+
+def test_patience_counts_pauses_that_double(tokenizer, monkeypatch, messages, caplog):
+    """The pauses are 0.5, 1, 2, 4 … 30, 30 s, up to ten minutes in all."""
+    caplog.set_level("INFO", logger="rocm_ext")
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    engine = OpenAIEngine(tokenizer, urls=["http://127.0.0.1:1"], concurrency=1)
+    assert engine.terms.patience == 600
+    monkeypatch.setattr(openai_session, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(openai_session, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    session = OpenAISession(engine.terms, [openai.Server(engine._servers[0].url, "base", "plain")], None)
+    with pytest.raises(UserError, match=r"no server is left: .* for 10m00s \(prompt p0, sample 0\)"):
+        list(session.generate(requests_for(tokenizer, "a"), PLAIN))
+    assert pauses[:7] == [0.5, 1, 2, 4, 8, 16, 30]
+    assert set(pauses[6:-1]) == {30}
+    assert sum(pauses) == 600
+    (said,) = messages  # one line in 30 s
+    assert said.startswith("waiting for http://127.0.0.1:1, 0s of 10m00s so far: ConnectError")
+
+
+def test_a_stop_ends_waiting_at_once(vllm, tokenizer):
+    """Ctrl-C only sets a flag in a recipe; no answer arrives to look at it."""
+    stop = threading.Event()
+    fake = vllm(lambda body: (stop.set(), (503, "busy", {"Retry-After": "500"}))[1])
+    engine = OpenAIEngine(tokenizer, urls=[fake.url], stopped=stop.is_set)
+    with engine.session(None) as session:
+        assert list(session.generate(requests_for(tokenizer, *"abc"), PLAIN)) == []
+    assert engine_threads() == []
+
+
+def test_what_is_no_adapter_and_servers_without_them(vllm, tokenizer, tmp_path, adapter):
+    fake = vllm()
+    with pytest.raises(UserError, match="is not an adapter in PEFT's format: FileNotFoundError"):
+        OpenAIEngine(tokenizer, urls=[fake.url]).session(tmp_path / "none").__enter__()
+    with pytest.raises(UserError, match="dynamic_lora is false"):
+        OpenAIEngine(tokenizer, urls=[fake.url], dynamic_lora=False).session(adapter).__enter__()
+
+
+def test_a_raft_cycle_samples_on_a_server(served, model_dir, tmp_path):
+    """The recipe trains in its own process on samples of a real server."""
+    rows = write_rows(tmp_path / "prompts.jsonl", 4)
+    cfg = run_config(model_dir, rows, tmp_path / "out")
+    del cfg["dataset"]
+    cfg |= {
+        "prompts": {
+            "_component_": "rocm_ext.data.prompt_dataset", "source": str(rows), "column_map": {"prompt": "question"},
+        },
+        "verifier": {"_component_": "tests.kit.judges.Coin"},
+        "engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": [served], "model": str(model_dir),
+                   "endpoint": "chat"},
+        "cycles": 1, "samples_per_prompt": 3, "max_new_tokens": 6, "drop_truncated": False,
+    }  # fmt: skip
+    raft = RAFT(config.load("raft_rocm", str(write_yaml(tmp_path / "run.yaml", cfg))))
+    raft.setup()
+    raft.train()
+    raft.cleanup()
+    samples = [line for line in read_records(tmp_path / "out" / "samples.jsonl") if line["phase"] == "sample"]
+    assert len(samples) == 12
+    assert all(record["tokens"] for record in samples)
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
+
+
+# ---- of which temperature log-probs are
+
+LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0])
+
+
+def logprobs_of(kind: str, body: dict) -> torch.Tensor:
+    """Return the log-probs of the first token that a kind of server computes from ``LOGITS``."""
+    logits = LOGITS / body["temperature"] if kind in ("sglang", "processed") else LOGITS
+    if kind == "processed":
+        kept = logits.softmax(-1).cumsum(-1) - logits.softmax(-1) < body["top_p"]
+        logits = logits.masked_fill(~kept, -torch.inf)
+    return logits.log_softmax(-1)
+
+
+def logprob_server(vllm, kind: str):
+    def answer(body):
+        if kind == "silent":
+            return vllm_form(body, "a", [1], [-1.0])
+        values = logprobs_of(kind, body).tolist()
+        if kind == "llama.cpp":
+            entry = {
+                "id": 0,
+                "token": "t",
+                "logprob": values[0],
+                "top_logprobs": [{"token": "t", "logprob": values[0]}],
+            }
+            return vllm_form(body, "t", [0], [values[0]], logprobs={"content": [entry]})
+        tops = {"tokens": ["u"], "token_logprobs": [values[1]], "top_logprobs": [{"t": values[0], "u": values[1]}]}
+        return vllm_form(body, "u", [1], [values[1]], logprobs=tops)
+
+    return vllm(paths={COMPLETIONS: answer})
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [{"content": [{"logprob": -1.0, "top_logprobs": tops}]} for tops in ([1], 1, "a", [[]], [{"logprob": math.nan}])]
+    + [
+        {"token_logprobs": [-1.0], "top_logprobs": tops} for tops in ([1], 1, "a", [[]], [{"t": math.nan}], [{"t": []}])
+    ],
+    ids=str,
+)
+def test_malformed_top_log_probs_show_nothing(vllm, tokenizer, logprobs):
+    fake = vllm(paths={COMPLETIONS: lambda body: vllm_form(body, "a", [1], [-1.0], logprobs=logprobs)})
+    with pytest.raises(UserError, match="does not show of which temperature"):
+        OpenAIEngine(tokenizer, urls=[fake.url]).check_logprobs(Sampling(8, temperature=0.7))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling", "refused"),
+    [
+        ("raw", Sampling(8), None),
+        ("raw", Sampling(8, temperature=0.7, top_p=0.9), None),
+        ("raw", Sampling(8, temperature=0.7, logprobs_temperature=0.7), "--logprobs-mode processed_logprobs"),
+        ("llama.cpp", Sampling(8, temperature=0.7, top_k=5), None),
+        ("llama.cpp", Sampling(8, temperature=0.7, logprobs_temperature=0.7), "or set temperature to 1"),
+        ("sglang", Sampling(8, temperature=0.7, top_p=0.9, logprobs_temperature=0.7), None),
+        ("sglang", Sampling(8, temperature=1.3), "SGLANG_RETURN_ORIGINAL_LOGPROB=1"),
+        ("processed", Sampling(8), None),
+        ("processed", Sampling(8, temperature=0.7, top_p=1.0, logprobs_temperature=0.7), None),
+        ("processed", Sampling(8, temperature=0.7, top_k=5, logprobs_temperature=0.7), "after truncation"),
+        ("processed", Sampling(8, min_p=0.1), "after truncation"),
+        ("processed", Sampling(8, temperature=0.7), "raw_logprobs"),
+        ("silent", Sampling(8), None),
+        ("silent", Sampling(8, temperature=0.7), "does not show"),
+        ("raw", Sampling(8, temperature=0.7, logprobs_temperature=0.9), "of temperature 0.9 for samples of 0.7"),
+    ],
+    ids=str,
+)
+def test_log_probs_of_another_temperature_are_refused(vllm, tokenizer, kind, sampling, refused):
+    engine = OpenAIEngine(tokenizer, urls=[logprob_server(vllm, kind).url])
+    if refused is None:
+        engine.check_logprobs(sampling)
+        return
+    with pytest.raises(UserError, match=re.escape(refused)) as error:
+        engine.check_logprobs(sampling)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,473 @@
+"""Sampling in this process from models that transformers computes."""
+
+import json
+import logging
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from rocm_ext.recipes.raft_rocm import main as raft_main
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rocm_ext import cli, config
+from rocm_ext.base.errors import UserError
+from rocm_ext.model.build import build_model
+from rocm_ext.model.lora import adapters
+from rocm_ext.model.sampler import copied_bytes
+from rocm_ext.model.transformers.decoder import TransformersDecoder
+from rocm_ext.model.transformers.sampling import TransformersSampler
+from rocm_ext.plan.costs import CostCounter
+from rocm_ext.plan.planner import SamplingPlanner
+from rocm_ext.plan.speeds import Figures
+from rocm_ext.plan.workload import Questions
+from rocm_ext.sampling import LocalEngine, Request, Sampling, sample_seed
+from tests.kit.families import folder_config
+from tests.kit.forks import forked, forked_ranks, several_ranks
+from tests.kit.hf_models import CARE, COMMON, MODELS, MORE, write_common, write_theirs
+from tests.kit.multimodal_models import MODELS as MULTIMODAL
+from tests.kit.multimodal_models import write_multimodal
+from tests.kit.raft_runs import WEIGHTS, write_run
+from tests.kit.tiny import SHAPE, write_rows, write_yaml
+from tests.model.test_families import any_torchao, our_model  # noqa: F401 - any_torchao serves every test here
+from tests.model.test_transformers_models import TWICE, WIDER, some
+from tests.plan.test_plan import _without_search, as_configured  # noqa: F401
+from tests.recipes.test_raft import kill_at_record
+
+FAST = ("gemma 3", "qwen3.5", "gpt-oss")  # sliding windows, recurrent states, sinks and experts
+REFUSED = {
+    "rwkv": "its cache is not",
+    "bloom": "its attention is not",
+    "gptj": "its attention is not",
+    "doge": "DogeAttention makes masks of its own",
+    "llama4_text": "it has chunked attention",
+}
+CPU = torch.device("cpu")
+
+
+class Words:
+    """A tokenizer whose ids are letters; many tokens end an answer, so that answers have many lengths."""
+
+    stop_tokens = tuple(range(5, 331, 16))
+
+    def decode(self, tokens):
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+NEVER = SimpleNamespace(stop_tokens=(-1,), decode=lambda tokens: "")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Return a function from a model's name to its folder, written at the first call."""
+    top, made = tmp_path_factory.mktemp("theirs"), {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = write_theirs(top / name.replace(" ", "_"), name)
+        return made[name]
+
+    return folder
+
+
+def prompts(*lengths: int) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(3)
+    return [tuple(torch.randint(5, 300, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def ask(texts, samples: int = 1) -> list[Request]:
+    return [
+        Request(str(i), k, sample_seed(0, 1, str(i), k), text) for i, text in enumerate(texts) for k in range(samples)
+    ]
+
+
+def engine(decoder, tokenizer=NEVER, free: int = 2**31, **options) -> LocalEngine:
+    return LocalEngine(decoder=decoder, tokenizer=tokenizer, free_memory=lambda: free, **options)
+
+
+def sampled(made: LocalEngine, requests, sampling: Sampling) -> dict:
+    with made.session(None) as session:
+        return {(c.request.prompt_id, c.request.sample): c for c in session.generate(requests, sampling)}
+
+
+@torch.no_grad()
+def trained(folder: Path, **lora):
+    """Load our decoder with adapters that change it."""
+    decoder = our_model(folder, **lora)
+    torch.manual_seed(7)
+    for _, layer in adapters(decoder):
+        layer.lora_b.weight.normal_(std=0.1)
+    return decoder
+
+
+# ---- the same function
+
+LENGTHS = (1, 3, 9, 20, 33)  # shorter and longer than windows of 6, and too short for some convolutions
+
+
+@pytest.mark.parametrize("name", some(*FAST))
+@torch.no_grad()
+def test_greedy_answers_equal_generate(folder_of, name):
+    theirs = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32).eval()
+    texts = prompts(*LENGTHS)
+    found = sampled(engine(our_model(folder_of(name))), ask(texts), Sampling(24, temperature=0))
+    for i, text in enumerate(texts):
+        options = {"do_sample": False, "max_new_tokens": 24, "use_cache": True, "eos_token_id": None, "pad_token_id": 0}
+        expected = theirs.generate(torch.tensor([text]), **options)[0, len(text) :].tolist()
+        assert len(expected) == 24
+        assert found[str(i), 0].tokens == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*MORE, *(kind for kind in CARE if kind not in (*REFUSED, "phi3", *MORE))])
+@torch.no_grad()
+def test_more_architectures(tmp_path, kind):
+    """Their config has a window, which some of them do not use and ``generate`` takes for one."""
+    base = write_common(tmp_path / kind, kind, **CARE.get(kind, {}))
+    theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    for completion in sampled(engine(our_model(base)), ask(prompts(*LENGTHS)), Sampling(24)).values():
+        check_logprobs(lambda row: theirs(row, use_cache=False).logits, completion)
+
+
+def check_logprobs(logits_of, completion) -> None:
+    """Compare recorded log-probs with those of a forward pass over prompt and answer."""
+    torch.testing.assert_close(*logprobs(logits_of, completion), rtol=0, atol=1e-4)
+
+
+def logprobs(logits_of, completion) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the recorded log-probs, and those of a forward pass over prompt and answer."""
+    prompt, answer = completion.request.tokens, torch.tensor(completion.tokens)
+    logits = logits_of(torch.tensor([[*prompt, *completion.tokens]]))[0, len(prompt) - 1 : -1]
+    return torch.tensor(completion.logprobs), logits.float().log_softmax(-1).gather(1, answer[:, None])[:, 0]
+
+
+def test_longrope_is_that_of_short_rows(tmp_path):
+    """Rows of 10 tokens and more have other frequencies from their first token on."""
+    limit = {**CARE["phi3"], "original_max_position_embeddings": 10}
+    decoder = our_model(write_common(tmp_path / "base", "phi3", **limit)).eval()
+    for completion in sampled(engine(decoder), ask(prompts(1, 5)), Sampling(5)).values():
+        check_logprobs(decoder, completion)
+    with pytest.raises(UserError, match="the model takes at most 10"):
+        sampled(engine(decoder), ask(prompts(5)), Sampling(6))
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"use_dora": True}, {"target_modules": ["o_proj", "lm_head"]}, {"target_parameters": "all-experts"}, {}],
+    ids=str,
+)
+@pytest.mark.parametrize("merge", [None, False])
+@torch.no_grad()
+def test_logprobs_are_those_of_the_model_under_training(folder_of, lora, merge):
+    decoder = trained(
+        folder_of("gpt-oss" if lora.keys() & {"target_modules", "target_parameters"} else "gemma 3"), **lora
+    ).train()
+    before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
+    # truncation and temperature do not show in log-probs
+    found = sampled(engine(decoder, merge=merge), ask(prompts(*LENGTHS), 2), Sampling(12, temperature=0.7, top_k=20))
+    assert len(found) == 10
+    assert decoder.training
+    assert all(torch.equal(parameter, before[name]) for name, parameter in decoder.named_parameters())
+    decoder.eval()
+    for completion in found.values():
+        check_logprobs(decoder, completion)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "gemma 3" else pytest.param(name, marks=pytest.mark.slow) for name in MULTIMODAL]
+)
+@torch.no_grad()
+def test_text_parts_of_multimodal_models(tmp_path, name):
+    decoder = trained(write_multimodal(tmp_path / "base", name)).eval()
+    for completion in sampled(engine(decoder), ask(prompts(*LENGTHS)), Sampling(12)).values():
+        check_logprobs(decoder, completion)
+
+
+@pytest.mark.parametrize("name", some(*FAST))
+@torch.no_grad()
+def test_a_seed_gives_the_same_answer_in_any_batch(folder_of, name):
+    decoder = trained(folder_of(name))
+    requests = ask(prompts(9, 20, 3, 33), 9)
+    whole = sampled(engine(decoder, Words(), slots=36), requests, Sampling(24))
+    assert len({len(completion.tokens) for completion in whole.values()}) > 5
+    assert {completion.finish_reason for completion in whole.values()} == {"stop", "length"}
+    for options, some_of_them in (({"slots": 16}, requests), ({}, requests[30:4:-3])):
+        found = sampled(engine(decoder, Words(), **options), some_of_them, Sampling(24))
+        assert len(found) == len(some_of_them)
+        for key, completion in found.items():
+            assert completion.tokens == whole[key].tokens
+            assert completion.logprobs == pytest.approx(whole[key].logprobs, abs=1e-4)
+            if decoder.packs and "experts" not in str(decoder):
+                assert completion.logprobs == whole[key].logprobs
+    pairs = [logprobs(decoder.eval(), completion) for completion in whole.values()]
+    far = sum(int(((found - expected).abs() > 1e-4).sum()) for found, expected in pairs)
+    assert far <= (name == "granite hybrid")  # one token, whose second and third expert tie within 5e-7
+
+
+def test_a_prompt_is_prefilled_once(folder_of, monkeypatch):
+    seen, original = [], TransformersSampler.prefill
+
+    def prefill(self, texts):
+        seen.extend(texts)
+        return original(self, texts)
+
+    monkeypatch.setattr(TransformersSampler, "prefill", prefill)
+    sampled(engine(our_model(folder_of("gemma 3")), slots=16), ask(texts := prompts(9, 4, 20), 12), Sampling(4))
+    assert sorted(seen) == sorted(text[:-1] for text in texts)
+
+
+def test_prompts_may_run_together(folder_of, monkeypatch):
+    """As on a GPU: prompts of several lengths, padded, give the answers of single ones."""
+    texts = prompts(9, 300, 4, 20, 290, 280, 275, 33)
+    decoder = trained(folder_of("gemma 3"))
+    expected = sampled(engine(decoder), ask(texts), Sampling(12, temperature=0))
+    alone = TransformersDecoder.sampler
+
+    def together(self, merge):
+        sampler = alone(self, merge)
+        sampler.together = True
+        return sampler
+
+    monkeypatch.setattr(TransformersDecoder, "sampler", together)
+    found = sampled(engine(decoder), ask(texts), Sampling(12, temperature=0))
+    assert {key: c.tokens for key, c in found.items()} == {key: c.tokens for key, c in expected.items()}
+    for completion in found.values():
+        check_logprobs(decoder.eval(), completion)
+
+
+def test_stop_strings_and_statistics(folder_of):
+    made = engine(our_model(folder_of("gemma 3")), Words())
+    with made.session(None) as session:
+        whole = list(session.generate(ask(prompts(9), 20), Sampling(40)))
+        count = session.stats()["tokens"]
+        text = max((completion.text for completion in whole), key=len)
+        cut = list(session.generate(ask(prompts(9), 20), Sampling(40, stop_strings=(text[3:6],))))
+    assert count == sum(len(completion.tokens) for completion in whole)
+    assert text[:3] in {completion.text for completion in cut if completion.finish_reason == "stop"}
+
+
+# ---- memory
+
+
+def test_memory_decides_on_the_slots(folder_of, caplog):
+    caplog.set_level(logging.INFO, "rocm_ext")
+    decoder = our_model(folder_of("gemma 3"))
+    plenty = sampled(engine(decoder), requests := ask(prompts(9), 40), Sampling(24))
+    copied = copied_bytes(decoder)
+    found = sampled(engine(decoder, free=copied + 500_000), requests, Sampling(24))
+    assert "the most that fit" in caplog.text
+    assert {key: c.tokens for key, c in found.items()} == {key: c.tokens for key, c in plenty.items()}
+    with pytest.raises(UserError, match="Lower max_new_tokens"):
+        sampled(engine(decoder, free=copied + 1000), requests, Sampling(24))
+    with pytest.raises(UserError, match="a copy of weights"):
+        sampled(engine(decoder, free=copied - 1000), requests, Sampling(24))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", some("gemma 3", but=("granite hybrid",)))  # see docs/limits.md
+def test_planned_peak_of_sampling_covers_the_measured_one(tmp_path, name, dtype):
+    twice = {key: value * 2 for key, value in MODELS[name][2].items() if key in TWICE}
+    base = write_theirs(tmp_path / "base", name, **WIDER, **twice, vocab_size=2048)
+    decoder, new, slots = our_model(base).to(dtype), 40, 32
+    tally = CostCounter()
+    tally.ignore([*decoder.parameters(), *decoder.buffers()])
+    made = engine(decoder, free=2**40, slots=slots)
+    made.check()
+    with tally:
+        sampled(made, ask(prompts(*[200] * slots)), Sampling(new))
+    chosen = {"_component_": "rocm_ext.sampling.LocalEngine", "slots": slots}
+    cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": new, "engine": chosen})
+    node = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base)}
+    empty = build_model(OmegaConf.create(node), dtype, 0, torch.device("meta"))
+    asked = Questions(slots, 0, 200, 200, new, "test")
+    figures = Figures("", True, {"fp32": 1e12, "bf16": 1e12}, 1e10)
+    planned = SamplingPlanner(cfg, empty, CPU, asked, ranks=1, figures=figures).plan(2**40)
+    assert 1 <= planned.peak / tally.peak < 3, planned
+
+
+# ---- whole runs
+
+
+def raft_config(base: Path, folder: Path, out: Path, **changes) -> Path:
+    """Write the YAML of one cycle of 4 prompts with 4 answers each; its engine is the default."""
+    for name, count, start in (("prompts", 4, 0), ("heldout", 2, 100)):
+        write_rows(folder / f"{name}.jsonl", count, start)
+    (folder / "torchtune").mkdir(exist_ok=True)  # what `write_run` reads, and the model below replaces
+    (folder / "torchtune" / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 1, "model_type": "qwen2"}))
+    path = write_run(folder, out, base="torchtune", cycles=1, epochs=1, **changes)
+    cfg = yaml.safe_load(path.read_text())
+    cfg |= {key: folder_config(base, path, out)[key] for key in ("model", "tokenizer")}
+    del cfg["checkpointer"]
+    return write_yaml(path, cfg)
+
+
+@pytest.fixture
+def raft(folder_of, tmp_path):
+    """Return a function that writes a run of the model ``name``."""
+
+    def make(name: str, out: str, **changes) -> Path:
+        base = tmp_path / name.replace(" ", "_")
+        if not base.exists():
+            shutil.copytree(folder_of(name), base)
+        return raft_config(base, tmp_path, tmp_path / out, **changes)
+
+    return make
+
+
+def records(out: Path) -> list[dict]:
+    """Return the samples of the first cycle."""
+    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    of_cycle = [line for line in lines if (line["step"], line["phase"]) == (1, "sample")]
+    return sorted(of_cycle, key=lambda r: (r["prompt_id"], r["sample"]))
+
+
+@pytest.mark.parametrize("name", some("gemma 3"))
+def test_a_cycle_of_raft_and_eval(raft, tmp_path, capsys, name):
+    path = raft(name, "run")
+    code, said = forked(raft_main, path)
+    assert code == 0, said
+    adapter = tmp_path / "run" / "cycle_1" / "adapter"
+    changed = [tensor for key, tensor in load_file(adapter / Path(WEIGHTS).name).items() if "lora_B" in key]
+    assert changed
+    assert all(tensor.any() for tensor in changed)
+    assert cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter)]) == 0
+    evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert evaluated == json.loads((tmp_path / "run" / "cycle_1" / "eval.json").read_text())
+
+
+@pytest.mark.parametrize("name", some("gemma 3"))
+@pytest.mark.slow
+def test_killed_while_sampling_and_resumed(raft, tmp_path, name):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert forked(raft_main, raft(name, "whole"))[0] == 0
+    assert forked(raft_main, raft(name, "out"), prepare=kill_at_record("samples.jsonl", 9))[0] == -signal.SIGKILL
+    code, said = forked(raft_main, raft(name, "out"), "resume_from_checkpoint=True")
+    assert code == 0, said
+    for file in (WEIGHTS, f"cycle_1/{WEIGHTS}", "cycle_0/eval.json", "cycle_1/eval.json"):
+        assert (out / file).read_bytes() == (whole / file).read_bytes(), file
+    for found, expected in zip(*(records(top) for top in (out, whole)), strict=True):
+        for record in (found, expected):
+            del record["seconds"]
+        assert found.pop("logprobs") == pytest.approx(expected.pop("logprobs"), abs=1e-4)
+        assert found == expected
+
+
+@several_ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAST)
+def test_two_ranks_sample_like_one(raft, tmp_path, name):
+    assert forked(raft_main, raft(name, "one"))[0] == 0
+    for code, said in forked_ranks(raft_main, raft(name, "two")):
+        assert code == 0, said
+    one, two = (records(tmp_path / out) for out in ("one", "two"))
+    assert [record["tokens"] for record in two] == [record["tokens"] for record in one]
+    found, expected = (load_file(tmp_path / out / WEIGHTS) for out in ("two", "one"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@as_configured
+def test_a_plan_of_raft_samples_with_it(raft, tmp_path, capsys):
+    path = raft("gemma 3", "run")
+    for file in tmp_path.glob("*/*.safetensors"):
+        file.unlink()
+    assert cli.main(["plan", "--json", "--config", str(path)]) in (0, 1)
+    cycle = json.loads(capsys.readouterr().out)["rollout"]
+    assert cycle["sampling_seconds"] > 0
+    assert cycle["peak"] > 0
+
+
+# ---- bad input
+
+
+def test_a_kernel_without_capped_scores_is_refused_by_the_plan(raft, capsys):
+    assert cli.main(["plan", "--config", str(raft("gemma 2", "out", attention="flash"))]) == 1
+    said = capsys.readouterr().err
+    assert "attention: no kernel of torch's computes this model's capped scores or sinks; set attention: eager" in said
+
+
+@pytest.mark.parametrize(("slots", "tokenizer", "message"), [
+    (3, Words(), "engine.slots is 3"), (None, SimpleNamespace(stop_tokens=()), "no stop_tokens"),
+])  # fmt: skip
+def test_mistakes(folder_of, slots, tokenizer, message):
+    with pytest.raises(UserError, match=message):
+        engine(our_model(folder_of("gemma 3")), tokenizer, slots=slots).check()
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED.items())
+def test_models_with_code_of_their_own_are_refused(tmp_path, kind, message):
+    shape = {**COMMON, "n_head": 4, "n_layer": 2, "attention_hidden_size": 64}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(tmp_path / "base")
+    with pytest.raises(UserError, match=rf"cannot be sampled from in this process: {message}.*OpenAIEngine"):
+        engine(our_model(tmp_path / "base")).check()
+
+
+def test_an_answer_that_does_not_fit(folder_of):
+    with pytest.raises(UserError, match="the model takes at most 512"):
+        sampled(engine(our_model(folder_of("gemma 3"))), ask(prompts(9)), Sampling(510))
+
+
+def test_longrope_s_limit_is_known_before_the_weights(tmp_path, capsys):
+    shape = {"rope_parameters": CARE["phi3"]["rope_parameters"], "original_max_position_embeddings": 10}
+    path = raft_config(write_theirs(tmp_path / "base", "phi 3", **shape), tmp_path, tmp_path / "run")
+    for file in tmp_path.glob("base/*.safetensors"):
+        file.unlink()
+    code, said = forked(raft_main, path)
+    assert code == 1
+    assert "prompts.jsonl:1: " in said
+    assert "are more than the 10 that the model takes; lower max_new_tokens" in said
+    assert cli.main(["plan", "--config", str(path)]) == 1
+    assert "the model takes at most 10" in capsys.readouterr().err
+
+
+def test_graphs_are_no_option(raft, tmp_path):
+    code, said = forked(raft_main, raft("gemma 3", "run"), "engine.graphs=True")
+    assert code == 1
+    assert "graphs" in said
+
+
+# ---- a session stays open while the model is trained
+
+
+@torch.no_grad()
+def train(decoder, seed: int) -> None:
+    """Change every adapter value, as a step of training does."""
+    torch.manual_seed(seed)
+    for _, layer in adapters(decoder):
+        for key in layer.adapter_params():
+            parameter = layer.get_parameter(key)
+            parameter.mul_(1 + 0.5 * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "merge"),
+    [
+        ("gemma 3", {"use_dora": True}, None),
+        ("gemma 3", {"use_dora": True}, False),
+        ("qwen3.5", {}, None),
+        ("gpt-oss", {"target_modules": ["o_proj", "lm_head"]}, None),
+        ("gpt-oss", {"target_parameters": "all-experts"}, False),
+    ],
+    ids=str,
+)
+def test_a_session_that_stays_open_samples_like_new_ones(folder_of, name, lora, merge):
+    decoder = trained(folder_of(name), **lora)
+    made = engine(decoder, Words(), merge=merge)
+    places = None
+    with made.session(None) as session:
+        for step, (texts, samples) in enumerate([(prompts(*LENGTHS), 4), (prompts(9, 2), 2), (prompts(33, 40), 9)]):
+            train(decoder, step)
+            session.refresh()
+            found = {(c.request.prompt_id, c.request.sample): c for c in session.generate(ask(texts, samples), TWELVE)}
+            assert found == sampled(made, ask(texts, samples), TWELVE)
+            assert len(found) == len(texts) * samples
+            now = [p.data_ptr() for p in session._decoder.decoder.parameters()]
+            assert places in (None, now)
+            places = now
+
+
+TWELVE = Sampling(12, temperature=0.8)

@@ -1,0 +1,360 @@
+"""The benchmark harness: its gates can fail, and its arithmetic is right."""
+
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.flop_counter import FlopCounterMode
+
+from rocm_ext.losses import CrossEntropy
+from rocm_ext.model import build, lora
+from rocm_ext.model.adapters import peft_files
+from rocm_ext.model.build import build_model
+from rocm_ext.model.native import NativeDecoder
+from rocm_ext.model.transformers.decoder import TransformersDecoder
+from tests.model.test_families import our_model
+from tools.benchmarks import __main__ as command
+from tools.benchmarks import beside, cycle, peers, protocol, sampling, sft, startup, work
+from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, in_turn
+from tools.benchmarks.table import table
+
+
+# ------------------------------------------------------------------------------------------------------- sides
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def needs(*names: str) -> None:
+    """Make the peers' environments; skip the test where no package index has their packages."""
+    try:
+        for name in names:
+            peers.python(name)
+    except Failed as error:
+        pytest.skip(str(error))
+
+
+def side(tmp_path, code: str) -> Side:
+    (tmp_path / "side.py").write_text("from tools.benchmarks.sides.talk import Pace, hear, pipe\n" + code)
+    return Side("peer", sys.executable, [str(tmp_path / "side.py")], tmp_path / "log")
+
+
+def test_a_side_does_as_many_steps_as_it_is_told(tmp_path):
+    with side(tmp_path, "pace = Pace()\nfor i in range(10): pace.step(float(i))") as peer:
+        assert [loss for _, loss in peer.ask(steps=3)["steps"]] == [0, 1, 2]
+        answer = peer.ask(steps=2)
+        assert [loss for _, loss in answer["steps"]] == [3, 4]
+        assert all(seconds >= 0 for seconds, _ in answer["steps"])
+        assert answer["peak_memory"] > 2**20
+
+
+@pytest.mark.parametrize("code", ["raise ValueError('torn')", "hear(); print('torn'); raise SystemExit(3)"])
+def test_a_side_that_ends_is_told_with_its_last_words(tmp_path, code):
+    with side(tmp_path, code) as peer, pytest.raises(Failed, match=r"(?s)peer ended:.*torn"):
+        peer.ask(steps=1)
+
+
+def test_a_side_that_hangs_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "PATIENCE", 0.5)
+    with side(tmp_path, "import time; time.sleep(600)") as peer, pytest.raises(Failed, match="has not answered"):
+        peer.ask(steps=1)
+
+
+def test_a_failed_comparison_loses_no_other(tmp_path, monkeypatch, capsys):
+    def compared(folder, task, **_):
+        if task.vocab == 1:
+            raise Failed("closed")
+        return []
+
+    monkeypatch.setitem(command.COMPARE, "sft", compared)
+    cycle = {"work": "cycle", "runs": 1, "outside": 0.1, "range": [0, 1]}
+    monkeypatch.setattr(command.cycle, "measure", lambda folder, runs: [cycle])
+    monkeypatch.setattr(sys, "argv", ["x", "--work", "sft", "cycle", "--shape", "tiny", "--vocab", "1", "2"])
+    with pytest.raises(SystemExit) as left:
+        command.main()
+    captured = capsys.readouterr()
+    took = re.findall(r"^ +took \d+ s$", captured.err, re.M)  # a warning of a busy machine says "took", too
+    assert (left.value.code, captured.err.count("failed: closed"), len(took)) == (1, 1, 3)
+    assert "10.0%" in captured.out
+
+
+def test_a_side_does_not_outlive_the_harness(tmp_path):
+    with side(tmp_path, "pipe().send('here'); hear(); import time; time.sleep(600)") as peer:
+        peer.ask(steps=1)
+    assert peer._process.returncode == -9
+
+
+def test_sides_take_turns():
+    assert "".join(in_turn("ABC", 3)) == "ABCCBAABC"
+
+
+def test_ratios_are_of_the_same_round():
+    found = Ratio.of([2.0, 30.0, 4.0], [1.0, 10.0, 1.0])
+    assert (found.median, found.low, found.high) == (3.0, 2.0, 4.0)
+
+
+# -------------------------------------------------------------------------------------------------------- work
+def test_lengths_are_those_of_gsm8k():
+    prompts, answers = work.gsm8k_lengths(np.random.default_rng(0), 20000)
+    assert np.median(prompts) - 34 == pytest.approx(51, rel=0.03)
+    assert np.median(answers) - 2 == pytest.approx(104, rel=0.03)
+    assert (prompts.min() >= 45, prompts.max() <= 240, answers.max() <= 438) == (True, True, True)
+
+
+def test_steps_are_written_as_they_are_described(tmp_path):
+    steps = work.write_steps(tmp_path / "rows.jsonl", 1000, short=2, full=1)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    described = [row for step in steps for row in step]
+    assert len(rows) == 3 * work.SEQUENCES_PER_STEP
+    assert [(len(r["tokens"]), sum(label != -100 for label in r["labels"])) for r in rows] == described
+    assert max(tokens for tokens, _ in steps[0]) <= 24 < min(tokens for tokens, _ in steps[2])
+
+
+def test_padding_is_counted():
+    steps = [[(3, 1), (5, 2), (2, 1), (2, 2)]]
+    assert [work.padded(steps, batch) for batch in (1, 2, 4)] == [12, 14, 20]
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [("tiny", 96), ("qwen3-tiny", 32)])
+def test_saved_work_is_counted_as_torch_counts_it(tmp_path, shape, tokens):
+    """Count the matrix products of one of our steps, up to adapters of rank 1 and short attention."""
+    vocab, trained = 512, 40 * tokens // 96
+    folder = work.write_random_model(tmp_path / "model", shape, vocab)
+    cfg = OmegaConf.create({**work.model_config(folder, shape), "lora_rank": 1})
+    decoder = build_model(cfg, torch.float32, 0, torch.device("cpu"))
+    frozen = sum(p.numel() for name, p in decoder.named_parameters() if "lora_" not in name and p.ndim == 2)
+    assert work.parameters(shape, vocab) == frozen
+    decoder.to_empty(device="cpu")  # the values do not matter
+    lora.init_adapters(decoder, 0, torch.device("cpu"))
+    width = work.SHAPES[shape]["hidden_size"]
+    head = torch.zeros(width, vocab)
+    with FlopCounterMode(display=False) as counter:
+        hidden = torch.zeros(
+            1, tokens, width, requires_grad=True
+        )  # like a deeper layer's input, which needs a gradient
+        for layer in decoder.layers:
+            hidden = layer(hidden)
+        targets = torch.zeros(trained, dtype=torch.int64)
+        CrossEntropy()(lambda h: h @ head, hidden[0, :trained], targets, {}, torch.zeros_like(targets)).backward()
+    assert counter.get_total_flops() == pytest.approx(work.flops(shape, vocab, tokens, trained), rel=0.12)
+
+
+@torch.no_grad()
+def test_the_twin_is_the_same_model_without_a_native_decoder(tmp_path):
+    work.write_random_model(tmp_path / "model", "qwen3-tiny", 512)
+    work.write_foreign_twin(tmp_path / "twin", tmp_path / "model")
+    work.write_adapter(tmp_path, "qwen3-tiny")
+    native, foreign = (our_model(tmp_path / name, **work.LORA_OF_FOLDER) for name in ("model", "twin"))
+    assert isinstance(native, NativeDecoder)
+    assert isinstance(foreign, TransformersDecoder)
+    assert foreign.packs
+    tokens = torch.arange(10, 40)[None]
+    torch.testing.assert_close(foreign(tokens), native(tokens), rtol=1e-5, atol=1e-5)
+    for decoder in (native, foreign):  # both start from the same adapter
+        build.check_adapter(decoder, peft_files.read_adapter(tmp_path / "peft", decoder, "HF"), "peft")
+
+
+# ------------------------------------------------------------------------------------------------------- gates
+@pytest.mark.parametrize(("found", "passes"), [(1.000001, True), (1.01, False), (float("nan"), False)])
+def test_losses_that_differ_close_the_gate(found, passes, tmp_path, monkeypatch):
+    losses = {"ours": 1.0, "TRL + PEFT": found}
+
+    def started(name, *_):
+        steps = {"steps": [(1.0, losses[name])] * sft.GATE}
+        return SimpleNamespace(name=name, began=0.0, ask=lambda steps=0, answer=steps: answer)
+
+    monkeypatch.setattr(sft, "Side", started)
+    monkeypatch.setattr(sft, "command", lambda *_: [])
+    monkeypatch.setattr(sft, "python", lambda *_: "")
+    task = work.Task("sft", "tiny", 512, "fp32", ("TRL + PEFT",))
+    stack = SimpleNamespace(enter_context=lambda each: each)
+    if passes:
+        assert sft.gate(stack, tmp_path, task, 1, None)[1]["TRL + PEFT"] == pytest.approx(1e-6)
+    else:
+        with pytest.raises(Failed, match=r"losses of TRL \+ PEFT"):
+            sft.gate(stack, tmp_path, task, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"greedy": [[1, 2]]}, "greedy answers of peer differ"),
+        ({"behind": 0.5}, "less probable than the best"),
+        ({"bias": 1.0}, "tokens sampled by ours are off"),
+        ({"said": 0.5}, "our log-probabilities have mean"),
+    ],
+)
+def test_other_answers_close_the_gate(change, message):
+    rng = np.random.default_rng(0)
+    surprise = (rng.normal(change.get("bias", 0.0), 1.0, 1000)).tolist()
+    said = [-1.0 + change.get("said", 0.0)] * 10
+    judged = {"behind": change.get("behind", 0.0), "surprise": surprise, "logprobs": [-1.0] * 10}
+
+    def gates():
+        sampling.check_greedy("peer", change.get("greedy", [[1, 1]]), [[1, 1]], judged, "fp32")
+        sampling.check_sampled("ours", {"logprobs": said}, judged, "fp32")
+
+    if message is None:
+        gates()
+    else:
+        with pytest.raises(Failed, match=message):
+            gates()
+
+
+@pytest.mark.parametrize(
+    ("way", "counted"), [("ours", (170, 130)), ("each row", (520, 400)), ("all logits", (520, 520))]
+)
+def test_what_a_way_to_sample_computes(way, counted):
+    """Prompts have 10 and 30 tokens, answers 5, 10, 15 and 100."""
+    task = work.Task("sampling", "tiny", 512, "fp32", ())
+    prompts, trace = [[1] * 10, [1] * 30], [5, 10, 15, 100]
+    layers, head = (work.flops("tiny", 512, *each) for each in ((1, 0), (0, 1)))
+    expected = counted[0] * layers + counted[1] * head
+    assert sampling.computed(task, prompts, trace, way) == pytest.approx(expected)
+
+
+# ------------------------------------------------------------------------------------- environments, the command
+def test_peers_see_this_torch_and_nothing_else_of_ours(tmp_path):
+    peers.link_torch(tmp_path / "torch")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'torch')!r}); import importlib.util as u, torch; "
+        "print(torch.__version__, [n for n in ('torchtune', 'transformers', 'datasets') if u.find_spec(n)])"
+    )
+    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, env=environ)
+    assert done.stdout.split(maxsplit=1) == [torch.__version__, "[]\n"], done.stderr
+
+
+def test_the_sets_name_peers_that_there_are():
+    for task in (*command.SMALL_SET, *command.SLOW_SET, *command.GPU_SET):
+        assert set(task.peers) <= set(command.PEERS[task.work])
+        assert task.shape in work.SHAPES
+    small = [work.parameters(task.shape, task.vocab) for task in command.SMALL_SET]
+    assert 10e6 <= min(small) <= max(small) <= 60e6
+
+
+def test_a_choice_replaces_the_set():
+    args = SimpleNamespace(
+        shape="tiny", work=["sft", "sampling", "cycle"], vocab=[512, 1024], dtype=["fp32"], gpu=False, all=False,
+        peers=["TRL + PEFT"],
+    )  # fmt: skip
+    assert [(task.work, task.vocab, task.peers) for task in command.chosen(args)] == [
+        ("sft", 512, ("TRL + PEFT",)), ("sft", 1024, ("TRL + PEFT",))
+    ]  # fmt: skip
+    args.shape, args.work = None, command.WORK
+    assert command.chosen(args) == list(command.SMALL_SET)
+    args.all = True
+    assert command.chosen(args) == [*command.SMALL_SET, *command.SLOW_SET]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--vocab", "512"], "add --shape"),
+        (["--dtype", "bf16"], "add --shape"),
+        (["--peers", "TRL + PEFT"], "add --shape"),
+        (["--shape", "tiny", "--all"], "drop one of them"),
+        (["--rounds", "0"], "must be at least 1"),
+        (["--shape", "tiny", "--work", "sft", "--peers", "transformers generate"], "none of --peers"),
+        (["--shape", "qwen3-tiny", "--peers", "TRL + PEFT", "torchtune compiled"], "not run with torchtune compiled"),
+        (["--shape", "tiny", "--peers", sft.BACKED], "does not run with ours on"),
+    ],
+)
+def test_no_option_is_ignored(options, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", *options])
+    with pytest.raises(SystemExit) as left:
+        command.parse()
+    assert left.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_second_way_of_ours_is_compared_with_the_peers_too():
+    assert sft.pairs(["a", "b"]) == [("ours", "a"), ("ours", "b")]
+    assert sft.pairs([sft.BACKED, "a"]) == [("ours", sft.BACKED), ("ours", "a"), (sft.BACKED, "a")]
+
+
+def test_the_table():
+    row = {"work": "sft", "vocab": 32768, "dtype": "fp32", "peer": "TRL + PEFT", "parameters": 11e6, "speedup": 2.345,
+           "range": [2.0, 3.0], "bound": 1.5, "peak_memory": [2**30, 2**31], "threads": [2, 1],
+           "until_warm": [4.2, 100.0]}  # fmt: skip
+    cycle = {"work": "cycle", "runs": 5, "outside": 0.0441, "range": [0.04, 0.05]}
+    said = table([row, {**row, "ours": sft.BACKED}, cycle]).splitlines()
+    expected = "LoRA SFT | 11 M, 32,768 tokens, fp32 | TRL + PEFT | 2.35 x (2.00-3.00) | 1.50 x"
+    assert said[2] == f"| {expected} | 1.00 / 2.00 GiB | 2 / 1 | 4 / 100 s |"
+    assert said[3].startswith("| LoRA SFT on transformers' code | 11 M")
+    assert "4.4% (4.0%-5.0%, 5 runs)" in said[-1]
+
+
+def test_start_up_is_told_as_a_ratio_within_rounds():
+    said = startup.report({startup.OURS: [2.0, 3.0, 8.0], startup.STOCK: [1.0, 2.0, 8.0]})
+    assert "ours takes 1.50 times stock torchtune's time (1.00-2.00, 3 rounds)" in said
+    assert "ours 3.0 s (2.0-8.0); torchtune 2.0 s (1.0-8.0)" in said
+
+
+@pytest.mark.parametrize(
+    ("rates", "holds", "told"),
+    [
+        ([18.0, 30.0], True, "| 0.95 (0.90-1.00) | at least 0.9: holds |"),
+        ([17.0, 26.0], False, "| 0.86 (0.85-0.87) | at least 0.9: FAILS |"),
+    ],
+)
+def test_the_chosen_number_is_held_against_the_best_one(rates, holds, told):
+    """Ratios are within a round, to the number whose median is best, here 1."""
+    result = beside.Result("qwen", "4 busy loops", {"1": [20.0, 30.0], "2": [4.0, 6.0], "auto": rates}, threads=1)
+    lines = list(result.lines())
+    assert (result.best, result.holds) == ("1", holds)
+    assert lines[1] == "| qwen | 4 busy loops | 2 | 5 | 0.20 (0.20-0.20) |  |"
+    assert lines[2].startswith("| qwen | 4 busy loops | auto, which is 1 | ")
+    assert lines[2].endswith(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("work", "load"), zip(beside.WORK, ("alone", beside.IN_TURNS, "4 busy loops"), strict=True))
+def test_our_speed_is_measured_beside_other_programs(pocket_dir, tmp_path, work, load):
+    (tmp_path / "pocket").symlink_to(pocket_dir)
+    result = beside.measure(tmp_path, work, load, [1], 1, 0.1)
+    assert [len(rates) for rates in result.rates.values()] == [1, 1]
+    assert all(rate > 0 for rates in result.rates.values() for rate in rates)
+    assert result.threads >= 1
+
+
+@pytest.mark.slow
+def test_start_up_is_measured_on_runs_that_end_well(tmp_path):
+    seconds = startup.measure(tmp_path, rounds=1)
+    assert all(len(each) == 1 and each[0] > 1 for each in seconds.values())
+    assert (tmp_path / startup.OURS / "adapter").is_dir()
+    assert list((tmp_path / startup.STOCK).rglob("adapter*"))
+
+
+@pytest.mark.slow
+def test_the_rest_of_a_cycle_is_measured(pocket_dir, tmp_path):
+    (tmp_path / "pocket").symlink_to(pocket_dir)
+    (row,) = cycle.measure(tmp_path, runs=1, prompts=100)
+    assert row["runs"] == 1
+    assert 0 < row["outside"] < 1
+
+
+@pytest.mark.slow
+def test_a_whole_comparison(tmp_path):
+    """The rows on MBPP need the hub, so not here."""
+    needs(*peers.PINS)
+    out = tmp_path / "rows.json"
+    sampled = [name for name, peer in sampling.PEERS.items() if peer.environment in ("", *peers.PINS)]  # not vLLM
+    peers_ = ["torchtune as shipped", "TRL + PEFT", *sampled]
+    options = ["--shape", "tiny", "--vocab", "2048", "--rounds", "1", "--json", str(out), "--peers", *peers_]
+    options += ["--work", "sft", "sampling"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.benchmarks", *options], cwd=ROOT, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    by_engine = [f"{name}, by {sampling.ENGINE}" for name in sampled if name != sampling.ENGINE]
+    assert [row.get("peer", row["work"]) for row in rows] == [*peers_, *by_engine]
+    assert all(row["loss_difference"] < 1e-5 for row in rows if row["work"] == "sft")

@@ -1,0 +1,191 @@
+"""The benchmarks of GRPO: their arithmetic, their gate, their files."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.report.charts import Line
+from rocm_ext.rl import records
+from tests.tools.test_benchmarks import needs
+from tools.benchmarks import grpo, learning, overhead
+from tools.benchmarks.learning import Budget
+from tools.benchmarks.picture import write_picture
+from tools.benchmarks.protocol import ROOT, Failed
+from tools.benchmarks.table import table
+
+
+# ---------------------------------------------------------------------------------------------------- learning
+@pytest.mark.parametrize(
+    ("samples", "found"),
+    [
+        (40960, Budget(steps=80, every=5, cycles=4, prompts=2560, samples=40960)),
+        (44000, Budget(steps=80, every=5, cycles=4, prompts=2560, samples=40960)),
+        (1024, Budget(steps=2, every=1, cycles=1, prompts=256, samples=1024)),
+        (1, Budget(steps=1, every=1, cycles=1, prompts=128, samples=512)),
+    ],
+)
+def test_cycles_and_steps_draw_the_same_samples(samples, found):
+    assert learning.budget(samples, step=512, each=4, prompts=3000) == found
+    assert found.cycles * found.prompts * 4 == found.steps * 512 == found.samples
+
+
+def test_a_method_without_a_ratio_has_more_and_smaller_steps(tmp_path):
+    _, config = learning.configs()
+    config.minibatches = 4
+    spent = Budget(steps=80, every=5, cycles=4, prompts=2560, samples=40960)
+    several, single = (learning.job(name, 1, spent, tmp_path, tmp_path, config) for name in ("grpo", "rloo"))
+    assert single.changes["steps"] == 4 * several.changes["steps"] == 320
+    assert single.changes["eval_every_n_steps"] == 4 * several.changes["eval_every_n_steps"]
+    assert single.changes["prompts_per_step"] == config.prompts_per_step // 4
+    assert single.changes["minibatches"] == 1
+
+
+def test_curves_are_summed_up():
+    curve = [(0, 0.3), (100, 0.5), (200, 0.9)]
+    assert learning.samples_to(curve, 0.7) == pytest.approx(150)
+    assert learning.samples_to(curve, 0.2) == 0
+    assert learning.samples_to(curve, 0.95) == math.inf
+    assert learning.mean_accuracy(curve) == pytest.approx(0.55)
+    mean, low, high = learning.mean_interval([0.0, 1.0, 2.0])
+    assert (mean, high - mean, mean - low) == pytest.approx((1, 4.303 / math.sqrt(3), 4.303 / math.sqrt(3)))
+    assert math.isnan(learning.mean_interval([0.5])[1])
+
+
+def test_the_table_compares_equal_seeds():
+    curves = {
+        "raft": {seed: [(0, 0.3), (10, end)] for seed, end in enumerate([0.5, 0.6, 0.7])},
+        "grpo": {seed: [(0, 0.3), (10, end)] for seed, end in enumerate([0.9, 0.9, 0.9])},
+    }
+    rows = [line.split(" | ") for line in learning.table(curves).splitlines()]
+    assert rows[2][:4] == ["| RAFT", "60.0 % (35.2 to 84.8)", "50.0, 60.0, 70.0", ""]
+    assert rows[3][:4] == ["| GRPO", "90.0 % (90.0 to 90.0)", "90.0, 90.0, 90.0", "+30.0 % (+5.2 to +54.8)"]
+    assert (rows[2][-1], rows[3][-1]) == ("not reached |", "9 |")
+
+
+def test_a_warning_is_the_first_value_beyond_twice_the_healthy_range():
+    healthy = np.array([1.0, 2.0, math.nan, 1.5])
+    assert learning.warns_at(np.array([1.0, 3.9, 4.1, 9.0]), healthy) == 3
+    assert learning.warns_at(np.array([1.0, 0.4]), healthy) == 2
+    assert learning.warns_at(np.array([1.0, 3.9, math.nan]), healthy) is None
+    assert learning.fell_at(np.array([0.4, 0.3, 0.19])) == 3
+    assert learning.fell_at(np.array([0.4, 0.2])) is None
+
+
+def test_a_picture_has_all_charts_in_light_and_dark(tmp_path):
+    lines = [Line("a", np.arange(3.0), np.arange(3.0), 0), Line("b & c", np.arange(3.0), np.ones(3), 4)]
+    write_picture(tmp_path / "x.svg", dict.fromkeys(("one <", "two", "three"), lines), columns=2)
+    root = ElementTree.parse(tmp_path / "x.svg").getroot()
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"one <", "two", "three", "a", "b & c"} <= set(texts)
+    styles = [each.get("style", "") for each in root.iter("{http://www.w3.org/2000/svg}path")]
+    assert sum("stroke: #0068a8" in style for style in styles) == 8  # two lines in each chart, and their keys
+    assert "prefers-color-scheme: dark" in (tmp_path / "x.svg").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------- costs
+def test_the_share_of_a_step_outside_of_its_work():
+    lines = [
+        {"step": 0, "eval": {}, "seconds": 9.0},
+        {"step": 1, "seconds": 10.0, "sample_seconds": 6.0, "train_seconds": 3.5},
+    ]
+    assert overhead.shares(lines) == pytest.approx([0.05])
+    assert overhead.growth([1.0] * 10 + [2.0] * 80 + [3.0] * 10) == 3
+
+
+@pytest.mark.parametrize("keep", ["all", 2])
+def test_synthetic_steps_leave_the_records_of_a_run(tmp_path, keep):
+    config = learning.configs()[1]
+    config.update({"steps": 20, "prompts_per_step": 4, "samples_per_prompt": 2, "keep_samples": keep})
+    synthetic = overhead.Synthetic(tmp_path, config, prompts=50)
+    assert all(synthetic.step(number) > 0 for number in range(1, 21))
+    synthetic.records.close()
+    verdicts = (tmp_path / "verdicts.jsonl").read_text().splitlines()
+    assert len(verdicts) == 20 * 8 + 2 * 50
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 22
+
+
+def test_removing_old_samples_costs_the_same_however_many_evaluations_there_are(tmp_path, monkeypatch):
+    read, original = [], records.rewrite_lines
+
+    def rewrite(path: Path, keep) -> None:
+        read.append(path.read_text().count("\n"))
+        original(path, keep)
+
+    monkeypatch.setattr(records, "rewrite_lines", rewrite)
+    run = records.Records.open(tmp_path, Ranks(torch.device("cpu")), 0, -1)
+    for step in range(1, 101):
+        for phase, count in (("sample", 2), ("eval", 10)):
+            samples, _ = run.phase(step, phase)
+            for index in range(count):
+                samples.append({"prompt_id": "a", "sample": index})
+        run.keep_samples_from(step)
+    assert sum(read) <= 4 * 100 * 12
+    run.keep_samples_from(101, at_once=True)
+    run.close()
+    assert (tmp_path / "samples.jsonl").read_text().count("\n") == 100 * 10
+
+
+# --------------------------------------------------------------------------------------------------------- TRL
+@pytest.mark.parametrize(("found", "passes"), [(1.00001, True), (1.001, False), (math.nan, False)])
+def test_gradients_that_differ_close_the_gate(found, passes):
+    answers = [{"steps": [(1.0, 1.0), (1.0, 1.0)]}, {"steps": [(1.0, 1.0), (1.0, found)]}]
+    if passes:
+        assert grpo.check(answers) == pytest.approx(1e-5, rel=1e-3)
+    else:
+        with pytest.raises(Failed, match="gradient norms differ"):
+            grpo.check(answers)
+
+
+def test_both_sides_are_in_the_table():
+    row = {
+        "work": "grpo", "peer": "TRL + PEFT", "vocab": 320, "dtype": "fp32", "parameters": 1e6, "speedup": 3.2,
+        "range": [3.0, 3.5], "bound": None, "answers": 512, "updates": 8, "steps": 25, "step_seconds": [1.5, 4.8],
+        "before": 0.34, "accuracy": [0.6, 0.55], "gain_per_hour": [24.96, 6.3], "until_warm": [4.0, 9.0],
+        "peak_memory": [2**30, 2**31], "threads": [2, 2],
+    }  # fmt: skip
+    said = table([row]).splitlines()
+    assert said[2].startswith("| GRPO, a step | 1 M, 320 tokens, fp32 | TRL + PEFT | 3.20 x (3.00-3.50) |  |")
+    assert "from 34.0% to 60.0% (ours) and 55.0%: 2496 and 630 points an hour" in said[-1]
+
+
+@pytest.mark.slow
+def test_trl_computes_the_same_and_both_learn(tmp_path):
+    needs("trl")
+    rows = grpo.measure(tmp_path, 1, ["prompts_per_step=8", "samples_per_prompt=4", "minibatches=2"])
+    assert [row["peer"] for row in rows] == list(grpo.PEERS)
+    for row in rows:
+        assert row["norm_difference"] < grpo.TOLERANCE
+        assert all(0 < share < 1 for share in row["accuracy"])
+
+
+# --------------------------------------------------------------------------------------------------- whole runs
+@pytest.mark.slow
+def test_finished_runs_are_not_repeated(tmp_path):
+    command = [sys.executable, "-m", "tools.benchmarks.learning", "--out", str(tmp_path), "--samples", "512"]
+    command += ["--seeds", "0", "1", "--methods", "raft", "grpo", "--processes", "1"]
+    for times in (1, 2):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(": done") == (5 if times == 1 else 0)
+    found = json.loads((tmp_path / "learning.json").read_text())["curves"]
+    assert {method: sorted(seeds) for method, seeds in found.items()} == {"raft": ["0", "1"], "grpo": ["0", "1"]}
+    assert all(curve[-1][0] == 512 for seeds in found.values() for curve in seeds.values())
+    assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} == {".json", ".md", ".svg"}
+
+
+@pytest.mark.slow
+def test_overhead_is_measured_on_both_models(pocket_dir, tmp_path):
+    (tmp_path / "pocket").symlink_to(pocket_dir)
+    for run in (overhead.run_pocket, overhead.run_41m):
+        out = run(tmp_path, 2, ["prompts_per_step=4", "samples_per_prompt=2", "minibatches=2"])
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert len(overhead.shares(lines)) == 2
+        assert all(0 < share < 1 for share in overhead.shares(lines))

@@ -1,0 +1,220 @@
+"""One run at a time in an output folder; a dead holder is no obstacle."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from rocm_ext.recipes.lora_finetune_rocm import main
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.train import lock
+from rocm_ext.train.lock import hold
+from tests.kit import forks
+from tests.kit.tiny import run_config, tune, write_model, write_rows, write_yaml
+from tests.recipes.test_resume import Wait as Wait  # configs name it by this module's neighbour
+from tests.recipes.test_resume import assert_one_line, at, outcome, run, tree, wait_for
+
+pytest.importorskip("fcntl", reason="forks and POSIX signals")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a base model and rows for 6 steps."""
+    top = tmp_path_factory.mktemp("lock")
+    write_model(top / "base")
+    write_rows(top / "rows.jsonl", 24)
+    return top
+
+
+@pytest.fixture
+def make(folder, tmp_path):
+    """Write the YAML of a run of 6 steps into ``tmp_path / "out"``."""
+
+    def make(**changes):
+        options = {"epochs": 2, "save_every_n_steps": 1, **changes}
+        cfg = run_config(folder / "base", folder / "rows.jsonl", tmp_path / "out", **options)
+        return write_yaml(tmp_path / f"{len(os.listdir(tmp_path))}.yaml", cfg)
+
+    return make
+
+
+def without_counters(out):
+    return {name: content for name, content in tree(out).items() if name != "hardware.jsonl"}
+
+
+def test_the_second_start_says_who_holds_the_folder(make, tmp_path):
+    out, go = tmp_path / "out", tmp_path / "go"
+    path = make(metric_logger=at(3, Wait, go), num_workers=1)
+    pid, receive = forks.start(main, path, (), None)
+    wait_for(go.with_suffix(".waiting"))
+    before = without_counters(out)
+    for override in ("overwrite_output_dir=True", "resume_from_checkpoint=True"):
+        code, messages = run(make(), override)
+        assert code == 1
+        assert_one_line(messages, f"{out} is in use by process {pid} on ", "started 20", f"--config {path}")
+    assert without_counters(out) == before
+
+    os.kill(pid, signal.SIGKILL)  # its loader process lives on for a while
+    assert forks.wait(pid, receive)[0] == -signal.SIGKILL
+    code, messages = run(make(), "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert "resumed from" in messages
+    assert [line["step"] for line in outcome(out)[1]] == [1, 2, 3, 4, 5, 6]
+    assert not list(out.glob(".lock*"))
+
+
+def test_of_many_starts_at_once_one_runs(make, tmp_path):
+    started = [forks.start(main, make(), (), None) for _ in range(4)]
+    ended = [forks.wait(*each) for each in started]
+    assert sorted(code for code, _ in ended) == [0, 1, 1, 1], ended
+    assert [line["step"] for line in outcome(tmp_path / "out")[1]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends the children of a dead process on request")
+def test_ranks_end_with_their_launcher(make, tmp_path):
+    out, go = tmp_path / "out", tmp_path / "go"
+    path = make(metric_logger=at(3, Wait, go))
+    launcher = os.fork()
+    if not launcher:
+        os.environ["TORCHELASTIC_RUN_ID"] = "test"
+        forks.start(main, path, (), None)
+        signal.pause()
+    wait_for(go.with_suffix(".waiting"))
+    rank = psutil.Process(json.loads((out / ".lock.json").read_text())["pid"])
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:  # a rank that lives on fails by pytest's timeout
+        time.sleep(0.01)
+    code, messages = run(make(), "resume_from_checkpoint=True")
+    assert code == 0, messages
+    assert "resumed from" in messages
+
+
+class WithoutLocks:
+    """filelock on a file system without locks."""
+
+    def __init__(self, path, **settings) -> None:
+        self.path = path
+
+    def acquire(self, timeout) -> None:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def sleeping():
+    """A process that runs until the test ends."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+def record_of(pid: int, **changes) -> str:
+    record = json.loads(lock._me()) | {"pid": pid, "created": lock._created(pid)}
+    return json.dumps(record | changes)
+
+
+def test_without_locks_the_record_decides(tmp_path, monkeypatch, sleeping):
+    monkeypatch.setattr(lock, "FileLock", WithoutLocks)
+    record = tmp_path / ".lock.json"
+
+    def refused(content: str) -> str:
+        record.write_text(content)
+        with pytest.raises(UserError, match="is in use by") as error, hold(tmp_path):
+            pass
+        assert record.read_text() == content
+        return str(error.value)
+
+    alive = f"in use by process {sleeping.pid} on "
+    assert alive in (said := refused(record_of(sleeping.pid)))
+    assert "delete" not in said
+    assert "node7, started 20" in (said := refused(record_of(sleeping.pid, host="node7")))
+    assert said.endswith(f"; if it no longer runs, delete {record}")
+    assert said.endswith(f"; if it no longer runs, delete {record}")
+    assert "delete" in refused(record_of(sleeping.pid, namespace="pid:[1]"))
+
+    assert "delete" in refused("")  # its holder may be writing it
+    moved = psutil.Process.create_time(psutil.Process(sleeping.pid)) + 3
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: moved)  # the clock was set
+    assert alive in refused(record_of(sleeping.pid))
+    boot, ticks = lock._created(sleeping.pid).split()
+    dead = [
+        record_of(sleeping.pid, created=f"{boot} {int(ticks) - 1}"),  # another process has its id now
+        record_of(sleeping.pid, created=f"{boot[::-1]} {ticks}"),  # of the machine's boot before
+    ]
+    sleeping.kill()
+    while psutil.Process(sleeping.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    dead.append(record_of(sleeping.pid))
+    for content in dead:
+        record.write_text(content)
+        with hold(tmp_path):
+            assert json.loads(record.read_text())["pid"] == os.getpid()
+        assert not record.exists()
+
+
+def test_of_two_processes_that_find_a_dead_record_one_takes_over(tmp_path, monkeypatch, sleeping):
+    """Another process takes over between this one's look and its removal."""
+    monkeypatch.setattr(lock, "FileLock", WithoutLocks)
+    record, original = tmp_path / ".lock.json", lock._runs
+    boot, ticks = lock._created(sleeping.pid).split()
+    dead, alive = record_of(sleeping.pid, created=f"{boot} {int(ticks) - 1}"), record_of(sleeping.pid)
+    record.write_text(dead)
+
+    def runs(holder):
+        found = original(holder)
+        record.write_text(alive)
+        return found
+
+    monkeypatch.setattr(lock, "_runs", runs)
+    with pytest.raises(UserError, match=f"in use by process {sleeping.pid} on "), hold(tmp_path):
+        pass
+    assert record.read_text() == alive
+    assert os.listdir(tmp_path) == [".lock.json"]
+
+
+def test_while_one_process_takes_over_another_waits(tmp_path, monkeypatch, sleeping):
+    monkeypatch.setattr(lock, "FileLock", WithoutLocks)
+    record, removing = tmp_path / ".lock.json", tmp_path / ".lock.json.removing"
+    boot, ticks = lock._created(sleeping.pid).split()
+    record.write_text(dead := record_of(sleeping.pid, created=f"{boot} {int(ticks) - 1}"))
+    removing.touch()
+    with pytest.raises(UserError, match=f"in use by another process.*delete {record}"), hold(tmp_path):
+        pass
+    assert record.read_text() == dead
+    record.unlink()  # as the message says
+    with hold(tmp_path):
+        assert json.loads(record.read_text())["pid"] == os.getpid()
+
+
+def test_ranks_other_than_the_main_one_take_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with hold(tmp_path / "out"):
+        assert not (tmp_path / "out").exists()
+    monkeypatch.setenv("RANK", "0")
+    with hold(tmp_path / "out"), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):  # noqa: SIM117
+        with hold(tmp_path / "out"):
+            pass
+    with hold(tmp_path / "out"), contextlib.suppress(UserError):
+        raise UserError("released after an error, too")
+    with hold(tmp_path / "out"):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["every rank", "the main rank"])
+def test_under_torchrun_an_error_is_one_line(make, tmp_path, who):
+    path = make() if who == "the main rank" else make(dataset={"_component_": "rocm_ext.data.sft_dataset"})
+    with hold(tmp_path / "out") if who == "the main rank" else contextlib.nullcontext():
+        ranks = ["--nnodes", "1", "--nproc_per_node", "2"]
+        ended = tune("run", *ranks, "lora_finetune_rocm", "--config", path)
+    assert ended.returncode != 0
+    expected = f"in use by process {os.getpid()}" if who == "the main rank" else "dataset"
+    assert_one_line(ended.stderr, expected)
+    assert ended.stderr.count("error: ") == 1, ended.stderr
+    assert "ChildFailedError" not in ended.stderr

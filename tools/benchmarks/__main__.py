@@ -1,0 +1,195 @@
+"""Compare this library with its alternatives: `python -m tools.benchmarks`; the options select parts."""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from functools import partial
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
+
+from rocm_ext.bench.busy import OtherPrograms
+from tools.benchmarks import cycle, dpo, grpo, sampling, sft, verify
+from tools.benchmarks.protocol import Failed
+from tools.benchmarks.table import table
+from tools.benchmarks.work import SHAPES, Task, is_qwen3
+
+STOCK, BEST, TRL = "torchtune as shipped", "torchtune compiled", "TRL + PEFT"
+BACKED = sft.BACKED
+PLAIN, TRL_FIRST = "torchtune", "TRL + PEFT, reference first"  # of DPO
+ENGINE, GENERATE, CONTINUOUS, _, TORCHTUNE = list(sampling.PEERS)[:5]
+# 11 and 41 million parameters; Qwen3's shape has 48 and 109 million
+SMALL_SET = (
+    Task("sft", "small", 32768, "fp32", (STOCK, BEST, TRL)),
+    Task("sft", "small", 152064, "fp32", (STOCK,)),
+    Task("sft", "small", 32768, "bf16", (STOCK,)),
+    Task("sft", "qwen3-small", 32768, "fp32", (BACKED, TRL)),
+    Task("dpo", "small", 32768, "fp32", (PLAIN, TRL)),
+    Task("sampling", "small", 32768, "fp32", (ENGINE, GENERATE, CONTINUOUS)),
+)
+SLOW_SET = (  # slow peers
+    Task("sft", "small", 152064, "fp32", (TRL,)),
+    Task("sft", "small", 32768, "bf16", (TRL,)),
+    Task("sft", "small", 152064, "bf16", (STOCK,)),
+    Task("sft", "qwen3-small", 151936, "fp32", (BACKED, TRL)),
+    Task("sft", "qwen3-small", 32768, "bf16", (BACKED, TRL)),
+    Task("dpo", "small", 32768, "fp32", (STOCK, TRL_FIRST, dpo.WHOLE)),
+    Task("dpo", "small", 152064, "fp32", (PLAIN, "torchtune batch 1", "TRL + PEFT batch 1")),
+    Task("sampling", "small", 32768, "fp32", (TORCHTUNE,)),
+    Task("sampling", "small", 152064, "fp32", (GENERATE, CONTINUOUS)),
+    Task("sampling", "small", 32768, "bf16", (GENERATE, CONTINUOUS)),
+)
+GPU_SET = (
+    *(
+        Task(work, shape, 152064, "bf16", some)
+        for shape in ("0.5b", "7b")
+        for work, some in (
+            ("sft", (STOCK, BEST, TRL)),
+            ("dpo", (PLAIN, STOCK, TRL)),
+            ("sampling", (ENGINE, GENERATE, CONTINUOUS, TORCHTUNE)),
+        )
+    ),
+    Task("sft", "qwen3-0.6b", 151936, "bf16", (BACKED, TRL)),
+)
+PEERS = {"sft": sft.PEERS, "dpo": dpo.PEERS, "sampling": sampling.PEERS}
+NAMES = list(dict.fromkeys(chain(*PEERS.values())))
+ALONE = ["grpo", "cycle", "verify"]  # they take no shape
+WORK = [*PEERS, *ALONE]
+COMPARE = {"sft": sft.compare, "dpo": dpo.compare, "sampling": sampling.compare}
+
+
+def main() -> None:
+    """Run the comparisons, print the table, and exit with 1 if one failed."""
+    args = parse()
+    others, rows, failures = OtherPrograms(), [], 0
+    try:
+        for said, compare in comparisons(args):
+            print(said, file=sys.stderr, flush=True)
+            began = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    rows += compare(Path(folder))
+                except (Failed, OSError) as error:
+                    failures += 1
+                    print(f"failed: {error}", file=sys.stderr)
+            print(f"    took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted; results so far:", file=sys.stderr)
+    busy = others.cores()
+    print(f"{machine()}, {date.today()}\n\n{table(rows)}")
+    if busy > others.WORTH_TELLING:
+        print(f"warning: other programs used {busy:.1f} cores during the benchmark", file=sys.stderr)
+    if args.json:
+        content = {"machine": machine(), "date": str(date.today()), "cores_of_other_programs": busy, "rows": rows}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+    sys.exit(1 if failures else 0)
+
+
+def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], list[dict]]]]:
+    """Yield a headline and a function for each comparison; the function measures it in the folder it gets."""
+    tasks = chosen(args)
+    gated: dict[str, set[str]] = {work: set() for work in PEERS}
+    for number, task in enumerate(tasks, 1):
+        said = f"[{number}/{len(tasks)}] {task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: "
+        yield said + ", ".join(task.peers), partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work])
+    if "grpo" in args.work:
+        yield "GRPO on the pocket model: TRL + PEFT", partial(grpo.measure, rounds=args.rounds)
+    if "cycle" in args.work:
+        yield "RAFT's cycle", partial(cycle.measure, runs=2)
+    if "verify" in args.work:
+        for workers in (1, 2):
+            yield (
+                f"verdicts on MBPP, workers: {workers}",
+                lambda _, workers=workers: verify.measure(args.mbpp, args.rounds, workers),
+            )
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line; exit with 2 if an option would have no effect."""
+    parser = argparse.ArgumentParser(prog="python -m tools.benchmarks", description=__doc__)
+    option = parser.add_argument
+    option("--work", nargs="+", choices=WORK, default=WORK)
+    option("--shape", choices=SHAPES, help="run this shape instead of the default set; see --vocab, --dtype, --peers")
+    option("--vocab", type=int, nargs="+", help="vocabulary sizes for --shape (default: 32768)")
+    option("--dtype", nargs="+", choices=sft.TOLERANCES, help="dtypes for --shape (default: fp32)")
+    option(
+        "--peers",
+        nargs="+",
+        choices=list(dict.fromkeys(chain(*PEERS.values()))),
+        help="peers for --shape (default: the set's)",
+    )
+    option("--all", action="store_true", help="on a CPU, also run the slow comparisons")
+    option("--rounds", type=int, default=6, help="turns of each side; even numbers balance their order (default: 6)")
+    option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config for sft and dpo")
+    option(
+        "--attention", default="sdpa", help="transformers' attention on a GPU, e.g. flash_attention_2 (default: sdpa)"
+    )
+    option("--installed", action="store_true", help="run peers with this environment's packages; pip installs nothing")
+    option("--mbpp", default=verify.MBPP, help="hub data set or file with MBPP's rows (default: %(default)s)")
+    option("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+    if args.shape is None and (args.vocab or args.dtype or args.peers):
+        parser.error("--vocab, --dtype and --peers apply to --shape only; add --shape")
+    if args.shape is not None and args.all:
+        parser.error("--all extends the default set, which --shape replaces; drop one of them")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be at least 1")
+    args.gpu = gpu()
+    if args.shape is not None and (unfit := [name for name in args.peers or () if not runs(name, args.shape)]):
+        parser.error(f"--shape {args.shape} does not run with {', '.join(unfit)}")
+    if not chosen(args) and not set(ALONE) & set(args.work):
+        parser.error("none of --peers supports the work in --work")
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[Task]:
+    """Return the default set of this machine, or the tasks that the options select."""
+    if args.shape is None:
+        tasks = GPU_SET if args.gpu else SMALL_SET + (SLOW_SET if args.all else ())
+        return [task for task in tasks if task.work in args.work]
+    names = [name for name in args.peers or [STOCK, PLAIN, BACKED, TRL, GENERATE, CONTINUOUS] if runs(name, args.shape)]
+    return [
+        Task(work, args.shape, vocab, dtype, tuple(name for name in names if name in PEERS[work]))
+        for vocab in args.vocab or [32768]
+        for dtype in args.dtype or ["fp32"]
+        for work in PEERS
+        if work in args.work and any(name in PEERS[work] for name in names)
+    ]
+
+
+def runs(peer: str, shape: str) -> bool:
+    """Whether ``peer`` runs models of ``shape``; those that sample are written for Qwen2.5's."""
+    ways = [trained[peer] for trained in (sft.PEERS, dpo.PEERS) if peer in trained]
+    return any(way.runs(shape) for way in ways) if ways else not is_qwen3(shape)
+
+
+def gpu() -> bool:
+    """Whether torch sees a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def machine() -> str:
+    """Describe this machine for the table."""
+    import torch
+
+    name = torch.cuda.get_device_name() if gpu() else processor()
+    return f"{name}, {os.cpu_count()} cores, torch {metadata.version('torch')}"
+
+
+def processor() -> str:
+    """The CPU's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Run our GRPO recipe: ``… grpo_ours GIVEN --config …``; the answers of the first steps are given, for the gate."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rocm_ext.recipes import grpo_rocm
+
+from rocm_ext.sampling import Completion, Request, Sampling
+from rocm_ext.sampling.local import LocalSession
+from tools.benchmarks.sides.talk import pipe
+
+GIVEN: list[dict[str, list[list[int]]]] = json.loads(Path(sys.argv.pop(1)).read_text())  # by prompt id
+_generate = LocalSession.generate
+
+
+def generate(self: LocalSession, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+    """Yield the given answers of a step; sample those of the later steps."""
+    if not GIVEN:
+        yield from _generate(self, requests, sampling)
+        return
+    step = GIVEN.pop(0)
+    for request in requests:
+        tokens = step[request.prompt_id][request.sample]
+        text = self._tokenizer.decode(tokens[:-1])
+        yield Completion(request, tokens, [0.0] * len(tokens), text, "stop")
+
+
+if __name__ == "__main__":
+    LocalSession.generate = generate  # type: ignore[method-assign]
+    try:
+        grpo_rocm.main()
+    except SystemExit as left:
+        if left.code:
+            raise
+    pipe().send({"adapter": str(Path(sys.argv[-1]).parent / "out" / "adapter")})

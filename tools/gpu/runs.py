@@ -1,0 +1,154 @@
+"""Runs of the pocket model on the device: SFT, DPO, RAFT and GRPO, each killed and resumed.
+
+Each recipe runs in forks of the part's process, which has not started CUDA.
+"""
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tests.kit.forks import forked
+from tools.gpu.here import Failed, Here, Row, Skipped, check
+
+CONFIGS = {"lora_finetune_rocm": "cpu_pocket", "dpo_rocm": "cpu_pocket_dpo", "raft_rocm": "cpu_pocket_raft",
+           "grpo_rocm": "cpu_pocket_grpo"}  # fmt: skip
+WEIGHTS = "adapter/adapter_model.safetensors"
+COMMON = ["dtype=fp32", "compile=False", "save_every_n_steps=3", "save_adapter_weights_only=True", "metric_logger=null"]
+SAMPLED = ["verifier._component_=tests.kit.judges.Coin", "verify_workers=1", "eval_prompts=null", "max_new_tokens=16"]
+TRAINED = ["epochs=1", "max_steps_per_epoch=8", "sequences_per_step=8"]
+CHANGES = {
+    "lora_finetune_rocm": TRAINED,
+    "dpo_rocm": [*TRAINED, "checkpointer.adapter_checkpoint=null"],
+    "raft_rocm": [*SAMPLED, "prompts_per_cycle=16", "cycles=2", "epochs=4", "drop_truncated=False",
+                  "sequences_per_step=8"],
+    "grpo_rocm": [*SAMPLED, "prompts_per_step=8", "steps=8", "minibatches=2", "truncated=keep",
+                  "eval_every_n_steps=100"],
+}  # fmt: skip
+PAIRS = 100
+CLOSE = 1e-3  # relative, of a step's loss; kernels that add in any order do not repeat their sums bit for bit
+
+
+class Kill:
+    """A metric logger that kills its own process right after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def log_dict(self, payload: object, step: int) -> None:
+        if step == self._step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def log_config(self, config: object) -> None:
+        """Do nothing; torchtune's interface requires this method."""
+
+    def close(self) -> None:
+        """Do nothing; no file is open."""
+
+
+def resumed(here: Here, recipe: str) -> Iterator[Row]:
+    """Run a recipe undisturbed; run it again with a kill in the middle, and resume it.
+
+    Args:
+        here: the device.
+        recipe: its name.
+
+    Raises:
+        Failed: a run ends otherwise than expected.
+    """
+    pocket, _ = here.world("pocket", make_pocket)
+    whole, killed = (here.folder / f"{recipe}_{name}" for name in ("whole", "killed"))
+    run = _runner(here, recipe, pocket)
+    run(whole)
+    yield check(f"{recipe} runs to its end", True, _said(whole))
+    run(killed, f"metric_logger._component_={__name__}.Kill", "metric_logger.step=5", ended_by=signal.SIGKILL)
+    run(killed, "resume_from_checkpoint=True")
+    if recipe in ("lora_finetune_rocm", "dpo_rocm"):
+        yield _same_losses(recipe, killed, whole)
+    else:
+        yield _every_answer_once(recipe, killed, whole)
+
+
+def make_pocket(folder: Path) -> None:
+    """Make a barely trained pocket model, and pairs of right and wrong answers."""
+    from rocm_ext.pocket import make
+
+    make(folder / "model", seed=7, target=0.01)
+    rows = _lines(folder / "model" / "train.jsonl")[:PAIRS]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": _answer(row), "rejected": _answer(other)}
+        for row, other in pairwise(rows)
+        if row["answer"] != other["answer"]
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+def _answer(row: dict[str, Any]) -> str:
+    return row["messages"][-1]["content"]
+
+
+def _runner(here: Here, recipe: str, pocket: Path) -> Callable[..., None]:
+    if not hasattr(os, "fork"):
+        raise Skipped("this system has no fork")
+    main = import_module(f"rocm_ext.recipes.{recipe}").main
+    changes = [f"pocket={pocket / 'model'}", f"hardware={'auto' if here.gpu else 'cpu'}", *COMMON, *CHANGES[recipe]]
+    if recipe == "dpo_rocm":
+        changes.append(f"dataset.source={pocket / 'pairs.jsonl'}")
+
+    def run(out: Path, *more: str, ended_by: int = 0) -> None:
+        code, said = forked(main, Path(CONFIGS[recipe]), *changes, f"output_dir={out}", *more)
+        if code != -ended_by:
+            raise Failed(f"{recipe} ended with {code} instead of {-ended_by}: {said.strip()[-400:]}")
+
+    return run
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in path.read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def _losses(out: Path) -> list[float]:
+    return [line["loss"] for line in _lines(out / "metrics.jsonl") if "loss" in line]
+
+
+def _said(out: Path) -> str:
+    found = [path for path in (out / WEIGHTS, out / "summary.json") if not path.exists()]
+    if found:
+        raise Failed(f"{found[0]} is missing")
+    return "adapter and summary are written"
+
+
+def _same_losses(recipe: str, killed: Path, whole: Path) -> Row:
+    found, expected = _losses(killed), _losses(whole)
+    exact = (killed / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+    apart = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=False))
+    right = len(found) == len(expected) and apart <= CLOSE
+    how = "bit for bit" if exact else f"losses off by {apart:.1e} at most"
+    return check(f"{recipe}, killed and resumed, equals the undisturbed run", right, f"{len(found)} steps, {how}")
+
+
+def _every_answer_once(recipe: str, killed: Path, whole: Path) -> Row:
+    """A kill neither loses nor repeats an answer; the answers may differ where sums are not repeated bit for bit."""
+    found, expected = (_answers(out) for out in (killed, whole))
+    right = found.keys() == expected.keys() and set(found.values()) == {1}
+    exact = (killed / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+    said = f"{sum(found.values())} answers{', adapter bit for bit' if exact else ''}"
+    return check(f"{recipe}, killed and resumed, has every answer once", right, said)
+
+
+def _answers(out: Path) -> Counter:
+    return Counter(
+        (path.parent.name if path.parent != out else "", line.get("step"), line["prompt_id"], line["sample"])
+        for path in out.rglob("samples.jsonl")
+        for line in _lines(path)
+    )

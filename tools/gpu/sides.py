@@ -1,0 +1,205 @@
+"""What is timed against other libraries, one side at a time: each has the whole device.
+
+The sides' programs are those of :mod:`tools.benchmarks`. A part runs one side and compares it with ours, which an
+earlier part has run. All packages are those of this environment.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tools.benchmarks import dpo, sampling, sft
+from tools.benchmarks.protocol import Failed as SideFailed
+from tools.benchmarks.protocol import Side
+from tools.benchmarks.work import Task, write_adapter, write_pair_steps, write_sized_model, write_steps
+from tools.gpu.here import GIB, Failed, Here, Row, check, speed
+
+OURS = sft.OURS
+VOCAB = {"tiny": 512, "0.5b": 152064, "7b": 152064}
+DISK = {"tiny": 0.1, "0.5b": 1.3, "7b": 15.5}  # GiB of a model in bf16
+FP32 = 1e-3  # relative difference of a step's loss; the CPU's benchmarks hold 1e-5
+BF16 = 0.05
+# prompts, answers to each, median and most tokens of an answer
+TRACES = {"tiny": sampling.Trace(4, 2, 8, 24), "0.5b": sampling.Trace(64, 8, 200, 1024),
+          "7b": sampling.Trace(32, 8, 200, 512)}  # fmt: skip
+JUDGED = 8  # prompts whose answers are checked
+
+
+def shape_of(here: Here, size: str) -> str:
+    """Return the key of :data:`tools.benchmarks.work.SHAPES`."""
+    return "tiny" if here.tiny else size
+
+
+def model_of(here: Here, size: str) -> Path:
+    """Return the folder of a random model in bf16, which all sides share; tiny ones are in fp32."""
+    shape = shape_of(here, size)
+
+    def make(folder: Path) -> None:
+        write_sized_model(folder / "model", shape, VOCAB[shape], "fp32" if here.tiny else "bf16", here.device)
+
+    return here.world(f"model-{shape}", make, DISK[shape])[0] / "model"
+
+
+def arguments(here: Here, *ours: str) -> argparse.Namespace:
+    """Return what :mod:`tools.benchmarks` takes from its command line."""
+    return argparse.Namespace(gpu=here.gpu, ours=list(ours), attention="sdpa", rounds=rounds(here), installed=True)
+
+
+def rounds(here: Here) -> int:
+    """Return the number of timed steps."""
+    return 2 if here.tiny else 8
+
+
+@contextmanager
+def as_part() -> Iterator[None]:
+    """Turn a side's failure into a part's."""
+    try:
+        yield
+    except SideFailed as error:
+        raise Failed(str(error)) from error
+
+
+# ---- SFT and DPO
+
+
+def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True) -> Iterator[Row]:
+    """Time a side's optimiser steps, and compare losses and seconds with ours.
+
+    Args:
+        here: the device.
+        work: sft or dpo.
+        size: of the model.
+        peer: of that work's PEERS; None: ours.
+        gate: first compare losses in fp32.
+    """
+    shape, name = shape_of(here, size), peer or OURS
+    module, unit = (sft, "tokens") if work == "sft" else (dpo, "tokens")
+    model = model_of(here, size)
+
+    def make(folder: Path) -> Any:
+        (folder / "model").symlink_to(model)
+        write = write_steps if work == "sft" else write_pair_steps
+        steps = write(folder / "rows.jsonl", VOCAB[shape], _gate(here), module.WARM_UP + rounds(here))
+        write_adapter(folder, shape)
+        return steps
+
+    base, steps = here.world(f"{work}-{shape}", make)
+    known = f"{work}-{size}"
+    dtypes = ["fp32"] if here.tiny else [*["fp32"] * gate, "bf16"]
+    for dtype in dtypes:
+        timed = dtype == dtypes[-1]
+        task = Task(work, shape, VOCAB[shape], dtype, (peer,) if peer else ())
+        # compiled layers are checked in a part of their own
+        args = arguments(here, *(["batch_size=8"] if here.gpu else []), *([] if timed else ["compile=False"]))
+        with as_part():
+            found = _steps(here, base, module, name, task, steps, args, timed)
+        expected = here.of(known, f"losses_{dtype}") if peer else found["losses"]
+        if expected is not None and peer:
+            apart = sft.difference(found["losses"], expected)
+            limit = FP32 if dtype == "fp32" else BF16
+            yield check(f"losses of {name} are ours, {work} {shape}, {dtype}", apart <= limit,
+                        f"off by {apart:.1e} at most in {len(expected)} steps")  # fmt: skip
+        if not timed:
+            yield {"what": f"first losses of {name} in {dtype}", "ok": None, "found": f"{found['losses'][0]:.4f} to "
+                   f"{found['losses'][-1]:.4f}", f"losses_{dtype}": found["losses"]}  # fmt: skip
+            continue
+        tokens = sum(row[0] for rows in steps[-rounds(here) :] for row in rows) / rounds(here)
+        yield _timed(f"LoRA {work.upper()} of {shape}, {dtype}, {name}", tokens, found, here.of(known, "seconds"), peer,
+                     unit, losses=(f"losses_{dtype}", found["losses"]))  # fmt: skip
+
+
+def _gate(here: Here) -> int:
+    return 4 if here.tiny else sft.GATE
+
+
+def _steps(
+    here: Here, base: Path, module: Any, name: str, task: Task, steps: list, args: argparse.Namespace, timed: bool
+) -> dict[str, Any]:
+    """Run a side's steps; return the losses of the first ones, seconds of the timed ones, and the peak of memory."""
+    peer = module.PEERS.get(name)
+    if module is sft:
+        python, command = sft.python(name, args), sft.command(base, name, peer, task, len(steps), args)
+    else:
+        python, command = dpo.python(name, args), dpo.command(base, name, task, len(steps), args)
+    with Side(name, python, command, base / f"{name}.log") as side:
+        first = side.ask(steps=_gate(here))
+        found: dict[str, Any] = {"losses": [step[1] for step in first["steps"]], "until_warm": 0.0}
+        if not timed:
+            return found
+        side.ask(steps=module.WARM_UP)
+        found["until_warm"] = time.perf_counter() - side.began
+        score = module is dpo and dpo.of(name).reference_first
+        seconds = []
+        for number in range(rounds(here)):
+            at = dpo.PAIRS_PER_STEP * (_gate(here) + dpo.WARM_UP + number)
+            scoring = side.ask(score=[at, at + dpo.PAIRS_PER_STEP])["seconds"] if score else 0.0
+            answer = side.ask(steps=1)
+            seconds.append(scoring + answer["steps"][0][0])
+        return {**found, "seconds": seconds, "peak": answer["peak_memory"]}
+
+
+def _timed(
+    what: str, tokens: float, found: dict[str, Any], ours: float | None, peer: str | None, unit: str, losses: Any
+) -> Row:
+    middle = statistics.median(found["seconds"])
+    note = f"{1e3 * middle:.0f} ms a step ({1e3 * min(found['seconds']):.0f}-{1e3 * max(found['seconds']):.0f})"
+    note += f", {found['peak'] / GIB:.2f} GiB, warm after {found['until_warm']:.0f} s"
+    if peer and ours is not None:
+        note = f"ours is {middle / ours:.2f} x as fast; {note}"
+    return speed(what, tokens / middle, f"{unit}/s", note, seconds=middle, peak=found["peak"], **{losses[0]: losses[1]})
+
+
+# ---- sampling
+
+
+def sample(here: Here, size: str, peer: str | None, gate: bool = True) -> Iterator[Row]:
+    """Time a side's answers to the same prompts with the same lengths.
+
+    Greedy tokens must be about as probable under the model in fp32 as the best ones, and sampled ones must have the
+    model's probabilities.
+
+    Args:
+        here: the device.
+        size: of the model.
+        peer: of :data:`tools.benchmarks.sampling.PEERS`; None: ours.
+        gate: check the tokens.
+    """
+    shape, name = shape_of(here, size), peer or OURS
+    trace, dtype, args = TRACES[shape], "fp32" if here.tiny else "bf16", arguments(here)
+    base, _ = here.world(f"sampling-{shape}", lambda folder: None)
+    model, (prompts, lengths) = model_of(here, size), trace.make(VOCAB[shape])
+    judged = lengths[: JUDGED * trace.samples]
+    with as_part():
+        with sampling.start(base, model, name, dtype, trace, args) as side:
+            greedy = sampling.sample(side, prompts[:JUDGED], [min(24, trace.most)] * len(prompts[:JUDGED]), greedy=True)
+            warm_up = lengths if sampling.PEERS.get(name) is None else [min(length, 64) for length in lengths]
+            sampling.sample(side, prompts, warm_up)
+            until_warm = time.perf_counter() - side.began
+            found = [sampling.sample(side, prompts, lengths) for _ in range(1 if here.tiny else 2)]
+        if [len(tokens) for tokens in found[-1]["answers"]] != lengths:
+            raise Failed(f"{name} gave answers of other lengths")
+        seconds = [each["seconds"][0] for each in found]
+        ours = here.of(f"sampling-{size}", "seconds") if peer else None
+        faster = "" if ours is None else f"ours is {min(seconds) / ours:.2f} x as fast; "
+        yield speed(f"sampling of {shape}, {dtype}, {name}", sum(lengths) / min(seconds), "tokens/s",
+                    f"{faster}{len(lengths)} answers of {min(lengths)} to {max(lengths)} tokens, "
+                    f"{found[-1]['peak_memory'] / GIB:.2f} GiB, warm after {until_warm:.0f} s",
+                    seconds=min(seconds), all_seconds=seconds)  # fmt: skip
+        if not gate:
+            return
+        with sampling.judge(base, model, trace, args) as knows:
+            known = knows.ask(prompts=prompts[:JUDGED], answers=greedy["answers"])
+            sampling.check_greedy(name, greedy["answers"], greedy["answers"], known, dtype)
+            yield check(f"greedy tokens of {name} are the model's, {shape}", True,
+                        f"at most {known['behind']:.1e} below the best log-prob")  # fmt: skip
+            last = {**found[-1], "answers": found[-1]["answers"][: len(judged)]}
+            if "logprobs" in last:
+                last["logprobs"] = last["logprobs"][: sum(judged)]
+            known = knows.ask(prompts=prompts[:JUDGED], answers=last["answers"])
+            sampling.check_sampled(name, last, known, dtype)
+            yield check(f"samples of {name} have the model's probabilities, {shape}", True,
+                        f"{len(known['logprobs'])} tokens")  # fmt: skip

@@ -1,0 +1,162 @@
+"""Checks of training steps: dtypes, compile, memory plan, checkpointing, offloading and 4-bit weights.
+
+Each trains the same model with the same random weights on the same rows, and compares the losses.
+"""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_ext.bench import training as probe
+from rocm_ext.bench.context import Bench
+from rocm_ext.bench.training import ProbeLearner, RandomWeights, probe_config, random_rows
+from rocm_ext.model.build import Weights
+from rocm_ext.plan import workload
+from rocm_ext.train.output_dir import OutputDir
+from rocm_ext.train.runtime import Runtime
+from rocm_ext.train.trainer import Trainer
+from tools.gpu.here import GIB, Here, Row, Skipped, check, speed
+
+STEPS = 6
+# the pocket model's matrices have too few weights for NF4's blocks
+WIDER = ("model._component_=torchtune.models.qwen2.lora_qwen2", "model.vocab_size=320", "model.num_layers=2",
+         "model.num_heads=4", "model.num_kv_heads=4", "model.embed_dim=256", "model.intermediate_dim=512",
+         "model.max_seq_len=256", "model.norm_eps=1e-6", "model.tie_word_embeddings=True")  # fmt: skip
+LEAST, MOST = 0.6, 1.05  # of the planned peak that the allocator may report
+
+
+class SeededWeights(RandomWeights):
+    """The same random weights in every dtype: drawn in fp32, then rounded. Scales of norms are 1."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        like = self._shapes[name]
+        rng = torch.Generator(self._device).manual_seed(sum(name.encode()) + like.numel())
+        if like.ndim == 1 and not name.endswith("bias"):
+            return torch.ones(like.shape, dtype=like.dtype, device=self._device)
+        return (0.02 * torch.randn(like.shape, generator=rng, device=self._device)).to(like.dtype)
+
+
+class SeededLearner(ProbeLearner):
+    """A learner over :class:`SeededWeights`."""
+
+    def read_weights(self) -> Weights:
+        return Weights(SeededWeights(self.decoder, self.runtime.device), "random")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses of the steps, the allocator's peak in bytes (0 on a CPU), and the planned peak."""
+
+    losses: list[float]
+    peak: int
+    planned: int
+
+
+def train(bench: Bench, rows: int, compiled: bool = False, **changes: Any) -> Trained:
+    """Train :data:`STEPS` steps on the same ``rows`` rows; ``changes`` are those of a probe."""
+    cfg = probe_config(bench.cfg, {"rows": rows, "compile": compiled, **changes}, list(bench.profile.locked))
+    runtime = Runtime.open(cfg)
+    longest = min(probe.longest_row(cfg), 1024)
+    data = random_rows(rows, longest // 2, longest, 256)
+    try:
+        with TemporaryDirectory() as folder:
+            cfg.output_dir = folder
+            learner = SeededLearner(cfg, runtime, bench.spec.budget)
+            learner.setup(workload.describe(data, rows, "random"))
+            trainer = Trainer(learner, data, cfg, OutputDir.open(cfg, runtime.ranks))
+            (update,) = trainer.loader.range(0, 1)
+            learner.model.train()
+            gpu = runtime.device.type == "cuda"
+            if gpu:
+                torch.cuda.reset_peak_memory_stats()
+            losses = [trainer.train_step(update).loss for _ in range(STEPS)]
+            return Trained(losses, torch.cuda.max_memory_allocated() if gpu else 0, learner.planned_peak)
+    finally:
+        runtime.ranks.close()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def compare(what: str, found: Trained, expected: Trained, tolerance: float) -> Row:
+    """Compare the losses of all steps, which must also fall."""
+    apart = max(abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses, strict=True))
+    falls = found.losses[-1] < found.losses[0]
+    curve = f"{found.losses[0]:.4f} to {found.losses[-1]:.4f}"
+    return check(what, apart <= tolerance and falls, f"losses {curve}, off by {apart:.1e} at most")
+
+
+def dtypes(here: Here) -> Iterator[Row]:
+    """Losses in bf16, and in fp16 with loss scaling, are those in fp32."""
+    bench = here.bench("0.5b")
+    expected = train(bench, 2, dtype="fp32")
+    yield compare("training in fp32", expected, expected, 0.0)
+    for dtype in (*["bf16"] * bench.machine.bf16, "fp16"):
+        yield compare(f"training in {dtype}", train(bench, 2, dtype=dtype), expected, 0.02)
+
+
+def compiled(here: Here) -> Iterator[Row]:
+    """Losses of compiled layers are those of plain ones."""
+    bench = here.bench("0.5b")
+    plain = train(bench, 2)
+    yield compare("compiled layers", train(bench, 2, compiled=True), plain, 0.01)
+
+
+def offloading(here: Here) -> Iterator[Row]:
+    """Activations in host memory: the same losses, and less memory on the device."""
+    bench = here.bench("0.5b")
+    if bench.machine.unified:
+        raise Skipped("host and device share their memory")
+    plain = train(bench, 4, enable_activation_checkpointing=False)
+    moved = train(bench, 4, enable_activation_checkpointing=False, enable_activation_offloading=True)
+    yield compare("activation offloading", moved, plain, 1e-3)
+    yield check("offloading takes less device memory", moved.peak < plain.peak,
+                f"{moved.peak / GIB:.2f} instead of {plain.peak / GIB:.2f} GiB")  # fmt: skip
+
+
+def four_bit(here: Here) -> Iterator[Row]:
+    """Losses over a 4-bit base (NF4) are about those of the whole one, in less memory."""
+    bench = here.bench("0.5b", *(WIDER if here.tiny else ()))
+    plain, small = train(bench, 2), train(bench, 2, quantize_base=True)
+    yield compare("training over a 4-bit base", small, plain, 0.03)
+    if here.gpu:
+        note = f"{small.peak / GIB:.2f} instead of {plain.peak / GIB:.2f} GiB"
+        yield check("a 4-bit base takes less memory", small.peak < plain.peak, note)
+
+
+def checkpointing(here: Here) -> Iterator[Row]:
+    """Recomputed layers give the same losses."""
+    bench = here.bench("0.5b")
+    plain = train(bench, 2, enable_activation_checkpointing=False)
+    for value in (True, 2):
+        again = train(bench, 2, enable_activation_checkpointing=value)
+        yield compare(f"enable_activation_checkpointing: {value}", again, plain, 1e-3)
+
+
+def memory(here: Here, size: str) -> Iterator[Row]:
+    """The planned peak of a training step beside the allocator's.
+
+    Args:
+        here: the device.
+        size: of the model.
+    """
+    bench = here.bench(size)
+    for rows in (2,) if here.tiny else (1, 4, 16):
+        for recompute in (False, True):
+            values = {"rows": rows, "compile": False, "enable_activation_checkpointing": recompute}
+            what = f"memory of {here.size(size)}, {rows} rows{', recomputed' if recompute else ''}"
+            try:
+                found = probe.measure(bench, values)
+            except (probe.Skipped, torch.OutOfMemoryError) as reason:
+                yield {"what": what, "ok": None, "found": str(reason).splitlines()[0][:200]}
+                continue
+            ratio = found["peak_memory"] / found["planned_memory"]
+            said = f"{found['peak_memory'] / GIB:.2f} GiB of {found['planned_memory'] / GIB:.2f} planned, {ratio:.2f}"
+            yield check(what, LEAST <= ratio <= MOST, said)
+            yield speed(f"training of {here.size(size)}, {rows} rows{', recomputed' if recompute else ''}",
+                        found["value"], "tokens/s", f"peak {found['peak_memory'] / GIB:.2f} GiB")  # fmt: skip
