@@ -3,7 +3,7 @@
 The keys, names and orders of rows are those of llama.cpp's ``convert_hf_to_gguf.py``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ def _add_shape(writer: Any, a: Architecture) -> None:
 
 
 def _entries(
-    a: Architecture, names: GgufNames, state: dict[str, Tensor], merged: MergedWeights | None, kind: str
+    a: Architecture, names: GgufNames, state: Mapping[str, Tensor], merged: MergedWeights | None, kind: str
 ) -> Iterator[Entry]:
     """Yield the tensors of the file."""
     if a.rope.kind == "llama3":

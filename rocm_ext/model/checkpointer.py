@@ -244,7 +244,7 @@ class _Safetensors:
 
     def read(self, name: str) -> Tensor:
         tensor = torch.empty_like(self.on_meta(name), device="cpu")
-        content = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        content = tensor.view(-1).view(torch.uint8).numpy().data
         with self._open(name) as file:
             while content:
                 read = file.readinto(content)
@@ -256,7 +256,7 @@ class _Safetensors:
     def sample(self, name: str) -> Tensor:
         like = self.on_meta(name)
         values = torch.empty(sum(map(len, _spread(like.numel()))), dtype=like.dtype)
-        content = memoryview(values.view(torch.uint8).numpy())
+        content = values.view(torch.uint8).numpy().data
         with self._open(name, random=True) as file:
             begin = file.tell()
             for part in _spread(like.numel()):
