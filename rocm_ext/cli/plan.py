@@ -201,7 +201,7 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
         rows.append(("servers", [f"{rollout.servers}, each assumed to be one more GPU of this kind"]))
     rows.append(("slots", [f"{sampling.slots}"]))
     if not rollout.servers:
-        rows.append(("the sampler's layout of the weights", [readable(sampling.layout)]))
+        rows.append(("weights that sampling copies", [readable(sampling.layout)]))
         rows.append(("keys and values", [readable(sampling.cache)]))
         rows.append(("peak while sampling", [readable(rollout.peak)]))
     rows.append(("answer tokens/s", [_speed(plan, sampling.tokens_per_second, 1)]))

@@ -288,7 +288,7 @@ class SamplingPlan:
     """Memory and speed of sampling in this process.
 
     Attributes:
-        layout: bytes of the sampler's own layout of the weights.
+        layout: bytes of the weights that sampling copies.
         slots: answers decoded at once.
         cache: bytes of keys and values of all slots.
         working: further bytes.
@@ -311,7 +311,7 @@ class SamplingPlanner:
     """Plans sampling with :class:`rocm_ext.sampling.LocalEngine`.
 
     Attributes:
-        layout: bytes of the sampler's own layout of the weights.
+        layout: bytes of the weights that sampling copies.
 
     Args:
         cfg: config of ``raft_rocm`` or ``grpo_rocm``.

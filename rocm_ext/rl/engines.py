@@ -130,8 +130,8 @@ class Engines:
             self._stack.close()
             self._kept.clear()
             self._log_once(
-                "training and the sampler's layout of the weights do not fit into memory together, so each phase of "
-                f"sampling makes the layout again, which takes {self._opening:.1f} s"
+                "training and the weights that sampling copies do not fit into memory together, so each phase of "
+                f"sampling copies them again, which takes {self._opening:.1f} s"
             )
 
     def _log_once(self, what: str) -> None:
