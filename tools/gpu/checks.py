@@ -252,18 +252,24 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def bandwidths(here: Here) -> Iterator[Row]:
-    """Matrix products and copies, as ``rocm-ext bench`` measures them."""
-    from rocm_ext.bench import bandwidth, gemm
+    """Matrix products, and copies on the device and from and to the host, as ``rocm-ext bench`` measures them."""
+    from rocm_ext.bench import device
+    from rocm_ext.bench.clock import measure
 
     bench = here.bench("7b")
     for dtype in ["fp32", *["bf16"] * bench.machine.bf16, *["fp16"] * here.gpu]:
-        found = gemm.measure(bench, {"direction": "forward", "dtype": dtype})
-        yield speed(f"matrix product, {dtype}", found["value"] / 1e12, "TFLOP/s", " x ".join(map(str, found["shape"])))
-    found = bandwidth.measure(bench, {"what": "device copy"})
-    yield speed("copy on the device, read and written", found["value"] / 1e9, "GB/s", copy=found["value"])
-    for what in ("host to device", "device to host") if here.gpu else ():
-        found = bandwidth.measure(bench, {"what": what, "pinned": True})
-        yield speed(f"{what}, pinned", found["value"] / 1e9, "GB/s")
+        product = device.gemm(bench, {"direction": "forward", "dtype": dtype})
+        shape = " x ".join(map(str, product["shape"]))
+        yield speed(f"matrix product, {dtype}", product["value"] / 1e12, "TFLOP/s", shape)
+    copy = device.bandwidth(bench, {})["value"]
+    yield speed("copy on the device, read and written", copy / 1e9, "GB/s", copy=copy)
+    if here.gpu:
+        host = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty_like(host, device=bench.device)
+        for what, source, target in (("host to device", host, there), ("device to host", there, host)):
+            times = measure(lambda source=source, target=target: target.copy_(source, non_blocking=True), bench.device,
+                            seconds=bench.spec.seconds)  # fmt: skip
+            yield speed(f"{what}, pinned", times.rate(host.nbytes)["value"] / 1e9, "GB/s")
 
 
 def decode_speed(here: Here, size: str) -> Iterator[Row]:
