@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """torch's hook. In `tune`: append our recipes to torchtune's registry. In a program that runs a recipe: complete
-    the environment before anything else is imported. Never raises, but answers `tune ls` itself, and ends ``tune`` with
-    one line where the installed torchtune or torchao cannot work, or where it is asked for a recipe that does not
-    exist."""
+    the environment before anything else is imported. In every program: let torchtune import names that torchao has
+    moved. Never raises, but answers `tune ls` itself, and ends `tune`, `rocm-ext` and recipes with one line where the
+    installed torchtune or torchao cannot work, or where `tune` is asked for a recipe that does not exist."""
     what = "its recipes are not registered"
     try:
+        pins.bridge()
         tune, script = _is_tune(), _script()
         if tune:
             problem = pins.wrong_pins()
@@ -41,10 +42,14 @@ def register() -> None:
                 sys.exit(f"error: {unknown}")
             if not named:
                 return
-        elif not script.endswith((*_RECIPES, *_COMMANDS)) and registry.DECIDED not in os.environ:
+        elif script.endswith((*_RECIPES, *_COMMANDS)):
+            if problem := pins.wrong_pins():
+                sys.exit(problem)
+        elif registry.DECIDED not in os.environ:
             return
         what = "the environment of this run is not prepared"
-        logging.getLogger("torchao").addFilter(_unless_about_extensions)
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).addFilter(_concerns_us)
         if (tune or script.endswith(_RECIPES)) and not _is_worker():
             from rocm_ext.config import startup
 
@@ -72,9 +77,11 @@ def _is_worker() -> bool:
     return "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
 
 
-def _unless_about_extensions(record: logging.LogRecord) -> bool:
-    # torchao's C++ kernels are for torch versions that it was built with; nothing here uses them
-    return not record.getMessage().startswith("Skipping import of cpp extensions")
+def _concerns_us(record: logging.LogRecord) -> bool:
+    # torchao's C++ kernels are for the torch and the GPUs that it was built for, and nothing here uses them; torch 2.13
+    # warns of an enum that torchao 0.18 registers
+    about = ("Skipping import of cpp extensions", "Failed to load ", "<enum 'KernelPreference'>")
+    return not record.getMessage().startswith(about)
 
 
 def _names_us(argv: list[str], table: Mapping[str, registry.Recipe]) -> bool:

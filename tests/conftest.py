@@ -5,11 +5,13 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from omegaconf import OmegaConf
+from packaging.version import Version
 
 # A background job ignores Ctrl-C, and programs that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -84,13 +86,15 @@ def as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget))
 
 
-@pytest.fixture
-def any_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao."""
+@pytest.fixture(scope="module")
+def any_torchao() -> Iterator[None]:
+    """PEFT beside torchao < 0.16, with which it refuses every linear layer, as if torchao were missing."""
     import peft
 
-    if hasattr(peft.tuners.lora.torchao, "is_torchao_available"):
-        monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
+    with pytest.MonkeyPatch.context() as patch:
+        if Version(version("torchao")) < Version("0.16"):
+            patch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
+        yield
 
 
 @pytest.fixture

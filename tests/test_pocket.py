@@ -259,10 +259,9 @@ def test_eval_draws_the_same_answers_each_time(pocket_dir, held_out, tmp_path, c
     assert [path.name for path in tmp_path.iterdir()] == files
 
 
-def test_eval_takes_an_adapter_of_peft(pocket_dir, held_out, tmp_path, capsys, monkeypatch):
+@pytest.mark.usefixtures("any_torchao")
+def test_eval_takes_an_adapter_of_peft(pocket_dir, held_out, tmp_path, capsys):
     """PEFT's own answers with the adapter have the score that eval reports."""
-    # with torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao
-    monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
     rows = tmp_path / "rows.jsonl"
     base = AutoModelForCausalLM.from_pretrained(pocket_dir, dtype=torch.float32)
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

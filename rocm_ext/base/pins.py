@@ -1,13 +1,20 @@
-"""The versions of torchtune and torchao that work together."""
+"""The versions of torchtune and torchao that work together, and what makes newer torchao work with torchtune 0.6.1."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
+from rocm_ext.base.errors import UserError
+
 TORCHTUNE_PIN = "0.6.1"
-TORCHAO_PIN = ("0.13", "0.16")  # from, below
+TORCHAO_PIN = ("0.13", "0.19")  # from, below
+# torchao 0.18 imports torch.nn.functional.scaled_grouped_mm, which torch has from 2.10 on
+OLD_TORCH, OLD_TORCH_PIN = "2.10", ("0.13", "0.18")
 
 
 def installed() -> dict[str, str | None]:
-    """The versions of torchtune and torchao; None: not installed."""
+    """The versions of torchtune, torchao and torch; None: not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     def of(name: str) -> str | None:
@@ -16,23 +23,73 @@ def installed() -> dict[str, str | None]:
         except PackageNotFoundError:
             return None
 
-    return {name: of(name) for name in ("torchtune", "torchao")}
+    return {name: of(name) for name in ("torchtune", "torchao", "torch")}
 
 
 def wrong_pins(versions: dict[str, str | None] | None = None) -> str | None:
     """One line that says which of torchtune and torchao does not fit, or None. ``versions``: else the installed."""
     versions = installed() if versions is None else versions
     torchtune, torchao = (versions.get(name) or "none" for name in ("torchtune", "torchao"))
-    low, below = (_numbers(pin) for pin in TORCHAO_PIN)
-    if _numbers(torchtune) == _numbers(TORCHTUNE_PIN) and low <= _numbers(torchao) < below:
+    torch = versions.get("torch")
+    old = torch is not None and _numbers(torch) < _numbers(OLD_TORCH)
+    low, below = OLD_TORCH_PIN if old else TORCHAO_PIN
+    fits = _numbers(low) <= _numbers(torchao) < _numbers(below)
+    if _numbers(torchtune) == _numbers(TORCHTUNE_PIN) and fits:
         return None
     return (
-        f"torchtune-rocm needs torchtune=={TORCHTUNE_PIN} and torchao>={TORCHAO_PIN[0]},<{TORCHAO_PIN[1]}; "
-        f"found torchtune {torchtune}, torchao {torchao}. "
-        f'Fix: pip install "torchtune=={TORCHTUNE_PIN}" "torchao=={TORCHAO_PIN[0]}.0"'
+        f"torchtune-rocm needs torchtune=={TORCHTUNE_PIN} and torchao>={low},<{below}"
+        f"{f' with torch {torch}' if old else ''}; found torchtune {torchtune}, torchao {torchao}. "
+        f'Fix: pip install "torchtune=={TORCHTUNE_PIN}" "torchao>={low},<{below}"'
     )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     head = version.split("+")[0].split(".")
     return tuple(int(part) for part in head if part.isascii() and part.isdigit())
+
+
+def bridge() -> None:
+    """Let torchtune import names that torchao has moved or removed. Programs without torchtune see no difference.
+
+    torchtune imports torchao and then its own data sets. At that moment the missing names are added; while
+    ``import torch`` calls our hook, torchao is still importing, and nothing can be added to it.
+    """
+    if "torchtune.datasets" not in sys.modules:
+        sys.meta_path.insert(0, _Bridge())
+
+
+class _Bridge:
+    """An entry of ``sys.meta_path`` that imports nothing itself. It adds the names once, and then leaves."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "torchtune.datasets":
+            sys.meta_path.remove(self)
+            _add_missing()
+
+
+def _add_missing() -> None:
+    import importlib.util
+
+    import torchao.dtypes
+    import torchao.quantization
+
+    if importlib.util.find_spec("torchao.dtypes.nf4tensor") is None:  # moved in 0.18 (pytorch/ao#4256)
+        from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
+
+        sys.modules["torchao.dtypes.nf4tensor"] = torchao.dtypes.nf4tensor = nf4_tensor
+    for module, name in (
+        (torchao.quantization, "int4_weight_only"),  # removed in 0.16 (pytorch/ao#3308)
+        (torchao.quantization, "int8_dynamic_activation_int4_weight"),
+        (torchao.dtypes, "TensorCoreTiledLayout"),  # removed in 0.18 (pytorch/ao#4153)
+    ):
+        if not hasattr(module, name):
+            setattr(module, name, _removed(name))
+
+
+def _removed(name: str) -> Callable[..., object]:
+    """What stands for a name that torchao has no more; torchtune's recipe `quantize` alone calls it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError(f"torchtune's quantizer needs torchao's {name}, which is gone: pip install \"torchao<0.16\"")
+
+    return refuse

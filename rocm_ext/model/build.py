@@ -160,7 +160,7 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     for name, parameter in frozen.items():
         full = state[plain(name)]
         if plain(name) in quantized:
-            from torchao.dtypes.nf4tensor import to_nf4
+            from torchtune.modules.low_precision.nf4_linear import to_nf4  # torchao's, wherever it has it
 
             placed = to_nf4(full.to(ranks.device, torch.bfloat16).to(parameter.dtype))
         else:

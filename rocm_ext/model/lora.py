@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchao.dtypes.nf4tensor import linear_nf4
+from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, wherever it has it
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError

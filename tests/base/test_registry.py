@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -164,28 +165,37 @@ def test_a_program_below_a_run_begins_nothing(monkeypatch):
 
 @pytest.mark.parametrize(
     "versions",
-    [{"torchtune": "0.7.0"}, {"torchao": "0.12.0"}, {"torchao": "0.16.1+rocm7"}, {"torchao": None}],
+    [{"torchtune": "0.7.0"}, {"torchao": "0.12.0"}, {"torchao": "0.19.1+rocm7"}, {"torchao": None}],
 )
-def test_wrong_pins(as_tune, installed, versions):
+@pytest.mark.parametrize("program", ["/usr/bin/tune run lora_finetune_rocm", "/usr/bin/rocm-ext plan"])
+def test_wrong_pins(as_tune, installed, monkeypatch, versions, program):
     installed(**versions)
+    monkeypatch.setattr(sys, "argv", program.split())
     ((name, version),) = versions.items()
     with pytest.raises(SystemExit) as leaving:
         hook.register()
     message = str(leaving.value)
     assert "\n" not in message
-    assert "needs torchtune==0.6.1 and torchao>=0.13,<0.16" in message
+    assert "needs torchtune==0.6.1 and torchao>=0.13,<0.19" in message
     assert f"{name} {version or 'none'}" in message
     assert "pip install" in message
 
 
-@pytest.mark.parametrize("versions", [{}, {"torchtune": "0.6.1+cpu"}, {"torchao": "0.13.0"}, {"torchao": "0.15.9"}])
+@pytest.mark.parametrize("versions", [{}, {"torchtune": "0.6.1+cpu"}, {"torchao": "0.13.0"}, {"torchao": "0.18.9"}])
 def test_right_pins(installed, versions):
     installed(**versions)
     assert pins.wrong_pins() is None
 
 
+def test_older_torch_needs_older_torchao(installed):
+    installed(torch="2.9.1+rocm6.3", torchao="0.17.0")
+    assert pins.wrong_pins() is None
+    installed(torch="2.9.1+rocm6.3", torchao="0.18.0")
+    assert "needs torchtune==0.6.1 and torchao>=0.13,<0.18 with torch 2.9.1+rocm6.3; found" in pins.wrong_pins()
+
+
 def test_wrong_pins_do_not_stop_other_recipes(as_tune, installed, monkeypatch):
-    installed(torchao="0.16.0")
+    installed(torchao="0.19.0")
     monkeypatch.setattr(sys, "argv", ["tune", "run", "full_finetune_single_device", "--config", "llama3_2/1B_full"])
     hook.register()
 
@@ -195,6 +205,54 @@ def test_pins_are_those_of_the_package():
     low, below = pins.TORCHAO_PIN
     assert (f"torchtune=={pins.TORCHTUNE_PIN}",) in requires
     assert {(f"<{below}", f"torchao>={low}"), (f">={low}", f"torchao<{below}")} & requires
+
+
+NF4, LAYOUT = "NF4Tensor = 'NF4'", "TensorCoreTiledLayout = str"
+TORCHAO = {  # laid out as its versions are
+    "0.15": {"dtypes/nf4tensor.py": NF4, "dtypes/__init__.py": LAYOUT, "quantization/__init__.py": "int4_weight_only = "
+             "int8_dynamic_activation_int4_weight = str"},
+    "0.17": {"dtypes/nf4tensor.py": NF4, "dtypes/__init__.py": LAYOUT, "quantization/__init__.py": ""},
+    "0.18": {"dtypes/__init__.py": "", "quantization/__init__.py": "",
+             "quantization/quantize_/workflows/nf4/nf4_tensor.py": NF4},
+}  # fmt: skip
+TORCHTUNE = """import torchao
+print(*sorted(name for name in vars(torchao.dtypes).keys() | vars(torchao.quantization).keys() if "__" not in name))
+from torchtune import datasets
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchao.dtypes import TensorCoreTiledLayout
+from torchao.quantization import int4_weight_only, int8_dynamic_activation_int4_weight
+print(NF4Tensor)"""
+BRIDGED = """
+import sys
+from rocm_ext.base import errors, pins
+pins.bridge()
+import torchtune
+for called in (torchtune.int4_weight_only, torchtune.TensorCoreTiledLayout):
+    try:
+        print(called("called"))
+    except errors.UserError as error:
+        print(error)
+print([finder for finder in sys.meta_path if isinstance(finder, pins._Bridge)])
+"""
+
+
+@pytest.mark.parametrize("version", TORCHAO)
+def test_torchtune_imports_what_torchao_has_moved(tmp_path, version):
+    """With packages that stand for both; torchao is as it was until torchtune asks for more."""
+    files = {f"torchao/{name}": text for name, text in TORCHAO[version].items()}
+    files |= {"torchao/__init__.py": "from . import dtypes, quantization"}
+    for name, text in (files | {"torchtune/__init__.py": TORCHTUNE, "torchtune/datasets.py": ""}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", BRIDGED], env=environ, capture_output=True, text=True, check=True)
+    before, *after = run.stdout.splitlines()
+    functions, layout = "int4_weight_only int8_dynamic_activation_int4_weight", "TensorCoreTiledLayout"
+    assert before == {"0.15": f"{layout} {functions}", "0.17": layout, "0.18": ""}[version]
+    refused = "torchtune's quantizer needs torchao's {}, which is gone: pip install \"torchao<0.16\""
+    called = {"0.15": 0, "0.17": 1, "0.18": 2}[version]
+    answers = [refused.format("int4_weight_only"), refused.format(layout)][:called] + ["called"] * (2 - called)
+    assert after == ["NF4", *answers, "[]"]
 
 
 class TwoLearningRates(Trainer):

@@ -26,19 +26,12 @@ from rocm_ext.pocket import load_tokenizer
 from tests.kit.hf_models import write_theirs
 from tests.kit.tiny import write_yaml
 
+pytestmark = pytest.mark.usefixtures("any_torchao")
 QUESTIONS = ["What is 47 + 38?", "What is 90 - 12?"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _peft_without_torchao():
-    """With torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
-        yield
-
-
 @pytest.fixture(scope="module")
-def adapter(pocket_dir, tmp_path_factory) -> Path:
+def adapter(pocket_dir, tmp_path_factory, any_torchao) -> Path:
     """An adapter of PEFT's with random values, which change the answers."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(pocket_dir, dtype=torch.float32)

@@ -383,9 +383,9 @@ BREAKS = {
             "BLAS": ("not recorded", ""),
         },
     ),
-    "torchao 0.16": (
-        lambda t: t.say(packages={"torchao": "0.16.0"}),
-        {"torchtune, torchao": ("error", 'pip install "torchtune==0.6.1" "torchao==0.13.0"')},
+    "torchao 0.19": (
+        lambda t: t.say(packages={"torchao": "0.19.0"}),
+        {"torchtune, torchao": ("error", 'pip install "torchtune==0.6.1" "torchao>=0.13,<0.19"')},
     ),
     "one of two packages": (
         lambda t: t.file("rocm-ext.json", (t.root / "rocm-ext.json").read_text().replace('"torchao"', '"torchvision"')),
@@ -393,7 +393,7 @@ BREAKS = {
     ),
     "no torchtune": (
         lambda t: t.say(packages={"torchtune": None}),
-        {"torchtune, torchao": ("error", 'pip install "torchtune==0.6.1" "torchao==0.13.0"')},
+        {"torchtune, torchao": ("error", 'pip install "torchtune==0.6.1" "torchao>=0.13,<0.19"')},
     ),
     "segments with a split size": (
         lambda t: t.say(**env(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:256,expandable_segments:True")),

@@ -155,12 +155,11 @@ def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, 
     ],
     ids=str,
 )
-def test_greedy_answers_equal_those_of_transformers(family, lora, changes, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("any_torchao")
+def test_greedy_answers_equal_those_of_transformers(family, lora, changes, tmp_path):
     decoder = model(family, lora, **changes)
     theirs = twin(decoder, family, changes.get("tie_word_embeddings", False))
     if lora is not None:
-        # with torchao < 0.16 PEFT refuses every linear layer, and torchtune needs such a torchao
-        monkeypatch.setattr(peft.tuners.lora.torchao, "is_torchao_available", lambda: False)
         peft_files.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
         theirs = peft.PeftModel.from_pretrained(theirs, tmp_path)
     texts = prompts(1, 2, 15, 16, 17, 70)
