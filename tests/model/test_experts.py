@@ -25,7 +25,7 @@ from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.lora import merged_experts
 from tests.kit.families import folder_config, on_demand
 from tests.kit.forks import forked, forked_ranks, several_ranks
-from tests.kit.hf_models import MODELS, write_common, write_theirs
+from tests.kit.hf_models import MODELS, layers_for_peft, write_common, write_theirs
 from tests.kit.plans import measured_peak
 from tests.kit.tiny import metrics, write_rows, write_yaml
 from tests.model.test_families import (
@@ -85,7 +85,8 @@ def shapes(folder: Path) -> dict:
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
     """Packed rows here, single rows there."""
-    cfg = folder_config(folder_of(name), rows, tmp_path / "run", BOTH, shuffle=False, max_steps_per_epoch=10)
+    lora = BOTH | layers_for_peft(name)
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", lora, shuffle=False, max_steps_per_epoch=10)
     recipe = prepare(cfg)
     start = tmp_path / "start"
     start.mkdir()
@@ -182,7 +183,8 @@ def test_routers_are_as_precise_as_transformers(folder_of):
 
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
-    cfg = folder_config(folder_of(name), rows, tmp_path / "run", BOTH, max_steps_per_epoch=3)
+    lora = BOTH | layers_for_peft(name)
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", lora, max_steps_per_epoch=3)
     cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
     ours = finetune(cfg)
     expected = our_logits(ours)

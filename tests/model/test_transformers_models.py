@@ -27,7 +27,7 @@ from rocm_ext.plan.memory import plan_memory
 from tests.kit import multimodal_models
 from tests.kit.families import folder_config, on_demand, write_family
 from tests.kit.forks import forked, several_ranks
-from tests.kit.hf_models import CARE, MODELS, MORE, write_common, write_theirs
+from tests.kit.hf_models import CARE, MODELS, MORE, layers_for_peft, write_common, write_theirs
 from tests.kit.plans import measured_peak
 from tests.kit.raft_runs import write_run
 from tests.kit.tiny import write_rows, write_yaml
@@ -223,6 +223,7 @@ def test_padding_changes_nothing(folder_of):
     ids=str,
 )
 def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, lora):
+    lora = layers_for_peft(name) | lora
     cfg = folder_config(folder_of(name), rows, tmp_path / "run", lora, shuffle=False, max_steps_per_epoch=10)
     recipe = prepare(cfg)
     start = tmp_path / "start"
@@ -245,7 +246,7 @@ def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, lora):
 
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
-    cfg = folder_config(folder_of(name), rows, tmp_path / "run", max_steps_per_epoch=3)
+    cfg = folder_config(folder_of(name), rows, tmp_path / "run", layers_for_peft(name), max_steps_per_epoch=3)
     cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
     ours = finetune(cfg)
     expected = our_logits(ours)
