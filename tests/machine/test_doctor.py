@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main
-from rocm_ext.machine.cgroups import cpu_quota
 from rocm_ext.machine.detect import ask_torch
 from rocm_ext.machine.doctor import exit_code, judge, this_machine, verdict
 from rocm_ext.machine.doctor.facts import recorded_facts
 from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, User
+from rocm_ext.machine.sysfs import cpu_quota
 from rocm_ext.verifiers.sandbox import bubblewrap
 
 TREES = Path(__file__).parent / "trees"

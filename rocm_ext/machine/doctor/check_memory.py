@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.budget import HostMemory, budget_from
 from rocm_ext.machine.doctor.facts import ENOUGH, Facts
-from rocm_ext.machine.doctor.findings import Finding, gib, unrecorded
+from rocm_ext.machine.doctor.recorded import Finding, gib, unrecorded
 
 SMALL_CARVE_OUT = 4 * 2**30  # the smallest setting of some machines
 

@@ -6,8 +6,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.machine.budget import before_6_16
 from rocm_ext.machine.detect import STRIX_HALO
 from rocm_ext.machine.doctor.facts import Facts
-from rocm_ext.machine.doctor.findings import Finding, gib, unrecorded
-from rocm_ext.machine.doctor.recorded import DeviceNode
+from rocm_ext.machine.doctor.recorded import DeviceNode, Finding, gib, unrecorded
 from rocm_ext.machine.doctor.system import AMD, NVIDIA, Card
 from rocm_ext.machine.profile import below_floor, choose_profile, has_profile, nearest_profile
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from rocm_ext.base.pins import wrong_pins
 from rocm_ext.machine.detect import VISIBLE_VARIABLES, Torch
 from rocm_ext.machine.doctor.facts import Facts
-from rocm_ext.machine.doctor.findings import Finding, unrecorded
+from rocm_ext.machine.doctor.recorded import Finding, unrecorded
 from rocm_ext.machine.doctor.system import AMD, NVIDIA
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES, environment_conflicts, environment_for
 from rocm_ext.machine.profile import below_floor, reinstall_command

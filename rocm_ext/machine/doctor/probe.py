@@ -14,8 +14,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.machine.detect import Machine, ask_torch, describe, host_memory
-from rocm_ext.machine.doctor.findings import Finding
-from rocm_ext.machine.doctor.recorded import MARK
+from rocm_ext.machine.doctor.recorded import MARK, Finding
 from rocm_ext.machine.environment import ensure_environment
 from rocm_ext.machine.profile import Profile, choose_profile, intended_machine, load_profile
 
