@@ -51,6 +51,23 @@ class Variable:
 
 
 @dataclass(frozen=True)
+class BadBuild:
+    """A build of torch that is known to fail on the profile's machines.
+
+    Attributes:
+        torch: what its version begins with, as in 2.12.0+rocm7.14.
+        why: what fails, with the thread that says so.
+        fix: what to do.
+        arch: the architectures; empty: all of the profile's.
+    """
+
+    torch: str
+    why: str
+    fix: str
+    arch: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Chip:
     """The data sheet of one GPU as sold.
 
@@ -90,6 +107,7 @@ class Profile:
         locked: the settings that other values would break.
         environment: variables to set before torch starts.
         floor: versions of torch, rocm and kernel that the machine needs: min, below, also and fix.
+        bad_builds: builds of torch that fail here, within those limits.
         chips: data sheets by the GPU's name; the first of an architecture stands for it.
         reached: shares of a data sheet that :mod:`rocm_ext.plan.speeds` assumes: compute, bandwidth and attention (of
             compute); and launch, the microseconds that the host needs to start a kernel.
@@ -105,6 +123,7 @@ class Profile:
     locked: dict[str, Lock] = field(default_factory=dict)
     environment: dict[str, Variable] = field(default_factory=dict)
     floor: dict[str, dict[str, Any]] = field(default_factory=dict)
+    bad_builds: tuple[BadBuild, ...] = ()
     chips: dict[str, Chip] = field(default_factory=dict)
     reached: dict[str, float] = field(default_factory=dict)
     bench_config: str = ""
@@ -289,6 +308,8 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
     if not machine.has_kernels:
         hint = f"; install it with: {reinstall_command(profile, machine)}" if profile.install else ""
         warnings.append(f"torch {machine.torch} has no kernels for {machine.arch}{hint}")
+    if bad := bad_build(profile, machine):
+        warnings.append(f"torch {machine.torch}: {bad.why}. {bad.fix}")
     return warnings + [f"{found}: {fix}" for found, fix in below_floor(profile, machine).values()]
 
 
@@ -317,6 +338,12 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
         if "below" in limits and parse_version(have) >= parse_version(limits["below"]):
             outside[what] = (f"{what} {have} is not below {limits['below']}", limits["fix"])
     return outside
+
+
+def bad_build(profile: Profile, machine: Machine) -> BadBuild | None:
+    """What is known to fail with the machine's torch."""
+    here = (bad for bad in profile.bad_builds if not bad.arch or machine.arch in bad.arch)
+    return next((bad for bad in here if machine.torch.startswith(bad.torch)), None)
 
 
 def _is_newer_build(kernel: str, other: str) -> bool:

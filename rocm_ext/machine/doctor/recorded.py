@@ -88,6 +88,15 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Seconds of a copy to the first GPU: from a mapped file, and of a file that is read first."""
+
+    size: int  # bytes
+    mapped: float
+    read: float
+
+
+@dataclass(frozen=True)
 class Process:
     """A process on the GPU."""
 
@@ -127,6 +136,7 @@ class Recorded:
     hip_memory: Memory | None = None  # torch.cuda.mem_get_info(), of the first GPU
     blas: str = ""  # the library that multiplies matrices
     canaries: tuple[Finding, ...] | None = None
+    copies: Copies | None = None
 
 
 def read_recorded(root: Path) -> Recorded:
