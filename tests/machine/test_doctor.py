@@ -29,7 +29,7 @@ from rocm_ext.verifiers.sandbox import bubblewrap
 TREES = Path(__file__).parent / "trees"
 NAMES = sorted(tree.name for tree in TREES.iterdir())
 GIB = 2**30
-STRIX_TORCH = 'pip install --index-url https://repo.amd.com/rocm/whl-multi-arch/ "torch[device-gfx1151]"'
+STRIX_TORCH = 'pip install --index-url https://stable.repo.amd.com/rocm/whl-next/ "torch[device-gfx1151]"'
 JOIN = "sudo usermod -aG render,video $USER  # then log out and in"
 
 
@@ -567,7 +567,7 @@ MI50_TORCH = 'pip uninstall -y torch && pip install "torch<2.10" --index-url htt
 OTHERS = {
     ("mi300x", "no torch"): (
         without_torch,
-        NO_TORCH | {"torch": ("error", "pip install torch --index-url https://download.pytorch.org/whl/rocm7.2")},
+        NO_TORCH | {"torch": ("error", "pip install torch --index-url https://download.pytorch.org/whl/rocm7.14")},
     ),
     ("mi50", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", MI50_TORCH.partition("&& ")[2])}),
     ("windows", "no torch"): (without_torch, NO_TORCH | {"torch": ("error", STRIX_TORCH)}),
