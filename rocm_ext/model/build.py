@@ -74,9 +74,7 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
     return decoder
 
 
-def check_quantized(
-    decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int, budget: int
-) -> list[str]:
+def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int, budget: int) -> list[str]:
     """Check that ``profile`` and the number of ranks allow a 4-bit base model, if ``decoder`` has one.
 
     Args:
