@@ -33,7 +33,7 @@ class Spec:
     """
 
     config: str
-    overrides: tuple[str, ...]
+    overrides: Sequence[str]
     budget: int
     seconds: float
 
