@@ -160,7 +160,7 @@ def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
         ),
         _Section("Preferences", curves.charts(curves.PREFERENCES, runs, DPO), [r for r in runs if r.family == DPO]),
         _Section("Training", curves.charts(curves.TRAINING, runs), [run for run in runs if len(run.steps)]),
-        _Section("Hardware", hardware.charts(runs), [run for run in runs if run.hardware]),
+        _Section("Hardware", hardware.charts([(r.name, r.hardware) for r in runs]), [r for r in runs if r.hardware]),
     ]
 
 
