@@ -36,28 +36,28 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare two runs; returns the exit code, which is the answer."""
     try:
-        found = compare(RunFolder(args.a), RunFolder(args.b), args.tolerance / 100, args.score_tolerance / 100)
+        compared = compare(RunFolder(args.a), RunFolder(args.b), args.tolerance / 100, args.score_tolerance / 100)
     except UserError as error:
         raise UserError(str(error), code=2) from error  # exit code 1 means: keep A
-    code, colour = _ANSWERS[found.answer]
+    code, colour = _ANSWERS[compared.answer]
     if args.json:
-        print_json(asdict(found) | {"exit_code": code})
+        print_json(asdict(compared) | {"exit_code": code})
         return code
     out = console()
-    out.print(Text(f"A  {printable(str(found.a))}\nB  {printable(str(found.b))}\n"))
-    if found.settings:
+    out.print(Text(f"A  {printable(str(compared.a))}\nB  {printable(str(compared.b))}\n"))
+    if compared.settings:
         settings = table("", "settings that differ", "A", "B")
-        for key, values in found.settings.items():
+        for key, values in compared.settings.items():
             settings.add_row(Text(key), *(Text(_short(value)) for value in values))
         out.print(settings, "")
     measured = table("", "measured", "A", "B", "B against A", right=("A", "B"))
-    for name, (a, b) in found.measured.items():
+    for name, (a, b) in compared.measured.items():
         change = f"{round(100 * (b / a - 1), 2) + 0.0:+.2f} %" if a > 0 and b > 0 else ""  # + 0.0: no "-0.00"
         measured.add_row(name, _number(a), _number(b), change)
     out.print(measured, "")
-    for note in found.notes:
+    for note in compared.notes:
         out.print(Text(f"note: {printable(note)}"), soft_wrap=True)
-    out.print(Text(f"verdict: {found.text}", style=f"bold {colour}"), soft_wrap=True)
+    out.print(Text(f"verdict: {compared.text}", style=f"bold {colour}"), soft_wrap=True)
     return code
 
 
