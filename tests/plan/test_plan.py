@@ -15,7 +15,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config
 from rocm_ext.base import registry
-from rocm_ext.bench.training import RandomWeights
+from rocm_ext.bench.probes import RandomWeights
 from rocm_ext.cli import main
 from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
