@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from rocm_ext.base.errors import UserError
 
@@ -17,13 +18,11 @@ def installed() -> dict[str, str | None]:
     """The versions of torchtune, torchao and torch; None: not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    def of(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
-    return {name: of(name) for name in ("torchtune", "torchao", "torch")}
+    versions: dict[str, str | None] = {"torchtune": None, "torchao": None, "torch": None}
+    for name in versions:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def wrong_pins(versions: dict[str, str | None] | None = None) -> str | None:

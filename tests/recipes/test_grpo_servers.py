@@ -19,18 +19,12 @@ from rocm_ext.rl.records import PhaseRecords
 from rocm_ext.rl.trainer import PolicyTrainer
 from tests.kit.forks import forked, forked_ranks, several_ranks
 from tests.kit.grpo_runs import lines, write_run
-from tests.kit.raft_runs import write_world
 from tests.kit.servers import COMPLETIONS, LOAD, UNLOAD, Fake, Sampler, Vllm, error, is_check, vllm_form
 
 OVERLAP = {"max_staleness": 1}
 BOTH = pytest.mark.parametrize(
     "changes", [pytest.param({}, id="sequential", marks=pytest.mark.slow), pytest.param(OVERLAP, id="overlap")]
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_world(tmp_path_factory.mktemp("grpo_servers"))
 
 
 @pytest.fixture
@@ -308,7 +302,7 @@ def test_a_failed_rank_waits_for_no_other(serve, make, out):
     assert fake.rules.adapters == {}
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400], ids=["nan", "inf", "400 digits"])
+@pytest.mark.parametrize("value", [math.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, 10**400))])
 def test_log_probs_that_are_no_numbers_end_the_run_which_continues(serve, make, out, value):
     fake = serve()
 
@@ -409,14 +403,14 @@ def test_samples_beside_a_rewrite_stay(serve, make, out, monkeypatch):
     """Old samples are removed while the thread records new ones."""
     fake = serve()
     fake.before = lambda path, body: time.sleep(0.05)
-    original = files._sync
+    original = files.flush
 
     def sync(path):
         original(path)
         if path.name == ".samples.jsonl.tmp":
             time.sleep(0.3)
 
-    monkeypatch.setattr(files, "_sync", sync)
+    monkeypatch.setattr(files, "flush", sync)
     train(make(fake, **OVERLAP, keep_samples=1, save_every_n_steps=1))
     assert Counter(line["step"] for line in lines(out / "samples.jsonl")) == {4: 16}
     assert Counter(line["step"] for line in lines(out / "verdicts.jsonl")) == {1: 16, 2: 16, 3: 16, 4: 16}
