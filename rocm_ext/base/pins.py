@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import NoReturn
 
 from rocm_ext.base.errors import UserError
 
@@ -48,47 +50,37 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def bridge() -> None:
-    """Let torchtune import names that torchao has moved or removed. Programs without torchtune see no difference.
-
-    torchtune imports torchao and then its own data sets. At that moment the missing names are added; while
-    ``import torch`` calls our hook, torchao is still importing, and nothing can be added to it.
-    """
+    """Let torchtune import names that torchao has moved or removed. Programs without torchtune see no difference."""
     if "torchtune.datasets" not in sys.modules:
         sys.meta_path.insert(0, _Bridge())
 
 
 class _Bridge:
-    """An entry of ``sys.meta_path`` that imports nothing itself. It adds the names once, and then leaves."""
+    """An entry of ``sys.meta_path`` that imports nothing itself. It adds the names once, and then leaves.
+
+    torchtune imports torchao, then its own data sets. Not before that is torchao complete: it imports torch, at the end
+    of which our hook runs.
+    """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "torchtune.datasets":
-            sys.meta_path.remove(self)
-            _add_missing()
+        if name != "torchtune.datasets":
+            return
+        sys.meta_path.remove(self)
+        import torchao.dtypes
+        import torchao.quantization
+
+        if importlib.util.find_spec("torchao.dtypes.nf4tensor") is None:  # moved in 0.18 (pytorch/ao#4256)
+            from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
+
+            sys.modules["torchao.dtypes.nf4tensor"] = torchao.dtypes.nf4tensor = nf4_tensor
+        for module, gone in (
+            (torchao.quantization, "int4_weight_only"),  # in 0.16 (pytorch/ao#3308)
+            (torchao.quantization, "int8_dynamic_activation_int4_weight"),
+            (torchao.dtypes, "TensorCoreTiledLayout"),  # in 0.18 (pytorch/ao#4153)
+        ):
+            if not hasattr(module, gone):  # torchtune's recipe `quantize` alone calls them
+                setattr(module, gone, partial(_refuse, gone))
 
 
-def _add_missing() -> None:
-    import importlib.util
-
-    import torchao.dtypes
-    import torchao.quantization
-
-    if importlib.util.find_spec("torchao.dtypes.nf4tensor") is None:  # moved in 0.18 (pytorch/ao#4256)
-        from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
-
-        sys.modules["torchao.dtypes.nf4tensor"] = torchao.dtypes.nf4tensor = nf4_tensor
-    for module, name in (
-        (torchao.quantization, "int4_weight_only"),  # removed in 0.16 (pytorch/ao#3308)
-        (torchao.quantization, "int8_dynamic_activation_int4_weight"),
-        (torchao.dtypes, "TensorCoreTiledLayout"),  # removed in 0.18 (pytorch/ao#4153)
-    ):
-        if not hasattr(module, name):
-            setattr(module, name, _removed(name))
-
-
-def _removed(name: str) -> Callable[..., object]:
-    """What stands for a name that torchao has no more; torchtune's recipe `quantize` alone calls it."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise UserError(f"torchtune's quantizer needs torchao's {name}, which is gone: pip install \"torchao<0.16\"")
-
-    return refuse
+def _refuse(gone: str, *_: object, **__: object) -> NoReturn:
+    raise UserError(f"torchtune's quantizer needs torchao's {gone}, which is gone: pip install \"torchao<0.16\"")

@@ -207,52 +207,42 @@ def test_pins_are_those_of_the_package():
     assert {(f"<{below}", f"torchao>={low}"), (f">={low}", f"torchao<{below}")} & requires
 
 
-NF4, LAYOUT = "NF4Tensor = 'NF4'", "TensorCoreTiledLayout = str"
-TORCHAO = {  # laid out as its versions are
-    "0.15": {"dtypes/nf4tensor.py": NF4, "dtypes/__init__.py": LAYOUT, "quantization/__init__.py": "int4_weight_only = "
-             "int8_dynamic_activation_int4_weight = str"},
-    "0.17": {"dtypes/nf4tensor.py": NF4, "dtypes/__init__.py": LAYOUT, "quantization/__init__.py": ""},
-    "0.18": {"dtypes/__init__.py": "", "quantization/__init__.py": "",
-             "quantization/quantize_/workflows/nf4/nf4_tensor.py": NF4},
-}  # fmt: skip
-TORCHTUNE = """import torchao
-print(*sorted(name for name in vars(torchao.dtypes).keys() | vars(torchao.quantization).keys() if "__" not in name))
+TORCHTUNE = """
+import torchao
+before = {*dir(torchao.dtypes), *dir(torchao.quantization)}
 from torchtune import datasets
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchao.dtypes import TensorCoreTiledLayout
 from torchao.quantization import int4_weight_only, int8_dynamic_activation_int4_weight
-print(NF4Tensor)"""
-BRIDGED = """
-import sys
-from rocm_ext.base import errors, pins
-pins.bridge()
-import torchtune
-for called in (torchtune.int4_weight_only, torchtune.TensorCoreTiledLayout):
-    try:
-        print(called("called"))
-    except errors.UserError as error:
-        print(error)
-print([finder for finder in sys.meta_path if isinstance(finder, pins._Bridge)])
+print(NF4Tensor, *sorted({*dir(torchao.dtypes), *dir(torchao.quantization)} - before - {"nf4tensor", "quantize_"}))
+print(int4_weight_only("called"))
 """
 
 
-@pytest.mark.parametrize("version", TORCHAO)
-def test_torchtune_imports_what_torchao_has_moved(tmp_path, version):
-    """With packages that stand for both; torchao is as it was until torchtune asks for more."""
-    files = {f"torchao/{name}": text for name, text in TORCHAO[version].items()}
-    files |= {"torchao/__init__.py": "from . import dtypes, quantization"}
-    for name, text in (files | {"torchtune/__init__.py": TORCHTUNE, "torchtune/datasets.py": ""}).items():
+@pytest.mark.parametrize(("version", "added"), [("0.15", 0), ("0.17", 2), ("0.18", 3)])
+def test_torchtune_imports_what_torchao_has_moved(tmp_path, version, added):
+    """With packages laid out as both are; torchao is as it was until torchtune asks for more."""
+    names = ["TensorCoreTiledLayout", "int4_weight_only", "int8_dynamic_activation_int4_weight"]
+    files = {
+        "torchao/__init__.py": "from . import dtypes, quantization",
+        "torchao/dtypes/__init__.py": f"{names[0]} = str" if added < 3 else "",
+        "torchao/quantization/__init__.py": f"{names[1]} = {names[2]} = str" if not added else "",
+        "torchao/dtypes/nf4tensor.py" if added < 3 else "torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py":
+            "NF4Tensor = 'NF4'",
+        "torchtune/__init__.py": TORCHTUNE,
+        "torchtune/datasets.py": "",
+    }  # fmt: skip
+    for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", BRIDGED], env=environ, capture_output=True, text=True, check=True)
-    before, *after = run.stdout.splitlines()
-    functions, layout = "int4_weight_only int8_dynamic_activation_int4_weight", "TensorCoreTiledLayout"
-    assert before == {"0.15": f"{layout} {functions}", "0.17": layout, "0.18": ""}[version]
-    refused = "torchtune's quantizer needs torchao's {}, which is gone: pip install \"torchao<0.16\""
-    called = {"0.15": 0, "0.17": 1, "0.18": 2}[version]
-    answers = [refused.format("int4_weight_only"), refused.format(layout)][:called] + ["called"] * (2 - called)
-    assert after == ["NF4", *answers, "[]"]
+    command = [sys.executable, "-c", "from rocm_ext.base import pins; pins.bridge(); import torchtune"]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    said = run.stdout.splitlines()
+    assert said[0].split() == ["NF4", *names[3 - added :]]
+    if added:
+        assert run.stderr.splitlines()[-1].endswith(f'{names[1]}, which is gone: pip install "torchao<0.16"')
+    else:
+        assert said[1] == "called"
 
 
 class TwoLearningRates(Trainer):
