@@ -7,13 +7,15 @@ nothing that torch has not imported itself is imported at the top of this file.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 from rocm_ext.base import pins, registry
-from rocm_ext.base.errors import nearest
+from rocm_ext.base.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +28,7 @@ def register() -> None:
     installed torchtune or torchao cannot work, or where `tune` is asked for a recipe that does not exist."""
     what = "its recipes are not registered"
     try:
-        pins.bridge()
+        bridge()
         tune, script = _is_tune(), _script()
         if tune:
             problem = pins.wrong_pins()
@@ -56,6 +58,43 @@ def register() -> None:
             startup.begin(tune)
     except Exception as error:
         print(f"torchtune-rocm: {what}: {error}", file=sys.stderr)
+
+
+def bridge() -> None:
+    """Let torchtune import names that torchao has moved or removed. Programs without torchtune see no difference."""
+    if "torchtune.datasets" not in sys.modules:
+        sys.meta_path.insert(0, _Bridge())
+
+
+class _Bridge:
+    """An entry of ``sys.meta_path`` that imports nothing itself. It adds the names once, and then leaves.
+
+    torchtune imports torchao, then its own data sets. Not before that is torchao complete: it imports torch, at the end
+    of which our hook runs.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name != "torchtune.datasets":
+            return
+        sys.meta_path.remove(self)
+        import torchao.dtypes
+        import torchao.quantization
+
+        if importlib.util.find_spec("torchao.dtypes.nf4tensor") is None:  # moved in 0.18 (pytorch/ao#4256)
+            from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
+
+            sys.modules["torchao.dtypes.nf4tensor"] = torchao.dtypes.nf4tensor = nf4_tensor
+        for module, gone in (
+            (torchao.quantization, "int4_weight_only"),  # in 0.16 (pytorch/ao#3308)
+            (torchao.quantization, "int8_dynamic_activation_int4_weight"),
+            (torchao.dtypes, "TensorCoreTiledLayout"),  # in 0.18 (pytorch/ao#4153)
+        ):
+            if not hasattr(module, gone):  # torchtune's recipe `quantize` alone calls them
+                setattr(module, gone, partial(_refuse, gone))
+
+
+def _refuse(gone: str, *_: object, **__: object) -> NoReturn:
+    raise UserError(f"torchtune's quantizer needs torchao's {gone}, which is gone: pip install \"torchao<0.16\"")
 
 
 def _script() -> str:

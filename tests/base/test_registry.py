@@ -235,7 +235,7 @@ def test_torchtune_imports_what_torchao_has_moved(tmp_path, version, added):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "-c", "from rocm_ext.base import pins; pins.bridge(); import torchtune"]
+    command = [sys.executable, "-c", "from rocm_ext import hook; hook.bridge(); import torchtune"]
     run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     said = run.stdout.splitlines()
     assert said[0].split() == ["NF4", *names[3 - added :]]
