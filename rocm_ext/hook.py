@@ -1,8 +1,8 @@
 """torch's hook, through which ``tune`` learns of our recipes and a run begins early.
 
 torch calls :func:`register` at the end of ``import torch``, through ``rocm_ext_hook`` and the entry point group
-``torch.backends`` (device extension autoload, PyTorch RFC 122468). In programs that are not ours it returns at once;
-nothing that torch has not imported itself is imported at the top of this file.
+``torch.backends`` (device extension autoload, PyTorch RFC 122468). In programs that are not ours it only lets
+torchtune import newer torchao. Nothing that torch has not imported itself is imported at the top of this file.
 """
 
 from __future__ import annotations
