@@ -24,8 +24,8 @@ from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.memory import readable
 from rocm_ext.plan.planner import dtype_name
 from rocm_ext.train.learner import Learner
+from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import OutputDir
-from rocm_ext.train.runtime import Runtime
 from rocm_ext.train.trainer import Trainer
 
 _LONGEST = 2048  # tokens of a row, unless the config says less
@@ -113,7 +113,9 @@ def _trainer(cfg: DictConfig, runtime: Runtime, count: int, budget: int) -> Trai
     rows = random_rows(count, longest, longest, 256)
     learner = ProbeLearner(cfg, runtime, budget)
     learner.setup(workload.describe(rows, count, "random"))
-    return Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks))
+    trainer = Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks))
+    trainer.open()
+    return trainer
 
 
 def _measure(trainer: Trainer, seconds: float) -> dict[str, Any]:

@@ -14,8 +14,7 @@ import numpy as np
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import hub_name
 from rocm_ext.base.registry import DPO, GRPO, RAFT
-from rocm_ext.runs.cycles import PHASES
-from rocm_ext.runs.folder import RunFolder, running_time
+from rocm_ext.runs.folder import PHASES, RunFolder, running_time
 from rocm_ext.runs.held_out import HeldOut, held_out
 from rocm_ext.runs.intervals import (
     Interval,
