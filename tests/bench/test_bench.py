@@ -25,7 +25,7 @@ from rocm_ext.machine.profile import load_profile
 from rocm_ext.plan.speeds import figures_for
 from tests.kit import probes
 from tests.kit.forks import ForkedPopen
-from tests.plan.test_plan import _without_search, as_configured  # noqa: F401
+from tests.kit.plans import as_configured
 
 GIB = 2**30
 # `runner` starts forks instead of programs, which take five seconds to import torch

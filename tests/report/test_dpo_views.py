@@ -18,9 +18,9 @@ from rocm_ext.plan.speeds import Figures
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.progress import progress
 from rocm_ext.train.scoring import score
+from tests.kit.plans import measured_peak, plan
 from tests.kit.run_folders import sft, step_lines
 from tests.kit.tiny import run_config, write_model, write_yaml
-from tests.plan.test_plan import measured_peak, plan
 
 FREE_MEMORY = Figures("", False, {"fp32": 1e11}, 1e30)  # only operations take time
 
