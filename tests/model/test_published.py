@@ -10,7 +10,7 @@ from torchtune.models import llama3_1, llama3_2, qwen2_5
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.bench.context import Bench
+from rocm_ext.bench.probes import Bench
 from rocm_ext.bench.sweep import Spec
 from rocm_ext.cli import main
 from rocm_ext.model import from_checkpoint

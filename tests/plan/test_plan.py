@@ -15,7 +15,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config
 from rocm_ext.base import registry
-from rocm_ext.bench.training import RandomWeights
+from rocm_ext.bench.probes import RandomWeights
 from rocm_ext.cli import main
 from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
@@ -103,6 +103,16 @@ def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
     small = plan(capsys, "--config", path, *wide, "model.quantize_base=True")["configured"]["memory"]["weights"]
     linear = 3 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)  # weights of adapted layers
     assert whole - small == pytest.approx(linear * (2 - 0.516), rel=0.01)
+
+
+def test_4_bits_where_16_do_not_fit(capsys):
+    def halo(name: str, size: str) -> tuple[int, str]:
+        code = main(["plan", "--config", name, "--machine", f"Strix Halo {size}", "model.quantize_base=True"])
+        return code, capsys.readouterr().err
+
+    assert halo("strix_halo_qwen3b", "32 GB")[1].count("wants False: owners' QLoRA (NF4) took") == 1
+    assert "wants False" in halo("strix_halo_qwen3_14b", "64 GB")[1], "28 of 50 GiB"
+    assert halo("strix_halo_qwen3_14b", "32 GB") == (0, ""), "28 of 25 GiB"
 
 
 def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):

@@ -161,7 +161,7 @@ def test_a_recipe_that_extends_none_of_ours(folder, capsys):
 
 
 def test_bench_reads_a_config_that_names_a_file(folder, tiny):
-    from rocm_ext.bench.context import Bench
+    from rocm_ext.bench.probes import Bench
     from rocm_ext.bench.sweep import Spec
 
     (folder / "configs").mkdir()
