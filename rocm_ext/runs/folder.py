@@ -148,10 +148,10 @@ class RunFolder:
 
     def setting(self, key: str) -> Any:
         """A value of ``config.yaml`` by its dotted name; None if the file has no such key."""
-        node: Any = self.config
+        value: Any = self.config
         for part in key.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
-        return node
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     def settings(self) -> dict[str, Any]:
         """``config.yaml``, flat: ``optimizer.lr`` and so on."""
