@@ -8,10 +8,9 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.bench.context import Bench, Skipped
 from rocm_ext.bench.training import RandomWeights
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.model.attention import choose_attention
+from rocm_ext.model.attention import choose_attention, span_for
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.sampler import copied_bytes, sampler_of
-from rocm_ext.model.slots import span_for
 from rocm_ext.plan.memory import frozen_bytes
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession

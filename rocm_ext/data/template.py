@@ -150,7 +150,9 @@ def read_template(setting: str, folder: Path, args: Mapping[str, Any], today: da
         UserError: a file cannot be read, or the template is not valid Jinja.
     """
     config = _json(folder / _CONFIG)
-    variables = {**_special_tokens(config), **args}
+    tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}  # text, or objects with ``content``
+    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()}
+    variables = {**{name: text for name, text in texts.items() if isinstance(text, str)}, **args}
     named = _named_templates(folder, config)
     origin = str(folder / _file_of(folder, config))
     if setting == "auto":
@@ -202,13 +204,6 @@ def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if len(named) != len(listed) or not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise UserError(f"{folder / file}: chat_template must be text, or a list of name and template")
     return named
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens in ``tokenizer_config.json``, as text or as objects with ``content``."""
-    tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _read(path: Path) -> str:

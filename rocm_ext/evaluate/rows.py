@@ -19,8 +19,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, replace_text
 from rocm_ext.base.log import Progress
-from rocm_ext.data.pair_rows import SIDE
-from rocm_ext.data.rows import Rows, labelled
+from rocm_ext.data.rows import SIDE, Rows, labelled
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload

@@ -12,7 +12,7 @@ from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.registry import GRPO, RAFT
 from rocm_ext.data.loading import LOADERS
 from rocm_ext.export.source import Source
-from rocm_ext.model.adapters.peft_config import PeftConfig
+from rocm_ext.model.adapters.peft_files import PeftConfig
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.scores import Score
 

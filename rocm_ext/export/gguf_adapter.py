@@ -11,8 +11,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.export.gguf_file import Entry, library, write
 from rocm_ext.export.gguf_model import GgufNames, add_general, native
 from rocm_ext.export.source import Source
-from rocm_ext.model.adapters.peft_config import PeftConfig
-from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, updates_by_weight
+from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, PeftConfig, updates_by_weight
 
 
 def write_adapter(source: Source, out: Path) -> None:

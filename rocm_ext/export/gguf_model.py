@@ -17,7 +17,7 @@ from rocm_ext.export.source import Source
 from rocm_ext.export.vocabulary import CONVERTER, add_vocabulary
 from rocm_ext.model.adapters.merge import MergedWeights, base_tensors
 from rocm_ext.model.families import Architecture, Rope, foreign_config, read_architecture
-from rocm_ext.model.rope import HalvesRoPE
+from rocm_ext.model.layers import HalvesRoPE
 
 # llama.cpp's Mistral is its Llama
 _ARCHITECTURES = {

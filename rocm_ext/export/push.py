@@ -13,7 +13,7 @@ from rocm_ext.base.hub import files_of, is_hub_name
 from rocm_ext.base.log import log
 from rocm_ext.export.source import OF_ADAPTER, Source
 from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, MERGED_WEIGHTS
-from rocm_ext.model.adapters.peft_config import ADAPTER_CONFIG
+from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG
 
 _CARD = "README.md"
 

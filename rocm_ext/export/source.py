@@ -19,8 +19,7 @@ from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS
-from rocm_ext.model.adapters.peft_config import ADAPTER_CONFIG, PeftConfig
-from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, base_model_name
+from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftConfig, base_model_name
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_downloaded, use_weights
 from rocm_ext.model.families import CONFIG

@@ -17,9 +17,9 @@ from rocm_ext.losses import Objective
 from rocm_ext.machine.profile import Profile, check_locked
 from rocm_ext.model.checkpointer import StoredWeights, on_meta, sample
 from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.layers import use_fused_norms
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, is_plain, plain
 from rocm_ext.model.native import native
-from rocm_ext.model.norm import use_fused_norms
 
 
 class CausalLM(nn.Module):

@@ -1,4 +1,8 @@
-"""Estimate the memory of training, by part, before anything is loaded."""
+"""Estimate the memory of training, by part, before anything is loaded, and choose the layers to checkpoint.
+
+A checkpointed layer keeps only its input. The backward pass computes the layer again, which saves memory for a third
+more compute.
+"""
 
 import copy
 from collections.abc import Collection, Iterable, Sequence
@@ -7,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
+from rocm_ext.base.errors import UserError
 from rocm_ext.losses import Objective
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import adapter_parameters, adapters
-from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts
-from rocm_ext.plan.simulate import simulate
+from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, simulate
 
 # QLoRA's NF4: 4 bits per value, an 8-bit scale per 64 values, an fp32 scale per 256 of these scales
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -169,3 +175,43 @@ def worst_rows(longest: int, tokens: int) -> list[int]:
 def readable(size: float) -> str:
     """Format bytes: ``17179869184`` -> ``16.0 GiB``, ``1048576`` -> ``1.0 MiB``."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int) -> tuple[list[int], str]:
+    """Choose the layers to checkpoint.
+
+    Args:
+        setting: ``enable_activation_checkpointing``: False, True, n for every n-th layer, or ``auto``.
+        plan: memory by part.
+        budget: bytes that this rank may use.
+
+    Returns:
+        Indices of the layers, and the reason.
+
+    Raises:
+        UserError: any other setting.
+    """
+    layers = plan.layers
+    if setting is False:
+        return [], "off in the config"
+    if setting is True:
+        return list(range(layers)), "on in the config"
+    if isinstance(setting, int) and setting >= 1:
+        return list(range(0, layers, setting)), f"every {setting}. layer, set in the config"
+    if setting != "auto":
+        raise UserError(
+            f"enable_activation_checkpointing is {setting!r}; expected False, True, a number n >= 1 "
+            "(every n-th layer) or auto"
+        )
+    chosen = plan.fewest(budget)
+    peak = plan.peak(chosen)
+    why = f"{readable(peak)} planned of {readable(budget)}"
+    if peak > budget:
+        why += "; probably too much: lower batch_size, tokens_per_micro_batch or tokenizer.max_seq_len"
+    return chosen, why
+
+
+def apply_checkpointing(decoder: TransformerDecoder, layers: list[int]) -> None:
+    """Wrap the ``layers`` of ``decoder`` in torch's checkpoint wrapper."""
+    for i in layers:
+        decoder.layers[i] = checkpoint_wrapper(decoder.layers[i])  # type: ignore[index]

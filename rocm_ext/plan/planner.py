@@ -16,9 +16,9 @@ from omegaconf import DictConfig
 from rocm_ext.data.batches import Steps, cut, rows_per_step, width_multiple
 from rocm_ext.losses import Objective
 from rocm_ext.machine.numerics import DTYPES
+from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes
-from rocm_ext.model.slots import span_for
 from rocm_ext.plan.costs import Kernels, Operation
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, worst_rows
 from rocm_ext.plan.speeds import Figures

@@ -10,9 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.data.batches import count_labels, shared_beginnings
-from rocm_ext.data.pair_rows import SIDE
 from rocm_ext.data.render import render_prompt
-from rocm_ext.data.rows import Rows, open_dataset, tokenize
+from rocm_ext.data.rows import SIDE, Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.losses import objective_of
 

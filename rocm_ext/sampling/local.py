@@ -18,12 +18,20 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.data.render import to_text
 from rocm_ext.machine.trace import DECODING, PREFILL, Trace
+from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, sampler_of
-from rocm_ext.model.slots import span_for
-from rocm_ext.sampling.batch import RunningSample, SlotBatch
 from rocm_ext.sampling.engine import Completion, Request, Sampling
-from rocm_ext.sampling.slots import PREFILL_TOKENS, SHARE, SlotMemory, most_slots, slot_memory, slots_beside
+from rocm_ext.sampling.slots import (
+    PREFILL_TOKENS,
+    SHARE,
+    RunningSample,
+    SlotBatch,
+    SlotMemory,
+    most_slots,
+    slot_memory,
+    slots_beside,
+)
 
 
 class LocalEngine:
@@ -180,13 +188,12 @@ class LocalSession:
     def stream(self, request: Request, sampling: Sampling) -> Iterator[list[int] | Completion]:
         """Yield the tokens of one answer so far after each step, and at last its completion.
 
-        The answer is that of :meth:`generate`, except for rounding on GPUs, where a step here has one row.
+        The answer is that of :meth:`generate`, except for rounding: a step here has one row, which nothing else shares.
 
         Raises:
             UserError: as :meth:`generate`.
         """
-        least = MIN_ROWS if self._decoder.device.type == "cpu" else 1  # see MIN_ROWS; a row's cache may be gigabytes
-        for running, completions in self._steps([request], sampling, least):
+        for running, completions in self._steps([request], sampling, 1):
             yield from ([running[0].tokens] if running else completions)
 
     def _steps(

@@ -20,8 +20,8 @@ from rocm_ext.base.nested import flatten
 from rocm_ext.cli import main
 from rocm_ext.config import layers
 from rocm_ext.machine.profile import check_locked, load_profile
+from rocm_ext.model.download import published, published_models
 from rocm_ext.model.native import NativeDecoder
-from rocm_ext.model.published import published, published_models
 from tests.machine.test_device import CPU, STRIX
 
 RECIPE = "lora_finetune_rocm"

@@ -14,7 +14,7 @@ from rocm_ext.bench.context import Bench
 from rocm_ext.bench.sweep import Spec
 from rocm_ext.cli import main
 from rocm_ext.model import from_checkpoint
-from rocm_ext.model.published import published_models
+from rocm_ext.model.download import published_models
 from rocm_ext.plan import speeds
 from tests.plan.test_plan import _without_search, as_configured  # noqa: F401
 

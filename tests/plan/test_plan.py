@@ -26,9 +26,8 @@ from rocm_ext.machine.profile import profile_names
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.sampler import sampler_of
 from rocm_ext.plan import memory, speeds, workload
-from rocm_ext.plan.costs import CostCounter, Kernels, Operation
+from rocm_ext.plan.costs import CostCounter, Kernels, Operation, simulate
 from rocm_ext.plan.planner import SamplingPlanner, TrainingPlanner
-from rocm_ext.plan.simulate import simulate
 from rocm_ext.plan.speeds import Figures, measure_cpu
 from rocm_ext.plan.workload import Questions, Workload
 from rocm_ext.sampling import Request, Sampling

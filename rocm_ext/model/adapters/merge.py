@@ -23,8 +23,7 @@ from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.adapters.peft_config import PeftConfig
-from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, PREFIX, merged_weight, updates_by_weight
+from rocm_ext.model.adapters.peft_files import ADAPTER_WEIGHTS, PREFIX, PeftConfig, merged_weight, updates_by_weight
 from rocm_ext.model.checkpointer import StoredWeights, weight_files
 from rocm_ext.model.decoder import ConvertedWeights, Decoder
 from rocm_ext.model.lora import ExpertLora, adapters, merged_experts
