@@ -114,12 +114,12 @@ def with_system(messages: Any, column: Any, system_prompt: str | None) -> Any:
     """
     if not isinstance(messages, list):
         return messages
-    own = next((m for m in messages if isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from"))), None)
+    present = next((m for m in messages if isinstance(m, Mapping) and "system" in (m.get("role"), m.get("from"))), None)
     system: str | None = string("" if column is None else column, "system")
-    if own is not None and system and system != own.get("content", own.get("value")):
+    if present is not None and system and system != present.get("content", present.get("value")):
         raise ValueError("the column system differs from the system message in the conversation; keep one of them")
     system = system or system_prompt
-    if own is not None or system is None:
+    if present is not None or system is None:
         return messages
     return [{"role": "system", "content": system}, *messages]
 

@@ -110,7 +110,7 @@ class ChatTemplate:
         messages = [turn.message() for turn in turns]
         chosen = self._for_tools if tools and self._for_tools else self
         if chosen._listed:
-            messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+            messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         try:
             return chosen._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
@@ -200,7 +200,7 @@ def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(templates, str):
         return {"default": templates}
     listed = templates if isinstance(templates, list) else [templates]
-    named: Any = {each.get("name"): each.get("template") for each in listed if isinstance(each, Mapping)}
+    named: Any = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, Mapping)}
     if len(named) != len(listed) or not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise UserError(f"{folder / file}: chat_template must be text, or a list of name and template")
     return named

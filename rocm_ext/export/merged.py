@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object, replace_text
-from rocm_ext.data.encoder import eos_ids
+from rocm_ext.data.encoder import EOS, ids_in
 from rocm_ext.export.source import Source
 from rocm_ext.model.adapters.merge import merge
 
@@ -30,7 +30,7 @@ def write_merged(source: Source, out: Path) -> None:
     if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name to write beside
         raise UserError(f"{out} exists; choose a new folder")
     merge(source.cfg.checkpointer, source.adapter, out, source.decoder())
-    stops = eos_ids(source.base)
+    stops = ids_in(source.base, EOS)
     if stops and (more := [number for number in source.tokenizer.stop_tokens if number not in stops]):
         path = out / _GENERATION
         content = json_object(path.read_bytes()) if path.is_file() else {}

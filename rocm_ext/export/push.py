@@ -53,7 +53,7 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
             api.create_repo(repo, private=private)
         elif private and not known.private:
             raise UserError(f"{repo} exists and is public; make it private in its settings on the hub, or name another")
-        if known is not None and _CARD in [each.rfilename for each in known.siblings or ()]:
+        if known is not None and _CARD in [file.rfilename for file in known.siblings or ()]:
             log.warning("%s has a %s, which stays; --card FILE writes the new one", repo, _CARD)
         else:
             contents[_CARD] = card.encode()

@@ -166,7 +166,8 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
         else:
             rows = joined.get(plain(name))
             placed = ranks.shard_like(full, parameter, copy=not owned) if rows is None else rows.copy_(full)
-            if (shard := _shard_of(placed)).numel():
+            shard = placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
+            if shard.numel():
                 lowest, highest = shard.aminmax()  # unlike a sum, without a copy in fp32
                 extremes[plain(name)] = lowest.float() + highest.float()
         owner, _, leaf = name.rpartition(".")
@@ -188,17 +189,13 @@ def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device
         if all(name in frozen and is_plain(frozen[name]) for name in group):
             weights = [frozen[name] for name in group]
             sizes, first = [len(weight) for weight in weights], weights[0]
-            whole = torch.empty(sum(sizes), *first.shape[1:], dtype=first.dtype, device=device)
-            rows.update(zip(group, whole.split(sizes), strict=True))
+            tensor = torch.empty(sum(sizes), *first.shape[1:], dtype=first.dtype, device=device)
+            rows.update(zip(group, tensor.split(sizes), strict=True))
     return rows
 
 
 _OTHER_BUILDER = "Set model._component_ to the builder of these weights (size, base or instruct)"
 _DOWNLOAD_AGAIN = "config.json and the weights must be of one model: download both again"
-
-
-def _shard_of(placed: Tensor) -> Tensor:
-    return placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
 
 
 def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -178,7 +178,9 @@ def _read(folder: Path) -> Config:
 
 
 def _architecture(config: Config) -> Architecture:
-    name = _known_name(config)
+    name = _class_name(config)
+    if name not in _FAMILIES:
+        raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
     family = _FAMILIES[name]
     _refuse_foreign(config)
     width, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
@@ -214,13 +216,6 @@ def _architecture(config: Config) -> Architecture:
         attention_dropout=_number(config, "attention_dropout", 0.0),
         rope=rope,
     )
-
-
-def _known_name(config: Config) -> str:
-    name = _class_name(config)
-    if name not in _FAMILIES:
-        raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
-    return name
 
 
 def _class_name(config: Config, trust_remote_code: bool = False) -> str:
@@ -271,10 +266,9 @@ def _refuse_foreign(config: Config) -> None:
 
 
 def _refuse_quantised(config: Config) -> None:
-    text = config.get("text_config")
-    every = [config, text] if isinstance(text, Mapping) else [config]
-    found = [each.get(key) for each in every for key in ("quantization_config", "compression_config")]
-    if quantized := next(filter(None, found), None):
+    parts = [config, text] if isinstance(text := config.get("text_config"), Mapping) else [config]
+    settings = [part.get(key) for part in parts for key in ("quantization_config", "compression_config")]
+    if quantized := next(filter(None, settings), None):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
         raise UserError(
             f"the weights are quantised ({method or 'quantization_config'}); use the model's bf16 or fp16 weights, "
@@ -287,16 +281,14 @@ def _window(config: Config, family: _Family, layers: int) -> int | None:
     if not family.window or window is None or (family.window == "switched" and not config.get("use_sliding_window")):
         return None
     if family.window == "switched":
-        kinds = config.get("layer_types")
-        windowed = "sliding_attention" in kinds if isinstance(kinds, list) else _first_windowed(config) < layers
+        if isinstance(kinds := config.get("layer_types"), list):
+            windowed = "sliding_attention" in kinds
+        else:
+            first = config.get("max_window_layers", 28)
+            windowed = not isinstance(first, int) or first < layers
         if not windowed:
             return None
     return _whole({"sliding_window": window}, "sliding_window")
-
-
-def _first_windowed(config: Config) -> int:
-    first = config.get("max_window_layers", 28)
-    return first if isinstance(first, int) else 0
 
 
 def _rope(config: Config, positions: int) -> Rope:
@@ -305,45 +297,45 @@ def _rope(config: Config, positions: int) -> Rope:
     Where a file has both, as after YaRN was added by hand, transformers takes ``rope_scaling`` alone.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    found = config.get(key) or {}
-    if not isinstance(found, Mapping) or any(isinstance(value, Mapping) for value in found.values()):
-        raise UserError(f"{key} is {found!r}; expected one set of parameters for all layers")
-    kind = str(found.get("rope_type", found.get("type", "default")))
-    base = _number(found, "rope_theta", _number(config, "rope_theta", 10_000.0))
-    part = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    parameters = config.get(key) or {}
+    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UserError(f"{key} is {parameters!r}; expected one set of parameters for all layers")
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    base = _number(parameters, "rope_theta", _number(config, "rope_theta", 10_000.0))
+    part = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if part not in (None, 1):
         raise UserError(f"partial_rotary_factor is {part!r}; supported is RoPE over the whole head")
     if kind == "default":
         return Rope(base)
     if kind == "linear":
-        return Rope(base, kind, _number(found, "factor"))
+        return Rope(base, kind, _number(parameters, "factor"))
     if kind not in ("llama3", "yarn"):
         raise UserError(f"{key}: rope_type {kind!r} is not supported; supported are default, linear, llama3, yarn")
-    factor = _number(found, "factor")
+    factor = _number(parameters, "factor")
     original = _whole(
-        config, "original_max_position_embeddings", found.get("original_max_position_embeddings") or positions
+        config, "original_max_position_embeddings", parameters.get("original_max_position_embeddings") or positions
     )
     if kind == "yarn":
-        return Rope(base, kind, factor, original=original, yarn=_yarn(found, key, factor))
-    low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
+        return Rope(base, kind, factor, original=original, yarn=_yarn(parameters, key, factor))
+    low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
     if low == high:
         raise UserError(f"{key}: low_freq_factor and high_freq_factor are both {low}; expected two numbers")
     return Rope(base, kind, factor, low, high, original)
 
 
-def _yarn(found: Config, key: str, factor: float) -> Yarn:
+def _yarn(parameters: Config, key: str, factor: float) -> Yarn:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    numerator, denominator = _number(found, "mscale", 0.0), _number(found, "mscale_all_dim", 0.0)
+    numerator, denominator = _number(parameters, "mscale", 0.0), _number(parameters, "mscale_all_dim", 0.0)
     inferred = scale(numerator) / scale(denominator) if numerator and denominator else scale(1.0)
-    fast, slow = _number(found, "beta_fast", 0.0) or 32.0, _number(found, "beta_slow", 0.0) or 1.0
+    fast, slow = _number(parameters, "beta_fast", 0.0) or 32.0, _number(parameters, "beta_slow", 0.0) or 1.0
     if not (factor and fast > slow):
         raise UserError(
             f"{key}: factor {factor}, beta_fast {fast}, beta_slow {slow}; expected beta_fast over beta_slow"
         )
-    rounded = found.get("truncate") is None or _switch(found, "truncate")
-    return Yarn(fast, slow, rounded, _number(found, "attention_factor", inferred))
+    rounded = parameters.get("truncate") is None or _switch(parameters, "truncate")
+    return Yarn(fast, slow, rounded, _number(parameters, "attention_factor", inferred))
 
 
 def _whole(config: Config, key: str, default: int | None = None) -> int:

@@ -70,11 +70,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
             layer.attn.kernel = kernel  # type: ignore[union-attr, assignment]
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Run the model up to its output layer.
-
-        Returns:
-            [b, s, d], the output layer's input.
-        """
+        """Run the model up to its output layer: [b, s, d]."""
         mask = Lengths(batch.lengths, batch.shared) if batch.lengths else None
         return self.run(batch.tokens, batch.positions, [mask] * len(self.layers))
 
@@ -128,14 +124,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
         ]
 
     def check_sampling(self) -> int:
-        """Check that the model can be sampled from in this process.
-
-        Returns:
-            The positions of the longest prompt with its answer.
-
-        Raises:
-            UserError: its attention reads no cache of slots; the message names it.
-        """
+        """Check that its attention reads a cache of slots; return the positions of the longest sequence."""
         for layer in self.layers:
             attention = getattr(layer, "attn", None)
             if not isinstance(attention, Attention):

@@ -301,7 +301,7 @@ class _Run:
         out = call(entry)
         if isinstance(out, tuple):
             out, *beside = out
-            self._beside[kind] = tuple(each.detach() if isinstance(each, Tensor) else each for each in beside)
+            self._beside[kind] = tuple(value.detach() if isinstance(value, Tensor) else value for value in beside)
         kept, forward = tally.now - before - out.nbytes, tally.operations
         grad = torch.empty_like(out)
         tally.restart()
@@ -341,7 +341,7 @@ def _cut(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(_cut, value))
     if isinstance(value, MutableMapping):
-        value.update({key: _cut(each) for key, each in value.items()})  # layers write into it
+        value.update({key: _cut(part) for key, part in value.items()})  # layers write into it
     return value
 
 

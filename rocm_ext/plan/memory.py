@@ -35,7 +35,7 @@ class MemoryPlan:
         adapter: trainable parameters, fp32.
         gradients: gradients of the trainable parameters.
         optimizer: state of the optimiser.
-        each: costs of each layer.
+        layer_costs: of each layer.
         loss: costs of final norm, output layer and loss.
     """
 
@@ -44,13 +44,13 @@ class MemoryPlan:
     adapter: int
     gradients: int
     optimizer: int
-    each: Sequence[LayerCosts]
+    layer_costs: Sequence[LayerCosts]
     loss: LossCosts
 
     @property
     def layers(self) -> int:
         """Number of layers."""
-        return len(self.each)
+        return len(self.layer_costs)
 
     @property
     def fixed(self) -> int:
@@ -64,15 +64,16 @@ class MemoryPlan:
             checkpointed: indices of the checkpointed layers.
         """
         before, most = 0, 0
-        for i, layer in enumerate(self.each):  # its backward pass has its whole activations; later layers' are freed
+        for i, layer in enumerate(self.layer_costs):
+            # its backward pass has its whole activations; later layers' are freed
             most = max(most, before + layer.entry + layer.kept + layer.working)
             before += layer.entry + (0 if i in checkpointed else layer.kept)
         return max(most, before)
 
     def at_loss(self, checkpointed: Collection[int]) -> int:
         """Bytes that the layers keep while the loss is computed, with ``checkpointed`` layers."""
-        kept = sum(layer.kept for i, layer in enumerate(self.each) if i not in checkpointed)
-        return sum(layer.entry for layer in self.each) + self.each[-1].entry + kept
+        kept = sum(layer.kept for i, layer in enumerate(self.layer_costs) if i not in checkpointed)
+        return sum(layer.entry for layer in self.layer_costs) + self.layer_costs[-1].entry + kept
 
     def peak(self, checkpointed: Collection[int]) -> int:
         """Peak bytes of a training step with ``checkpointed`` layers."""
@@ -121,14 +122,14 @@ def plan_memory(
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
     chunked = copy.copy(objective)
     chunked.chunk_tokens = objective.chunk_for(device)
-    each, loss, tables = simulate(decoder, chunked, lengths, targets, kernels, shared)
+    layer_costs, loss, tables = simulate(decoder, chunked, lengths, targets, kernels, shared)
     return MemoryPlan(
         weights=frozen_bytes(decoder) // ranks + sum(b.nbytes for b in _distinct(decoder.buffers())) + tables,
         gathered=0 if ranks == 1 else _gathered(decoder),
         adapter=adapter,
         gradients=adapter,
         optimizer=int(adapter * _state_per_byte(optimizer)),
-        each=each,
+        layer_costs=layer_costs,
         loss=loss,
     )
 
@@ -168,8 +169,8 @@ def _state_per_byte(node: Any) -> float:
 
 def worst_rows(longest: int, tokens: int) -> list[int]:
     """Return the row lengths that fill ``tokens`` tokens with the most attention: rows of ``longest`` and a rest."""
-    whole, rest = divmod(tokens, longest)
-    return [longest] * whole + [rest] * (rest > 0)
+    count, rest = divmod(tokens, longest)
+    return [longest] * count + [rest] * (rest > 0)
 
 
 def readable(size: float) -> str:

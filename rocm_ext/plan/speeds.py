@@ -183,8 +183,8 @@ def _check_same(bench: Path, measured: BenchFile, profile: Profile, machine: Mac
     if not _is(profile, replace(machine, **_known(keys))):
         raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")
     if chip and chip not in (may := named_chips(profile, keys.get("arch"), keys.get("name") or "")):
-        found = " or ".join(may) or keys.get("name") or keys.get("arch")
-        raise UserError(f"{bench} was measured on {found}, but --machine is {chip}")
+        measured_on = " or ".join(may) or keys.get("name") or keys.get("arch")
+        raise UserError(f"{bench} was measured on {measured_on}, but --machine is {chip}")
 
 
 def _is(profile: Profile, machine: Machine) -> bool:

@@ -45,7 +45,7 @@ class Workload:
         supervised: share of tokens with a label.
         count: number of rows; None: unknown.
         source: origin of these numbers.
-        each: of every row the lengths of its sequences and what each shares, as in
+        per_row: of every row the lengths of its sequences and what each shares, as in
             :class:`rocm_ext.data.batches.MicroBatch`, and the number of labels; empty: unknown.
         sequences: mean number of sequences in a row: 1, or 2 of a pair. Attention does not cross from one to another.
         shared: mean number of tokens of a row that its second sequence shares with the first, and that only attention
@@ -57,7 +57,7 @@ class Workload:
     supervised: float
     count: int | None
     source: str
-    each: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = ()
+    per_row: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = ()
     sequences: float = 1.0
     shared: float = 0.0
 
@@ -96,19 +96,19 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
     limit = cfg.tokenizer.get("max_seq_len")
     if _is_local(cfg.dataset) and _tokenizer_is_here(cfg):
         tokenizer = open_tokenizer(cfg)
-        whole = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
-        count = len(whole)  # type: ignore[arg-type]
+        dataset = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
+        count = len(dataset)  # type: ignore[arg-type]
         every = max(1, -(-count // _LOOKED_AT))
-        rows = tokenize(whole, max_seq_len=limit, too_long=cfg.too_long, progress=False, every=every)
-        found = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read", share)
+        rows = tokenize(dataset, max_seq_len=limit, too_long=cfg.too_long, progress=False, every=every)
+        workload = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read", share)
     else:
         sequences = 2 if _has_pairs(cfg) else 1
         longest = (limit or _LONGEST_ROW) * sequences
         lengths = "rows as given" if known.row_tokens else "rows of full length assumed"
         source = f"data not on disk: {lengths}, with a label on every token"
-        found = Workload(longest, longest, 1.0, None, source, sequences=sequences)
-    mean = min(known.row_tokens or found.mean, found.longest)
-    return replace(found, mean=mean, count=known.rows or found.count)
+        workload = Workload(longest, longest, 1.0, None, source, sequences=sequences)
+    mean = min(known.row_tokens or workload.mean, workload.longest)
+    return replace(workload, mean=mean, count=known.rows or workload.count)
 
 
 def describe(rows: Rows, count: int, source: str, share: bool = False) -> Workload:
@@ -120,21 +120,21 @@ def describe(rows: Rows, count: int, source: str, share: bool = False) -> Worklo
         source: origin of the rows, for the user.
         share: whether sequences of a row share their beginnings, see :func:`rocm_ext.data.batches.collate`.
     """
-    each = []
+    per_row = []
     for tokens, labels, lengths in zip(rows.tokens, rows.labels, rows.lengths, strict=True):
         shared = shared_beginnings(tokens, lengths) if share else [0] * len(lengths)
-        own = tuple(length - common for length, common in zip(lengths, shared, strict=True))
-        each.append((own, tuple(shared), count_labels(labels, lengths)[0]))
-    sizes = [sum(own) for own, _, _ in each]
+        unshared = tuple(length - common for length, common in zip(lengths, shared, strict=True))
+        per_row.append((unshared, tuple(shared), count_labels(labels, lengths)[0]))
+    sizes = [sum(unshared) for unshared, _, _ in per_row]
     return Workload(
         longest=max(sizes),
         mean=fmean(sizes),
-        supervised=sum(targets for _, _, targets in each) / sum(sizes),
+        supervised=sum(targets for _, _, targets in per_row) / sum(sizes),
         count=count,
         source=source,
-        each=tuple(each),
+        per_row=tuple(per_row),
         sequences=fmean(map(len, rows.lengths)),
-        shared=fmean(sum(shared) for _, shared, _ in each),
+        shared=fmean(sum(shared) for _, shared, _ in per_row),
     )
 
 
@@ -166,14 +166,14 @@ def expected_answer(cfg: DictConfig) -> float:
 
 def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows that a cycle of RAFT trains on, assuming that half of the answers are right."""
-    each = cfg.samples_per_prompt * _RIGHT
-    each = min(each, cfg.max_per_prompt or each)
+    kept = cfg.samples_per_prompt * _RIGHT
+    kept = min(kept, cfg.max_per_prompt or kept)
     mean = asked.mean + asked.answer
     return Workload(
         longest=asked.longest + cfg.max_new_tokens,
         mean=mean,
         supervised=asked.answer / mean,
-        count=None if asked.prompts is None else max(1, round(asked.prompts * each)),
+        count=None if asked.prompts is None else max(1, round(asked.prompts * kept)),
         source=f"{asked.source}; half of the answers assumed to be right",
     )
 

@@ -234,7 +234,7 @@ def test_packs_of_hardly_more_than_one_sequence_may_share_a_beginning(folders, t
     packs = workload.describe(rows, 4, "test", share=True)
     assert 1 < packs.sequences < 1.5
     assert packs.shared > 0
-    alone = Workload(packs.longest, packs.mean, packs.supervised, 4, "test", packs.each)
+    alone = Workload(packs.longest, packs.mean, packs.supervised, 4, "test", packs.per_row)
     shared, expected = (planner(folders, tmp_path, each).choice(800, [], 10**12).step for each in (packs, alone))
     assert shared.flops == pytest.approx(expected.flops, rel=0.1)
 

@@ -90,9 +90,9 @@ class PeftConfig:
         if foreign := _not_computed(config):
             raise _unknown(folder, foreign)
         rank, alpha = config.get("r"), config.get("lora_alpha")
-        whole = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
-        number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-        if not (whole and number):
+        is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
+        is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+        if not (is_rank and is_number):
             raise UserError(f"{path} has r={rank!r}, lora_alpha={alpha!r}; expected a rank and a number")
         base = config.get("base_model_name_or_path")
         return cls(
@@ -132,8 +132,8 @@ class PeftConfig:
             )
         if self.parameters and not decoder.published_modules:  # native models have no experts
             raise _unknown(folder, [f"target_parameters={list(self.parameters)}"])
-        found = peft_experts.matching(decoder, self.parameters)
-        if found != peft_experts.expert_loras(decoder).keys() or (self.parameters and not found):
+        adapted = peft_experts.matching(decoder, self.parameters)
+        if adapted != peft_experts.expert_loras(decoder).keys() or (self.parameters and not adapted):
             ours = peft_experts.target_parameters(decoder)
             raise UserError(
                 f"adapter {folder} has target_parameters={list(self.parameters)}; the config has {ours or None}. "
@@ -160,10 +160,10 @@ class PeftConfig:
         )
 
 
-def _names(path: Path, found: Any) -> tuple[str, ...]:
-    if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
-        raise UserError(f"{path} has target_parameters={found!r}; expected a list of names")
-    return tuple(found or ())
+def _names(path: Path, names: Any) -> tuple[str, ...]:
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(f"{path} has target_parameters={names!r}; expected a list of names")
+    return tuple(names or ())
 
 
 def _unknown(folder: Path, settings: list[str]) -> UserError:

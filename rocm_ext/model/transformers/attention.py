@@ -198,10 +198,10 @@ def slots_mask(
     now = _pass.get()
     now.asked.windows |= local_size is not None
     query = now.positions[:, None, :, None]
-    place = torch.arange(kv_length, device=query.device)
+    index = torch.arange(kv_length, device=query.device)
     # the newest position that lies at each place; negative: none yet
-    key = place if now.ring is None else query - (query - place) % now.ring(local_size)
-    zero = place.new_zeros(())
+    key = index if now.ring is None else query - (query - index) % now.ring(local_size)
+    zero = index.new_zeros(())
     return mask_function(zero, zero, query, key) & (key >= 0)
 
 

@@ -291,12 +291,7 @@ class TransformersSampler(Sampler):
         return self._rounded(window)
 
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        """Bytes that hold the caches of prompts of these lengths and compute them; an estimate.
-
-        Args:
-            prompts: tokens of each prompt.
-            most: tokens of prompts that are computed before the first answer.
-        """
+        """Estimate the bytes that hold the caches of prompts and compute them; arguments as in the base class."""
         held = max(min(most, sum(prompts)), max(prompts))
         at_once = held if self.together else max(prompts)
         per_position = sum(size for size, _ in self.needs.keys)  # prompts keep more than the window
@@ -311,14 +306,7 @@ class TransformersSampler(Sampler):
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Cache]:
-        """Compute the cache of ``prompts``.
-
-        Args:
-            prompts: token ids of each prompt.
-
-        Returns:
-            One cache per prompt.
-        """
+        """Compute the caches of ``prompts``; arguments as in the base class."""
         caches = []
         for group in self._groups(prompts):
             longest = max(1, *map(len, group))
@@ -340,17 +328,7 @@ class TransformersSampler(Sampler):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: TransformersSlots, span: int) -> Tensor:
-        """Decode one token in each of the first n slots.
-
-        Args:
-            tokens: [n], the newest token of each slot.
-            positions: [n], its position.
-            cache: of all earlier tokens.
-            span: places that attention reads; more than the largest of ``positions``.
-
-        Returns:
-            Logits [n, v] of the next tokens.
-        """
+        """Decode one token in each of the first n slots; arguments as in the base class."""
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
         with forward_pass(positions[:, None], self.decoder.kernel, cache):
@@ -404,7 +382,7 @@ def needs_of(source: "TransformersDecoder") -> Needs:
         "its cache is not that of transformers' interface": used < len(layers),
         _ATTENTION: len(keys) > asked.layers,
     }
-    if bad := [what for what, found in problems.items() if found]:
+    if bad := [what for what, holds in problems.items() if holds]:
         raise UserError(f"{name} cannot be sampled from in this process: {bad[0]}; {_SERVER}")
     expanded = 4 * asked.read if asked.read > kept else 0
     scores = asked.scores or source.kernel in ("math", "eager")
@@ -433,5 +411,5 @@ def _short(model: nn.Module) -> int:
 
     LongRoPE takes other frequencies for all positions of a longer row. A cache holds keys of the shorter one's.
     """
-    every = (module for module in model.modules() if getattr(module, "rope_type", None) == "longrope")
-    return min((each.config.rope_parameters["original_max_position_embeddings"] for each in every), default=2**31)  # type: ignore
+    scaled = (module for module in model.modules() if getattr(module, "rope_type", None) == "longrope")
+    return min((module.config.rope_parameters["original_max_position_embeddings"] for module in scaled), default=2**31)  # type: ignore

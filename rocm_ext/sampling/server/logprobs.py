@@ -27,12 +27,12 @@ def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: 
     Raises:
         UserError: the server returns those of another distribution, or does not show which it returns.
     """
-    told, temperature = sampling.logprobs_temperature, sampling.temperature
+    asked, temperature = sampling.logprobs_temperature, sampling.temperature
     truncated = sampling.top_k is not None or sampling.top_p not in (None, 1) or sampling.min_p is not None
-    if temperature == told == 1 and not truncated:
+    if temperature == asked == 1 and not truncated:
         return
-    if told not in (1, temperature):
-        raise UserError(f"{url} cannot return log-probs of temperature {told:g} for samples of {temperature:g}")
+    if asked not in (1, temperature):
+        raise UserError(f"{url} cannot return log-probs of temperature {asked:g} for samples of {temperature:g}")
     plain, sharper, cut = map(top, PROBES)
     if plain is None or sharper is None or cut is None or plain > -_CLEAR:
         raise UserError(
@@ -45,13 +45,13 @@ def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: 
             "top_k, top_p and min_p to null"
         )
     scaled = sharper - plain > _CLEAR
-    if temperature != 1 and told == 1 and scaled:
+    if temperature != 1 and asked == 1 and scaled:
         raise UserError(
             f"{url} returns log-probs of the sampling temperature, and those of temperature 1 are needed; start SGLang "
             "with SGLANG_RETURN_ORIGINAL_LOGPROB=1 and vLLM with --logprobs-mode raw_logprobs, or set temperature to 1"
         )
-    if told != 1 and not scaled:
+    if asked != 1 and not scaled:
         raise UserError(
-            f"{url} returns log-probs of temperature 1, and those of temperature {told:g} are needed; start vLLM with "
+            f"{url} returns log-probs of temperature 1, and those of temperature {asked:g} are needed; start vLLM with "
             "--logprobs-mode processed_logprobs, or set temperature to 1"
         )

@@ -237,14 +237,14 @@ class OpenAIEngine:
             raise UserError(f"{server.url} serves {', '.join(listed) or 'no model'}; set model to the name of one")
         model = self.model or listed[0]
         for dialect in DIALECTS:
-            found = Server(server.url, model, dialect)
+            candidate = Server(server.url, model, dialect)
             try:
-                self._first_request(found, model)
+                self._first_request(candidate, model)
             except Refused as error:
                 if error.status not in (400, 422) or dialect == DIALECTS[-1]:
-                    raise UserError(f"{error}{self._hint(found, listed)}") from error
+                    raise UserError(f"{error}{self._hint(candidate, listed)}") from error
             else:
-                return found
+                return candidate
         raise AssertionError("the last dialect answers or raises")
 
     def _listed(self, server: Server) -> list[str]:

@@ -156,7 +156,7 @@ class OpenAISession:
             The completions of each server that answers, by url, in the order of ``requests``. There are fewer if the
             user asks to stop.
         """
-        found, terms = {}, self._terms
+        by_url, terms = {}, self._terms
         if len(self._servers) > 1:
             terms = replace(terms, patience=min(terms.patience, _CHECK_PATIENCE))
         for server in self._servers:
@@ -166,8 +166,8 @@ class OpenAISession:
             except NoServer as error:
                 log.warning("nothing checks the adapter in this phase of %s", error.reasons)
                 continue
-            found[server.url] = [answers[id(request)] for request in requests if id(request) in answers]
-        return found
+            by_url[server.url] = [answers[id(request)] for request in requests if id(request) in answers]
+        return by_url
 
     def stats(self) -> dict[str, float]:
         """Return ``tokens``, ``tokens_per_second`` while generating, and ``retried`` requests."""
@@ -198,7 +198,7 @@ class _State:
     answered: int = 0
     restored: int = 0
     restoring: asyncio.Lock = field(default_factory=asyncio.Lock)
-    told: float | None = None
+    last_line: float | None = None
     gone: str = ""
 
 
@@ -255,8 +255,8 @@ class _Batch:
         if state.gone:
             return
         state.gone = why
-        if all(each.gone for each in self._states.values()):
-            reasons = "; ".join(f"{url}: {each.gone}" for url, each in self._states.items())
+        if all(other.gone for other in self._states.values()):
+            reasons = "; ".join(f"{url}: {other.gone}" for url, other in self._states.items())
             raise NoServer(reasons)
         log.warning("giving up %s, the other servers take its requests: %s", server.url, why)
 
@@ -305,9 +305,9 @@ class _RequestLoop:
                 raise  # any server would refuse this request
             self._batch.give_up(self._server, str(error))
             return None
-        if state.told is not None:
+        if state.last_line is not None:
             log.info("%s answers again", self._server.url)
-            state.told = None
+            state.last_line = None
         state.answered += 1
         self._failures, self._waited = 0, 0.0
         return completion
@@ -351,8 +351,8 @@ class _RequestLoop:
             self._batch.give_up(self._server, f"{in_words(error)}, for {duration(self._waited)} ({where})")
             return
         self._pause = min(pause_after(error, self._failures), patience - self._waited)
-        if state.told is None or time.monotonic() - state.told >= _TELL:
-            state.told = time.monotonic()
+        if state.last_line is None or time.monotonic() - state.last_line >= _TELL:
+            state.last_line = time.monotonic()
             since = f"{duration(self._waited)} of {duration(patience)}"
             log.info("waiting for %s, %s so far: %s", self._server.url, since, in_words(error))
         self._failures += 1

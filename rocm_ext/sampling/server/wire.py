@@ -244,7 +244,7 @@ def top_logprob(answer: dict[str, Any]) -> float | None:
     else:
         tops = [top for entry in _entries(choice)[:1] for top in _dicts(entry.get("top_logprobs"))]
         values = [top.get("logprob") for top in tops]
-    return max((found for value in values if (found := _number(value)) is not None), default=None)
+    return max((number for value in values if (number := _number(value)) is not None), default=None)
 
 
 def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -254,7 +254,7 @@ def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
     """Return ``value`` if it is a list of objects, else []."""
-    return value if isinstance(value, list) and all(isinstance(each, dict) for each in value) else []
+    return value if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) else []
 
 
 def _until(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
