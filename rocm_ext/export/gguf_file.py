@@ -63,10 +63,10 @@ def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
     if path.exists():
         raise UserError(f"{path} exists; choose another name")
     gguf = library()
-    for entry in entries:
-        kind = gguf.GGMLQuantizationType[entry.kind.upper()]
-        row = gguf.quant_shape_to_byte_shape(entry.shape, kind)
-        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), int(np.prod(row)), raw_dtype=kind)
+    for each in entries:
+        kind = gguf.GGMLQuantizationType[each.kind.upper()]
+        row = gguf.quant_shape_to_byte_shape(each.shape, kind)
+        writer.add_tensor_info(each.name, each.shape, np.dtype(np.float32), int(np.prod(row)), raw_dtype=kind)
     progress = Progress(len(entries), 0, enabled=True, unit="tensor", brief=True)
     with replace_file(path) as aside:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,9 +74,9 @@ def write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
             writer.write_header_to_file(aside)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for entry in entries:
-                _append(writer, _stored(entry, gguf))
-                progress.update(entry.name)
+            for each in entries:
+                _append(writer, _stored(each, gguf))
+                progress.update(each.name)
         finally:
             writer.close()
             progress.close()

@@ -168,27 +168,20 @@ def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows that a cycle of RAFT trains on, assuming that half of the answers are right."""
     kept = cfg.samples_per_prompt * _RIGHT
     kept = min(kept, cfg.max_per_prompt or kept)
-    mean = asked.mean + asked.answer
-    return Workload(
-        longest=asked.longest + cfg.max_new_tokens,
-        mean=mean,
-        supervised=asked.answer / mean,
-        count=None if asked.prompts is None else max(1, round(asked.prompts * kept)),
-        source=f"{asked.source}; half of the answers assumed to be right",
-    )
+    count = None if asked.prompts is None else max(1, round(asked.prompts * kept))
+    return _answers(cfg, asked, count, "half of the answers assumed to be right")
 
 
 def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows of a GRPO step: every answer to its prompts."""
-    mean = asked.mean + asked.answer
     prompts = min(filter(None, (cfg.get("prompts_per_step"), asked.prompts)), default=None)
-    return Workload(
-        longest=asked.longest + cfg.max_new_tokens,
-        mean=mean,
-        supervised=asked.answer / mean,
-        count=None if prompts is None else prompts * cfg.samples_per_prompt,
-        source=f"{asked.source}; every answer trained on",
-    )
+    return _answers(cfg, asked, prompts and prompts * cfg.samples_per_prompt, "every answer trained on")
+
+
+def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -> Workload:
+    mean = asked.mean + asked.answer
+    longest = asked.longest + cfg.max_new_tokens
+    return Workload(longest, mean, asked.answer / mean, count, f"{asked.source}; {which}")
 
 
 def _has_pairs(cfg: DictConfig) -> bool:
