@@ -73,7 +73,7 @@ class Reasoning:
         The end of ``piece`` waits for the next one if it may be the beginning of a tag.
         """
         text, parts = self._held + piece, []
-        while (at := text.find(tag := self._awaited)) >= 0:
+        while (at := text.find(tag := _CLOSE if self.open else _OPEN)) >= 0:
             cut = at + len(tag) if self.open else at
             parts += [(text[:cut], self.open), (text[cut : at + len(tag)], True)]
             self.open, text = not self.open, text[at + len(tag) :]
@@ -86,10 +86,6 @@ class Reasoning:
         """Return the text that waits."""
         held, self._held = self._held, ""
         return [(held, self.open)] if held else []
-
-    @property
-    def _awaited(self) -> str:
-        return _CLOSE if self.open else _OPEN
 
 
 class Writer:

@@ -251,11 +251,7 @@ def refuse_code(name: str) -> NoReturn:
 
 
 def _refuse_foreign(config: Config) -> None:
-    """Refuse what the native decoders do not compute.
-
-    Raises:
-        UserError: naming the key and its value.
-    """
+    """Refuse what the native decoders do not compute."""
     _refuse_quantised(config)
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UserError(f"hidden_act is {activation!r}; supported is silu")

@@ -150,7 +150,8 @@ class TrainingPlanner:
         cfg, per_row = self.cfg, self.rows.per_row
         steps = Steps(len(per_row), self.rows_per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
         packed = self.decoder.packs
-        sizes = [lambda piece: sum(piece[0]) if packed else _padded(piece[0])]
+        # rows that are not packed are padded to the longest
+        sizes = [lambda piece: sum(piece[0]) if packed else len(piece[0]) * max(piece[0], default=0)]
         if self.rows.shared:
             sizes.append(lambda piece: sum(map(sum, piece)))
         largest: list[tuple[list[int], list[int]]] = [([], [])] * len(sizes)
@@ -275,11 +276,6 @@ class TrainingPlanner:
 
 def _widened(lengths: list[int], shared: list[int], padding: int) -> tuple[list[int], list[int]]:
     return ([*lengths, padding], [*shared, 0]) if padding else (lengths, shared)
-
-
-def _padded(lengths: Sequence[int]) -> int:
-    """Tokens of rows padded to the longest."""
-    return len(lengths) * max(lengths, default=0)
 
 
 @dataclass(frozen=True)

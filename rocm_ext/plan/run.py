@@ -126,7 +126,7 @@ def plan_run(
     _check(cfg, target, machine, decoder, ranks)
     choose_attention(decoder, cfg.attention)
     asked = questions(cfg, known) if family in (registry.RAFT, registry.GRPO) else None
-    samples_here = asked is not None and _samples_here(cfg)
+    samples_here = asked is not None and str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
     engine = None
     if asked and samples_here:
         engine = _checked_engine(cfg, decoder, asked)  # before the plan of rows that long, which takes minutes
@@ -225,10 +225,6 @@ def _configured(cfg: DictConfig, planner: TrainingPlanner, best: Choice, budget:
     micro_batch = micro_batch_budget(planner.rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
     layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), budget)
     return planner.choice(micro_batch, layers, budget)
-
-
-def _samples_here(cfg: DictConfig) -> bool:
-    return str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
 
 
 def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> Any:

@@ -174,11 +174,7 @@ def _named_here(profile: Profile, machine: Machine) -> list[str]:
 
 
 def _check_same(bench: Path, measured: BenchFile, profile: Profile, machine: Machine, chip: str | None) -> None:
-    """Check that a bench file comes from the hardware of the plan.
-
-    Raises:
-        UserError: it comes from other hardware.
-    """
+    """Check that a bench file comes from the hardware of the plan."""
     keys = measured.machine
     if not _is(profile, replace(machine, **_known(keys))):
         raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")

@@ -102,7 +102,7 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
         rows = tokenize(dataset, max_seq_len=limit, too_long=cfg.too_long, progress=False, every=every)
         workload = describe(rows, count, f"{rows.counts['rows']:,} of {count:,} rows read", share)
     else:
-        sequences = 2 if _has_pairs(cfg) else 1
+        sequences = 2 if SIDE in objective_of(config.instantiate(cfg.loss, key="loss")).columns else 1  # of a row
         longest = (limit or _LONGEST_ROW) * sequences
         lengths = "rows as given" if known.row_tokens else "rows of full length assumed"
         source = f"data not on disk: {lengths}, with a label on every token"
@@ -182,11 +182,6 @@ def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -
     mean = asked.mean + asked.answer
     longest = asked.longest + cfg.max_new_tokens
     return Workload(longest, mean, asked.answer / mean, count, f"{asked.source}; {which}")
-
-
-def _has_pairs(cfg: DictConfig) -> bool:
-    """Whether a row is a pair, of two sequences."""
-    return SIDE in objective_of(config.instantiate(cfg.loss, key="loss")).columns
 
 
 def _is_local(node: Any) -> bool:

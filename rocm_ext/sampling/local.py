@@ -219,13 +219,11 @@ class LocalSession:
                 read, rows = batch.step()
             ended = [(slot, c) for slot in range(rows) if (c := self._completion(batch.running[slot], sampling))]
             batch.release([slot for slot, _ in ended])
-            self._count(rows, batch.slots, read, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            for name, amount in (("tokens", rows), ("slot_steps", batch.slots), ("bytes", read), ("seconds", seconds)):
+                self._totals[name] += amount
             yield batch.running, [completion for _, completion in ended]
         self._batch = batch  # not after an error or an early end, which leave samples in its slots
-
-    def _count(self, rows: int, slots: int, read: int, seconds: float) -> None:
-        for name, amount in (("tokens", rows), ("slot_steps", slots), ("bytes", read), ("seconds", seconds)):
-            self._totals[name] += amount
 
     def _admit(self, batch: "SlotBatch", prompts: deque[_Prompt]) -> None:
         """Fill free slots with waiting samples."""
@@ -285,7 +283,12 @@ class LocalSession:
             least: minimum number of slots; if it is below MIN_ROWS, there are no more.
         """
         kept, self._batch = self._batch, None
-        most = least if least < MIN_ROWS else self._most_slots(len(requests))
+        if least < MIN_ROWS:
+            most = least
+        elif self._slots is not None:
+            most = max(MIN_ROWS, min(self._slots, len(requests)))
+        else:
+            most = most_slots(len(requests), self._decoder.device, self._decoder.splits_rows)
         if kept is not None:
             longest = max(length, kept.length)
             slots, _, _ = self._fit(most, requests, longest, sampling, held=kept.nbytes)
@@ -305,11 +308,6 @@ class LocalSession:
         if slots < most:
             log.info("sampling %d answers at once, the most that fit into %.1f GiB", slots, free / 2**30)
         return SlotBatch(self._decoder, slots, length, sampling, self._graphs)
-
-    def _most_slots(self, samples: int) -> int:
-        if self._slots is not None:
-            return max(MIN_ROWS, min(self._slots, samples))
-        return most_slots(samples, self._decoder.device, self._decoder.splits_rows)
 
     def _fit(
         self, most: int, requests: Sequence[Request], length: int, sampling: Sampling, held: int = 0

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePath
@@ -30,6 +30,7 @@ _PARTS = {
     ".lora_b.weight": ".lora_B.weight",
     ".magnitude": ".lora_magnitude_vector",
 }
+_PARTS_BACK = {theirs: ours for ours, theirs in _PARTS.items()}
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
 # Keys that do not change what an adapter computes once its weights are known, or that `read` looks at.
 _FREE = frozenset(
@@ -339,16 +340,10 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
 
 def to_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str) -> dict[str, Tensor]:
     """Convert adapter weights from torchtune's names and row order to PEFT's."""
-    to_hf, _ = _converters(decoder, model_type)
-    experts = peft_experts.to_peft(state, decoder)
-    result = {PREFIX + name: tensor for name, tensor in experts.items()}
-    for name, tensor in state.items():
-        if ExpertLora.SUFFIX + "." in name:
-            continue
-        ours, theirs = _split_part(name, _PARTS)
-        hf = to_hf(_weight_name(name, ours), tensor, ours != ".lora_a.weight")
-        result[PREFIX + hf[0].removesuffix(".weight") + theirs] = hf[1]
-    return result
+    result = peft_experts.to_peft(state, decoder)
+    others = {name: tensor for name, tensor in state.items() if f"{ExpertLora.SUFFIX}." not in name}
+    result |= _converted(others, _PARTS, _converter(decoder, model_type, to_files=True))
+    return {PREFIX + name: tensor for name, tensor in result.items()}
 
 
 def from_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str, peft_version: str) -> dict[str, Tensor]:
@@ -360,82 +355,68 @@ def from_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str, pe
         model_type: torchtune's ModelType name.
         peft_version: that wrote the adapter, which decides the layout of experts' weights.
     """
-    _, from_hf = _converters(decoder, model_type)
     bare = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
     result, used = peft_experts.from_peft(bare, decoder, peft_version)
-    for name, tensor in bare.items():
-        if name in used:
-            continue
-        theirs, ours = _split_part(name, {v: k for k, v in _PARTS.items()})
-        hf = _weight_name(name, theirs)
-        tune = from_hf(hf, tensor, theirs != ".lora_A.weight")
-        result[tune[0].removesuffix(".weight") + ours] = tune[1]
-    return result
-
-
-def _split_part(name: str, parts: Mapping[str, str]) -> tuple[str, str]:
-    for part, other in parts.items():
-        if name.endswith(part):
-            return part, other
-    raise UserError(f"adapter weight {name} is neither LoRA nor DoRA")
-
-
-def _weight_name(name: str, part: str) -> str:
-    return name.removesuffix(part) + ".weight"
+    others = {name: tensor for name, tensor in bare.items() if name not in used}
+    return result | _converted(others, _PARTS_BACK, _converter(decoder, model_type, to_files=False))
 
 
 Convert = Callable[[str, Tensor, bool], tuple[str, Tensor]]
 
 
-def _converters(decoder: Decoder, model_type: str) -> tuple[Convert, Convert]:
-    """Return torchtune's converters to and from Hugging Face's names, each wrapped to convert one tensor.
+def _converted(state: Mapping[str, Tensor], parts: Mapping[str, str], convert: Convert) -> dict[str, Tensor]:
+    result = {}
+    for name, tensor in state.items():
+        weight, part = _split_part(name, parts)
+        # the converters reorder output rows; lora_b and m have output rows, lora_a does not
+        new, value = convert(weight, tensor, "lora_a" not in part.lower())
+        result[new.removesuffix(".weight") + parts[part]] = value
+    return result
+
+
+def _split_part(name: str, parts: Iterable[str]) -> tuple[str, str]:
+    """Return the name of the weight that an adapter's weight changes, and the part that it is."""
+    if (part := next(filter(name.endswith, parts), None)) is None:
+        raise UserError(f"adapter weight {name} is neither LoRA nor DoRA")
+    return name.removesuffix(part) + ".weight", part
+
+
+def _converter(decoder: Decoder, model_type: str, to_files: bool) -> Convert:
+    """Return a function that converts one tensor to Hugging Face's names and order of rows, or back.
 
     Most families store the rows of q and k as rotary pairs in torchtune and as halves in Hugging Face's
-    format, so the converters reorder these rows. Qwen2 uses halves in both. torchtune's own PEFT export
+    format, so torchtune's converters reorder these rows. Qwen2 uses halves in both. torchtune's own PEFT export
     reorders Qwen2's adapters too, which is wrong; these converters do not. Native decoders use halves, too.
     """
-    if decoder.renames is not None:
-        to_files, from_files = decoder.renames
-        return (lambda *a: _renamed(to_files, *a)), (lambda *a: _renamed(from_files, *a))
+    renames = decoder.renames
+
+    def convert(name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+        try:
+            return by_torchtune(name, tensor, has_rows) if renames is None else (renames[not to_files](name), tensor)
+        except Exception as error:  # torchtune raises a bare Exception for unknown names, renames a KeyError
+            raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
+
+    if renames is not None:
+        return convert
     from torchtune.models import convert_weights
     from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
     from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
 
-    to_hf, from_hf = {
-        "QWEN2": (qwen2_tune_to_hf, qwen2_hf_to_tune),
-        "GEMMA2": (gemma2_tune_to_hf, gemma2_hf_to_tune),
-    }.get(model_type, (convert_weights.tune_to_hf, convert_weights.hf_to_tune))
+    both = {"QWEN2": (qwen2_tune_to_hf, qwen2_hf_to_tune), "GEMMA2": (gemma2_tune_to_hf, gemma2_hf_to_tune)}
+    function: Any = both.get(model_type, (convert_weights.tune_to_hf, convert_weights.hf_to_tune))[not to_files]
     attention: Any = decoder.layers[0].attn
     heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
 
-    def convert(function, name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
-        # The converters reorder output rows. lora_b and m have output rows; lora_a does not.
-        if not has_rows:
-            ((new, _),) = function({name: _dummy(name, heads)}, dim=1, **heads).items()
+    def by_torchtune(name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
+        if not has_rows:  # only the name changes; the converter needs a tensor with the rows of the layer
+            rows = heads["num_kv_heads"] if "k_proj" in name else heads["num_heads"]
+            ((new, _),) = function({name: torch.empty(rows * heads["head_dim"], 1)}, dim=1, **heads).items()
             return new, tensor
         columns = tensor.reshape(tensor.shape[0], -1)
         ((new, value),) = function({name: columns}, dim=columns.shape[1], **heads).items()
         return new, value.reshape(tensor.shape)
 
-    def checked(function, name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
-        try:
-            return convert(function, name, tensor, has_rows)
-        except Exception as error:  # torchtune raises a bare Exception for unknown names
-            raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
-
-    return (lambda *a: checked(to_hf, *a)), (lambda *a: checked(from_hf, *a))
-
-
-def _renamed(rename: Callable[[str], str], name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
-    try:
-        return rename(name), tensor
-    except KeyError as error:
-        raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
-
-
-def _dummy(name: str, heads: Mapping[str, int]) -> Tensor:
-    rows = heads["num_kv_heads"] if "k_proj" in name else heads["num_heads"]
-    return torch.empty(rows * heads["head_dim"], 1)
+    return convert
 
 
 def base_model_name(folder: Path) -> str:
@@ -455,8 +436,8 @@ def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tens
     """Group a PEFT adapter's weights by the base weight they change, then by part."""
     updates: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
-        part, _ = _split_part(name, {v: k for k, v in _PARTS.items()})
-        updates.setdefault(_weight_name(name, part).removeprefix(PREFIX), {})[part] = tensor
+        weight, part = _split_part(name, _PARTS_BACK)
+        updates.setdefault(weight.removeprefix(PREFIX), {})[part] = tensor
     return updates
 
 

@@ -116,11 +116,7 @@ class TransformersDecoder(Decoder):
         _try_head(model, self.output, config.hidden_size)
 
     def _check_shared(self, name: str) -> None:
-        """Refuse weights that several layers share: loading and sharding put each parameter in one place.
-
-        Raises:
-            UserError: naming two places of one weight.
-        """
+        """Refuse weights that several layers share: loading and sharding know one path of each parameter."""
         paths: dict[nn.Parameter, str] = {}
         for path, parameter in self.named_parameters(remove_duplicate=False):
             if (first := paths.setdefault(parameter, path)) != path:
@@ -238,11 +234,7 @@ class _Head(nn.Module):
 
 
 def _try_head(model: Any, head: nn.Module, width: int) -> None:
-    """Refuse a model whose code asks more of its body than hidden states.
-
-    Raises:
-        UserError: its output layer does not compute logits from hidden states alone.
-    """
+    """Refuse a model whose code asks more of its body than hidden states."""
     try:
         logits = head(torch.empty(2, width, device="meta", dtype=model.get_input_embeddings().weight.dtype))
     except Exception as error:
@@ -365,11 +357,7 @@ def build(
 
 
 def _check_known(config: Any, folder: Path) -> None:
-    """Check that transformers, or code of the folder, has a language model for ``config``.
-
-    Raises:
-        UserError: it has none, for instance for a vision tower.
-    """
+    """Check that transformers, or code of the folder, has a language model for ``config``."""
     known = MODEL_FOR_MULTIMODAL_LM_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known and not getattr(config, "auto_map", None):
         raise UserError(
@@ -393,11 +381,7 @@ def _needs_code(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
 
 
 def _check_class(model: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Check that transformers built the class that ``config.json`` names.
-
-    Raises:
-        UserError: it is another, for instance because the named one classifies sequences.
-    """
+    """Check that transformers built the class that ``config.json`` names."""
     named, built = (config.get("architectures") or [""])[0], type(model).__name__
     if named and str(named).lower() != built.lower():
         raise UserError(
@@ -438,11 +422,7 @@ def _meta_parameters() -> Iterator[None]:
 
 
 def _check_targets(targets: Any, parameters: Any, use_dora: bool, dropout: float) -> None:
-    """Refuse what PEFT does not compute, either.
-
-    Raises:
-        UserError: nothing is adapted, or experts are with DoRA or dropout.
-    """
+    """Refuse what PEFT does not compute, either."""
     if parameters is None:
         if targets is not None and not list(targets):
             raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
