@@ -151,7 +151,9 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     if (converted := decoder.converted(state)) is not None:
         state, shapes = converted, converted.on_meta()
     owned = isinstance(state, StoredWeights)  # each access allocates; others may be maps or parts of a larger tensor
-    _check_fit({**frozen, **buffers}, shapes, _OTHER_BUILDER if decoder.renames is None else _DOWNLOAD_AGAIN)
+    if misfits := _misfits({plain(name): p for name, p in (frozen | buffers).items()}, shapes, "the checkpoint"):
+        hint = _OTHER_BUILDER if decoder.renames is None else _DOWNLOAD_AGAIN
+        raise UserError(f"the checkpoint does not fit model: {misfits}. {hint}")
     for name, buffer in buffers.items():
         buffer.copy_(state[plain(name)])
     extremes: dict[str, Tensor] = {}
@@ -211,18 +213,16 @@ def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -
     )
 
 
-def _check_fit(frozen: Mapping[str, Tensor], state: Mapping[str, Tensor], hint: str) -> None:
-    shapes = {plain(name): tuple(p.shape) for name, p in frozen.items()}
-    problems = [f"missing {name}" for name in shapes if name not in state]
-    problems += [f"unexpected {name}" for name in state if name not in shapes]
+def _misfits(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], where: str) -> str:
+    """Name the first three tensors of ``state`` that are missing, unexpected or of another shape; empty: it fits."""
+    problems = [f"missing {name}" for name in parameters if name not in state]
+    problems += [f"unexpected {name}" for name in state if name not in parameters]
     problems += [
-        f"{name} is {list(state[name].shape)} in the checkpoint, {list(shape)} in the model"
-        for name, shape in shapes.items()
-        if name in state and tuple(state[name].shape) != shape
+        f"{name} is {list(state[name].shape)} in {where}, {list(p.shape)} in the model"
+        for name, p in parameters.items()
+        if name in state and state[name].shape != p.shape
     ]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"the checkpoint does not fit model: {'; '.join(problems[:3])}{more}. {hint}")
+    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
 
 
 def check_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
@@ -236,17 +236,8 @@ def check_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) ->
     Raises:
         UserError: weights are missing, unexpected or of another shape; the message names the first three.
     """
-    parameters = adapter_parameters(decoder)
-    problems = [f"missing {name}" for name in parameters if name not in state]
-    problems += [f"unexpected {name}" for name in state if name not in parameters]
-    problems += [
-        f"{name} is {list(state[name].shape)}, the model's {list(p.shape)}"
-        for name, p in parameters.items()
-        if name in state and state[name].shape != p.shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"adapter {source} does not fit model: {'; '.join(problems[:3])}{more}")
+    if misfits := _misfits(adapter_parameters(decoder), state, "the adapter"):
+        raise UserError(f"adapter {source} does not fit model: {misfits}")
 
 
 def load_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
