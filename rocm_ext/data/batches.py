@@ -215,11 +215,11 @@ def row_sizes(rows: Rows, share: bool) -> list[int]:
         rows: the rows.
         share: whether the sequences of a row share their beginnings, see :func:`collate`.
     """
-    sizes = [sum(each) for each in rows.lengths]
+    sizes = [sum(row) for row in rows.lengths]
     if not share:
         return sizes
-    each = zip(rows.tokens, rows.lengths, strict=True)
-    return [size - sum(shared_beginnings(*row)) for size, row in zip(sizes, each, strict=True)]
+    parts = zip(sizes, rows.tokens, rows.lengths, strict=True)
+    return [size - sum(shared_beginnings(tokens, lengths)) for size, tokens, lengths in parts]
 
 
 def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int, share: bool = False) -> MicroBatch:
@@ -262,7 +262,7 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
             places.append(b * width + before + np.where(before < shared, first, at - shared))
             predicted.append(before + 1)
             at = end
-    counts = [len(each) for each in predicted if len(each)]
+    counts = [len(labels) for labels in predicted if len(labels)]
 
     def at_labels(parts: Iterable[np.ndarray], dtype: type) -> Tensor:
         picked = [part[at] for part, at in zip(parts, predicted, strict=True)]

@@ -40,7 +40,7 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
         UserError: the component does not exist, or rejects its arguments.
     """
     if OmegaConf.is_list(cfg) and cfg:
-        return ConcatDataset([open_dataset(node, tokenizer, too_long) for node in cfg])
+        return ConcatDataset([open_dataset(part, tokenizer, too_long) for part in cfg])
     component = cfg.get(COMPONENT) if OmegaConf.is_dict(cfg) else None
     if component is None:
         raise UserError("dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them")

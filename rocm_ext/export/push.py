@@ -92,8 +92,8 @@ def _settings(source: Source) -> dict[str, str]:
 
 
 def _sources(run: RunFolder) -> list[str]:
-    nodes = [run.setting(key) for key in _DATA]
-    parts = [part for node in nodes for part in (node if isinstance(node, list) else [node])]
+    components = [run.setting(key) for key in _DATA]
+    parts = [part for component in components for part in (component if isinstance(component, list) else [component])]
     sources = [part.get("source") for part in parts if isinstance(part, Mapping)]
     return [name for name in sources if isinstance(name, str)]
 

@@ -348,8 +348,8 @@ class Lengths:
             Of each sequence: its part of each tensor, with the shared beginning, and the length of this beginning.
         """
         first: list[Tensor] = []
-        each = zip(*(t.split(self.values, dim=2) for t in packed), strict=True)
-        for pieces, shared in zip(each, self.shared, strict=True):
+        split = zip(*(t.split(self.values, dim=2) for t in packed), strict=True)
+        for pieces, shared in zip(split, self.shared, strict=True):
             if shared:
                 yield [torch.cat([a[:, :, :shared], b], dim=2) for a, b in zip(first, pieces, strict=True)], shared
             else:

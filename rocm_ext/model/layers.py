@@ -123,7 +123,7 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         scaled = torch.where(wavelength > self.original / self.low, theta / self.factor, between)
         return torch.where(wavelength < self.original / self.high, theta, scaled)
 
-    def _between(self, divided: Tensor, whole: Tensor) -> Tensor:
+    def _between(self, divided: Tensor, theta: Tensor) -> Tensor:
         """Return YaRN's frequencies: whole in the first dimensions, divided in the last, interpolated between."""
         last = self.dim - 1  # of the head, although there are half as many frequencies; transformers does the same
         first, end = (self._dimension(rotations) for rotations in (self.fast, self.slow))
@@ -131,8 +131,8 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
             first, end = math.floor(first), math.ceil(end)
         first, end = max(first, 0), min(end, last)
         end += 0.001 * (first == end)
-        share = ((torch.arange(len(whole), dtype=torch.float32) - first) / (end - first)).clamp(0, 1)
-        return divided * share + whole * (1 - share)
+        share = ((torch.arange(len(theta), dtype=torch.float32) - first) / (end - first)).clamp(0, 1)
+        return divided * share + theta * (1 - share)
 
     def _dimension(self, rotations: float) -> float:
         """Return the dimension that makes so many rotations over the original positions."""

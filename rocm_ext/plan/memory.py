@@ -113,7 +113,7 @@ def plan_memory(
         lengths: tokens of each sequence in the largest micro-batch.
         dtype: dtype of weights and activations.
         device: the target.
-        optimizer: its node in the config.
+        optimizer: its component in the config.
         ranks: number of ranks that share the frozen weights.
         targets: number of the micro-batch's tokens with a label.
         kernels: kernels that ``device`` has.
@@ -151,14 +151,14 @@ def _gathered(decoder: Decoder) -> int:
     return frozen_bytes(decoder) - sum(layers) + 2 * max(layers)
 
 
-def _state_per_byte(node: Any) -> float:
+def _state_per_byte(component: Any) -> float:
     """Bytes of optimiser state per byte of parameters: 2 for AdamW.
 
     The same number is assumed for an optimiser that cannot step on the CPU (bitsandbytes').
     """
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = config.instantiate(node, [parameter], key="optimizer")
+    optimizer = config.instantiate(component, [parameter], key="optimizer")
     try:
         optimizer.step()
     except Exception:  # kernels raise anything; LBFGS needs a closure

@@ -51,6 +51,7 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of this rank per second, without padding."""
         return self.tokens / self.seconds
 
 
@@ -63,7 +64,6 @@ class Choice:
         checkpointed: indices of the checkpointed layers.
         memory: by part.
         step: work and time.
-        peak: bytes.
     """
 
     micro_batch: int
@@ -73,6 +73,7 @@ class Choice:
 
     @property
     def peak(self) -> int:
+        """Peak bytes of a training step."""
         return self.memory.peak(self.checkpointed)
 
 

@@ -184,13 +184,13 @@ def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -
     return Workload(longest, mean, asked.answer / mean, count, f"{asked.source}; {which}")
 
 
-def _is_local(node: Any) -> bool:
+def _is_local(component: Any) -> bool:
     """Whether the rows of a component are files on this machine."""
-    if OmegaConf.is_list(node):
-        return all(map(_is_local, node))
-    if not OmegaConf.is_dict(node):
+    if OmegaConf.is_list(component):
+        return all(map(_is_local, component))
+    if not OmegaConf.is_dict(component):
         return False
-    files = node.get("data_files") or node.get("source")
+    files = component.get("data_files") or component.get("source")
     return isinstance(files, str) and bool(glob(files))
 
 
@@ -198,9 +198,9 @@ def _tokenizer_is_here(cfg: DictConfig) -> bool:
     return Path(str(cfg.tokenizer.get("path"))).exists()
 
 
-def _count(node: Any) -> int | None:
+def _count(component: Any) -> int | None:
     """Number of held-out prompts from a split such as ``test[:200]`` or from ``limit``; None: unknown."""
-    if node is None:
+    if component is None:
         return 0
-    number = str(node.get("split", "")).partition("[:")[2].rstrip("]")
-    return int(number) if number.isdigit() else node.get("limit")
+    number = str(component.get("split", "")).partition("[:")[2].rstrip("]")
+    return int(number) if number.isdigit() else component.get("limit")

@@ -82,8 +82,8 @@ class TransformersDecoder(Decoder):
         self.text_part = take_text(model)
         for name, child in model.named_children():
             self.add_module(name, child)
-        if own := [name for name, _ in model.named_parameters(recurse=False)]:
-            raise UserError(f"{type(model).__name__} has weights outside its layers: {', '.join(own)}")
+        if outside := [name for name, _ in model.named_parameters(recurse=False)]:
+            raise UserError(f"{type(model).__name__} has weights outside its layers: {', '.join(outside)}")
         head = _name_of(model, model.get_output_embeddings())
         lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
         self.layers_name = next((n for n in lists if len(model.get_submodule(n)) == config.num_hidden_layers), "")  # type: ignore
@@ -124,10 +124,12 @@ class TransformersDecoder(Decoder):
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]
+        """The decoder's layers."""
         return self.get_submodule(self.layers_name)  # type: ignore[return-value]
 
     @property
     def tok_embeddings(self) -> nn.Embedding:  # type: ignore[override]
+        """The embeddings."""
         return self.get_submodule(self._body).get_input_embeddings()  # type: ignore[operator]
 
     @property
@@ -439,7 +441,7 @@ def _say(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
     frozen = frozen_kinds(decoder, adapted)
     experts = fused_experts(decoder)
     hint = f"; target_parameters={ALL_EXPERTS} adapts fused experts" if experts and not experts.keys() & adapted else ""
-    kinds = Counter(each.rpartition(".")[2] for each in adapted)
+    kinds = Counter(path.rpartition(".")[2] for path in adapted)
     log.info("LoRA on %s; none on %s%s", _counted(kinds), _counted(frozen), hint)
 
 
