@@ -12,10 +12,9 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.bench_file import BenchFile, of_this_machine
 from rocm_ext.machine.budget import GIB, memory_budget, nominal_budget
-from rocm_ext.machine.chips import chips_of, named_chips
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.numerics import DTYPES, pick_dtype
-from rocm_ext.machine.profile import Chip, Profile, load_profile
+from rocm_ext.machine.profile import Chip, Profile, chips_of, load_profile, named_chips
 from rocm_ext.plan.costs import Operation
 
 # The least and the most that published runs reach of speeds computed from a data sheet, see

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.log import duration, log
 from rocm_ext.distributed.ranks import Ranks, local_rank, machine_index, several_machines
 from rocm_ext.machine import trace
-from rocm_ext.machine.counter_log import log_of, recording
+from rocm_ext.machine.counters import log_of, recording
 from rocm_ext.train.interrupt import Interrupted
 from rocm_ext.train.lock import hold
 from rocm_ext.train.runtime import Runtime
