@@ -430,8 +430,8 @@ class _PairReader(_Reader):
         if reason := _reason_to_drop(pair):
             self._counts["dropped_equal_when_cut" if cut and reason == "dropped_equal" else reason] += 1
             return
-        prompts = [tokens[: int(np.argmax(labels != IGNORE))] for tokens, labels in pair]
-        if not np.array_equal(*prompts):
+        chosen, rejected = (tokens[: int(np.argmax(labels != IGNORE))] for tokens, labels in pair)
+        if not np.array_equal(chosen, rejected):
             raise ValueError("the prompts of the chosen and the rejected answer differ")
         limit = self._limits.least() or longest
         if longest > limit:
@@ -484,10 +484,10 @@ def _read_item(item: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[i
     return tokens, labels, lengths
 
 
-def _tokens_and_labels(item: Mapping[str, Any], *keys: str) -> list[np.ndarray]:
+def _tokens_and_labels(item: Mapping[str, Any], *keys: str) -> tuple[np.ndarray, np.ndarray]:
     if not set(keys) <= item.keys():
         raise ValueError(f"an item needs {' and '.join(keys)}, found {list(item)}")
     tokens, labels = (np.asarray(item[key], dtype=np.int32) for key in keys)
     if tokens.ndim != 1 or tokens.shape != labels.shape:
         raise ValueError(f"{keys[0]} {tokens.shape} and {keys[1]} {labels.shape} must be flat lists of one length")
-    return [tokens, labels]
+    return tokens, labels

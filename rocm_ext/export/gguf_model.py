@@ -204,10 +204,10 @@ def write_adapter(source: Source, out: Path) -> None:
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     # llama.cpp's factor is alpha / r
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(config.scale * config.rank))
-    write(out, writer, list(_entries(names, load_file(source.adapter / ADAPTER_WEIGHTS))))
+    write(out, writer, list(_of_adapter(names, load_file(source.adapter / ADAPTER_WEIGHTS))))
 
 
-def _entries(names: GgufNames, adapter: dict[str, Tensor]) -> Iterator[Entry]:
+def _of_adapter(names: GgufNames, adapter: dict[str, Tensor]) -> Iterator[Entry]:
     for name, update in updates_by_weight(adapter).items():
         a, b = update[".lora_A.weight"], names.rows(name, update[".lora_B.weight"])
         for end, tensor in (("lora_a", a), ("lora_b", b)):

@@ -430,7 +430,7 @@ class Attention(MultiHeadAttention):
         else:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k, v))
-            allowed, causal = None if mask is None else mask[:, None], mask is None
+            allowed, causal = mask[:, None] if isinstance(mask, Tensor) else None, mask is None
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal)
             out = out.transpose(1, 2)
         return self.output_proj(out.flatten(-2))

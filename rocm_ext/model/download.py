@@ -193,6 +193,6 @@ def published(checkpoint_dir: str) -> tuple[str, Path] | None:
     """
     if is_hub_name(checkpoint_dir):
         folder = published_models().get(checkpoint_dir)
-        return folder and (checkpoint_dir, folder)
+        return None if folder is None else (checkpoint_dir, folder)
     folders = published_models().items()
     return next((pair for pair in folders if pair[1].name == Path(checkpoint_dir).name), None)

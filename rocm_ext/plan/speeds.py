@@ -175,7 +175,7 @@ def _named_here(profile: Profile, machine: Machine) -> list[str]:
 def _check_same(bench: Path, measured: BenchFile, profile: Profile, machine: Machine, chip: str | None) -> None:
     """Check that a bench file comes from the hardware of the plan."""
     keys = measured.machine
-    if not _is(profile, replace(machine, backend=keys.get("backend"), arch=keys.get("arch"))):
+    if not _is(profile, replace(machine, backend=str(keys.get("backend")), arch=keys.get("arch"))):
         raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")
     if chip and chip not in (may := named_chips(profile, keys.get("arch"), keys.get("name") or "")):
         measured_on = " or ".join(may) or keys.get("name") or keys.get("arch")

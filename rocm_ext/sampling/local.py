@@ -219,11 +219,13 @@ class LocalSession:
                 read, rows = batch.step()
             ended = [(slot, c) for slot in range(rows) if (c := self._completion(batch.running[slot], sampling))]
             batch.release([slot for slot, _ in ended])
-            seconds = time.perf_counter() - began
-            for name, amount in (("tokens", rows), ("slot_steps", batch.slots), ("bytes", read), ("seconds", seconds)):
-                self._totals[name] += amount
+            self._count(rows, batch.slots, read, time.perf_counter() - began)
             yield batch.running, [completion for _, completion in ended]
         self._batch = batch  # not after an error or an early end, which leave samples in its slots
+
+    def _count(self, rows: int, slots: int, read: int, seconds: float) -> None:
+        for name, amount in (("tokens", rows), ("slot_steps", slots), ("bytes", read), ("seconds", seconds)):
+            self._totals[name] += amount
 
     def _admit(self, batch: "SlotBatch", prompts: deque[_Prompt]) -> None:
         """Fill free slots with waiting samples."""
