@@ -24,7 +24,7 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.records import PhaseRecords, Sample, to_result, to_sample
 from rocm_ext.runs.folder import GREEDY, SampleKey
 from rocm_ext.sampling import Completion, Request, Sampling, Session
-from rocm_ext.train.interrupt import Interrupt, Interrupted
+from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.verifiers import Pool, Result, Verdict
 
 Requests = Sequence[tuple[Request, Sampling]]

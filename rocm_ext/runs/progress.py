@@ -10,13 +10,12 @@ from statistics import median
 from typing import Any
 
 from rocm_ext.base.files import json_object
-from rocm_ext.runs.cycles import raft_finished
+from rocm_ext.runs.folder import raft_finished, steps_finished
 from rocm_ext.runs.records import MOST, is_rows, number, parse_scores, read_json, read_yaml
-from rocm_ext.runs.steps import steps_finished
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
 _RECENT = 20  # steps that tell the speed of a GRPO run
-_TOLD = ("step", "epoch", "loss", "margin", "accuracy", "tokens_per_second", "val_loss", "val_margin", "val_accuracy")
+_SHOWN = ("step", "epoch", "loss", "margin", "accuracy", "tokens_per_second", "val_loss", "val_margin", "val_accuracy")
 
 
 def progress(out: Path) -> dict[str, Any]:
@@ -31,32 +30,32 @@ def progress(out: Path) -> dict[str, Any]:
     if not out.is_dir():
         return {"problem": f"{out} {'is a file' if out.exists() else 'does not exist'}"}
     cycles = sorted((int(name[6:]), out / name) for name in _names(out) if re.fullmatch(r"cycle_\d{1,9}", name))
-    told: dict[str, Any]
+    values: dict[str, Any]
     lines = [] if cycles else _last_lines(out / "metrics.jsonl")
     policy = not cycles and (
         (out / "samples.jsonl").exists() or any({"reward", "eval"} & line.keys() for line in lines)
     )
     if policy:
         written = max(_written(out / name) for name in ("metrics.jsonl", "samples.jsonl", "verdicts.jsonl"))
-        told = _policy_progress(out, lines)
+        values = _policy_progress(out, lines)
     elif not cycles:
         written = _written(out / "metrics.jsonl")
-        told = _last_values(lines)
+        values = _last_values(lines)
     else:
         cycle, folder = cycles[-1]
         file = max((folder / "metrics.jsonl", out / "samples.jsonl", out / "verdicts.jsonl"), key=_written)
-        written, told = _written(file), {"cycle": cycle}
+        written, values = _written(file), {"cycle": cycle}
         if written:
-            told["phase"] = "training" if file.parent == folder else _answering(file)
-        told |= _last_values(_last_lines(folder / "metrics.jsonl"))
+            values["phase"] = "training" if file.parent == folder else _answering(file)
+        values |= _last_values(_last_lines(folder / "metrics.jsonl"))
         if _skipped(folder):
-            told["phase"] = "skipped"
+            values["phase"] = "skipped"
     if written:
-        told["seconds_ago"] = round(max(0.0, time.time() - written), 1)
-        told["finished"] = _policy_finished(out, told) if policy else _finished(out, cycles, told)
+        values["seconds_ago"] = round(max(0.0, time.time() - written), 1)
+        values["finished"] = _policy_finished(out, values) if policy else _finished(out, cycles, values)
     elif not cycles and not (out / "config.yaml").exists():
-        told["problem"] = f"no run in {out}"
-    return told
+        values["problem"] = f"no run in {out}"
+    return values
 
 
 def _answering(path: Path) -> str:
@@ -65,12 +64,12 @@ def _answering(path: Path) -> str:
     return "evaluating" if lines and lines[-1].get("phase") == "eval" else "sampling"
 
 
-def _finished(out: Path, cycles: list[tuple[int, Path]], told: dict[str, Any]) -> bool:
+def _finished(out: Path, cycles: list[tuple[int, Path]], values: dict[str, Any]) -> bool:
     # not from the files' times, which copying may change
     unreadable: list[str] = []  # not shown: a file may be unreadable while the run writes it
     summary = read_json(out / "summary.json", unreadable)
     if not cycles:
-        return number(summary.get("steps")) == told.get("step")
+        return number(summary.get("steps")) == values.get("step")
     last, folder = cycles[-1]
     listed = summary.get("cycles")
     complete = (folder / "eval.json").exists() or (
@@ -90,22 +89,23 @@ def _policy_progress(out: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
     config = _config(out / "config.yaml", _written(out / "config.yaml"))
     steps = [line for line in lines if "reward" in line and _is_number(line.get("step"))]
     scores = [parsed for line in lines if (parsed := _scores(line)) is not None]
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if phase := _phase(out, config):
-        told["phase"] = phase
+        values["phase"] = phase
     if steps:
-        told["step"] = steps[-1]["step"]
+        values["step"] = steps[-1]["step"]
     if 0 < (planned := number(config.get("steps"))) < 1e9:
-        told["steps"] = planned
-    told |= {key: steps[-1][key] for key in ("reward", "flat", "entropy") if steps and _is_number(steps[-1].get(key))}
+        values["steps"] = planned
+    values |= {key: steps[-1][key] for key in ("reward", "flat", "entropy") if steps and _is_number(steps[-1].get(key))}
     if scores:
-        told["held_out"] = scores[-1]["pass"][0]
+        values["held_out"] = scores[-1]["pass"][0]
     times = [seconds for line in steps[-_RECENT:] if 0 <= (seconds := number(line.get("seconds"))) < MOST]
     if times:
-        told["seconds"] = median(times)
-        if planned > told["step"]:
-            told["seconds_left"] = (planned - told["step"]) * told["seconds"] + _evaluating(lines, config, told["step"])
-    return told
+        step = values["step"]
+        values["seconds"] = median(times)
+        if planned > step:
+            values["seconds_left"] = (planned - step) * values["seconds"] + _evaluating(lines, config, step)
+    return values
 
 
 def _phase(out: Path, config: Mapping[str, Any]) -> str:
@@ -144,9 +144,9 @@ def _config(path: Path, written: float) -> dict[str, Any]:
     return read_yaml(path, [])
 
 
-def _policy_finished(out: Path, told: Mapping[str, Any]) -> bool:
+def _policy_finished(out: Path, values: Mapping[str, Any]) -> bool:
     config = _config(out / "config.yaml", _written(out / "config.yaml"))
-    return steps_finished(read_json(out / "summary.json", []), config, told.get("step", 0))
+    return steps_finished(read_json(out / "summary.json", []), config, values.get("step", 0))
 
 
 def _skipped(folder: Path) -> bool:
@@ -160,7 +160,7 @@ def _last_values(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The newest of each value in lines of a ``metrics.jsonl``."""
     values: dict[str, Any] = {}
     for row in lines:
-        values |= {key: row[key] for key in _TOLD if _is_number(row.get(key))}
+        values |= {key: row[key] for key in _SHOWN if _is_number(row.get(key))}
     return values
 
 

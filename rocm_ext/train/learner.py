@@ -43,8 +43,8 @@ from rocm_ext.plan.memory import MemoryPlan
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
+from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.machines import check_same
-from rocm_ext.train.runtime import Runtime
 
 
 class Learner:

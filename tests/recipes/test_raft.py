@@ -23,7 +23,7 @@ from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.losses import ClippedRatio, CrossEntropy
-from rocm_ext.rl.cycle_trainer import CycleTrainer
+from rocm_ext.rl.cycles import CycleTrainer
 from rocm_ext.rl.records import PhaseRecords, Records, read_records
 from tests.kit.forks import forked, forked_ranks, kill_before, several_ranks
 from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records, write_run, write_world
@@ -514,7 +514,7 @@ def test_the_entropy_floor_stops(make, tmp_path):
     out = tmp_path / "out"
     code, messages = forked(main, make(out, min_entropy=50.0))
     assert code == 0, messages
-    assert "under min_entropy 50" in messages
+    assert "below min_entropy 50" in messages
     assert not (out / "cycle_2").exists()
     assert (out / WEIGHTS).exists()
 

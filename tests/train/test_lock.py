@@ -13,8 +13,8 @@ import pytest
 from rocm_ext.recipes.lora_finetune_rocm import main
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.train import lock
-from rocm_ext.train.lock import hold
+from rocm_ext.train import output_dir as lock
+from rocm_ext.train.output_dir import hold
 from tests.kit import forks
 from tests.kit.tiny import run_config, tune, write_model, write_rows, write_yaml
 from tests.recipes.test_resume import Wait as Wait  # configs name it by this module's neighbour
