@@ -8,7 +8,7 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -104,13 +104,16 @@ def line_chart(
     """Curves over a common axis.
 
     Args:
-        title, unit: of the values.
+        title, unit: of the values; the unit ``bytes`` becomes MiB or GiB.
         lines: at least one.
         x_title: title of the x axis.
         zero: begin the y axis at 0, if no value is below.
         marks: (x, text) of vertical lines.
         legend: name the lines.
     """
+    if unit == "bytes":
+        size, unit = memory_unit([line.y for line in lines])
+        lines = [replace(line, y=line.y / size) for line in lines]
     axis = _axis([line.y for line in lines], zero)
     if "range" in axis:
         unit += ", without spikes: double-click shows all"
@@ -157,11 +160,11 @@ def _traces(line: Line) -> list[dict[str, Any]]:
 def bar_chart(
     title: str, unit: str, x: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str], x_title: str
 ) -> Chart:
-    """A bar for each place, made of parts.
+    """A bar for each step or cycle, made of parts.
 
     Args:
         title, unit: of the sizes; a unit that begins with % shows them as shares.
-        x: [n] places.
+        x: [n] steps or cycles.
         parts: name -> [n] sizes, from the bottom up.
         colours: name -> name of its colour.
         x_title: title of the x axis.
