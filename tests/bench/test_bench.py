@@ -267,7 +267,7 @@ def test_compile_wins_only_beyond_noise():
     assert won(training(2, 100), training(4, 150, compile=True)) == {}
 
 
-def test_the_library_that_is_faster_without_wgrad_wins():
+def test_the_faster_library_wins():
     rows = [
         row(
             "gemm",
@@ -277,11 +277,11 @@ def test_the_library_that_is_faster_without_wgrad_wins():
             dtype="bf16",
             library=library,
         )
-        for library, on, speeds in (("rocBLAS", "0", (20, 20, 40)), ("hipBLASLt", "1", (30, 30, 16)))
-        for direction, speed in zip(("forward", "dgrad", "wgrad"), speeds, strict=True)
+        for library, on, speeds in (("rocBLAS", "0", (20, 20)), ("hipBLASLt", "1", (30, 18)))
+        for direction, speed in zip(("forward", "dgrad"), speeds, strict=True)
     ]
     assert won(*rows) == {"ROCBLAS_USE_HIPBLASLT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "1"}
-    assert won(*rows[:3]) == {}
+    assert won(*rows[:2]) == {}
 
 
 def test_without_gemm_or_copies_there_are_no_figures():
