@@ -18,7 +18,7 @@ _RULES |= {"not correct": "v3", "below threshold": "v1", "without reward": "v4",
 _PHASES = {"sample": "c0", "train": "c1", "eval": "c2"}
 _TIMES = {"sampling": "sample_seconds", "waiting": "wait_seconds", "training": "train_seconds"}
 _TIME_COLOURS = {"sampling": "c0", "waiting": "r2", "training": "c1", "other": "v2"}
-_BARS, _EVALUATIONS, _ROWS = 40, 60, 40  # most bars and evaluations of a chart, most rows of a table
+_EVALUATIONS, _ROWS = 60, 40  # most evaluations of a chart, most rows of a table
 
 
 # ---- held-out scores
@@ -107,12 +107,14 @@ def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
     """Verdicts and times of a run, of RAFT also rewards and what the filter kept; ``suffix`` ends the titles."""
     asked, counts = run.answers.verdicts.counts()
-    charts = [_bars("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, run)]
+    x_title = "step" if run.family == GRPO else "cycle"
+    charts = [bar_chart("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, x_title)]
     if run.family == GRPO:
         seconds = {name: np.clip(np.nan_to_num(run.steps[key], posinf=0.0), 0, None) for name, key in _TIMES.items()}
         in_all = np.nan_to_num(run.steps["seconds"], posinf=0.0)
         seconds["other"] = np.clip(in_all - sum(seconds.values()), 0, None)
-        charts.append(_bars("Time of a step" + suffix, "seconds", run.steps["step"], seconds, _TIME_COLOURS, run))
+        steps = run.steps["step"]
+        charts.append(bar_chart("Time of a step" + suffix, "seconds", steps, seconds, _TIME_COLOURS, x_title))
     else:
         cycles = np.array([float(cycle.number) for cycle in run.cycles])
         size, unit = time_unit(max((sum(cycle.seconds.values()) for cycle in run.cycles), default=0.0))
@@ -123,40 +125,8 @@ def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
             ("Time", unit, times, _PHASES),
         ):
             parts = {name: np.array([float(row.get(name, 0)) for row in rows]) for name in colours}
-            charts.append(_bars(title + suffix, of, cycles, parts, colours, run))
+            charts.append(bar_chart(title + suffix, of, cycles, parts, colours, x_title))
     return [chart for chart in charts if chart is not None]
-
-
-def _bars(
-    title: str,
-    unit: str,
-    at: np.ndarray,
-    parts: Mapping[str, np.ndarray],
-    colours: Mapping[str, str],
-    run: RunFolder,
-) -> Chart | None:
-    """A bar for each step or cycle, or for the mean of a stretch of many; None if all are empty.
-
-    Args:
-        title, unit: of the chart.
-        at: [n] steps or cycles.
-        parts: name -> [n] sizes.
-        colours: name -> name of its colour, in the order of the parts; other parts are grey.
-        run: decides the title of the axis.
-    """
-    sizes = {name: parts[name] for name in [*colours, *sorted(parts.keys() - colours.keys())] if name in parts}
-    filled = sum(sizes.values(), np.zeros(len(at))) > 0
-    if not filled.any():
-        return None
-    first = at[filled].min()
-    width = math.ceil((at[filled].max() - first + 1) / _BARS)
-    stretch = ((at[filled] - first) // width).astype(int)
-    known = np.unique(stretch)
-    means = {name: np.array([of[filled][stretch == i].mean() for i in known]) for name, of in sizes.items()}
-    x_title = "step" if run.family == GRPO else "cycle"
-    unit += f", means of {width} {x_title}s" if width > 1 else ""
-    x = first + known * width + (width - 1) / 2
-    return bar_chart(title, unit, x, means, dict.fromkeys(sizes, "v2") | dict(colours), x_title)
 
 
 def _rewards(cycle: CycleFolder) -> Mapping[str, float]:
