@@ -12,9 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.machine.choices import ATTENTION
 from rocm_ext.machine.detect import Machine
-from rocm_ext.machine.profile import Lock
+from rocm_ext.machine.profile import ATTENTION, Lock
 
 PROBES = ("gemm", "bandwidth", "decoding", "training")  # in the order of the table
 MARK = "rocm-ext-bench "  # begins each line of a child; libraries print to stdout, too

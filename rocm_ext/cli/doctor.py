@@ -14,7 +14,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.cli._common import add_json, console, print_json, printable, table
 from rocm_ext.machine.doctor import exit_code, judge, verdict
 from rocm_ext.machine.doctor.facts import Facts, recorded_facts
-from rocm_ext.machine.doctor.findings import Finding
+from rocm_ext.machine.doctor.recorded import Finding
 from rocm_ext.machine.doctor.save import save
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red", "not recorded": "dim"}

@@ -24,8 +24,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import duration
 from rocm_ext.cli._common import console, count, number, table
-from rocm_ext.machine.counter_log import HardwareLog
-from rocm_ext.machine.counters import Counters
+from rocm_ext.machine.counters import Counters, HardwareLog
 from rocm_ext.report import hardware
 from rocm_ext.runs.progress import progress
 

@@ -18,9 +18,8 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration
 from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, table
 from rocm_ext.config.checks import check_grpo_values, check_raft_values, check_values
-from rocm_ext.machine.chips import find_chip
 from rocm_ext.machine.detect import detect
-from rocm_ext.machine.profile import load_profile
+from rocm_ext.machine.profile import find_chip, load_profile
 
 if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice

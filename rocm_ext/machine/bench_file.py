@@ -10,8 +10,8 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
-from rocm_ext.machine.choices import COMPILE
 from rocm_ext.machine.detect import Machine
+from rocm_ext.machine.profile import COMPILE
 
 _FIGURES = {"bandwidth", "efficiency", "decode_efficiency", "attention", "launch"}  # beside flops
 

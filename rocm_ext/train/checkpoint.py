@@ -7,8 +7,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, remove_folder, replace_folder
 from rocm_ext.base.log import log
 from rocm_ext.config import difference, references
-from rocm_ext.data.batches import Steps
 from rocm_ext.distributed.ranks import Ranks
 
 STATE = "state.pt"
@@ -98,13 +95,6 @@ class Checkpoints:
         """Remove every checkpoint."""
         for path in self.steps():
             remove_folder(path)
-
-    def discard(self) -> None:
-        """Remove every checkpoint and, unless it keeps an unreadable one, the folder."""
-        self.clear()
-        self.sweep(0)
-        with suppress(OSError):
-            self.folder.rmdir()
 
     def sweep(self, step: int) -> None:
         """Prepare the folder for a run that continues after ``step``.
@@ -260,53 +250,6 @@ def check_same_run(
 
 
 # ---- another number of steps than the run began with
-
-
-def check_length(path: Path, step: int, steps: Steps, cfg: DictConfig, begun: Mapping[str, Any]) -> bool:
-    """Check that ``epochs`` and ``max_steps_per_epoch`` continue the steps done.
-
-    Args:
-        path: the checkpoint, for messages.
-        step: optimiser steps done.
-        steps: rows of each step of this run.
-        cfg: config of this run.
-        begun: config of the run that wrote the checkpoint.
-
-    Returns:
-        Whether the run has as many steps as when it began.
-
-    Raises:
-        UserError: the checkpoint is past this run's end, or its steps had other rows.
-    """
-    before = replace(steps, limit=begun["max_steps_per_epoch"])
-    if before.per_epoch != steps.per_epoch and step > min(before.per_epoch, steps.per_epoch):
-        raise UserError(
-            f"{path} has {step} steps, so max_steps_per_epoch cannot change from {before.limit} to {steps.limit}: with "
-            "it these steps would have had other rows. Undo the change; epochs may be raised"
-        )
-    total = steps.per_epoch * cfg.epochs
-    if step > total:
-        raise UserError(f"{path} has {step} steps, but epochs={cfg.epochs} ends the run after {total}; raise epochs")
-    was = before.per_epoch * begun["epochs"]
-    if total != was:
-        log.info("the run had %d steps in all; it now has %d", was, total)
-    return total == was
-
-
-def check_updates(path: Path, updates: int, total: int, was: int) -> bool:
-    """Check that a run of ``total`` updates continues the ``updates`` that a checkpoint at ``path`` has done.
-
-    Returns:
-        Whether the run has as many updates as when it began, ``was``.
-
-    Raises:
-        UserError: the checkpoint is past this run's end.
-    """
-    if updates > total:
-        raise UserError(f"{path} has {updates} updates, but the run ends after {total}; raise its number of steps")
-    if total != was:
-        log.info("the run had %d updates in all; it now has %d", was, total)
-    return total == was
 
 
 def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], step: int) -> None:

@@ -84,7 +84,7 @@ class Learner:
             layer.rslora = cfg.use_rslora
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
         overrides, ranks = list(cfg.hardware_overrides), runtime.ranks.world
-        warn(check_quantized(self.decoder, runtime.profile, overrides, ranks))
+        warn(check_quantized(self.decoder, runtime.profile, overrides, ranks, runtime.budget()))
         if cfg.startup_checks:
             shape = self.decoder.head_dim, self.decoder.num_heads
             checks = numerics.canaries(runtime.machine, runtime.device, runtime.dtype, *shape)

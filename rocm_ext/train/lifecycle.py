@@ -18,7 +18,7 @@ from rocm_ext.base.process import stop_signals, survive_terminal
 from rocm_ext.distributed.ranks import Ranks, local_rank, local_world_size, machine_index, several_machines
 from rocm_ext.machine import numerics, trace
 from rocm_ext.machine.budget import memory_budget, open_device
-from rocm_ext.machine.counter_log import log_of, recording
+from rocm_ext.machine.counters import log_of, recording
 from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.profile import Profile, check_locked, check_profile, load_profile
 from rocm_ext.machine.threads import choose_threads, cores

@@ -26,7 +26,6 @@ from rocm_ext.train.checkpoint import (
     FREE_KEYS,
     advance,
     check_same_run,
-    check_updates,
     load_for_new_length,
     rng_state,
     set_rng_state,
@@ -229,12 +228,17 @@ class Training:
             state: its state.
 
         Returns:
-            Whether the run has as many updates as when it began; otherwise the schedule is moved to its place.
+            Whether the run has as many updates as when it began; otherwise the schedule is moved to where it belongs.
 
         Raises:
-            UserError: it does not.
+            UserError: the checkpoint is past this run's end.
         """
-        return check_updates(path, self.updates, self.total_steps, state["total_steps"])
+        was, total = state["total_steps"], self.total_steps
+        if self.updates > total:
+            raise UserError(f"{path} has {self.updates} updates, but the run ends after {total}; raise epochs or steps")
+        if total != was:
+            log.info("the run had %d updates in all; it now has %d", was, total)
+        return total == was
 
     # ---- resuming
 

@@ -9,28 +9,26 @@ import shlex
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-from filelock import FileLock, Timeout, UnixFileLock
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from omegaconf import DictConfig
 from torchtune import training
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, json_object, replace_text
 from rocm_ext.distributed.ranks import Ranks, rank
-from rocm_ext.machine.counter_log import remove_logs
-from rocm_ext.machine.counters import HARDWARE_LOG
+from rocm_ext.machine.counters import HARDWARE_LOG, remove_logs
 from rocm_ext.machine.trace import FOLDER
 from rocm_ext.train.checkpoint import Checkpoints
 from rocm_ext.train.metrics import Metrics
 
-LOCK = ".lock"  # the system's lock is on this file, and ends with the process
-HOLDER = ".lock.json"  # who holds it
+_LOCK = ".lock"  # the system's lock is on this file, and ends with the process
+_SOFT = ".lock.pid"  # takes its place on a file system without locks
+_HOLDER = ".lock.json"  # who holds it, for messages
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of file systems without locks
 
 
@@ -153,7 +151,7 @@ def hold(folder: Path) -> Iterator[None]:
     """Context in which only this run writes to ``folder``, which is created if needed and removed if it stays empty.
 
     The main rank takes the lock for all ranks. The system releases the lock of a dead process at once. On a file
-    system without locks, the record of the holder decides: a process that no longer runs holds nothing.
+    system without locks, a file names the process that holds the folder; one that no longer runs holds nothing.
 
     Args:
         folder: output folder of the run.
@@ -164,133 +162,47 @@ def hold(folder: Path) -> Iterator[None]:
     if rank():
         yield
         return
-    made = not folder.exists()
+    made, record = not folder.exists(), folder / _HOLDER
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
-    record = folder / HOLDER
-    if lock is None:
-        _claim(folder)
+        lock: BaseFileLock = FileLock(folder / _LOCK, fallback_to_soft=False)
+        try:
+            try:
+                lock.acquire(timeout=0)
+            except (NotImplementedError, OSError) as error:
+                if not isinstance(error, NotImplementedError) and error.errno not in _NO_LOCKS:
+                    raise
+                lock = SoftFileLock(folder / _SOFT)
+                lock.acquire(timeout=0)
+        except Timeout:
+            raise _used(folder) from None
     try:
-        if lock is not None:
-            replace_text(record, _me())
+        holder = {
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": shlex.join(sys.argv),
+        }
+        replace_text(record, json.dumps(holder) + "\n")
         yield
     finally:
         record.unlink(missing_ok=True)
-        if lock is not None:
-            if isinstance(lock, UnixFileLock):  # who waits on the removed file notices and starts anew
-                (folder / LOCK).unlink(missing_ok=True)
-            lock.release()
+        if os.name != "nt":  # who waits on the removed file notices and starts anew
+            (folder / _LOCK).unlink(missing_ok=True)
+        lock.release()
         if made:
             with suppress(OSError):  # not empty
                 folder.rmdir()
 
 
-def _lock(folder: Path) -> Any:
-    """Take the system's lock; None if the file system has none.
-
-    Raises:
-        UserError: another process has it.
-        OSError: the folder is not writable.
-    """
-    lock = FileLock(folder / LOCK, fallback_to_soft=False)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # filelock tells that it uses another kind of lock
-            lock.acquire(timeout=0)
-    except Timeout:
-        raise _used(folder) from None
-    except NotImplementedError:
-        return None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return None
-    return lock
-
-
-def _claim(folder: Path) -> None:
-    """Create the record of the holder, after removing that of a dead one.
-
-    Raises:
-        UserError: the holder runs, or runs on another host.
-    """
-    record, removing = folder / HOLDER, folder / f"{HOLDER}.removing"
-    mine = folder / f"{HOLDER}.{platform.node()}.{os.getpid()}"
-    with disk_errors(record):
-        try:
-            mine.write_text(_me())
-            if _runs(_read(record)) is False:
-                os.link(mine, removing)  # one process at a time, which looks again: another may hold the folder now
-                try:
-                    if _runs(_read(record)) is False:
-                        record.unlink()
-                finally:
-                    removing.unlink()
-            os.link(mine, record)  # appears with its content, and fails if another has one
-        except FileExistsError:
-            raise _used(folder) from None
-        finally:
-            mine.unlink(missing_ok=True)
-
-
 def _used(folder: Path) -> UserError:
-    holder = _read(folder / HOLDER)
-    runs = _runs(holder)
-    lost = "" if runs else f"; if it no longer runs, delete {folder / HOLDER}"
-    if not holder or runs is False:  # the holder has not written its record yet
-        return UserError(f"output_dir {folder} is in use by another process; choose another output_dir{lost}")
-    return UserError(
-        f"output_dir {folder} is in use by process {holder['pid']} on {holder['host']}, started {holder['started']}: "
-        f"{holder['command']}. Wait for it, stop it, or choose another output_dir{lost}"
-    )
-
-
-def _me() -> str:
-    """The record of this process."""
-    record = {
-        "pid": os.getpid(),
-        "host": platform.node(),
-        "namespace": _namespace(),
-        "created": _created(os.getpid()),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "command": shlex.join(sys.argv),
-    }
-    return json.dumps(record) + "\n"
-
-
-def _read(record: Path) -> dict[str, Any]:
-    try:
-        holder = json_object(record.read_bytes()) or {}
-    except OSError:
-        return {}
-    return holder if {"pid", "host", "namespace", "created", "started", "command"} <= holder.keys() else {}
-
-
-def _runs(holder: dict[str, Any]) -> bool | None:
-    """Whether the holder runs; None if it is on another host or in another container, or its record is unreadable."""
-    if not holder:
-        return None
-    if (holder["host"], holder["namespace"]) != (platform.node(), _namespace()):
-        return None
-    try:
-        process = psutil.Process(holder["pid"])
-        return process.status() != psutil.STATUS_ZOMBIE and _created(process.pid) == holder["created"]
-    except psutil.Error:
-        return False
-
-
-def _created(pid: int) -> str:
-    """What tells a process from another with its id: its boot and its ticks since, which no set clock moves."""
+    holder: dict[str, Any] = {}
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
-    return str(psutil.Process(pid).create_time())  # without /proc
-
-
-def _namespace() -> str:
-    """The container in which process ids count; empty where there are none."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+        holder = json_object((folder / _HOLDER).read_bytes()) or {}
+    who = "another process"
+    if {"pid", "host", "started", "command"} <= holder.keys():  # else it has not written its record yet
+        who = f"process {holder['pid']} on {holder['host']}, started {holder['started']}: {holder['command']}"
+    lost = f"; if it no longer runs, delete {folder / _SOFT}" if (folder / _SOFT).exists() else ""
+    return UserError(
+        f"output_dir {folder} is in use by {who}. Wait for it, stop it, or choose another output_dir{lost}"
+    )

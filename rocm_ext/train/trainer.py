@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.log import Progress, log
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
-from rocm_ext.train.checkpoint import FREE_KEYS, check_length
+from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.train.loop import Training
@@ -128,8 +129,19 @@ class Trainer(Training):
         self.best = None
 
     def check_length(self, path: Path, state: dict[str, Any]) -> bool:
-        """Check ``epochs`` and ``max_steps_per_epoch`` as :meth:`Training.check_length` does."""
-        return check_length(path, self.step, self.steps, self.cfg, state["config"])
+        """Check ``epochs`` and ``max_steps_per_epoch`` as :meth:`Training.check_length` does.
+
+        Raises:
+            UserError: the checkpoint is past this run's end, or its steps had other rows.
+        """
+        before = replace(self.steps, limit=state["config"]["max_steps_per_epoch"])
+        if before.per_epoch != self.steps.per_epoch and self.step > min(before.per_epoch, self.steps.per_epoch):
+            raise UserError(
+                f"{path} has {self.step} steps, so max_steps_per_epoch cannot change from {before.limit} to "
+                f"{self.steps.limit}: with it these steps would have had other rows. Undo the change; epochs may be "
+                "raised"
+            )
+        return super().check_length(path, state)
 
     # ---- the run
 

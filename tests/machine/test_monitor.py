@@ -27,8 +27,7 @@ from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
 from rocm_ext import cli
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine import counters
-from rocm_ext.machine.counter_log import HardwareLog, recording
-from rocm_ext.machine.counters import Counters
+from rocm_ext.machine.counters import Counters, HardwareLog, recording
 from rocm_ext.machine.sysfs import cards
 from rocm_ext.machine.trace import Trace
 from tests.kit import sysfs
@@ -379,7 +378,7 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys):
 
 def test_torch_is_not_imported(tmp_path):
     program = (
-        "import sys; from rocm_ext.cli import main; main(sys.argv[1:]); import rocm_ext.machine.counter_log; "
+        "import sys; from rocm_ext.cli import main; main(sys.argv[1:]); import rocm_ext.machine.counters; "
         "assert not {'torch', 'omegaconf'} & set(sys.modules)"
     )
     arguments = ["monitor", "--count", "1", "--root", str(tmp_path), "--run", str(tmp_path), "--log", tmp_path / "log"]
@@ -664,7 +663,7 @@ def test_a_disk_that_fills_up(tmp_path):
     program = f"""
 import logging, resource, time
 from pathlib import Path
-from rocm_ext.machine.counter_log import recording
+from rocm_ext.machine.counters import recording
 logging.basicConfig(format="%(message)s")
 said = []
 logging.getLogger().handlers[0].addFilter(lambda record: said.append(record) or True)

@@ -8,9 +8,8 @@ import pytest
 from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main
 from rocm_ext.machine.bench_file import machine_key
-from rocm_ext.machine.chips import chips_of, find_chip
 from rocm_ext.machine.detect import is_unified
-from rocm_ext.machine.profile import load_profile, profile_names
+from rocm_ext.machine.profile import chips_of, find_chip, load_profile, profile_names
 from rocm_ext.plan.speeds import figures_for
 from tests.machine.test_device import CPU, GIB, H200, MI50, MI300X, STRIX
 

@@ -105,6 +105,16 @@ def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
     assert whole - small == pytest.approx(linear * (2 - 0.516), rel=0.01)
 
 
+def test_4_bits_where_16_do_not_fit(capsys):
+    def halo(name: str, size: str) -> tuple[int, str]:
+        code = main(["plan", "--config", name, "--machine", f"Strix Halo {size}", "model.quantize_base=True"])
+        return code, capsys.readouterr().err
+
+    assert halo("strix_halo_qwen3b", "32 GB")[1].count("wants False: owners' QLoRA (NF4) took") == 1
+    assert "wants False" in halo("strix_halo_qwen3_14b", "64 GB")[1], "28 of 50 GiB"
+    assert halo("strix_halo_qwen3_14b", "32 GB") == (0, ""), "28 of 25 GiB"
+
+
 def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run")))
     decoder = build_model(cfg.model, torch.float16, 0, torch.device("meta"))

@@ -271,11 +271,11 @@ def kill_at_record(name: str, count: int):
         original = PhaseRecords.append
 
         def append(self, record):
-            if self._file._own.name == name:
+            if self.file.part.name == name:
                 prepare.count += 1  # type: ignore[attr-defined]
             if prepare.count == count:  # type: ignore[attr-defined]
                 text = json.dumps(record, ensure_ascii=False).encode()
-                with self._file._own.open("ab") as file:
+                with self.file.part.open("ab") as file:
                     file.write(text[: len(text) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
             original(self, record)
@@ -390,7 +390,7 @@ def test_ctrl_c_while_sampling(make, reference, tmp_path):
 
         def append(self, record):
             original(self, record)
-            if self._file._own.name == "samples.jsonl" and len(self.records) == 9:
+            if self.file.part.name == "samples.jsonl" and len(self.records) == 9:
                 os.kill(os.getpid(), signal.SIGINT)
 
         PhaseRecords.append = append  # type: ignore[method-assign]
