@@ -76,7 +76,7 @@ class RunFolder:
         self.path, self.name = path, path.resolve().name
         self.problems: list[str] = []
         self._tails = tails = tails or Tails()
-        self.config = deepcopy(tails.whole(path / "config.yaml", read_yaml, self.problems))
+        self.config = deepcopy(tails.content(path / "config.yaml", read_yaml, self.problems))
         self.summary = read_json(path / "summary.json", self.problems)
         folders = [p for p in path.glob("cycle_*") if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", p.name) and p.is_dir()]
         shape = self._shape(bool(folders))
@@ -146,10 +146,10 @@ class RunFolder:
 
     def setting(self, key: str) -> Any:
         """A value of ``config.yaml`` by its dotted name; None if the file has no such key."""
-        node: Any = self.config
+        value: Any = self.config
         for part in key.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
-        return node
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     def settings(self) -> dict[str, Any]:
         """``config.yaml``, flat: ``optimizer.lr`` and so on."""
